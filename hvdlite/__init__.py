@@ -1,0 +1,128 @@
+"""Data-parallel training in one line, over MPI.
+
+``import hvdlite`` loads no framework and starts no MPI; `init` does. The functions here take NumPy arrays, torch and
+TensorFlow tensors and arrays with DLPack, and return the same kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hvdlite.api import (
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    add_process_set,
+    allgather,
+    allgather_async,
+    allgather_object,
+    allgather_object_async,
+    allreduce,
+    allreduce_async,
+    alltoall,
+    alltoall_async,
+    barrier,
+    barrier_async,
+    broadcast,
+    broadcast_async,
+    broadcast_object,
+    broadcast_object_async,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    reducescatter,
+    reducescatter_async,
+    remove_process_set,
+    shutdown,
+    size,
+)
+from hvdlite.engine import Handle
+from hvdlite.errors import (
+    ArgumentError,
+    DuplicateNameError,
+    HvdliteError,
+    LaunchError,
+    MismatchError,
+    NotInitializedError,
+    PeerLeftError,
+    ThreadLevelError,
+    UnsupportedTensorError,
+    WorkerError,
+    WorldSizeError,
+)
+from hvdlite.process_set import ProcessSet
+from hvdlite.protocols import ReduceOp
+from hvdlite.tensors import register_adapter
+
+if TYPE_CHECKING:
+    from hvdlite.launch.run_function import run
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "Average",
+    "DuplicateNameError",
+    "Handle",
+    "HvdliteError",
+    "LaunchError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLeftError",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "ThreadLevelError",
+    "UnsupportedTensorError",
+    "WorkerError",
+    "WorldSizeError",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allgather_object_async",
+    "allreduce",
+    "allreduce_async",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "barrier_async",
+    "broadcast",
+    "broadcast_async",
+    "broadcast_object",
+    "broadcast_object_async",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "register_adapter",
+    "remove_process_set",
+    "run",
+    "shutdown",
+    "size",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":  # the launcher is no part of a training process
+        return importlib.import_module("hvdlite.launch.run_function").run
+    raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")

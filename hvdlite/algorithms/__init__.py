@@ -1,0 +1,33 @@
+"""Collective operations written on a `Transport`: one idea per file.
+
+Five allreduce algorithms under one signature (`ALGORITHMS`), and the building blocks that they share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from hvdlite.algorithms.butterfly import butterfly
+from hvdlite.algorithms.parameter_server import parameter_server
+from hvdlite.algorithms.rabenseifner import rabenseifner
+from hvdlite.algorithms.ring import ring
+from hvdlite.algorithms.tree import tree
+from hvdlite.protocols import Array, Combine, Transport
+
+Algorithm = Callable[[Transport, Array, Combine], None]
+"""``algorithm(transport, data, combine)`` reduces the 1-D array `data` over the ranks, in place.
+
+Any number of ranks, any length, and the same bits on every rank.
+"""
+
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
+    {
+        "ring": ring,
+        "tree": tree,
+        "butterfly": butterfly,
+        "rabenseifner": rabenseifner,
+        "parameter_server": parameter_server,
+    }
+)
+"""The allreduce algorithms by name."""

@@ -1,0 +1,34 @@
+"""All-to-all exchange in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdlite.algorithms.slices import slices
+from hvdlite.protocols import Array, Transport
+
+
+def pairwise_alltoall(
+    transport: Transport, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]
+) -> None:
+    """Give slice r of `data` to rank r, and put what comes from rank r in slice r of `out`.
+
+    In step s every rank sends to the rank s to its right and receives from the rank s to its left:
+    no rank is ever sent to by two at once.
+
+    Cost for P ranks and n bytes per pair of ranks: (P-1)(α + nβ).
+
+    Args:
+        transport: The ranks.
+        data: Shape ``(sum(send_counts),)``.
+        send_counts: The number of elements for each rank.
+        out: Shape ``(sum(recv_counts),)``; must not overlap `data`.
+        recv_counts: The number of elements from each rank.
+    """
+    rank, size = transport.rank, transport.size
+    outgoing = [data[s] for s in slices(send_counts)]
+    incoming = [out[s] for s in slices(recv_counts)]
+    incoming[rank][...] = outgoing[rank]
+    for step in range(1, size):
+        dest, source = (rank + step) % size, (rank - step) % size
+        transport.sendrecv(outgoing[dest], dest, incoming[source], source)

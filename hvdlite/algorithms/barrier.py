@@ -1,0 +1,26 @@
+"""Barrier by dissemination."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdlite.protocols import Transport
+
+
+def dissemination_barrier(transport: Transport) -> None:
+    """Return when every rank has called it.
+
+    In step k each rank tells the rank 2ᵏ to its right that it is there; after the step it has
+    heard, directly or not, of the 2ᵏ⁺¹ - 1 ranks to its left. No power of two is needed.
+
+    Cost for P ranks: ⌈lg P⌉α.
+
+    Source: Hensgen, Finkel & Manber, "Two algorithms for barrier synchronization",
+    Int. J. Parallel Program. 17(1), 1988.
+    """
+    rank, size = transport.rank, transport.size
+    outgoing, incoming = np.empty(0, np.uint8), np.empty(0, np.uint8)
+    distance = 1
+    while distance < size:
+        transport.sendrecv(outgoing, (rank + distance) % size, incoming, (rank - distance) % size)
+        distance *= 2

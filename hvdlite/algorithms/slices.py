@@ -1,0 +1,25 @@
+"""Cutting a vector into one slice per rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def split(length: int, parts: int) -> list[int]:
+    """The element counts of `parts` nearly equal slices of a vector.
+
+    The first ``length % parts`` slices are one element longer than the others, so slices may be
+    empty where there are fewer elements than parts.
+    """
+    count, longer = divmod(length, parts)
+    return [count + 1] * longer + [count] * (parts - longer)
+
+
+def slices(counts: Sequence[int]) -> list[slice]:
+    """The consecutive slices that hold ``counts[0]``, ``counts[1]``, … elements."""
+    result = []
+    start = 0
+    for count in counts:
+        result.append(slice(start, start + count))
+        start += count
+    return result

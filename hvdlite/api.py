@@ -1,0 +1,441 @@
+"""The public functions, on the world of this process.
+
+The only module with state: the one world that `init` makes, and the worlds of threads that play ranks in tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+from hvdlite import failure
+from hvdlite.config import Config
+from hvdlite.engine import Engine, Handle
+from hvdlite.errors import NotInitializedError
+from hvdlite.operations import (
+    Allgather,
+    AllgatherObject,
+    Allreduce,
+    Alltoall,
+    Barrier,
+    Broadcast,
+    BroadcastObject,
+    Operation,
+    Reducescatter,
+)
+from hvdlite.process_set import ProcessSet
+from hvdlite.protocols import ReduceOp
+from hvdlite.world import World
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+Sum, Average, Min, Max, Product = (
+    ReduceOp.SUM,
+    ReduceOp.AVERAGE,
+    ReduceOp.MIN,
+    ReduceOp.MAX,
+    ReduceOp.PRODUCT,
+)
+
+_process_world: World | None = None
+_thread_world: ContextVar[World | None] = ContextVar("hvdlite_world", default=None)
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks of whichever world the caller is in."""
+
+    def __init__(self) -> None:
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        return world("global_process_set").ranks()
+
+    def size(self) -> int | None:
+        return size() if is_initialized() else None
+
+    def rank(self) -> int | None:
+        return rank() if is_initialized() else None
+
+    def included(self) -> bool | None:
+        return True if is_initialized() else None
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+
+global_process_set: ProcessSet = _GlobalProcessSet()
+"""The set of all ranks."""
+
+
+# The world
+
+
+def init(process_sets: Iterable[ProcessSet | Iterable[int]] = ()) -> None:
+    """Join the job. Call it once, before anything else of this package; more calls do nothing.
+
+    Works under hvdliterun, mpirun, mpiexec and srun, and as one plain process. From now on an uncaught exception on any rank
+    ends the job on all.
+
+    Args:
+        process_sets: Sets to add at once, the same on every rank.
+
+    Raises:
+        WorldSizeError: A launcher started several processes and MPI sees only this one.
+        ThreadLevelError: The MPI library does not support threads.
+    """
+    global _process_world
+    if is_initialized():
+        return
+    from hvdlite.comm.mpi import MpiCollectives, connect
+
+    config = Config.from_env()
+    transport, hosts = connect()
+    end_job = functools.partial(failure.end_job, config, transport.rank)
+    _process_world = World(transport, MpiCollectives, hosts, config, end_job)
+    if transport.size > 1:
+        failure.end_job_on_uncaught_exceptions()
+    atexit.register(shutdown)
+    for process_set in process_sets:
+        add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Leave the job: waits until every rank has called it (or has come to its end). Does nothing before `init`.
+
+    Operations still in flight are given up.
+    """
+    global _process_world
+    if _process_world is not None:
+        leaving, _process_world = _process_world, None
+        atexit.unregister(shutdown)
+        leaving.shutdown()
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called, and `shutdown` was not."""
+    return _thread_world.get() is not None or _process_world is not None
+
+
+def world(call: str = "world") -> World:
+    """The world of this process (for adapters; not for programs).
+
+    Raises:
+        NotInitializedError: Before `init`; the text names `call`.
+    """
+    found = _thread_world.get() or _process_world
+    if found is None:
+        raise NotInitializedError(call)
+    return found
+
+
+@contextlib.contextmanager
+def in_world(other: World) -> Iterator[None]:
+    """Let this thread be a rank of another world while the body runs: how tests run ranks as threads."""
+    token = _thread_world.set(other)
+    try:
+        yield
+    finally:
+        _thread_world.reset(token)
+
+
+def rank() -> int:
+    """This process's number in the job, 0 … size() - 1."""
+    return world("rank()").topology.rank
+
+
+def size() -> int:
+    """The number of processes in the job."""
+    return world("size()").topology.size
+
+
+def local_rank() -> int:
+    """This process's number among those of its host: which GPU to use."""
+    return world("local_rank()").topology.local_rank
+
+
+def local_size() -> int:
+    """The number of processes on this host."""
+    return world("local_size()").topology.local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts that have a process of this local rank."""
+    return world("cross_rank()").topology.cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have a process of this local rank."""
+    return world("cross_size()").topology.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of processes."""
+    return world("is_homogeneous()").topology.is_homogeneous
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Put a process set into effect. Every rank of the job calls this, with equal ranks.
+
+    Raises:
+        ArgumentError: A rank is unknown or repeated, or a set of these ranks is in effect already.
+        MismatchError: The ranks asked for different sets.
+    """
+    return world("add_process_set()").add_process_set(process_set)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Take a process set out of effect. Every rank of the job calls this.
+
+    Returns:
+        Whether it was in effect.
+
+    Raises:
+        ArgumentError: Operations of it are in flight.
+    """
+    return world("remove_process_set()").remove_process_set(process_set)
+
+
+# Operations: each is written once, as a function that prepares a call, and made into its two forms.
+
+
+class Call(NamedTuple, Generic[T]):
+    """An operation ready to be submitted."""
+
+    engine: Engine
+    operation: Operation
+    name: str | None
+
+
+def _blocking(prepare: Callable[P, Call[T]]) -> Callable[P, T]:
+    """The form that waits for the result and returns it."""
+
+    @functools.wraps(prepare)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        engine, operation, name = prepare(*args, **kwargs)
+        result: T = engine.submit(operation, name, background=False).wait()
+        return result
+
+    return _named(run, prepare.__name__[1:])
+
+
+def _asynchronous(prepare: Callable[P, Call[T]]) -> Callable[P, Handle]:
+    """The form that returns a handle, whose `wait` returns the result."""
+
+    @functools.wraps(prepare)
+    def submit(*args: P.args, **kwargs: P.kwargs) -> Handle:
+        engine, operation, name = prepare(*args, **kwargs)
+        return engine.submit(operation, name)
+
+    name = prepare.__name__[1:]
+    submit.__doc__ = (
+        f"Start `{name}` and return a `Handle` at once: ``handle.wait()`` returns what `{name}` would, ``handle.poll()`` says\n"
+        f"whether it is there. Tensors must not be changed before. Arguments as in `{name}`."
+    )
+    return _named(submit, name + "_async")
+
+
+def _named(function: Callable[P, T], name: str) -> Callable[P, T]:
+    function.__name__ = function.__qualname__ = name
+    return function
+
+
+def _allreduce(
+    tensor: T,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    *,
+    inplace: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Call[T]:
+    """Reduce a tensor elementwise over the ranks.
+
+    Args:
+        tensor: Any shape, the same on every rank; or a list of tensors, exchanged as one.
+        op: Sum, Average, Min, Max or Product. float16 and bfloat16 are reduced as float32; averages of integers are rounded
+            towards zero; for bool, Min is 'all' and Max is 'any'.
+        name: Calls of equal name belong together on all ranks; without names, calls belong together by their order.
+        inplace: Overwrite `tensor` with the result.
+        prescale_factor: Multiplies each rank's values before they are reduced.
+        postscale_factor: Multiplies the result.
+        algorithm: "auto", "mpi", "ring", "tree", "butterfly", "rabenseifner" or "parameter_server"; by default the setting
+            ``HVDLITE_ALGORITHM``, which is "auto".
+        process_set: The ranks that take part; all by default.
+
+    Returns:
+        The reduced tensor (or list) of the same kind, dtype and shape; `tensor` itself if `inplace`.
+
+    Raises:
+        UnsupportedTensorError: `tensor` is none, or is read-only and `inplace`, or `op` is not defined for its dtype.
+        MismatchError: The ranks' calls do not belong together; raised on all of them.
+        DuplicateNameError: `name` is in flight.
+    """
+    here = world("allreduce()")
+    algorithm = here.config.algorithm if algorithm is None else algorithm
+    operation = Allreduce(tensor, op, prescale_factor, postscale_factor, algorithm, inplace)
+    return Call(here.engine(process_set), operation, name)
+
+
+def _allgather(tensor: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> Call[T]:
+    """Concatenate the ranks' tensors along the first dimension.
+
+    Args:
+        tensor: The first dimension may differ between ranks and may be 0; the others and the dtype are the same. Scalars count
+            as vectors of one. Or a list of tensors.
+        name: As in `allreduce`.
+        process_set: As in `allreduce`.
+
+    Returns:
+        The rows of all ranks in rank order, on every rank.
+
+    Raises:
+        As `allreduce`.
+    """
+    operation = Allgather(tensor)
+    return Call(world("allgather()").engine(process_set), operation, name)
+
+
+def _broadcast(
+    tensor: T, root_rank: int, name: str | None = None, *, inplace: bool = False, process_set: ProcessSet | None = None
+) -> Call[T]:
+    """Give every rank the root's tensor.
+
+    Args:
+        tensor: Of the same shape and dtype on every rank; or a list of tensors.
+        root_rank: Whose values to send; its number within `process_set`.
+        name: As in `allreduce`.
+        inplace: Overwrite `tensor` with the result.
+        process_set: As in `allreduce`.
+
+    Returns:
+        A tensor like the root's; `tensor` itself if `inplace`.
+
+    Raises:
+        ArgumentError: `root_rank` is not a rank of the set.
+        Others: As `allreduce`.
+    """
+    engine = world("broadcast()").engine(process_set)
+    operation = Broadcast(tensor, root_rank, engine.size, inplace)
+    return Call(engine, operation, name)
+
+
+def _alltoall(
+    tensor: Any, splits: Any = None, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> Call[Any]:
+    """Send a slice of the rows to each rank, and receive one from each.
+
+    Args:
+        tensor: At least 1-d; the first dimension may differ between ranks. Or a list of tensors.
+        splits: For each rank, how many rows it gets (whole numbers that add up to the first dimension); equal shares if None.
+        name: As in `allreduce`.
+        process_set: As in `allreduce`.
+
+    Returns:
+        The rows received, in the order of their senders. With `splits`, a pair of these and how many came from each rank
+        (int32, of the same kind as `tensor`).
+
+    Raises:
+        ArgumentError: `splits` does not fit.
+        Others: As `allreduce`.
+    """
+    engine = world("alltoall()").engine(process_set)
+    operation = Alltoall(tensor, splits, engine.size)
+    return Call(engine, operation, name)
+
+
+def _reducescatter(
+    tensor: T,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Call[T]:
+    """Reduce a tensor over the ranks, and keep this rank's share of the rows.
+
+    Args:
+        tensor: At least 1-d, of the same shape and dtype on every rank; or a list of tensors. Where the ranks do not divide the
+            first dimension, the first ranks get one row more.
+        op: As in `allreduce`.
+        name: As in `allreduce`.
+        prescale_factor: As in `allreduce`.
+        postscale_factor: As in `allreduce`.
+        process_set: As in `allreduce`.
+
+    Returns:
+        This rank's rows of the reduced tensor.
+
+    Raises:
+        As `allreduce`.
+    """
+    operation = Reducescatter(tensor, op, prescale_factor, postscale_factor)
+    return Call(world("reducescatter()").engine(process_set), operation, name)
+
+
+def _barrier(name: str | None = None, *, process_set: ProcessSet | None = None) -> Call[None]:
+    """Return when every rank has called it.
+
+    Args:
+        name: As in `allreduce`.
+        process_set: As in `allreduce`.
+    """
+    return Call(world("barrier()").engine(process_set), Barrier(), name)
+
+
+def _broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> Call[T]:
+    """Give every rank the root's object.
+
+    Args:
+        obj: Anything that can be pickled; only the root's matters.
+        root_rank: As in `broadcast`.
+        name: As in `allreduce`.
+        process_set: As in `allreduce`.
+
+    Returns:
+        The root's object: a copy on the other ranks.
+    """
+    engine = world("broadcast_object()").engine(process_set)
+    return Call(engine, BroadcastObject(obj, root_rank, engine.rank, engine.size), name)
+
+
+def _allgather_object(obj: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> Call[list[T]]:
+    """Give every rank everybody's object.
+
+    Args:
+        obj: Anything that can be pickled.
+        name: As in `allreduce`.
+        process_set: As in `allreduce`.
+
+    Returns:
+        The objects by rank (copies).
+    """
+    return Call(world("allgather_object()").engine(process_set), AllgatherObject(obj), name)
+
+
+allreduce = _blocking(_allreduce)
+allreduce_async = _asynchronous(_allreduce)
+allgather = _blocking(_allgather)
+allgather_async = _asynchronous(_allgather)
+broadcast = _blocking(_broadcast)
+broadcast_async = _asynchronous(_broadcast)
+alltoall = _blocking(_alltoall)
+alltoall_async = _asynchronous(_alltoall)
+reducescatter = _blocking(_reducescatter)
+reducescatter_async = _asynchronous(_reducescatter)
+barrier = _blocking(_barrier)
+barrier_async = _asynchronous(_barrier)
+broadcast_object = _blocking(_broadcast_object)
+broadcast_object_async = _asynchronous(_broadcast_object)
+allgather_object = _blocking(_allgather_object)
+allgather_object_async = _asynchronous(_allgather_object)

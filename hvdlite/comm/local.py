@@ -1,0 +1,372 @@
+"""Ranks as threads of one process, on a network that is simulated or ideal.
+
+For tests, which run n ranks in milliseconds and without MPI, and to study how algorithms scale: the
+network keeps a virtual clock for each rank, so 256 ranks on a slow network need no waiting.
+
+    fabric = LocalFabric(8, Network(latency=10e-6, bandwidth=1e9))
+    fabric.run(lambda transport: ring(transport, np.ones(1000), numpy_combine(ReduceOp.SUM)))
+    print(fabric.elapsed())
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn, TypeVar
+
+from hvdlite.errors import ArgumentError, PeerLeftError
+from hvdlite.protocols import Array, Combine
+
+T = TypeVar("T")
+
+STACK_BYTES = 1024 * 1024
+"""The stack of a rank's thread: the usual 8 MiB would reserve 2 GiB of addresses for 256 ranks."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """How long messages take. The default is ideal: everything happens in no time.
+
+    The time is virtual. A message of n bytes that leaves when the sender's clock shows t occupies
+    the sender until t + nβ. The receiver takes it in from t + α on, or from the time when it asks
+    for it if that is later, and is occupied for nβ::
+
+        sender    ├──── nβ ────┤
+        receiver       α →├──── nβ ────┤
+
+    A rank takes in one message at a time, and can send at the same time (`sendrecv`). The clocks do
+    not depend on how the threads are scheduled, provided that each rank has one thread that uses
+    them. Letters (`post`) are free, because when one is noticed depends on the schedule.
+    """
+
+    latency: float = 0.0
+    """α, in seconds."""
+    bandwidth: float = math.inf
+    """1/β, in bytes per second."""
+    reduce_bandwidth: float = math.inf
+    """1/γ, in bytes per second: what is charged for a `LocalTransport.timed` reduction."""
+
+    def __post_init__(self) -> None:
+        if self.latency < 0 or self.bandwidth <= 0 or self.reduce_bandwidth <= 0:
+            raise ArgumentError(f"A network needs a latency of at least 0 and positive bandwidths, not {self}.")
+
+
+class Traffic(NamedTuple):
+    """What a rank has sent, over all its channels."""
+
+    messages: int
+    bytes: int
+    letters: int
+
+
+class _Message(NamedTuple):
+    data: Array
+    departure: float
+
+
+class _Letter(NamedTuple):
+    source: int
+    text: bytes
+
+
+class _Left(NamedTuple):
+    """Put on every queue when a rank has failed, and left there: nobody waits any more."""
+
+    rank: int
+    error: BaseException
+
+
+_Queue = queue.SimpleQueue[_Message | _Letter | _Left]  # its `get` waits in C, without the GIL
+
+
+class _Rank:
+    """The clock and the counters of a rank, over all its channels."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.clock = 0.0
+        self.messages = 0
+        self.bytes = 0
+        self.letters = 0
+
+
+class LocalFabric:
+    """What connects the ranks of one process.
+
+    Args:
+        size: The number of ranks.
+        network: Between ranks of different hosts.
+        hosts: The host number of each rank; all ranks are on a host of their own if absent.
+        host_network: Between ranks of one host; the same as `network` if absent.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        network: Network | None = None,
+        hosts: Sequence[int] | None = None,
+        host_network: Network | None = None,
+    ) -> None:
+        if size < 1:
+            raise ArgumentError(f"A fabric needs at least 1 rank, not {size}.")
+        self.hosts = tuple(range(size) if hosts is None else hosts)
+        if len(self.hosts) != size:
+            raise ArgumentError(f"hosts has {len(self.hosts)} entries for {size} ranks.")
+        self.network = network or Network()
+        self.host_network = host_network or self.network
+        self._ranks = [_Rank() for _ in range(size)]
+        self._lock = threading.Lock()
+        self._queues: dict[Hashable, _Queue] = {}
+        self._left: _Left | None = None
+        everybody = tuple(range(size))
+        self.transports = [LocalTransport(self, everybody, rank, channel=()) for rank in everybody]
+        """The transport of each rank."""
+
+    def run(self, function: Callable[[LocalTransport], T], timeout: float | None = None) -> list[T]:
+        """Call ``function(transport)`` for every rank at the same time, each in a thread of its own.
+
+        Args:
+            function: What a rank does.
+            timeout: Give up after so many seconds.
+
+        Returns:
+            What each rank returned.
+
+        Raises:
+            TimeoutError: The message says which ranks were not done.
+            Exception: What the function raised on the first rank that failed. The others are woken
+                by `abort`.
+        """
+        results: dict[int, T] = {}
+        failures: list[BaseException] = []
+
+        def work(transport: LocalTransport) -> None:
+            try:
+                results[transport.rank] = function(transport)
+            except BaseException as error:  # raised again by the caller's thread, below
+                failures.append(error)
+                self.abort(transport.rank, error)
+
+        threads = [
+            threading.Thread(target=work, args=(transport,), name=f"rank {transport.rank}", daemon=True)
+            for transport in self.transports
+        ]
+        default = threading.stack_size(STACK_BYTES)
+        try:
+            for thread in threads:
+                thread.start()
+        finally:
+            threading.stack_size(default)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        for thread in threads:
+            thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        if late and not failures:
+            timed_out = TimeoutError(f"ranks {late} of {len(threads)} were not done after {timeout} s")
+            self.abort(late[0], timed_out)
+            raise timed_out
+        if failures:
+            raise failures[0]
+        return [results[rank] for rank in range(len(threads))]
+
+    def abort(self, rank: int, error: BaseException) -> None:
+        """Say that `rank` has failed with `error`: whoever waits for a message now or later gets a PeerLeftError."""
+        with self._lock:
+            if self._left is None:
+                self._left = _Left(rank, error)
+                for waiting in self._queues.values():
+                    waiting.put(self._left)
+
+    def elapsed(self) -> float:
+        """The virtual time in seconds at which the last rank was done with what it has done so far."""
+        return max(rank.clock for rank in self._ranks)
+
+    def traffic(self, rank: int) -> Traffic:
+        """What `rank` has sent so far."""
+        counters = self._ranks[rank]
+        return Traffic(counters.messages, counters.bytes, counters.letters)
+
+    def _queue(self, key: Hashable) -> _Queue:
+        with self._lock:
+            if key not in self._queues:
+                self._queues[key] = _Queue()
+                if self._left is not None:
+                    self._queues[key].put(self._left)
+            return self._queues[key]
+
+
+class LocalTransport:
+    """A rank's end of a `LocalFabric`: a `Transport`, with a virtual clock."""
+
+    # Ranks in this class are numbers in the group, but for `_members`, which are numbers in the fabric.
+
+    def __init__(self, fabric: LocalFabric, members: tuple[int, ...], rank: int, channel: Hashable) -> None:
+        self.fabric = fabric
+        """The fabric that the ranks share."""
+        self.rank = rank
+        """This rank in the group."""
+        self.size = len(members)
+        """The number of ranks in the group."""
+        self._members = members
+        self._channel = channel
+        self._self = fabric._ranks[members[rank]]
+        self._outgoing: dict[int, _Queue] = {}
+        self._incoming: dict[int, _Queue] = {}
+        self._letters = self._inbox(rank)
+        self._subgroups: Counter[tuple[int, ...]] = Counter()
+
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The host number of each rank of the group."""
+        return tuple(self.fabric.hosts[member] for member in self._members)
+
+    @property
+    def clock(self) -> float:
+        """This rank's virtual time in seconds."""
+        return self._self.clock
+
+    def charge(self, seconds: float) -> None:
+        """Let virtual time pass on this rank: for work that it does, or to make it a straggler."""
+        with self._self.lock:
+            self._self.clock += seconds
+
+    def timed(self, combine: Combine) -> Combine:
+        """A reduction that also charges nγ to this rank."""
+
+        def charged(into: Array, other: Array) -> None:
+            combine(into, other)
+            self.charge(into.nbytes / self.fabric.network.reduce_bandwidth)
+
+        return charged
+
+    def send(self, data: Array, dest: int) -> None:
+        """Copy `data` to the queue of `dest`. Never blocks."""
+        self._set_clock(self._depart(data, dest)[1])
+
+    def recv(self, data: Array, source: int) -> None:
+        """Receive exactly ``data.size`` elements from `source` into `data`.
+
+        Raises:
+            PeerLeftError: A rank has failed, so the message may never come.
+            ArgumentError: The message has another length or dtype than `data`.
+        """
+        self._set_clock(self._arrive(data, source, self.clock))
+
+    def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
+        """Send and receive at the same time. Errors as for `recv`."""
+        begin, sent = self._depart(send, dest)
+        self._set_clock(max(sent, self._arrive(recv, source, begin)))
+
+    def post(self, letter: bytes, dest: int) -> None:
+        """Put a letter in the inbox of `dest`."""
+        self._check(dest)
+        with self._self.lock:
+            self._self.letters += 1
+        self._inbox(dest).put(_Letter(self.rank, letter))
+
+    def poll(self) -> tuple[int, bytes] | None:
+        """The next letter that has arrived and its sender, or None.
+
+        Raises:
+            PeerLeftError: A rank has failed, and there are no letters from before.
+        """
+        return self.wait_letter(0.0)
+
+    def wait_letter(self, timeout: float) -> tuple[int, bytes] | None:
+        """The next letter and its sender, or None if none has arrived after `timeout` seconds. Errors as for `poll`."""
+        try:
+            item = self._letters.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(item, _Left):
+            self._letters.put(item)
+            self._raise(item, "waited for a letter")
+        assert isinstance(item, _Letter)
+        return item.source, item.text
+
+    def duplicate(self) -> LocalTransport:
+        """A transport over the same ranks whose messages never mix with this one's. Collective."""
+        return self.subgroup(range(self.size))
+
+    def subgroup(self, ranks: Sequence[int]) -> LocalTransport:
+        """A transport over `ranks` (sorted ranks of this group). Called by these ranks and no others.
+
+        Raises:
+            ArgumentError: `ranks` are not sorted ranks of this group with this one among them.
+        """
+        ranks = tuple(ranks)
+        if self.rank not in ranks or list(ranks) != sorted(set(ranks)) or ranks[0] < 0 or ranks[-1] >= self.size:
+            raise ArgumentError(
+                f"A subgroup needs different, sorted ranks below {self.size}, {self.rank} among them, not {ranks}."
+            )
+        # All members make their subgroups of these ranks in the same order, so they find the same
+        # name for the channel without talking to each other, as MPI finds its context ids.
+        self._subgroups[ranks] += 1
+        members = tuple(self._members[rank] for rank in ranks)
+        return LocalTransport(
+            self.fabric, members, ranks.index(self.rank), (self._channel, members, self._subgroups[ranks])
+        )
+
+    def close(self) -> None:
+        """Nothing to release: the fabric owns the queues."""
+
+    def _depart(self, data: Array, dest: int) -> tuple[float, float]:
+        """Send, and return when that began and when it will have ended."""
+        self._check(dest)
+        if dest not in self._outgoing:
+            self._outgoing[dest] = self._pair(self.rank, dest)
+        with self._self.lock:
+            self._self.messages += 1
+            self._self.bytes += data.nbytes
+            begin = self._self.clock
+        self._outgoing[dest].put(_Message(data.copy(), begin))
+        return begin, begin + data.nbytes / self._network(dest).bandwidth
+
+    def _arrive(self, data: Array, source: int, begin: float) -> float:
+        """Receive, ready to do so since `begin`, and return when that ended."""
+        if source not in self._incoming:
+            self._incoming[source] = self._pair(source, self.rank)
+        item = self._incoming[source].get()
+        if isinstance(item, _Left):
+            self._incoming[source].put(item)
+            self._raise(item, f"waited for rank {self._members[source]}")
+        assert isinstance(item, _Message)
+        if item.data.size != data.size or item.data.dtype != data.dtype:
+            raise ArgumentError(
+                f"Rank {self.rank} expected {data.size} elements of {data.dtype} from rank {source}, "
+                f"which sent {item.data.size} of {item.data.dtype}."
+            )
+        data[...] = item.data
+        network = self._network(source)
+        return max(begin, item.departure + network.latency) + data.nbytes / network.bandwidth
+
+    def _set_clock(self, clock: float) -> None:
+        with self._self.lock:
+            self._self.clock = max(self._self.clock, clock)
+
+    def _network(self, other: int) -> Network:
+        hosts = self.fabric.hosts
+        same = hosts[self._members[other]] == hosts[self._members[self.rank]]
+        return self.fabric.host_network if same else self.fabric.network
+
+    def _pair(self, source: int, dest: int) -> _Queue:
+        return self.fabric._queue((self._channel, self._members[source], self._members[dest]))
+
+    def _inbox(self, dest: int) -> _Queue:
+        return self.fabric._queue((self._channel, "letters", self._members[dest]))
+
+    def _check(self, dest: int) -> None:
+        """Do not go on sending where nobody will answer."""
+        if self.fabric._left is not None:
+            self._raise(self.fabric._left, f"sent to rank {self._members[dest]}")
+
+    def _raise(self, left: _Left, action: str) -> NoReturn:
+        raise PeerLeftError(
+            f"Rank {left.rank} left the job, noticed when rank {self._members[self.rank]} {action}. "
+            f"Its error: {type(left.error).__name__}: {left.error}"
+        ) from left.error

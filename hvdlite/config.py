@@ -1,0 +1,66 @@
+"""The settings of one process, and the only place that reads ``os.environ`` for them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hvdlite.errors import ArgumentError
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings, each read from ``HVDLITE_<FIELD>`` or else from ``HOROVOD_<FIELD>``.
+
+    Attributes:
+        fusion_threshold: Bytes; tensors that are ready together share one exchange up to this size.
+        bucket_bytes: Bytes of gradient per bucket of a distributed optimizer.
+        algorithm: How ``allreduce`` works where the call does not say.
+        stall_check_disable: Do not watch for ranks that wait on each other.
+        stall_check_time_seconds: After so many seconds in one wait, print who is missing and where.
+        stall_shutdown_time_seconds: After so many seconds in one wait, end the job; 0 means never.
+        deadlock_time_seconds: Seconds after which ranks that all wait, each for an operation that
+            another rank has not submitted, are told so by an error.
+        control: ``host:port:token`` of the launcher that started this process; set by hvdliterun.
+    """
+
+    fusion_threshold: int = 64 * 2**20
+    bucket_bytes: int = 25 * 2**20
+    algorithm: str = "auto"
+    stall_check_disable: bool = False
+    stall_check_time_seconds: float = 60.0
+    stall_shutdown_time_seconds: float = 0.0
+    deadlock_time_seconds: float = 2.0
+    control: str = ""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
+        """Read the settings of this process.
+
+        Raises:
+            ArgumentError: A variable is set to something that is not of its type.
+        """
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            for prefix in ("HVDLITE_", "HOROVOD_"):
+                variable = prefix + field.name.upper()
+                if variable in environ:
+                    values[field.name] = _parse(variable, environ[variable], type(field.default))
+                    break
+        return cls(**values)
+
+
+def _parse(variable: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() in _TRUE | _FALSE:
+            return text.lower() in _TRUE
+        raise ArgumentError(f"{variable}={text!r}: expected one of 1, 0, true, false, yes, no, on, off.")
+    try:
+        return kind(text)
+    except ValueError:
+        raise ArgumentError(f"{variable}={text!r}: expected {kind.__name__}.") from None

@@ -1,0 +1,323 @@
+"""Named operations in any order: submit on every rank, run when all have.
+
+The caller who waits for an operation drives the engine itself, so a small blocking operation costs no thread switch and
+no cycle. Operations that nobody waits for are driven by a thread that starts with the first of them, sleeps while there
+is nothing in flight, and never spins.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hvdlite.config import Config
+from hvdlite.controller import Controller, Decision, Key, error_of, name_of
+from hvdlite.errors import DuplicateNameError, HvdliteError
+from hvdlite.operations import Operation, describe
+from hvdlite.protocols import Collectives, Transport
+from hvdlite.watch import Wait, Watch
+
+_SPINS = 200
+"""Looks without a pause in between before a waiting caller begins to give its core away."""
+_WATCH_AFTER = 0.05
+"""Seconds in one wait before the watch is told; shorter waits cost nothing."""
+_LONGEST_NAP = 1e-3
+_FIRST_NAP = 50e-6
+_GRACE = 200e-6
+"""Seconds that the thread leaves to the submitter, who may submit more to be fused, or wait and drive by itself."""
+
+
+class Handle:
+    """An operation in flight."""
+
+    __slots__ = ("_done", "_engine", "_error", "_result", "key")
+
+    def __init__(self, engine: Engine, key: Key) -> None:
+        self.key = key
+        self._engine = engine
+        self._done = False
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def poll(self) -> bool:
+        """Whether the operation is over, so that `wait` returns (or raises) at once."""
+        return self._engine.poll(self)
+
+    def wait(self) -> Any:
+        """Wait until the operation is over.
+
+        Returns:
+            Its result.
+
+        Raises:
+            MismatchError: The ranks submitted operations that do not belong together.
+            PeerLeftError: A rank that must take part has left the job.
+        """
+        self._engine.wait(self)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def finish(self, result: Any, error: BaseException | None) -> None:
+        """Engine only: the operation is over."""
+        self._result, self._error = result, error
+        self._done = True
+
+    @property
+    def done(self) -> bool:
+        """Engine only: over, whether the caller has seen it or not."""
+        return self._done
+
+    def __repr__(self) -> str:
+        return f"<hvdlite.Handle of {name_of(self.key)}, {'done' if self._done else 'in flight'}>"
+
+
+class Engine:
+    """The named operations of one group of ranks.
+
+    Args:
+        transport: Carries the controller's letters.
+        collectives: Run the operations; nobody else may use them.
+        ranks: The world ranks of the group, for messages.
+        watch: Is told of waits that last.
+        config: Fusion threshold and time limits.
+    """
+
+    def __init__(
+        self, transport: Transport, collectives: Collectives, ranks: Sequence[int], watch: Watch, config: Config
+    ) -> None:
+        self._transport = transport
+        self._collectives = collectives
+        self._ranks = ranks
+        self._watch = watch
+        self._config = config
+        self._controller = Controller(transport, self._fuse)
+        self._drive_lock = threading.Lock()  # whoever holds it drives
+        self._submit_lock = threading.Lock()
+        self._inbox: deque[Key] = deque()
+        self._in_flight: dict[Key, tuple[Operation, Handle]] = {}
+        self._names: set[Key] = set()
+        self._sequence = 0
+        self._submitters: set[int] = set()
+        self._waiting: dict[int, float] = {}  # thread -> since when
+        self._broken: HvdliteError | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+
+    def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle:
+        """Put an operation in flight.
+
+        Args:
+            operation: What to do.
+            name: Operations of equal name belong together on all ranks, in whatever order they are submitted. Those without
+                a name belong together by their order.
+            background: Let the thread drive it; False if the caller waits at once.
+
+        Raises:
+            DuplicateNameError: An operation of this name has not been waited for yet.
+        """
+        with self._submit_lock:
+            if self._broken is not None:
+                raise self._broken
+            if name is None:
+                key: Key = self._sequence
+                self._sequence += 1
+            elif name in self._names:
+                raise DuplicateNameError(
+                    f"an operation named {name!r} is still in flight on this rank: wait for its handle before the name "
+                    "is used again, or leave the name out."
+                )
+            else:
+                key = name
+                self._names.add(name)
+            handle = Handle(self, key)
+            self._in_flight[key] = (operation, handle)
+            self._inbox.append(key)
+            self._submitters.add(threading.get_ident())
+        if background:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
+                self._thread.start()
+            self._wake.set()
+        return handle
+
+    def run(self, operation: Operation, name: str | None = None) -> Any:
+        """Submit an operation and wait for its result."""
+        return self.submit(operation, name, background=False).wait()
+
+    def poll(self, handle: Handle) -> bool:
+        """Whether `handle` is done; drives the engine a step if nobody does."""
+        if not handle.done and self._drive_lock.acquire(blocking=False):
+            try:
+                self._drive()
+            finally:
+                self._drive_lock.release()
+        if handle.done:
+            self._names.discard(handle.key)
+        return handle.done
+
+    def wait(self, handle: Handle) -> None:
+        """Drive the engine until `handle` is done."""
+        if not handle.done:
+            thread = threading.get_ident()
+            self._waiting[thread] = started = time.monotonic()
+            watched = None
+            try:
+                spins = 0
+                while True:
+                    with self._drive_lock:
+                        if handle.done:
+                            break
+                        moved = self._drive()
+                    if handle.done:
+                        break
+                    if moved:
+                        spins = 0
+                        self._waiting[thread] = time.monotonic()
+                    spins += 1
+                    if spins > _SPINS:
+                        waited = time.monotonic() - started
+                        time.sleep(min(_LONGEST_NAP, max(_FIRST_NAP, waited / 20)))
+                        if watched is None and waited > _WATCH_AFTER:
+                            watched = self._watch.begin(
+                                Wait(lambda: self._describe(handle.key), self._ranks, self.abandon, started)
+                            )
+                    elif spins > 10:
+                        os.sched_yield()
+            finally:
+                del self._waiting[thread]
+                if watched is not None:
+                    self._watch.end(watched)
+        self._names.discard(handle.key)
+
+    def abandon(self, error: HvdliteError) -> None:
+        """Fail everything in flight, and whatever comes: the group is no longer whole."""
+        self._broken = error
+
+    @property
+    def rank(self) -> int:
+        """This process's number within the group."""
+        return self._transport.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return self._transport.size
+
+    @property
+    def busy(self) -> bool:
+        """Whether operations of this rank are in flight."""
+        return bool(self._in_flight)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread and release the transport. Nothing may be in flight."""
+        self.stop()
+        if self._thread is not None:
+            self._thread.join()
+        self._collectives.close()
+        self._transport.close()
+
+    def _describe(self, key: Key) -> str:
+        entry = self._in_flight.get(key)
+        return name_of(key) + (f": {describe(entry[0].signature)}" if entry else "")
+
+    # Driving, under the drive lock
+
+    def _drive(self) -> bool:
+        """One step: announce what was submitted, hear what was decided, do it. Returns whether anything moved."""
+        if self._broken is not None:
+            self._fail(list(self._in_flight), self._broken)
+            return True
+        moved = False
+        while self._inbox:
+            key = self._inbox.popleft()
+            self._controller.announce(key, self._in_flight[key][0].signature)
+            moved = True
+        if not moved and self._waiting and self._is_blocked():
+            self._controller.report_blocked([(key, op.signature) for key, (op, _) in list(self._in_flight.items())])
+        try:
+            decisions = self._controller.step()
+        except Exception as error:  # the transport is gone: whoever waits must hear of it
+            self.abandon(
+                error if isinstance(error, HvdliteError) else HvdliteError(f"the control channel failed: {error}")
+            )
+            return True
+        for decision in decisions:
+            self._carry_out(decision)
+        return moved or bool(decisions)
+
+    def _is_blocked(self) -> bool:
+        """Whether every thread that ever submitted has waited for some time, so that nothing more will be submitted."""
+        before = time.monotonic() - self._config.deadlock_time_seconds
+        waiting = dict(self._waiting)
+        if any(since > before for since in waiting.values()):
+            return False
+        alive = {thread.ident for thread in threading.enumerate()}
+        return all(thread in waiting for thread in list(self._submitters) if thread in alive)
+
+    def _carry_out(self, decision: Decision) -> None:
+        if decision.error is not None:
+            self._fail(decision.keys, error_of(decision))
+            with self._submit_lock:  # so that the unnamed operations after this one meet again
+                numbers = [key for key in decision.keys if isinstance(key, int)]
+                self._sequence = max([self._sequence, *(number + 1 for number in numbers)])
+            return
+        entries = [self._in_flight[key] for key in decision.keys]
+        operations = [operation for operation, _ in entries]
+        try:
+            results = type(operations[0]).run_together(operations, self._collectives)
+        except Exception as error:
+            self._fail(decision.keys, error)
+            return
+        for key, (operation, handle), result in zip(decision.keys, entries, results, strict=True):
+            del self._in_flight[key]
+            handle.finish(operation.outcome(result), None)
+
+    def _fail(self, keys: Sequence[Key], error: Exception) -> None:
+        for key in keys:
+            entry = self._in_flight.pop(key, None)
+            if entry is not None:
+                entry[1].finish(None, error)
+
+    def _fuse(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
+        """Group keys whose operations share an exchange, up to the fusion threshold."""
+        groups: dict[Any, tuple[list[Key], int]] = {}
+        for key in keys:
+            operation = self._in_flight[key][0]
+            kind = operation.fusion_key
+            group, nbytes = groups.get(kind, ([], 0))
+            if group and (kind is None or nbytes + operation.nbytes > self._config.fusion_threshold):
+                yield group
+                group, nbytes = [], 0
+            groups[kind] = ([*group, key], nbytes + operation.nbytes)
+        for group, _ in groups.values():
+            yield group
+
+    # Driving what nobody waits for
+
+    def _run(self) -> None:
+        nap = _FIRST_NAP
+        while not self._closed:
+            if not self._in_flight:
+                self._wake.wait()
+                self._wake.clear()
+                time.sleep(_GRACE)
+                continue
+            moved = False
+            if not self._waiting and self._drive_lock.acquire(blocking=False):
+                try:
+                    moved = self._drive()
+                finally:
+                    self._drive_lock.release()
+            nap = _FIRST_NAP if moved else min(2 * nap, _LONGEST_NAP)
+            time.sleep(nap)

@@ -1,0 +1,197 @@
+"""The contracts between the layers: what a transport, a set of collectives and a tensor adapter are.
+
+Nothing here does any work. A module of a higher layer names the protocol, never the class behind it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+"""A NumPy array. Between the layers it is one-dimensional and C-contiguous unless said otherwise."""
+
+T = TypeVar("T")
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the ranks become one."""
+
+    SUM = "sum"
+    AVERAGE = "average"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+
+    def __repr__(self) -> str:
+        return self.name.capitalize()
+
+
+class Transport(Protocol):
+    """Point-to-point messages between the ranks of one group: what an algorithm is written on.
+
+    Two kinds of message, which never meet: arrays whose size the receiver knows (`send`, `recv`,
+    `sendrecv`: blocking, in order for each pair of ranks), and small letters of any size that are
+    posted without blocking and picked up when somebody looks (`post`, `poll`: in order for each
+    pair of ranks).
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process in the group, 0 … size - 1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        ...
+
+    def send(self, data: Array, dest: int) -> None:
+        """Send `data`; it may be overwritten when the call returns. May block until it is received."""
+        ...
+
+    def recv(self, data: Array, source: int) -> None:
+        """Receive exactly ``data.size`` elements from `source` into `data`."""
+        ...
+
+    def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
+        """Send and receive at the same time. The two arrays must not overlap."""
+        ...
+
+    def post(self, letter: bytes, dest: int) -> None:
+        """Send a letter without waiting for it to be read."""
+        ...
+
+    def poll(self) -> tuple[int, bytes] | None:
+        """The next letter that has arrived and its sender, or None."""
+        ...
+
+    def duplicate(self) -> Transport:
+        """A transport over the same ranks whose messages never mix with this one's. Collective."""
+        ...
+
+    def subgroup(self, ranks: Sequence[int]) -> Transport:
+        """A transport over `ranks` (sorted ranks of this group). Called by these ranks and no others."""
+        ...
+
+    def close(self) -> None:
+        """Release what the transport holds. Local."""
+        ...
+
+
+class Collectives(Protocol):
+    """Whole-group operations on one-dimensional arrays, called by all ranks in the same order.
+
+    The data plane: no negotiation, no names, no tensors. `op` is never AVERAGE here: averaging is
+    a sum and a division, and the caller knows best where to divide.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
+        """Reduce `data` over the ranks, in place."""
+        ...
+
+    def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
+        """Concatenate the ranks' `data` (``counts[r]`` elements from rank r) in `out`."""
+        ...
+
+    def broadcast(self, data: Array, root: int) -> None:
+        """Overwrite `data` with rank `root`'s."""
+        ...
+
+    def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
+        """Give slice r of `data` to rank r; put what comes from rank r in slice r of `out`."""
+        ...
+
+    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
+        """Reduce `data` over the ranks and keep slice `rank` of it (``counts[rank]`` elements) in `out`."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        ...
+
+    def duplicate(self) -> Collectives:
+        """Collectives over the same ranks that may run at the same time as these. Collective."""
+        ...
+
+    def close(self) -> None:
+        """Release what the collectives hold. Local."""
+        ...
+
+
+class TensorInfo(NamedTuple):
+    """What the ranks must agree on about a tensor, without its values."""
+
+    dtype: str
+    """NumPy's name of the dtype, or ``"bfloat16"``."""
+    shape: tuple[int, ...]
+
+
+class TensorAdapter(Protocol[T]):
+    """How the core reads and makes tensors of one framework.
+
+    Between the core and a framework travels a NumPy array, shared with the tensor where that is
+    possible. bfloat16, which NumPy lacks, travels as its bits in uint16, or as float32 (`wide`).
+    """
+
+    def info(self, tensor: T) -> TensorInfo:
+        """The dtype and shape of `tensor`."""
+        ...
+
+    def check_writable(self, tensor: T) -> None:
+        """Let a tensor pass that `assign` can overwrite.
+
+        Raises:
+            UnsupportedTensorError: It cannot be overwritten.
+        """
+        ...
+
+    def to_array(self, tensor: T, *, wide: bool) -> Array:
+        """The values as a C-contiguous array of the tensor's shape, sharing its memory if possible.
+
+        With `wide`, float16 and bfloat16 become float32 (a copy), to be reduced with its accuracy.
+        """
+        ...
+
+    def from_array(self, array: Array, dtype: str, like: T) -> T:
+        """A new tensor of `dtype` of the same kind (and device) as `like`, that may keep `array`'s memory.
+
+        `array` has the dtype that `to_array` gives for `dtype`, wide or not.
+        """
+        ...
+
+    def assign(self, tensor: T, array: Array) -> None:
+        """Overwrite the values of `tensor` with those of `array` (as `to_array` gives them, wide or not)."""
+        ...
+
+
+Combine = Callable[[Array, Array], None]
+"""``combine(into, other)``: ``into[...] = into (op) other``."""
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+def numpy_combine(op: ReduceOp) -> Combine:
+    """The `Combine` of `op` for NumPy arrays."""
+    ufunc = _UFUNCS[op]
+
+    def combine(into: Array, other: Array) -> None:
+        ufunc(into, other, out=into)
+
+    return combine

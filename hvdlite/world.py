@@ -1,0 +1,167 @@
+"""Everything that one rank knows. A process has one; tests make one per thread."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+from hvdlite.config import Config
+from hvdlite.engine import Engine
+from hvdlite.errors import ArgumentError
+from hvdlite.operations import Agreement
+from hvdlite.process_set import ProcessSet
+from hvdlite.protocols import Collectives, ReduceOp, TensorInfo, Transport
+from hvdlite.reducer import Reducer
+from hvdlite.topology import Topology
+from hvdlite.watch import Watch
+
+
+class World:
+    """One rank of a job.
+
+    Args:
+        transport: Over all ranks.
+        make_collectives: Makes collectives over the ranks of a transport, for their own use alone.
+        hosts: For each rank, some number of its host.
+        config: Settings.
+        end_job: Ends the whole job with a text; called when a wait can never end and no exception can be raised.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        make_collectives: Callable[[Transport], Collectives],
+        hosts: Sequence[int],
+        config: Config,
+        end_job: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.topology = Topology.of(transport.rank, hosts)
+        self._transport = transport
+        self._make_collectives = make_collectives
+        self._end_job = end_job
+        self._letters = transport.duplicate()
+        self.watch = Watch(self._letters, config, end_job)
+        self._everybody = tuple(range(transport.size))
+        self._engines: dict[tuple[int, ...], Engine | None] = {
+            self._everybody: self._engine(transport.duplicate(), self._everybody)
+        }
+        self._sets: dict[int, ProcessSet] = {}
+        self._next_set_id = 1
+        self._channels: list[Collectives] = []
+
+    def _engine(self, transport: Transport, ranks: tuple[int, ...]) -> Engine:
+        return Engine(transport, self._make_collectives(transport.duplicate()), ranks, self.watch, self.config)
+
+    def engine(self, process_set: ProcessSet | None = None) -> Engine:
+        """The engine of a process set; of all ranks if None.
+
+        Raises:
+            ArgumentError: The set is not in effect, or this rank is not in it.
+        """
+        ranks = self.ranks(process_set)
+        engine = self._engines.get(ranks)
+        if process_set is not None and process_set.process_set_id is None:
+            raise ArgumentError(f"{process_set} is not in effect: pass it to add_process_set() on every rank first.")
+        if engine is None:
+            raise ArgumentError(
+                f"rank {self.topology.rank} is not in {process_set}, so it cannot take part in its operations."
+            )
+        return engine
+
+    def ranks(self, process_set: ProcessSet | None = None) -> tuple[int, ...]:
+        """The world ranks of a process set; all if None."""
+        return self._everybody if process_set is None else process_set.ranks
+
+    def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+        """Put a process set into effect. All ranks of the job call this, with equal ranks.
+
+        Raises:
+            ArgumentError: A rank is unknown, or a set of these ranks is in effect already.
+            MismatchError: The ranks of the job asked for different sets.
+        """
+        if not isinstance(process_set, ProcessSet):
+            process_set = ProcessSet(process_set)
+        ranks = process_set.ranks
+        if ranks[-1] >= self.topology.size:
+            raise ArgumentError(
+                f"{process_set}: rank {ranks[-1]} does not exist; the job has ranks 0 to {self.topology.size - 1}."
+            )
+        if ranks in self._engines:
+            raise ArgumentError(f"{process_set}: a process set of these ranks is in effect already; use that one.")
+
+        def create(_: Collectives) -> int:
+            included = self.topology.rank in ranks
+            self._engines[ranks] = self._engine(self._transport.subgroup(ranks), ranks) if included else None
+            self._next_set_id += 1
+            return self._next_set_id - 1
+
+        number = self.engine().run(Agreement("add_process_set", [("ranks", ranks)], create))
+        process_set.bind(number, self.topology.rank)
+        self._sets[number] = process_set
+        return process_set
+
+    def remove_process_set(self, process_set: ProcessSet) -> bool:
+        """Take a process set out of effect. All ranks of the job call this.
+
+        Returns:
+            True if it was in effect. (The set of all ranks cannot be removed: False.)
+        """
+        if process_set.process_set_id not in self._sets:
+            return False
+
+        engine = self._engines[process_set.ranks]
+        if engine is not None and engine.busy:
+            raise ArgumentError(f"{process_set} has operations in flight: wait for their handles before it is removed.")
+
+        def remove(_: Collectives) -> None:
+            engine = self._engines.pop(process_set.ranks)
+            if engine is not None:
+                engine.close()
+
+        self.engine().run(Agreement("remove_process_set", [("ranks", process_set.ranks)], remove))
+        del self._sets[process_set.process_set_id]
+        process_set.bind(None, None)
+        return True
+
+    def reducer(
+        self, infos: Sequence[TensorInfo], op: ReduceOp = ReduceOp.AVERAGE, process_set: ProcessSet | None = None
+    ) -> Reducer:
+        """Buckets for the gradients of tensors like `infos`. All ranks of the set call this, with equal arguments.
+
+        Raises:
+            MismatchError: The ranks have different tensors.
+        """
+        arguments = [
+            ("tensors", len(infos)),
+            ("elements", sum(math.prod(info.shape) for info in infos)),
+            ("op", op.value),
+            ("bucket_bytes", self.config.bucket_bytes),
+            ("layout", hashlib.sha256(repr([tuple(info) for info in infos]).encode()).hexdigest()[:12]),
+        ]
+        agreement = Agreement("gradient buckets", arguments, lambda collectives: collectives.duplicate())
+        channel: Collectives = self.engine(process_set).run(agreement)
+        self._channels.append(channel)
+        ranks = self.ranks(process_set)
+        return Reducer(infos, channel, op, self.config.bucket_bytes, ranks, self.watch, self._end_job)
+
+    def shutdown(self) -> None:
+        """Say goodbye, wait until all ranks have, and release everything."""
+        self.watch.leave()
+        for channel in self._channels:
+            channel.close()
+        for engine in self._engines.values():
+            if engine is not None:
+                engine.close()
+        for process_set in self._sets.values():
+            process_set.bind(None, None)
+        self._letters.close()
+        self._transport.close()
+
+    def abandon(self) -> None:
+        """Stop this rank's threads without a word to the others: the job is over already."""
+        self.watch.abandon()
+        for engine in self._engines.values():
+            if engine is not None:
+                engine.stop()

@@ -1,0 +1,61 @@
+"""How a test runs on several ranks: as threads here, as processes where pytest itself runs under mpirun."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+
+import hvdlite.config
+from hvdlite.testing import on_ranks
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+# Every process of an MPI run must draw the same examples.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("same")
+
+UNDER_MPI = "HVDLITE_TEST_MPI" in os.environ
+"""Set by tests/test_under_mpirun.py, which runs tests/spmd once more with each rank a process."""
+
+THREAD_RANKS = (1, 2, 3)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "ranks" in metafunc.fixturenames:
+        if UNDER_MPI:
+            hvdlite.init()
+            counts: tuple[int, ...] = (hvdlite.size(),)
+        else:
+            counts = THREAD_RANKS
+        metafunc.parametrize("ranks", counts, indirect=True, ids=lambda n: f"{n}ranks")
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``ranks(fn, *args)`` calls ``fn(*args)`` on every rank and returns what each returned; fails if any rank fails."""
+    if UNDER_MPI:
+        return _on_processes
+    n: int = request.param
+
+    def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
+        return on_ranks(n, fn, *args, config=hvdlite.config.Config(deadlock_time_seconds=0.3))
+
+    return run
+
+
+def _on_processes(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    result, failure = None, None
+    try:
+        result = fn(*args)
+    except BaseException:
+        failure = traceback.format_exc()
+    # A rank that failed alone leaves the others waiting for it; they are told so after a moment, and come here too.
+    outcomes = hvdlite.allgather_object((result, failure), name="outcome of a test")
+    for rank, (_, failure) in enumerate(outcomes):
+        assert failure is None, f"rank {rank}:\n{failure}"
+    return [result for result, _ in outcomes]
