@@ -1,0 +1,141 @@
+"""Agreement in the tree, letter by letter, without an engine: many ranks, small fan-outs, any order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdlite.comm.local import LocalFabric
+from hvdlite.controller import FANOUT, Controller, Decision, Key, ranks_text
+from hvdlite.operations import Signature
+
+
+def signature(value: str) -> Signature:
+    return ("allreduce", ((value, (1,)),), ())
+
+
+def controllers(size: int, fanout: int, together: int = 1000) -> tuple[LocalFabric, list[Controller]]:
+    def fuse(keys: Sequence[Key]) -> list[Sequence[Key]]:
+        return [keys[start : start + together] for start in range(0, len(keys), together)]
+
+    fabric = LocalFabric(size)
+    return fabric, [Controller(transport, fuse, fanout) for transport in fabric.transports]
+
+
+def settle(fabric: LocalFabric, ranks: list[Controller], log: list[list[Decision]], draw: random.Random) -> None:
+    """Step the ranks in random order until none of them has sent a letter or decided anything."""
+
+    def state() -> list[int]:
+        return [fabric.traffic(rank).letters + len(log[rank]) for rank in range(len(ranks))]
+
+    before = None
+    while before != (before := state()):
+        for rank in draw.sample(range(len(ranks)), len(ranks)):
+            log[rank] += ranks[rank].step()
+
+
+@given(st.integers(1, 20), st.integers(1, 5), st.integers(0, 30), st.integers(1, 7), st.randoms())
+def test_all_ranks_decide_the_same_in_the_same_order(
+    size: int, fanout: int, operations: int, together: int, draw: random.Random
+) -> None:
+    fabric, ranks = controllers(size, fanout, together)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    todo = [(rank, key) for rank in range(size) for key in range(operations)]
+    draw.shuffle(todo)
+    for rank, key in todo:
+        ranks[rank].announce(key, signature("float32"))
+        if draw.random() < 0.2:
+            log[rank] += ranks[rank].step()
+    settle(fabric, ranks, log, draw)
+    assert all(entry == log[0] for entry in log)
+    assert sorted(key for decision in log[0] for key in decision.keys) == list(range(operations))
+    assert all(decision.error is None and len(decision.keys) <= together for decision in log[0])
+
+
+@given(st.integers(2, 20), st.integers(1, 4), st.data(), st.randoms())
+def test_a_mismatch_names_every_rank(size: int, fanout: int, data: st.DataObject, draw: random.Random) -> None:
+    values = data.draw(st.lists(st.sampled_from(["a", "b", "c"]), min_size=size, max_size=size))
+    fabric, ranks = controllers(size, fanout)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    for rank, value in enumerate(values):
+        ranks[rank].announce("x", signature(value))
+    settle(fabric, ranks, log, draw)
+    assert all(entry == log[0] for entry in log)
+    (decision,) = log[0]
+    if len(set(values)) == 1:
+        assert decision == Decision(("x",), None)
+    else:
+        lines = (decision.error or "").splitlines()[1:]
+        expected = {
+            f"  {ranks_text([r for r in range(size) if values[r] == value])}: allreduce({value}(1))"
+            for value in set(values)
+        }
+        assert set(lines) == expected
+
+
+@given(st.integers(2, 20), st.integers(1, 4), st.randoms())
+def test_ranks_that_all_wait_for_different_things_are_told(size: int, fanout: int, draw: random.Random) -> None:
+    fabric, ranks = controllers(size, fanout)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    names = ["b" if rank == size - 1 else "a" for rank in range(size)]
+    for rank, name in enumerate(names):
+        ranks[rank].announce(name, signature("f"))
+    settle(fabric, ranks, log, draw)
+    for rank in draw.sample(range(size), size):
+        assert log[0] == []
+        ranks[rank].report_blocked([(names[rank], signature("f"))])
+        settle(fabric, ranks, log, draw)
+    assert all(entry == log[0] for entry in log)
+    (decision,) = log[0]
+    assert set(decision.keys) == {"a", "b"}
+    for rank, name in enumerate(names):
+        assert f"rank {rank} waits for '{name}'" in (decision.error or "")
+    for controller in ranks:  # and the names can be used again
+        controller.announce("a", signature("f"))
+    settle(fabric, ranks, log, draw)
+    assert all(entry[1:] == [Decision(("a",), None)] for entry in log)
+
+
+@pytest.mark.parametrize("late", range(7))
+def test_one_rank_that_goes_on_is_enough(late: int) -> None:
+    """All ranks were blocked; then one submits what the others wait for (from another thread of its program)."""
+    draw = random.Random(0)
+    fabric, ranks = controllers(7, fanout=2)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    for rank, controller in enumerate(ranks):
+        controller.announce("theirs" if rank != late else "its own", signature("f"))
+        if rank != late:
+            controller.report_blocked([("theirs", signature("f"))])
+    settle(fabric, ranks, log, draw)
+    ranks[late].announce("theirs", signature("f"))
+    ranks[late].report_blocked([("its own", signature("f"))])
+    settle(fabric, ranks, log, draw)
+    assert log == [[Decision(("theirs",), None)]] * 7  # its report was from before that decision
+    ranks[late].report_blocked([("its own", signature("f"))])
+    settle(fabric, ranks, log, draw)
+    assert all(len(entry) == 1 for entry in log)  # the others are free, so nobody is told of a deadlock
+
+
+@pytest.mark.parametrize("size", [2, 9, 64, 300])
+def test_letters_do_not_grow_with_the_number_of_ranks(size: int) -> None:
+    """A batch of operations costs a rank one letter to its parent and one to each of its children."""
+    fabric, ranks = controllers(size, FANOUT)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    for _ in range(3):
+        for rank in reversed(range(size)):
+            for key in range(100):
+                ranks[rank].announce(key, signature("float32"))
+            log[rank] += ranks[rank].step()
+        for rank in range(size):
+            log[rank] += ranks[rank].step()
+    assert all(len(entry) == 3 for entry in log)
+    assert max(fabric.traffic(rank).letters for rank in range(size)) <= 3 * (1 + FANOUT)
+
+
+def test_ranks_text() -> None:
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([0, 2, 1, 5, 7, 8]) == "ranks 0-2, 5, 7-8"

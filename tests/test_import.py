@@ -1,0 +1,31 @@
+"""``import hvdlite`` is light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+HEAVY = ["torch", "tensorflow", "mpi4py.MPI", "keras", "jax", "cupy", "hvdlite.launch", "hvdlite.testing", "matplotlib"]
+
+
+def test_import_loads_no_framework_and_starts_no_mpi() -> None:
+    code = f"import sys, hvdlite; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_everything_public_is_there() -> None:
+    import hvdlite
+    import hvdlite_torch
+
+    for module in (hvdlite, hvdlite_torch):
+        for name in module.__all__:
+            assert getattr(module, name) is not None
+            if callable(getattr(module, name)):
+                assert getattr(module, name).__doc__, f"{module.__name__}.{name} has no docstring"
+
+
+def test_the_launcher_imports_no_framework() -> None:
+    code = f"import sys, hvdlite.launch.cli; print([n for n in {HEAVY} if n in sys.modules and 'launch' not in n])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
