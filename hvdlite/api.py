@@ -98,7 +98,7 @@ def init(process_sets: Iterable[ProcessSet | Iterable[int]] = ()) -> None:
     transport, hosts = connect()
     end_job = functools.partial(failure.end_job, config, transport.rank)
     _process_world = World(transport, MpiCollectives, hosts, config, end_job)
-    if transport.size > 1:
+    if transport.size > 1 and not config.control:  # hvdliterun's worker does that itself
         failure.end_job_on_uncaught_exceptions()
     atexit.register(shutdown)
     for process_set in process_sets:

@@ -156,7 +156,7 @@ class Controller:
         return [Decision(tuple(group), None) for group in self._fuse(agreed)] + decisions
 
     def _send_plan(self, decisions: list[Decision]) -> list[Decision]:
-        letter = pickle.dumps(("plan", [tuple(decision) for decision in decisions]))
+        letter = pickle.dumps(("plan", [tuple(each) for each in decisions])) if self._children else b""
         return self._receive_plan(decisions, letter)
 
     def _receive_plan(self, plan: Sequence[tuple[tuple[Key, ...], str | None]], letter: bytes) -> list[Decision]:

@@ -291,6 +291,9 @@ class Engine:
 
     def _fuse(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
         """Group keys whose operations share an exchange, up to the fusion threshold."""
+        if len(keys) == 1:
+            yield list(keys)
+            return
         groups: dict[Any, tuple[list[Key], int]] = {}
         for key in keys:
             operation = self._in_flight[key][0]

@@ -14,7 +14,7 @@ def end_job(config: Config, rank: int, text: str) -> None:
 
     Called from any thread, while another may be inside MPI for ever.
     """
-    from hvdlite.control import report_failure
+    from hvdlite.control import report_failure  # not at import: it loads sockets and JSON, for this moment alone
 
     if not report_failure(config, rank, text, 1):
         print(f"hvdlite: rank {rank}: {text}", file=sys.stderr, flush=True)

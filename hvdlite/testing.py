@@ -12,6 +12,8 @@ from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
 from hvdlite.world import World
 
+__all__ = ["LocalFabric", "LocalTransport", "Network", "on_ranks"]
+
 T = TypeVar("T")
 
 
@@ -31,7 +33,7 @@ def on_ranks(
         fn: What a rank does.
         args: Its arguments, the same on every rank.
         hosts: For each rank, the number of its pretended host; one host by default.
-        network: A simulated network between the hosts.
+        network: A simulated network between the ranks (see `Network`); an ideal one by default.
         config: Settings; the defaults, whatever the environment says.
         timeout: Seconds after which all ranks are given up.
 

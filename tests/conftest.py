@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -12,6 +14,7 @@ import pytest
 
 import hvdlite.config
 from hvdlite.testing import on_ranks
+from tests.jobs import Start, Started
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -59,3 +62,21 @@ def _on_processes(fn: Callable[..., Any], *args: Any) -> list[Any]:
     for rank, (_, failure) in enumerate(outcomes):
         assert failure is None, f"rank {rank}:\n{failure}"
     return [result for result, _ in outcomes]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """``start(*arguments)`` starts hvdliterun; at the end of the test nothing of it may be left."""
+    jobs = []
+
+    def begin(*arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> Started:
+        jobs.append(Started(list(arguments), env, cwd))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        left = job.processes()
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        job.process.communicate()
+        assert not left, "processes were left running"

@@ -43,7 +43,9 @@ def test_every_tensor_is_in_one_bucket_of_its_dtype(infos: list[TensorInfo], lim
 
 @given(INFOS, st.integers(1, 4), st.data())
 def test_an_exchange_is_a_weighted_average(infos: list[TensorInfo], size: int, data: st.DataObject) -> None:
-    used = data.draw(st.lists(st.lists(st.booleans(), min_size=len(infos), max_size=len(infos)), min_size=size, max_size=size))
+    used = data.draw(
+        st.lists(st.lists(st.booleans(), min_size=len(infos), max_size=len(infos)), min_size=size, max_size=size)
+    )
     weights = data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size).filter(any))
     seed = np.random.default_rng(0)
     values = [[seed.normal(size=math.prod(info.shape)) for info in infos] for _ in range(size)]

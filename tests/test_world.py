@@ -19,7 +19,16 @@ from hvdlite.topology import Topology
 
 X = np.ones(2)
 CALLS = [
-    *(hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size, hvd.is_homogeneous, hvd.barrier),
+    *(
+        hvd.rank,
+        hvd.size,
+        hvd.local_rank,
+        hvd.local_size,
+        hvd.cross_rank,
+        hvd.cross_size,
+        hvd.is_homogeneous,
+        hvd.barrier,
+    ),
     *(lambda: hvd.allreduce(X), lambda: hvd.allgather_async(X), lambda: hvd.broadcast(X, 0), lambda: hvd.alltoall(X)),
     *(lambda: hvd.reducescatter(X), lambda: hvd.broadcast_object(1), lambda: hvd.allgather_object(1)),
     *(lambda: hvd.add_process_set([0]), lambda: hvd.allreduce(X, process_set=hvd.global_process_set)),

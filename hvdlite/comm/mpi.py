@@ -31,6 +31,7 @@ class MpiTransport:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._posted: list[MPI.Request] = []
+        self._status = MPI.Status()
 
     def send(self, data: Array, dest: int) -> None:
         self.comm.Send(_raw(data), dest, _DATA_TAG)
@@ -49,7 +50,7 @@ class MpiTransport:
             self._posted.append(request)  # holds the letter's memory until MPI has read it
 
     def poll(self) -> tuple[int, bytes] | None:
-        status = MPI.Status()
+        status = self._status
         message = self.comm.Improbe(MPI.ANY_SOURCE, _LETTER_TAG, status)
         if message is None:
             return None

@@ -1,0 +1,104 @@
+"""``hvdliterun --check-build``: what is installed here, as a list to read.
+
+Frameworks are looked up without importing them. MPI is asked in a process of its own with a time
+limit, because a broken MPI hangs or crashes.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from hvdlite.errors import LaunchError
+from hvdlite.launch.mpi import find_mpi
+
+_FRAMEWORKS = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "JAX": "jax", "CuPy": "cupy"}
+_MPI_SECONDS = 30
+
+_ASK_MPI = """
+import ctypes, json
+from mpi4py import MPI
+levels = {getattr(MPI, "THREAD_" + name): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
+paths = {line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line}
+queries = [getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None) for path in sorted(paths)]
+cuda = next((bool(query()) for query in queries if query is not None), None)
+print(json.dumps({
+    "library": MPI.Get_library_version().split(chr(0))[0].splitlines()[0].split(",")[0].split(),
+    "threads": levels[MPI.Query_thread()],
+    "cuda": cuda,
+}))
+"""
+
+
+def check_build() -> str:
+    """The whole list, with a mark for what is there."""
+    lines = [f"hvdlite {own_version()}", "", "Frameworks:"]
+    for name, module in _FRAMEWORKS.items():
+        found = importlib.util.find_spec(module) is not None
+        lines.append(_line(found, name, (_version(module) or "version unknown") if found else "not installed"))
+    lines += ["", "MPI:", *_launcher(), *_library()]
+    nccl = _find_nccl()
+    lines += ["", "GPU:", _line(nccl is not None, "NCCL", nccl or "not found")]
+    return "\n".join(lines)
+
+
+def own_version() -> str:
+    """The version of hvdlite."""
+    return _version("hvdlite") or "(not installed: running from its source)"
+
+
+def _line(good: bool, name: str, value: str) -> str:
+    return f"  [{'X' if good else ' '}] {name}: {value}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _launcher() -> list[str]:
+    try:
+        mpi = find_mpi()
+    except LaunchError as error:
+        return [_line(False, "launcher", str(error))]
+    return [_line(True, "launcher", f"{mpi.flavour} {'.'.join(map(str, mpi.version))}, {mpi.program}")]
+
+
+def _library() -> list[str]:
+    if importlib.util.find_spec("mpi4py") is None:
+        return [_line(False, "library", "mpi4py is not installed")]
+    command = [sys.executable, "-c", _ASK_MPI]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MPI_SECONDS, check=True
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return [_line(False, "library", f"broken: MPI_Init did not come back in {_MPI_SECONDS} s")]
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        return [_line(False, "library", f"broken: {why}")]
+    except (ValueError, IndexError):
+        return [_line(False, "library", f"broken: it printed {done.stdout!r}")]
+    cuda = {True: "yes", False: "no", None: "no (the library cannot tell)"}[answer["cuda"]]
+    return [
+        _line(True, "library", f"{' '.join(answer['library'])}, through mpi4py {_version('mpi4py')}"),
+        _line(answer["threads"] == "MULTIPLE", "calls from several threads", answer["threads"]),
+        _line(bool(answer["cuda"]), "CUDA-aware", cuda),
+    ]
+
+
+def _find_nccl() -> str | None:
+    """A library that `ctypes` could load: of a pip package, or the system's."""
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        for library in sorted(Path(folder).glob("nccl/lib/libnccl.so*")):
+            return str(library)
+    return ctypes.util.find_library("nccl")

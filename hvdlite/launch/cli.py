@@ -1,0 +1,196 @@
+"""``hvdliterun``: the options, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvdlite.errors import LaunchError
+from hvdlite.launch.check_build import check_build, own_version
+from hvdlite.launch.hosts import Host, check_slots, parse_hostfile, parse_hosts
+from hvdlite.launch.job import Job, JobSpec, shared_directory
+from hvdlite.launch.mpi import Placement, find_mpi, worker_command
+from hvdlite.launch.output import Output, Sink
+
+USAGE_ERROR = 2
+
+_DESCRIPTION = """\
+Run a program on several processes (ranks) that can talk to each other over MPI.
+
+  hvdliterun -np 4 train.py                        four ranks on this machine
+  hvdliterun -np 4 python -m package.train --lr 1  the same, as with python
+  hvdliterun -np 8 -H node1:4,node2:4 train.py     two hosts, four ranks each, over ssh
+
+When a rank fails (an exception, sys.exit(3), a crash, kill -9), all ranks are ended within three
+seconds, its traceback is printed last, and hvdliterun has its exit code (128 + signal for signals).
+"""
+
+_EPILOG = """\
+"python" and "python3" mean the interpreter that hvdliterun itself runs with; give a path for another.
+Other commands (a shell script, a compiled program) are run as they are. They are watched in the
+same way, but cannot tell more than their exit code: there is no traceback at the end, and "finished"
+means exit code 0.
+
+All environment variables are forwarded to the ranks. Standard input is not: ranks read end of file.
+All hosts need the same Python environment and program under the same paths.
+"""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hvdliterun",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-v", "--version", action="store_true", help="print the version, and leave")
+    add("-cb", "--check-build", action="store_true", help="print what is installed and found, and leave")
+    add("-np", "--num-proc", metavar="N", type=_positive_int, help="number of ranks")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, and how many ranks each takes")
+    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help='the same as lines "host slots=N"')
+    add("-p", "--ssh-port", metavar="PORT", type=_positive_int, help="port of ssh on the hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
+    add("--network-interface", "--network-interfaces", metavar="NIC,...", help="network that the hosts share")
+    add("--start-timeout", metavar="S", type=_positive, default=30.0, help="seconds until all ranks run (30)")
+    add("--mpi", choices=("openmpi", "mpich"), help="which MPI to use, where both are installed")
+    add("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, in quotes")
+    add("--verbose", action="store_true", help="show the mpirun command, and all that mpirun prints")
+    add("--no-tag-output", action="store_true", help='no "[rank] " before each line (there is none with -np 1)')
+    add("--output-filename", metavar="DIR", help="also keep each rank's output in DIR/rank.N/stdout and stderr")
+    add("--fusion-threshold-mb", metavar="MB", type=_not_negative, help="tensors fused into one exchange, at most")
+    add("--stall-check-warning-time-seconds", metavar="S", type=_positive, help="say who is missing after S (60)")
+    add("--stall-check-shutdown-time-seconds", metavar="S", type=_not_negative, help="end the job after S (0: never)")
+    add("command", nargs=argparse.REMAINDER, metavar="command ...", help="the program and its arguments")
+    return parser
+
+
+def _positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _not_negative(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns the exit code of ``hvdliterun``."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.version:
+        print(own_version())
+        return 0
+    if options.check_build:
+        print(check_build())
+        return 0
+    output = None
+    try:
+        spec = job_spec(options, os.environ)
+        tagged = options.num_proc > 1 and not options.no_tag_output
+        folder = make_folder(options.output_filename)
+        output = Output(Sink(1), Sink(2), tagged, folder)
+        failure = Job(spec, output).run()
+    except LaunchError as error:
+        print(f"hvdliterun: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    finally:
+        if output is not None:
+            output.close()
+    if failure is None:
+        return 0
+    sys.stderr.write(failure.describe())
+    return failure.code
+
+
+def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
+    """Check the options, and make them a job.
+
+    Raises:
+        LaunchError: Something is missing or does not fit.
+    """
+    check_not_nested(environ)
+    if options.num_proc is None:
+        raise LaunchError("how many ranks? Give -np N.")
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        raise LaunchError(f"what to run? Give a command: hvdliterun -np {options.num_proc} train.py")
+    hosts = read_hosts(options.hosts, options.hostfile, options.num_proc)
+    program = worker_command(command)
+    mpi = find_mpi(options.mpi)
+    placement = Placement(
+        num_proc=options.num_proc,
+        hosts=tuple(hosts),
+        interfaces=options.network_interface,
+        ssh_port=options.ssh_port,
+        ssh_identity_file=options.ssh_identity_file,
+        mpi_args=options.mpi_args,
+        shared_directory=shared_directory(mpi),
+    )
+    settings = {
+        "HVDLITE_FUSION_THRESHOLD": _bytes(options.fusion_threshold_mb),
+        "HVDLITE_STALL_CHECK_TIME_SECONDS": options.stall_check_warning_time_seconds,
+        "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": options.stall_check_shutdown_time_seconds,
+    }
+    changes = {name: str(value) for name, value in settings.items() if value is not None}
+    return JobSpec(mpi, placement, program, {**environ, **changes}, options.start_timeout, options.verbose)
+
+
+def _bytes(megabytes: float | None) -> int | None:
+    return None if megabytes is None else int(megabytes * 2**20)
+
+
+def check_not_nested(environ: Mapping[str, str]) -> None:
+    """Raise LaunchError inside a job of hvdliterun."""
+    if environ.get("HVDLITE_CONTROL"):
+        raise LaunchError(
+            "this process is already a rank of a job (HVDLITE_CONTROL is set), and a rank cannot start another job. "
+            "Call hvdliterun or hvdlite.run outside of it, or unset HVDLITE_CONTROL if the job is over."
+        )
+
+
+def read_hosts(hosts: str | None, hostfile: str | None, num_proc: int) -> list[Host]:
+    """The hosts of a job; none means this machine, whatever the number of ranks.
+
+    Raises:
+        LaunchError: They cannot be read, or have too few slots.
+    """
+    if hosts is None and hostfile is None:
+        return []
+    found = parse_hosts(hosts) if hosts is not None else parse_hostfile(str(hostfile))
+    check_slots(found, num_proc)
+    return found
+
+
+def make_folder(path: str | None) -> Path | None:
+    """Create the folder for the ranks' output files.
+
+    Raises:
+        LaunchError: It cannot be created.
+    """
+    if path is None:
+        return None
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--output-filename {path}: {error.strerror}.") from error
+    return Path(path)

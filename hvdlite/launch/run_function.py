@@ -1,0 +1,191 @@
+"""``hvdlite.run``: a function instead of a program, and its results by rank."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hvdlite.config import Config
+from hvdlite.control import Address, Message, request
+from hvdlite.errors import ArgumentError, LaunchError, WorkerError
+from hvdlite.launch.cli import check_not_nested, make_folder, read_hosts
+from hvdlite.launch.failures import Failure
+from hvdlite.launch.job import Job, JobSpec, shared_directory
+from hvdlite.launch.mpi import Placement, find_mpi
+from hvdlite.launch.output import Output, Sink, TextSink
+from hvdlite.launch.worker import RANK_VARIABLES
+
+T = TypeVar("T")
+
+
+def run(
+    fn: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    executable: str | None = None,
+    env: Mapping[str, str] | None = None,
+    np: int | None = None,
+) -> list[T]:
+    """Run a function in several ranks, and return what it returned in each.
+
+    The function may be of any kind that cloudpickle can send: of a notebook, a lambda, a closure.
+    It need not call ``hvdlite.init()``.
+
+    Args:
+        fn: The function.
+        args: Its positional arguments, the same on every rank.
+        kwargs: Its keyword arguments.
+        num_proc: The number of ranks; 2 if not given.
+        hosts: As in ``hvdliterun -H``; this machine alone if not given.
+        hostfile: As in ``hvdliterun --hostfile``.
+        start_timeout: Seconds until every rank must have started; 30 if not given.
+        ssh_port: Port of ssh on the hosts.
+        ssh_identity_file: Key for ssh.
+        output_filename: Folder for a copy of each rank's output.
+        verbose: Show the command, and what the MPI launcher prints.
+        mpi_args: More arguments for the MPI launcher.
+        network_interface: Network that the hosts share.
+        executable: The Python interpreter of the ranks; this one if not given.
+        env: The environment of the ranks; this process's if not given.
+        np: Another name for ``num_proc``.
+
+    Returns:
+        The results, rank 0's first.
+
+    Raises:
+        LaunchError: The job could not be started.
+        WorkerError: A rank was killed, its result cannot be sent, or its exception cannot.
+        Exception: Whatever ``fn`` raised on the rank that failed first; the remote traceback is its cause.
+    """
+    if num_proc is not None and np is not None and num_proc != np:
+        raise ArgumentError(f"num_proc={num_proc} and np={np}: they mean the same, give one.")
+    size = num_proc if num_proc is not None else np if np is not None else 2
+    if not isinstance(size, int) or size < 1:
+        raise ArgumentError(f"num_proc={size!r}: expected a whole number from 1 on.")
+    environ = dict(os.environ if env is None else env)
+    check_not_nested(os.environ)
+    mpi = find_mpi()
+    spec = JobSpec(
+        mpi=mpi,
+        placement=Placement(
+            num_proc=size,
+            hosts=tuple(read_hosts(hosts, hostfile, size)),
+            interfaces=network_interface,
+            ssh_port=ssh_port,
+            ssh_identity_file=ssh_identity_file,
+            mpi_args=mpi_args or "",
+            shared_directory=shared_directory(mpi),
+        ),
+        program=_program(executable or sys.executable),
+        environ=environ,
+        start_timeout=30.0 if start_timeout is None else start_timeout,
+        verbose=bool(verbose),
+        function=_dumps((list(sys.path), _dumps((fn, tuple(args), dict(kwargs or {}))))),
+    )
+    output = Output(_sink(1), _sink(2), tagged=size > 1, directory=make_folder(output_filename))
+    job = Job(spec, output)
+    try:
+        failure = job.run()
+    finally:
+        output.close()
+    if failure is not None:
+        _raise(failure, job.results)
+    if missing := sorted(set(range(size)) - set(job.results)):
+        raise WorkerError(f"rank {', '.join(map(str, missing))} left with sys.exit(0), so there is no result.")
+    return [pickle.loads(job.results[rank][1]) for rank in range(size)]
+
+
+def _sink(descriptor: int) -> Sink:
+    stream = sys.stdout if descriptor == 1 else sys.stderr
+    stream.flush()
+    try:
+        if stream.fileno() == descriptor:
+            return Sink(descriptor)
+    except (OSError, AttributeError):  # a notebook, or a test that captures output
+        pass
+    return TextSink(stream)
+
+
+def _program(executable: str) -> list[str]:
+    folder = Path(__file__).parent
+    root = str(folder.parent.parent)
+    # The root goes last on the path: it matters only where hvdlite is not installed there.
+    code = f"import sys; sys.path.append({root!r}); from hvdlite.launch.run_function import work; work()"
+    return [executable, str(folder / "worker.py"), "-c", code]
+
+
+def _dumps(value: object) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise LaunchError("hvdlite.run needs cloudpickle: pip install cloudpickle") from None
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+def _raise(failure: Failure, results: Mapping[int, tuple[bool, bytes]]) -> None:
+    if failure.code == 130 and failure.rank is None:
+        raise KeyboardInterrupt
+    good, data = results.get(-1 if failure.rank is None else failure.rank, (True, b""))
+    if failure.rank is None or good:
+        raise WorkerError(failure.describe().rstrip())
+    remote = WorkerError(f"on rank {failure.rank}, host {failure.host}:\n{failure.text.rstrip()}")
+    error = None
+    with contextlib.suppress(Exception):  # its class may need what only the rank has
+        error = pickle.loads(data)
+    if not isinstance(error, BaseException):
+        raise remote
+    raise error from remote
+
+
+def work() -> None:
+    """What each rank runs: gets the function, calls it, and sends back what came of it."""
+    address = Address.parse(Config.from_env().control)
+    rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
+    path, call = pickle.loads(request(address, Message("fetch", {"rank": rank})).payload)
+    sys.path += [entry for entry in path if entry not in sys.path]  # the function's module may be there only
+    fn, args, kwargs = pickle.loads(call)
+    try:
+        result = fn(*args, **kwargs)
+    except Exception as error:
+        _send(address, rank, False, _pickled_error(error))
+        raise
+    try:
+        data = _dumps(result)
+    except Exception as error:
+        kind = f"{type(result).__module__}.{type(result).__qualname__}"
+        raise WorkerError(
+            f"rank {rank}'s result, of type {kind}, cannot be pickled: {type(error).__name__}: {error}"
+        ) from None
+    _send(address, rank, True, data)
+
+
+def _send(address: Address, rank: int, good: bool, data: bytes) -> None:
+    request(address, Message("result", {"rank": rank, "ok": good}, data))
+
+
+def _pickled_error(error: Exception) -> bytes:
+    """The exception, or nothing where it does not survive the trip."""
+    try:
+        data = _dumps(error)
+        pickle.loads(data)
+    except Exception:
+        print("".join(traceback.format_exception_only(error)).rstrip(), "cannot be pickled", file=sys.stderr)
+        return b""
+    return data

@@ -1,0 +1,105 @@
+"""Real jobs for tests: under hvdliterun, and under plain mpirun, each with a hard time limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+LIMIT = 60.0  # seconds for one job: only a hang takes that long
+PROMPT = 3.0  # seconds from a rank's failure to the end of the job: what hvdliterun promises
+
+MPIRUN = Path(sys.executable).with_name("mpirun")
+MPIRUN_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+MPIRUN_FLAGS += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "--mca", "mpi_yield_when_idle", "1"]
+
+
+def mpirun(size: int, *command: str, timeout: float = LIMIT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a Python command on some ranks under plain mpirun; a TimeoutExpired if it hangs."""
+    return subprocess.run(
+        [str(MPIRUN), *MPIRUN_FLAGS, "-n", str(size), sys.executable, *command],
+        env={**os.environ, **environ},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def seconds_since_failure(out: str, at: float) -> float:
+    """From the moment that a program printed as its failure to `at`."""
+    failed_at = re.search(r"failing at ([\d.]+)$", out, re.M)
+    assert failed_at is not None, out
+    return at - float(failed_at[1])
+
+
+@dataclass
+class Ended:
+    code: int
+    out: str
+    err: str
+    at: float
+
+
+class Started:
+    """A running hvdliterun whose processes can be told from all others by a mark in their environment."""
+
+    def __init__(self, arguments: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
+        self.mark = uuid.uuid4().hex
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hvdlite.launch", *arguments],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {}), "LAUNCH_TEST_MARK": self.mark},
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self) -> Ended:
+        out, err = self.process.communicate(timeout=LIMIT)
+        return Ended(self.process.returncode, out, err, time.time())
+
+    def ready(self, count: int) -> list[tuple[int, int]]:
+        """Wait until so many ranks said "ready"; gives their process ids and their guards'."""
+        assert self.process.stdout is not None
+        found: list[tuple[int, int]] = []
+        while len(found) < count:
+            line = self.process.stdout.readline()
+            assert line, f"ended early: {self.process.stderr and self.process.stderr.read()}"
+            if match := re.search(r"ready \S+ (\d+) (\d+)", line):
+                found.append((int(match[1]), int(match[2])))
+        return found
+
+    def processes(self) -> list[int]:
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            try:
+                ours = entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes()
+                if ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def wait_until_gone(self, seconds: float) -> None:
+        wait_for(lambda: not self.processes(), seconds)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+Start = Callable[..., Started]

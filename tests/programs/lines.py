@@ -1,0 +1,11 @@
+"""Write many long lines, in two pieces each, to both streams."""
+
+import os
+import sys
+
+rank = os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "?"))
+for number in range(300):
+    for stream in (sys.stdout, sys.stderr):
+        stream.write(f"{stream.name} {number} ")
+        stream.flush()
+        stream.write(rank * 3000 + "\n")

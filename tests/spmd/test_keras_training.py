@@ -1,0 +1,481 @@
+"""Keras: training on several ranks equals training in one process on the joined batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from conftest import UNDER_MPI
+
+import hvdlite_tf as hvd
+from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError, UnsupportedTensorError
+from hvdlite.reducer import Reducer
+from hvdlite.testing import on_ranks
+
+if not UNDER_MPI:
+    # Ranks that are threads share TensorFlow's pool: it needs a thread for each rank that waits for the others.
+    with contextlib.suppress(RuntimeError):
+        tf.config.threading.set_inter_op_parallelism_threads(8)
+
+_rng = np.random.default_rng(7)
+BATCHES, ROWS = 4, 12
+X = _rng.standard_normal((BATCHES, ROWS, 10)).astype("float32")
+Y = _rng.integers(0, 4, (BATCHES, ROWS))
+WEIGHTS = [_rng.standard_normal(shape).astype("float32") * 0.3 for shape in [(10, 16), (16,), (16, 4), (4,)]]
+
+
+def schedule() -> Any:
+    return keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=4, decay_rate=0.8)
+
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(1e-2),
+    "clipped": lambda: keras.optimizers.AdamW(1e-2, weight_decay=1e-2, global_clipnorm=0.05, use_ema=True),
+    "norms": lambda: keras.optimizers.SGD(schedule(), clipnorm=0.05, use_ema=True, ema_overwrite_frequency=3),
+    "accumulating": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipvalue=0.01, gradient_accumulation_steps=2),
+}
+
+
+def make_model(optimizer: Any, **compile_options: Any) -> Any:
+    model = keras.Sequential(
+        [keras.layers.Input((10,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(4)]
+    )
+    model.set_weights(WEIGHTS)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, **compile_options)
+    return model
+
+
+def fit(model: Any, rank: int, size: int, epochs: int = 5, **options: Any) -> Any:
+    """This rank's equal share of each batch; 20 steps."""
+    rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+    x, y = X[:, rows].reshape(-1, 10), Y[:, rows].reshape(-1)
+    return model.fit(x, y, batch_size=ROWS // size, epochs=epochs, shuffle=False, verbose=0, **options)
+
+
+@functools.cache
+def single(kind: str) -> np.ndarray:
+    model = make_model(OPTIMIZERS[kind]())
+    fit(model, 0, 1)
+    return flat(model)
+
+
+def flat(model: Any) -> np.ndarray:
+    return np.concatenate([weight.reshape(-1) for weight in model.get_weights()])
+
+
+def distance(got: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def assert_equal_everywhere(weights: np.ndarray) -> None:
+    assert all(np.array_equal(weights, other) for other in hvd.allgather_object(weights))
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager", "several steps"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, mode: str) -> None:
+    expected = single(kind)
+    options = {"graph": {}, "eager": {"run_eagerly": True}, "several steps": {"steps_per_execution": 4}}[mode]
+    if mode != "graph" and kind not in ("adam", "accumulating"):
+        pytest.skip("the modes differ in how the exchange is called, which two optimizers show")
+
+    def check() -> None:
+        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[kind]()), **options)
+        fit(model, hvd.rank(), hvd.size())
+        assert distance(flat(model), expected) <= 1e-5
+        assert_equal_everywhere(flat(model))
+
+    ranks(check)
+
+
+def test_accumulated_gradients_are_exchanged_once_per_update(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    exchange = Reducer.exchange
+    monkeypatch.setattr(Reducer, "exchange", lambda self, *args: calls.append(self) or exchange(self, *args))
+
+    def check() -> None:
+        fit(make_model(hvd.DistributedOptimizer(OPTIMIZERS["accumulating"]())), hvd.rank(), hvd.size(), epochs=1)
+        hvd.barrier()
+
+    ranks(check)
+    assert len(calls) == len(set(map(id, calls))) * BATCHES // 2
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("graph", [True, False])
+def test_apply_gradients_of_other_dtypes(ranks: Any, dtype: str, graph: bool) -> None:
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        variables = [keras.Variable(np.ones((3, 2)), dtype=dtype), tf.Variable(1.0)]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        optimizer.build(variables)
+
+        def step() -> None:
+            gradients = [tf.fill(variable.shape, tf.cast(2.0 * rank, variable.dtype)) for variable in variables]
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        run = tf.function(step) if graph else step
+        for number in range(1, 3):
+            run()
+            for variable in variables:
+                assert (np.asarray(variable.numpy(), float) == 1 - number * (size - 1)).all()
+        assert optimizer.iterations.numpy() == 2
+
+    ranks(check)
+
+
+def test_sum(ranks: Any) -> None:
+    def check() -> None:
+        variable = tf.Variable(tf.zeros(3))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum)
+        optimizer.apply_gradients([(tf.ones(3), variable)])
+        optimizer.apply([tf.ones(3)])  # without variables: those that it was built for
+        assert (variable.numpy() == -2 * hvd.size()).all()
+
+    ranks(check)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+@pytest.mark.parametrize("graph", [True, False])
+def test_variables_without_gradients(ranks: Any, graph: bool) -> None:
+    """Unused everywhere: left alone, by weight decay too. Unused on some ranks: zero there, or an error in a graph."""
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        used, unused, first_only = variables = [keras.Variable([1.0, 1.0], name=name) for name in ("a", "b", "c")]
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, weight_decay=0.5))
+
+        def step(first: Any) -> None:
+            optimizer.apply_gradients(zip([tf.fill([2], float(rank)), None, first], variables, strict=True))
+
+        run = tf.function(step) if graph else step
+        run(tf.ones(2))
+        assert np.allclose(used.numpy(), 0.75 - (size - 1) / 4)
+        assert np.allclose(first_only.numpy(), 0.25)
+        assert (unused.numpy() == 1).all()
+        if rank == 0:
+            run(tf.ones(2))
+        elif graph:
+            with pytest.raises(tf.errors.UnknownError, match="HvdliteError: this rank has no gradient of c"):
+                run(None)
+            return
+        else:
+            run(None)
+        assert np.allclose(first_only.numpy(), 0.25 * 0.75 - 0.5 / size)
+
+    ranks(check)
+
+
+def test_embeddings(ranks: Any) -> None:
+    """Sparse gradients of different rows."""
+    tokens = np.array([[1, 2], [3, 1], [5, 5], [0, 2], [7, 1], [4, 3]])
+    table = _rng.standard_normal((8, 3)).astype("float32")
+
+    def train(rank: int, size: int, optimizer: Any) -> np.ndarray:
+        model = keras.Sequential([keras.layers.Input((2,), dtype="int32"), keras.layers.Embedding(8, 3)])
+        model.set_weights([table])
+        model.compile(optimizer=optimizer, loss="mse")
+        rows = slice(rank * 6 // size, (rank + 1) * 6 // size)
+        model.fit(tokens[rows], np.ones((6, 2, 3))[rows], batch_size=6 // size, epochs=4, verbose=0, shuffle=False)
+        return flat(model)
+
+    expected = train(0, 1, keras.optimizers.Adam(0.1))
+
+    def check() -> None:
+        got = train(hvd.rank(), hvd.size(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)))
+        assert distance(got, expected) <= 1e-5
+
+    ranks(check)
+
+
+def test_two_optimizers_in_one_function(ranks: Any) -> None:
+    """Nested functions with no variable in common are not ordered by TensorFlow."""
+
+    def check() -> None:
+        pairs = []
+        for _ in range(2):
+            variables = [tf.Variable(tf.zeros(5)), tf.Variable(tf.zeros(2))]
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+            optimizer.build(variables)
+            pairs.append((optimizer, variables))
+        # Created in the order in which they are called, which no rank may change
+        steps = [
+            tf.function(lambda o=o, v=v, k=k: o.apply_gradients((tf.fill(x.shape, k * (hvd_rank + 1.0)), x) for x in v))
+            for k, (o, v) in enumerate(pairs, 1)
+            for hvd_rank in [hvd.rank()]
+        ]
+
+        @tf.function
+        def both() -> None:
+            for step in steps:
+                step()
+
+        for _ in range(30):
+            both()
+        for k, (_, variables) in enumerate(pairs, 1):
+            for variable in variables:
+                assert np.allclose(variable.numpy(), -30 * k * (hvd.size() + 1) / 2)
+
+    ranks(check)
+
+
+def test_loss_scale(ranks: Any) -> None:
+    """All ranks skip a step whose gradients overflow on one of them."""
+
+    def check() -> None:
+        variable = keras.Variable([1.0])
+        scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+        optimizer = hvd.DistributedOptimizer(scaled)
+        assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        last = hvd.rank() == hvd.size() - 1
+
+        @tf.function
+        def step(gradient: Any) -> None:
+            optimizer.apply_gradients([(gradient, variable)])
+
+        step(tf.constant([np.inf if last else 1.0]))
+        assert variable.numpy() == 1
+        assert optimizer.dynamic_scale.numpy() == 2
+        step(tf.constant([2.0 * hvd.rank()]))
+        assert variable.numpy() == 1 - (hvd.size() - 1) / 2
+
+    ranks(check)
+
+
+def test_mixed_float16(ranks: Any) -> None:
+    def check() -> None:
+        def model(optimizer: Any) -> Any:
+            made = keras.Sequential(
+                [keras.layers.Input((10,)), keras.layers.Dense(4, dtype="mixed_float16")],
+            )
+            made.dtype_policy = keras.DTypePolicy("mixed_float16")
+            made.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            return made
+
+        with pytest.raises(ArgumentError, match="Wrap the other way round"):
+            model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+        inside = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        made = model(hvd.DistributedOptimizer(inside))
+        assert made.optimizer is inside
+        hvd.broadcast_variables(made.weights)
+        fit(made, hvd.rank(), hvd.size(), epochs=1)
+        assert_equal_everywhere(flat(made))
+
+    ranks(check)
+
+
+def test_it_stays_the_optimizer_that_it_was(ranks: Any) -> None:
+    def check() -> None:
+        plain = OPTIMIZERS["adam"]()
+        before = keras.saving.serialize_keras_object(plain)
+        optimizer = hvd.DistributedOptimizer(plain)
+        assert optimizer is plain
+        assert isinstance(optimizer, keras.optimizers.Adam)
+        assert type(optimizer).__name__ == "Adam"
+        assert keras.saving.serialize_keras_object(optimizer) == before
+        assert keras.optimizers.get(optimizer) is optimizer
+        optimizer.learning_rate = 0.25
+        assert float(optimizer.learning_rate) == 0.25
+        for twin in (
+            keras.optimizers.deserialize(keras.optimizers.serialize(optimizer)),
+            copy.deepcopy(optimizer),
+            pickle.loads(pickle.dumps(optimizer)),
+        ):
+            assert type(twin) is keras.optimizers.Adam
+            assert float(twin.learning_rate) == 0.25
+
+    ranks(check)
+
+
+def test_an_optimizer_that_was_used_keeps_its_state(ranks: Any) -> None:
+    def check() -> None:
+        variable = keras.Variable([0.0])
+        plain = keras.optimizers.SGD(1.0, momentum=0.5)
+        plain.apply([tf.ones(1)], [variable])
+        optimizer = hvd.DistributedOptimizer(plain)
+        optimizer.apply([tf.constant([2.0 * hvd.rank()])], [variable])
+        assert variable.numpy() == -1 - 0.5 - (hvd.size() - 1)
+        assert optimizer.iterations.numpy() == 2
+
+    ranks(check)
+
+
+LOAD = """
+import sys
+sys.modules["hvdlite"] = sys.modules["hvdlite_tf"] = None  # an import of these fails
+import keras, numpy as np
+model = keras.models.load_model(sys.argv[1])
+assert type(model.optimizer) is keras.optimizers.Adam
+state = [np.asarray(v) for v in [*model.weights, *model.optimizer.variables]]
+expected = np.load(sys.argv[2])
+assert len(state) == len(expected.files) > 10
+assert all(np.array_equal(expected[f"arr_{i}"], a) for i, a in enumerate(state))
+model.fit(np.ones((4, 10)), np.ones(4), verbose=0)
+assert type(keras.models.load_model(sys.argv[1]).optimizer) is keras.optimizers.Adam
+"""
+
+
+@pytest.mark.skipif(UNDER_MPI, reason="about files and another process, not about ranks; done once, on threads")
+def test_a_process_without_hvdlite_loads_the_model(tmp_path: Path) -> None:
+    files = tmp_path / "model.keras", tmp_path / "state.npz"
+
+    def check() -> None:
+        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
+        fit(model, hvd.rank(), hvd.size(), epochs=1)
+        if hvd.rank() == 0:
+            model.save(files[0])
+            np.savez(files[1], *(v.numpy() for v in [*model.weights, *model.optimizer.variables]))
+
+    on_ranks(2, check)
+    done = subprocess.run([sys.executable, "-c", LOAD, *map(str, files)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_bad_use(ranks: Any) -> None:
+    def check() -> None:
+        for bad in ("adam", keras.optimizers.Adam, object()):
+            with pytest.raises(
+                ArgumentError, match=r"expected an optimizer of Keras 3.*got builtins|got builtins.type"
+            ):
+                hvd.DistributedOptimizer(bad)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        with pytest.raises(ArgumentError, match="distributed already"):
+            hvd.DistributedOptimizer(optimizer)
+        with pytest.raises(ArgumentError, match="Wrap the other way round"):
+            keras.optimizers.LossScaleOptimizer(optimizer)
+        with pytest.raises(ValueError, match="Unknown variable"):
+            optimizer.apply([tf.ones(1)], [tf.Variable([1.0])]) or optimizer.apply([tf.ones(1)], [tf.Variable([1.0])])
+        with pytest.raises(ArgumentError, match="Average or Sum"):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Max).build([tf.Variable([1.0])])
+
+    ranks(check)
+
+
+def test_xla_is_refused(ranks: Any) -> None:
+    def check() -> None:
+        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), jit_compile=True)
+        with pytest.raises(ArgumentError, match="jit_compile=False"):
+            fit(model, hvd.rank(), hvd.size())
+
+    ranks(check)
+
+
+def test_other_optimizers_and_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not UNDER_MPI:
+        with pytest.raises(NotInitializedError):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    def check() -> None:
+        old = type("Adam", (), {"__module__": "tf_keras.src.optimizers.adam"})()
+        with pytest.raises(ArgumentError, match="Keras 2"):
+            hvd.DistributedOptimizer(old)
+        monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+        with pytest.raises(ArgumentError, match="its backend is torch"):
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+
+    on_ranks(1, check)
+
+
+def test_different_models_are_a_mismatch(ranks: Any) -> None:
+    def check() -> None:
+        if hvd.size() > 1:
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+            with pytest.raises(MismatchError, match="gradient buckets"):
+                optimizer.build([tf.Variable(tf.zeros(3 + hvd.rank()))])
+            assert not optimizer.built
+
+    ranks(check)
+
+
+def test_an_error_of_the_exchange_is_named(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, used: Any, weight: float = 1.0) -> None:
+        raise HvdliteError("the network is gone")
+
+    monkeypatch.setattr(Reducer, "exchange", fail)
+
+    def check() -> None:
+        variable = tf.Variable([1.0])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+        with pytest.raises(HvdliteError, match="the network is gone"):
+            optimizer.apply([tf.ones(1)], [variable])
+        with pytest.raises(tf.errors.UnknownError, match="HvdliteError: the network is gone"):
+            tf.function(lambda: optimizer.apply([tf.ones(1)], [variable]))()
+        assert variable.numpy() == 1
+
+    ranks(check)
+
+
+def test_broadcast_variables(ranks: Any) -> None:
+    def check() -> None:
+        rank, root = hvd.rank(), hvd.size() - 1
+        variables = [
+            tf.Variable(tf.fill([2, 3], float(rank))),
+            keras.Variable([rank], dtype="bfloat16"),
+            keras.Variable(rank, dtype="int32", trainable=False),
+        ]
+        hvd.broadcast_variables(variables, root)
+        assert all((np.asarray(variable.numpy(), float) == root).all() for variable in variables)
+        with pytest.raises(UnsupportedTensorError, match=r"tf\.Variable"):
+            hvd.broadcast_variables([tf.ones(2)])
+        with pytest.raises(ArgumentError, match=r"outside of tf\.function"):
+            tf.function(lambda: hvd.broadcast_variables(variables))()
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_the_callback_gives_all_ranks_one_start(ranks: Any, trained: bool) -> None:
+    """Weights and optimizer state come from the root; random numbers do not."""
+    root_model = make_model(OPTIMIZERS["adam"]())
+    if trained:
+        fit(root_model, 0, 1, epochs=1)
+    expected = make_model(OPTIMIZERS["adam"]())
+    fit(expected, 0, 1, epochs=2 if trained else 1)
+
+    def check() -> None:
+        rank, root = hvd.rank(), hvd.size() - 1
+        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
+        if rank != root:
+            model.set_weights([weight + rank + 1 for weight in WEIGHTS])
+        elif trained:
+            model.set_weights(root_model.get_weights())
+            model.optimizer.build_from = None
+        dropout = keras.layers.Dropout(0.5, seed=rank)
+        model.noise = dropout
+        state = dropout.seed_generator.state.numpy().copy()
+        if trained:
+            model.optimizer.build(model.trainable_variables)
+            if rank == root:
+                for variable, value in zip(model.optimizer.variables, root_model.optimizer.variables, strict=True):
+                    variable.assign(value)
+        fit(model, rank, hvd.size(), epochs=1, callbacks=[hvd.BroadcastGlobalVariablesCallback(root)])
+        assert distance(flat(model), flat(expected)) <= 1e-5
+        assert_equal_everywhere(flat(model))
+        assert np.array_equal(dropout.seed_generator.state.numpy(), state)
+
+    ranks(check)
+
+
+def test_the_callback_needs_a_model_that_is_built(ranks: Any) -> None:
+    def check() -> None:
+        model = keras.Sequential([keras.layers.Dense(4)])
+        if hvd.rank() > 0:
+            model.build((None, 10))
+        model.compile(hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), "mse")
+        with pytest.raises(ArgumentError, match=r"no weights yet on ranks \[0\]"):
+            model.fit(np.ones((4, 10)), np.ones((4, 4)), verbose=0, callbacks=[hvd.BroadcastGlobalVariablesCallback()])
+
+    ranks(check)

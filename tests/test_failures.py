@@ -1,0 +1,65 @@
+"""How a training job ends when a rank leaves it: with the core running, under hvdliterun and under plain mpirun."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from tests.jobs import PROGRAMS, PROMPT, Start, mpirun, seconds_since_failure
+
+LEAVES = str(PROGRAMS / "leaves.py")
+
+
+@pytest.mark.parametrize("wait", ["operation", "gradients"])
+@pytest.mark.parametrize(("how", "code"), [("exception", 1), ("exit3", 3), ("exit0", 1)])
+def test_hvdliterun(start: Start, how: str, code: int, wait: str) -> None:
+    ended = start("-np", "3", "python", LEAVES, how, wait).end()
+    assert seconds_since_failure(ended.out, ended.at) < PROMPT
+    assert ended.code == code
+    assert ended.err.count("failed (exit code") == 1
+    if how == "exception":
+        assert ended.err.count("Traceback") == 1
+        assert ended.err.endswith("ValueError: the reason of rank 1\n")
+    elif how == "exit3":
+        assert "rank 1 on host" in ended.err
+    else:  # rank 1 came to its end too early; those who still need it say so
+        awaited = "'the operation': allreduce" if wait == "operation" else "gradient exchange 1, bucket 1 of 1"
+        assert f"rank 1 has left the job, and this rank still waits for {awaited}" in ended.err
+
+
+@pytest.mark.parametrize("wait", ["operation", "gradients"])
+def test_an_endless_loop_ends_at_the_stall_limit(start: Start, wait: str) -> None:
+    ended = start("-np", "2", "--stall-check-shutdown-time-seconds", "0.5", "python", LEAVES, "loop", wait).end()
+    assert seconds_since_failure(ended.out, ended.at) < PROMPT
+    assert ended.code == 1
+    assert "rank 1 is missing; it is here:" in ended.err
+    assert "time.sleep(0.01)  # the line that rank 1 is on" in ended.err
+    assert "the limit for one wait is 0.5 s" in ended.err
+
+
+def test_a_stall_is_reported_while_the_job_goes_on(start: Start) -> None:
+    job = start("-np", "2", "--stall-check-warning-time-seconds", "0.3", "python", LEAVES, "loop", "gradients")
+    assert job.process.stderr is not None
+    seen = ""
+    while "the line that rank 1 is on" not in seen:
+        line = job.process.stderr.readline()
+        assert line, seen
+        seen += line
+    assert re.search(r"\[0\] hvdlite: rank 0 has waited \d+ s for gradient exchange 1, bucket 1 of 1", seen)
+    assert job.process.poll() is None
+    job.process.terminate()
+    assert job.end().code == 143
+
+
+@pytest.mark.parametrize("wait", ["operation", "gradients"])
+@pytest.mark.parametrize("how", ["exception", "exit3", "exit0"])
+def test_plain_mpirun(how: str, wait: str) -> None:
+    done = mpirun(2, LEAVES, how, wait)
+    assert seconds_since_failure(done.stdout, time.time()) < PROMPT
+    assert done.returncode != 0
+    if how == "exception":
+        assert done.stderr.count("ValueError: the reason of rank 1") == 1
+    else:
+        assert "rank 1 has left the job" in done.stderr

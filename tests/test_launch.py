@@ -1,0 +1,510 @@
+"""hvdliterun: real jobs, each with a hard time limit, and the parts that need no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvdlite.config import Config
+from hvdlite.control import Address, Decoder, Message, report_failure
+from hvdlite.errors import LaunchError
+from hvdlite.launch import failures, worker
+from hvdlite.launch.failures import Failure
+from hvdlite.launch.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
+from hvdlite.launch.mpi import Mpi, Placement, command, parse_version, split_interpreter_options, worker_command
+from hvdlite.launch.output import Output, Sink
+from hvdlite.launch.server import Server
+from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
+
+
+def assert_swept(job: Started, before: set[str]) -> None:
+    """Neither Open MPI's directory of this job is left, nor a segment of MPICH's that nobody uses."""
+    left = set(os.listdir("/dev/shm")) - before
+    assert not [name for name in left if name.startswith(f"hvdlite.{job.process.pid}.")]
+    for name in left:
+        assert not name.startswith("mpich_shm_") or is_mapped(f"/dev/shm/{name}"), name
+
+
+def is_mapped(path: str) -> bool:
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if path in maps.read_text():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+# ---- jobs that end well ----
+
+
+def test_two_ranks_meet(start: Start) -> None:
+    before = set(os.listdir("/dev/shm"))
+    job = start("-np", "2", str(PROGRAMS / "meet.py"))
+    ended = job.end()
+    assert (ended.code, ended.err) == (0, "")
+    assert {"[0] met 0 of 2", "[1] met 1 of 2"} <= set(ended.out.splitlines())
+    assert_swept(job, before)
+
+
+def test_one_rank_is_not_tagged(start: Start) -> None:
+    ended = start("-np", "1", str(PROGRAMS / "meet.py")).end()
+    assert ended.code == 0 and ended.out.splitlines()[-1] == "met 0 of 1"
+
+
+def test_more_ranks_than_cores(start: Start) -> None:
+    ended = start("-np", "4", "--no-tag-output", str(PROGRAMS / "meet.py")).end()
+    assert ended.code == 0
+    assert sorted(line for line in ended.out.splitlines() if "met" in line) == [f"met {n} of 4" for n in range(4)]
+
+
+def test_localhost_is_no_other_host(start: Start) -> None:
+    ended = start("-np", "2", "-H", "localhost:1,127.0.0.1:1", str(PROGRAMS / "meet.py")).end()
+    assert (ended.code, ended.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "argv", "path0"),
+    [
+        (["show.py", "a b", "-x"], ["show.py", "a b", "-x"], str(PROGRAMS)),
+        (["python", "-u", "show.py", "--"], ["show.py", "--"], str(PROGRAMS)),
+        (["python", "-m", "show", "-m"], [str(PROGRAMS / "show.py"), "-m"], str(PROGRAMS)),
+        (["python", "-c", "import runpy; runpy.run_path('show.py', run_name='__main__')", "q"], None, ""),
+    ],
+    ids=["script", "python", "module", "code"],
+)
+def test_program_sees_what_python_shows(start: Start, words: list[str], argv: list[str] | None, path0: str) -> None:
+    env = {"WITH_SPACES": "a 'b'\n\"c\""}
+    ended = start("-np", "1", "--fusion-threshold-mb", "2", *words, env=env, cwd=PROGRAMS).end()
+    assert (ended.code, ended.err) == (0, "")
+    facts = json.loads(ended.out)
+    assert argv is None or facts["argv"] == argv
+    assert facts["path0"] == path0
+    assert facts["name"] == "__main__"
+    assert argv is None or facts["main"]
+    assert (facts["stdin"], facts["threshold"], facts["spaces"]) == ("", str(2 << 20), env["WITH_SPACES"])
+
+
+def test_other_commands(start: Start) -> None:
+    ended = start("-np", "2", "sh", "-c", "echo hi $OMPI_COMM_WORLD_SIZE$PMI_SIZE").end()
+    assert (ended.code, sorted(ended.out.splitlines()), ended.err) == (0, ["[0] hi 2", "[1] hi 2"], "")
+
+
+def test_spawned_children_import_the_program(start: Start) -> None:
+    ended = start("-np", "1", str(PROGRAMS / "spawns.py")).end()
+    assert (ended.code, ended.out, ended.err) == (0, "[9]\n", "")
+
+
+def test_lines_stay_whole_and_on_their_stream(start: Start, tmp_path: Path) -> None:
+    ended = start("-np", "2", "--output-filename", str(tmp_path / "out"), str(PROGRAMS / "lines.py")).end()
+    assert ended.code == 0
+    for name, text in (("stdout", ended.out), ("stderr", ended.err)):
+        for rank in "01":
+            expected = [f"<{name}> {number} {rank * 3000}" for number in range(300)]
+            lines = [line.removeprefix(f"[{rank}] ") for line in text.splitlines() if line.startswith(f"[{rank}] ")]
+            assert lines == expected
+            assert (tmp_path / "out" / f"rank.{rank}" / name).read_text().splitlines() == expected
+        assert len(text.splitlines()) == 600
+
+
+# ---- jobs in which a rank fails ----
+
+FAILURES = {
+    "exception": (1, "ValueError: the reason of rank 1"),
+    "exit3": (3, "ended with exit code 3"),
+    "exit-message": (1, "the message of rank 1"),
+    "segfault": (139, "was killed by SIGSEGV"),
+    "SIGKILL": (137, "was killed by SIGKILL"),
+    "SIGTERM": (143, "was killed by SIGTERM"),
+    "SIGSTOP": (147, "is stopped (SIGSTOP)"),
+    "_exit7": (7, "ended with exit code 7"),
+    "_exit0": (1, "ended without finishing"),
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_rank_fails(start: Start, how: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    job = start("-np", "2", str(PROGRAMS / "fail.py"), how)
+    ended = job.end()
+    code, words = FAILURES[how]
+    assert seconds_since_failure(ended.out, ended.at) < PROMPT
+    assert ended.code == code
+    assert "[1] last words without newline\n" in ended.out
+    # The reason, and nothing else: neither mpirun's words nor another rank's.
+    first, reason = ended.err.split("\n", 1)
+    assert re.fullmatch(rf"hvdliterun: rank 1 on host \S+ failed \(exit code {code}\):", first)
+    assert reason.count(words) == 1
+    if how == "exception":
+        assert reason.startswith("Traceback (most recent call last):\n")
+        assert reason.endswith(words + "\n")
+        assert re.findall(r"in (\S+)$", reason, re.M) == ["<module>", "deepest"]
+    elif how == "segfault":
+        assert "fail.py" in reason and "worker.py" not in reason
+    else:
+        assert len(reason.splitlines()) == 1
+    assert not job.processes()
+    assert_swept(job, before)
+
+
+def test_abort(start: Start) -> None:
+    ended = start("-np", "2", str(PROGRAMS / "fail.py"), "abort").end()
+    assert ended.code == 5
+
+
+def test_all_ranks_fail_and_one_is_printed(start: Start) -> None:
+    ended = start("-np", "4", str(PROGRAMS / "twice.py")).end()
+    assert ended.code == 1
+    assert ended.err.count("Traceback") == 1 and ended.err.count("KeyError: 'rank ") == 1
+
+
+def test_killed_rank_with_a_forked_copy(start: Start) -> None:
+    ended = start("-np", "2", str(PROGRAMS / "forks.py")).end()
+    failed_at = re.search(r"failing at ([\d.]+)", ended.out)
+    assert failed_at is not None and ended.at - float(failed_at[1]) < PROMPT
+    assert ended.code == 137
+
+
+def test_crash_while_exiting(start: Start) -> None:
+    ended = start("-np", "1", str(PROGRAMS / "late.py")).end()
+    assert ended.code == 139
+    assert "was killed by SIGSEGV while it was exiting, after its program had finished" in ended.err
+
+
+def test_other_command_fails(start: Start) -> None:
+    ended = start("-np", "2", "sh", "-c", "test 0 = $OMPI_COMM_WORLD_RANK$PMI_RANK && sleep 60; exit 9").end()
+    assert ended.code == 9
+    assert ended.err.startswith("hvdliterun: rank 1 on host ")
+
+
+def test_traceback_of_a_program_that_does_not_compile(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("x = (\n")
+    ended = start("-np", "2", str(tmp_path / "bad.py")).end()
+    assert ended.code == 1
+    assert ended.err.count("SyntaxError") == 1 and "worker.py" not in ended.err
+
+
+def test_reported_failure_is_printed(start: Start) -> None:
+    code = "import os; from hvdlite.control import report_failure; from hvdlite.config import Config; "
+    code += "print(report_failure(Config.from_env(), 0, 'rank 0 waited for rank 1', 21)); os._exit(4)"
+    ended = start("-np", "1", "python", "-c", code).end()
+    assert (ended.code, ended.out) == (21, "True\n")
+    assert ended.err.splitlines()[1:] == ["rank 0 waited for rank 1"]
+
+
+# ---- ended from outside ----
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signal_ends_the_job(start: Start, number: signal.Signals) -> None:
+    job = start("-np", "2", str(PROGRAMS / "meet.py"), "/nowhere")
+    job.ready(2)
+    sent = time.time()
+    job.process.send_signal(number)
+    ended = job.end()
+    assert ended.at - sent < PROMPT
+    assert ended.code == 128 + number
+    assert ended.err == f"hvdliterun: ended by {number.name}.\n"
+    assert not job.processes()
+
+
+def test_second_interrupt_kills_at_once(start: Start) -> None:
+    job = start("-np", "2", str(PROGRAMS / "stubborn.py"))
+    job.ready(2)
+    sent = time.time()
+    job.process.send_signal(signal.SIGINT)
+
+    # Signals merge while one is pending, so: again and again, as an impatient user does.
+    def press() -> bool:
+        job.process.send_signal(signal.SIGINT)
+        return job.process.poll() is not None
+
+    wait_for(press, LIMIT)
+    ended = job.end()
+    assert ended.at - sent < 2
+    assert ended.code == 130
+    job.wait_until_gone(1)
+
+
+def test_stubborn_ranks_are_killed(start: Start) -> None:
+    job = start("-np", "2", str(PROGRAMS / "stubborn.py"))
+    (rank, _), _ = job.ready(2)
+    sent = time.time()
+    os.kill(rank, signal.SIGKILL)
+    ended = job.end()
+    assert ended.at - sent < PROMPT
+    assert ended.code == 137
+
+
+@pytest.mark.parametrize("victim", ["hvdliterun", "mpirun", "guard"])
+def test_killed_helper_leaves_nothing(start: Start, victim: str) -> None:
+    before = set(os.listdir("/dev/shm"))
+    job = start("-np", "2", str(PROGRAMS / "stubborn.py"))
+    (_, guard), _ = job.ready(2)
+    children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    pid = {"hvdliterun": job.process.pid, "mpirun": int(children[0]), "guard": guard}[victim]
+    sent = time.time()
+    os.kill(pid, signal.SIGKILL)
+    ended = job.end()
+    assert ended.at - sent < PROMPT
+    assert ended.code == (-9 if victim == "hvdliterun" else 137)
+    job.wait_until_gone(PROMPT)
+    if victim == "mpirun":
+        assert "was killed by SIGKILL before all ranks had finished" in ended.err
+    assert_swept(job, before)
+
+
+def test_pause_of_a_rank_alone_counts(start: Start, tmp_path: Path) -> None:
+    job = start("-np", "2", str(PROGRAMS / "meet.py"), str(tmp_path / "go"))
+    (rank, _), _ = job.ready(2)
+    os.kill(rank, signal.SIGSTOP)
+    os.kill(rank, signal.SIGCONT)
+    (tmp_path / "go").touch()
+    assert job.end().code == 0
+
+
+def test_reader_that_leaves_ends_the_job(start: Start) -> None:
+    job = start("-np", "2", "sh", "-c", "while echo y; do :; done")
+    assert job.process.stdout is not None and job.process.stderr is not None
+    job.process.stdout.read(10)
+    job.process.stdout.close()
+    assert job.process.wait(LIMIT) == 141
+    assert "nobody reads the output" in job.process.stderr.read()
+
+
+# ---- bad input ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-np", "0", "x.py"], "'0' is not a whole number from 1 on"),
+        (["-np", "-3", "x.py"], "-np"),
+        (["-np", "two", "x.py"], "'two' is not a whole number from 1 on"),
+        (["-np", "2"], "Give a command"),
+        (["x.py"], "Give -np N"),
+        (["-np", "2", "nosuch.py"], "no script 'nosuch.py'"),
+        (["-np", "2", "python", "nosuch.py"], "no script 'nosuch.py'"),
+        (["-np", "2", "python"], "no script, -m module or -c code"),
+        (["-np", "2", "nosuchprogram"], "no program 'nosuchprogram'"),
+        (["-np", "3", "-H", "localhost:2", "true"], "has only 2 slots"),
+        (["-np", "2", "-H", "localhost:x", "true"], "'x' slots for localhost"),
+        (["-np", "2", "-H", "a:1,,b", "true"], "'' is not a host name"),
+        (["-np", "2", "--hostfile", "nosuchfile", "true"], "cannot read the hostfile nosuchfile"),
+        (["-np", "2", "-H", "nosuchhost.invalid:2", "true"], "cannot reach nosuchhost.invalid"),
+    ],
+)
+def test_bad_input(start: Start, arguments: list[str], words: str) -> None:
+    ended = start(*arguments).end()
+    assert ended.code == 2
+    assert words in ended.err.splitlines()[-1]
+    assert "Traceback" not in ended.err and ended.out == ""
+
+
+def test_no_job_inside_a_job(start: Start) -> None:
+    ended = start("-np", "1", "true", env={"HVDLITE_CONTROL": "h:1:t"}).end()
+    assert ended.code == 2 and "already a rank of a job" in ended.err
+
+
+def test_ranks_that_do_not_start(start: Start) -> None:
+    ended = start("-np", "2", "--start-timeout", "0.001", "sleep", "60").end()
+    assert ended.code == 1
+    assert re.search(r"rank [01, ]+ did not start within 0.001 s", ended.err)
+
+
+def test_launcher_that_refuses_has_the_last_word(start: Start) -> None:
+    ended = start("-np", "2", "--mpi-args=--no-such-option-of-mpirun", "true").end()
+    assert ended.code != 0
+    assert "before 2 of the ranks had started" in ended.err and "no-such-option-of-mpirun" in ended.err
+
+
+def test_check_build(start: Start) -> None:
+    ended = start("--check-build").end()
+    assert ended.code == 0
+    assert "[X] launcher: " in ended.out and "[X] library: " in ended.out
+    assert "[X] calls from several threads: MULTIPLE" in ended.out
+    assert "NCCL" in ended.out and "PyTorch" in ended.out
+
+
+# ---- parts ----
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2,10.0.0.1") == [Host("a", 2), Host("10.0.0.1", 1)]
+    check_slots([Host("a", 2)], 2)
+    assert is_local("localhost") and is_local("127.0.0.1") and not is_local("192.0.2.1")
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# mine\nnode1 slots=4\n\nnode2 slots=2 # slow\nnode3\n")
+    assert parse_hostfile(str(path)) == [Host("node1", 4), Host("node2", 2), Host("node3", 1)]
+    path.write_text("node1 slots=4\nnode2 4\n")
+    with pytest.raises(LaunchError, match="line 2: 'node2 4'; expected 'host slots=N'"):
+        parse_hostfile(str(path))
+    path.write_text("\n")
+    with pytest.raises(LaunchError, match="names no host"):
+        parse_hostfile(str(path))
+
+
+def test_versions() -> None:
+    assert parse_version("m", "mpirun (Open MPI) 5.0.11\n\nReport") == Mpi("openmpi", "m", (5, 0, 11))
+    hydra = "HYDRA build details:\n    Version:                                 5.0.2\n"
+    assert parse_version("m", hydra) == Mpi("mpich", "m", (5, 0, 2))
+    assert parse_version("m", "something else 1.0") is None
+
+
+def test_command_on_one_host() -> None:
+    words = command(Mpi("openmpi", "mpirun", (5, 0)), Placement(2, mpi_args="--x 'a b'"), ["A"], ["prog"])
+    text = " ".join(words)
+    assert words[0] == "mpirun" and words[-3:] == ["-np", "2", "prog"]
+    assert "--mca pml ob1 --mca btl self,sm,tcp" in text and "--bind-to none" in text
+    assert "-x" not in words and "-H" not in words and "a b" in words
+    assert command(Mpi("mpich", "mpiexec", (5,)), Placement(2), ["A"], ["prog"]) == [
+        *("mpiexec", "-launcher", "fork", "-np", "2", "prog")
+    ]
+
+
+def test_command_on_several_hosts() -> None:
+    there = Placement(
+        4, (Host("192.0.2.1", 2), Host("192.0.2.2", 2)), interfaces="eth1", ssh_port=2222, ssh_identity_file="k"
+    )
+    text = " ".join(command(Mpi("openmpi", "mpirun", (5, 0)), there, ["A", "PWD", "OMPI_X"], ["prog"]))
+    assert "-H 192.0.2.1:2,192.0.2.2:2" in text and "--prtemca plm_ssh_args -p 2222 -i k" in text
+    assert "--mca btl_tcp_if_include eth1" in text and "-x A " in text and "PWD" not in text and "OMPI_X" not in text
+    assert "oob_tcp_keepalive_time 2" in text and "pml ob1" not in text
+    assert "--mca plm_rsh_args" in " ".join(command(Mpi("openmpi", "mpirun", (4, 1)), there, [], ["prog"]))
+    text = " ".join(command(Mpi("mpich", "mpiexec", (5,)), there, [], ["prog"], address="192.0.2.9"))
+    assert "-launcher ssh -localhost 192.0.2.9 -hosts 192.0.2.1:2,192.0.2.2:2 -iface eth1" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "rest"),
+    [
+        (["x.py", "-m"], [], ["x.py", "-m"]),
+        (["-u", "-W", "error", "x.py"], ["-u", "-W", "error"], ["x.py"]),
+        (["-um", "pkg", "-c"], ["-u"], ["-m", "pkg", "-c"]),
+        (["-Xdev", "-cprint()"], ["-X", "dev"], ["-c", "print()"]),
+    ],
+)
+def test_interpreter_options(words: list[str], options: list[str], rest: list[str]) -> None:
+    assert split_interpreter_options(words) == (options, rest)
+
+
+def test_python_means_this_one() -> None:
+    assert worker_command(["python", "-m", "json"])[0] == sys.executable
+    assert worker_command(["true"])[2:] == ["--exec", "true"]
+
+
+def test_first_failure() -> None:
+    cause, effect = Failure("cause", 3, at=2.0, rank=1), Failure("effect", 1, at=1.0, rank=0, consequence=True)
+    later = Failure("later", 1, at=3.0, rank=2)
+    assert failures.first([effect, later, cause]) is cause
+    assert failures.first([effect]) is effect
+    assert failures.exit_code(-9) == 137 and failures.signal_name(64) in ("SIGRTMAX", "signal 64")
+
+
+def test_messages_in_pieces() -> None:
+    sent = [Message("a", {"x": 1}, b"pay\nload"), Message("b", {})]
+    data = b"".join(message.encode() for message in sent)
+    decoder = Decoder()
+    assert [message for byte in data for message in decoder.feed(bytes([byte]))] == sent
+    for bad in (b"GET / HTTP/1.1\n", b"[]\n", b'{"kind": "a", "size": -1}\n'):
+        with pytest.raises(ValueError):
+            list(Decoder().feed(bad))
+
+
+def test_no_launcher_no_report() -> None:
+    assert not report_failure(Config(), 0, "text", 1)
+    assert not report_failure(Config(control="127.0.0.1:1:token"), 0, "text", 1)
+    assert Address.parse("::1:80:t") == Address("::1", 80, "t")
+
+
+def test_strangers_are_shown_the_door() -> None:
+    server = Server("127.0.0.1")
+    try:
+        import socket
+
+        with socket.create_connection((server.address.host, server.address.port), timeout=5) as stranger:
+            stranger.sendall(Message("hello", {"token": "guess", "rank": 0}).encode())
+            seen = [message.kind for _ in range(3) for _, message in server.poll(0.2)[0]]
+            assert seen == ["gone"]
+            assert stranger.recv(10) == b""
+    finally:
+        server.close()
+
+
+def test_guard_needs_no_package() -> None:
+    code = f"import runpy, sys; runpy.run_path({worker.__file__!r}, run_name='x'); print(*sys.modules)"
+    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT)
+    assert not {"hvdlite", "numpy", "mpi4py", "ctypes"} & set(seen.stdout.split())
+
+
+class Screen(Sink):
+    """A sink that keeps what it got."""
+
+    def __init__(self, is_terminal: bool = False) -> None:
+        self.got = b""
+        self._waiting = bytearray()
+        self.is_terminal = is_terminal
+        self.is_broken = False
+
+    def write(self, data: bytes) -> None:
+        self.got += data
+
+
+def patient_tick(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    with monkeypatch.context() as patch:
+        patch.setattr("hvdlite.launch.output.time.monotonic", lambda: now + 1)
+        output.tick()
+
+
+def test_lines_wait_for_their_end() -> None:
+    out = Screen()
+    output = Output(out, Screen(), tagged=True)
+    output.feed(0, "stdout", b"half ")
+    output.feed(1, "stdout", b"whole\nmore\n\nrest")
+    output.feed(0, "stdout", b"line\n")
+    output.close()
+    assert out.got == b"[1] whole\n[1] more\n[1] \n[0] half line\n[1] rest\n"
+
+
+def test_progress_bar_redraws(monkeypatch: pytest.MonkeyPatch) -> None:
+    err = Screen()
+    output = Output(Screen(), err, tagged=True)
+    output.feed(0, "stderr", b"\r10%")
+    assert err.got == b""
+    patient_tick(output, monkeypatch)
+    output.feed(0, "stderr", b"\r20%")
+    output.feed(0, "stderr", b"\r30%\n")
+    assert err.got == b"\r[0] 10%\r[0] 20%\r[0] 30%\n"
+
+
+def test_progress_bar_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen(is_terminal=True)
+    output = Output(screen, screen, tagged=True)
+    output.feed(0, "stderr", b"\r10%")
+    patient_tick(output, monkeypatch)
+    output.feed(1, "stdout", b"hello\n")
+    output.feed(0, "stderr", b"\r20%")
+    output.close()
+    assert screen.got == b"\r[0] 10%" + b"\r\x1b[K" + b"[1] hello\n" + b"[0] 10%" + b"\r[0] 20%" + b"\n"
+
+
+def test_unfinished_line_gives_way_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Screen()
+    output = Output(out, Screen(), tagged=True)
+    output.feed(0, "stdout", b"name? ")
+    patient_tick(output, monkeypatch)
+    output.feed(1, "stdout", b"hello\n")
+    output.feed(0, "stdout", b"thanks\n")
+    assert out.got == b"[0] name? \n[1] hello\n[0] thanks\n"

@@ -1,0 +1,115 @@
+"""hvdlite.run: a function in several ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from hvdlite.errors import ArgumentError, LaunchError, WorkerError
+from hvdlite.launch.run_function import run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class OddError(Exception):
+    """An exception with a constructor that pickle cannot repeat."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one)
+
+
+def rank_and_size(offset: int = 0, scale: int = 1) -> tuple[int, int]:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank * scale + offset, MPI.COMM_WORLD.size
+
+
+def test_results_by_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(rank_and_size, args=(10,), kwargs={"scale": 2}, num_proc=2) == [(10, 2), (12, 2)]
+
+
+def test_lambda_closure_and_output(capfd: pytest.CaptureFixture[str]) -> None:
+    here = "closure"
+    assert run(lambda: print(here) or here, np=2) == ["closure", "closure"]
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] closure", "[1] closure"]
+
+
+def test_large_result_and_argument() -> None:
+    size = 100 * 2**20
+    (result,) = run(lambda data: data + b"!", args=(bytes(size),), num_proc=1)
+    assert len(result) == size + 1
+
+
+def test_exception_comes_back_as_it_is() -> None:
+    def fails() -> None:
+        from mpi4py import MPI
+
+        MPI.COMM_WORLD.Barrier()
+        if MPI.COMM_WORLD.rank == 1:
+            raise FileNotFoundError(2, "no data", "train.csv")
+        MPI.COMM_WORLD.Barrier()
+
+    with pytest.raises(FileNotFoundError, match="train.csv") as caught:
+        run(fails, num_proc=2)
+    cause = caught.value.__cause__
+    assert isinstance(cause, WorkerError)
+    assert "on rank 1" in str(cause) and "in fails" in str(cause) and "launch/run_function.py" not in str(cause)
+
+
+def test_exception_that_cannot_travel() -> None:
+    def fails() -> None:
+        raise OddError("one", "two")
+
+    with pytest.raises(WorkerError, match="OddError: one"):
+        run(fails, num_proc=1)
+
+
+def test_result_that_cannot_travel() -> None:
+    with pytest.raises(WorkerError, match=r"rank 0's result, of type _thread\.lock, cannot be pickled"):
+        run(threading.Lock, num_proc=1)
+
+
+def test_no_result() -> None:
+    with pytest.raises(WorkerError, match="left with sys.exit"):
+        run(sys.exit, num_proc=1)
+
+
+def test_killed_rank() -> None:
+    with pytest.raises(WorkerError, match="was killed by SIGKILL"):
+        run(lambda: os.kill(os.getpid(), 9), num_proc=2)
+
+
+def test_function_of_main(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent("""
+            from hvdlite.launch.run_function import run
+            class Result:
+                def __init__(self, value): self.value = value
+            def work(): return Result(7)
+            if __name__ == "__main__":
+                print([result.value for result in run(work, num_proc=2)])
+        """)
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=40)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[7, 7]\n", "")
+
+
+def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bad in (0, -1, 1.5, "2"):
+        with pytest.raises(ArgumentError, match="expected a whole number from 1 on"):
+            run(rank_and_size, num_proc=bad)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="they mean the same"):
+        run(rank_and_size, num_proc=1, np=2)
+    with pytest.raises(LaunchError, match="has only 2 slots"):
+        run(rank_and_size, num_proc=3, hosts="localhost:2")
+    monkeypatch.setenv("HVDLITE_CONTROL", "h:1:t")
+    with pytest.raises(LaunchError, match="already a rank"):
+        run(rank_and_size)
