@@ -58,7 +58,9 @@ def main() -> None:
         for _ in range(arguments.epochs):
             for batch in torch.randperm(1437, generator=shuffle).split(arguments.batch_size):
                 mine = batch[hvd.rank() :: hvd.size()]  # hvd: … of which each takes its share
-                loss = F.cross_entropy(model(images[train][mine]), labels[train][mine], reduction="sum") / max(1, len(mine))
+                loss = F.cross_entropy(model(images[train][mine]), labels[train][mine], reduction="sum") / max(
+                    1, len(mine)
+                )
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.set_batch_weight(len(mine))  # hvd: shares may differ

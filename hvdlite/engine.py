@@ -275,7 +275,8 @@ class Engine:
         entries = [self._in_flight[key] for key in decision.keys]
         operations = [operation for operation, _ in entries]
         try:
-            results = type(operations[0]).run_together(operations, self._collectives)
+            with self._watch.exchanging(lambda: f"its part of {self._describe(decision.keys[0])}", self._ranks):
+                results = type(operations[0]).run_together(operations, self._collectives)
         except Exception as error:
             self._fail(decision.keys, error)
             return

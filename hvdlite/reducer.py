@@ -12,7 +12,7 @@ sum of the weights, which gives the gradient of the joined batch whatever the sh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from hvdlite.errors import ArgumentError, HvdliteError, UnsupportedTensorError
 from hvdlite.protocols import Array, Collectives, ReduceOp, TensorInfo
 from hvdlite.tensors import HALF_DTYPES
-from hvdlite.watch import Wait, Watch
+from hvdlite.watch import Watch
 
 
 class Slot(NamedTuple):
@@ -83,7 +83,6 @@ class Reducer:
         bucket_bytes: Size that a bucket may fill up to.
         ranks: The world ranks that take part, for messages.
         watch: Is told while an exchange lasts.
-        end_job: Ends the job with a text, when an exchange can never end.
 
     Raises:
         ArgumentError: Another `op`.
@@ -98,7 +97,6 @@ class Reducer:
         bucket_bytes: int,
         ranks: Sequence[int],
         watch: Watch,
-        end_job: Callable[[str], None],
     ) -> None:
         if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
             raise ArgumentError(f"op={op!r}: gradients are combined by Average or Sum.")
@@ -106,7 +104,6 @@ class Reducer:
         self._op = op
         self._ranks = ranks
         self._watch = watch
-        self._end_job = end_job
         self._steps = 0
         self._slots: list[Slot] = [Slot(0, 0, 0, 0)] * len(infos)
         self.buckets: list[Bucket] = []
@@ -169,11 +166,5 @@ class Reducer:
         def what() -> str:
             return f"gradient exchange {self._steps}, bucket {number + 1} of {len(self.buckets)}"
 
-        def fail(error: HvdliteError) -> None:
-            self._end_job(str(error))  # the waiting thread is inside MPI, where no exception reaches it
-
-        wait = self._watch.begin(Wait(what, self._ranks, fail))
-        try:
+        with self._watch.exchanging(what, self._ranks):
             self._collectives.allreduce(memory, ReduceOp.SUM)
-        finally:
-            self._watch.end(wait)

@@ -82,9 +82,9 @@ class Watch:
             self._thread.start()
 
     @contextlib.contextmanager
-    def waiting(self, wait: Wait) -> Iterator[None]:
-        """Watch `wait` while the body runs."""
-        number = self.begin(wait)
+    def exchanging(self, what: Callable[[], str], ranks: Sequence[int]) -> Iterator[None]:
+        """Watch the body, which is inside of a collective: no exception reaches it there, so it can only end with the job."""
+        number = self.begin(Wait(what, ranks, lambda error: self._end_job(str(error))))
         try:
             yield
         finally:

@@ -40,7 +40,6 @@ class World:
         self.topology = Topology.of(transport.rank, hosts)
         self._transport = transport
         self._make_collectives = make_collectives
-        self._end_job = end_job
         self._letters = transport.duplicate()
         self.watch = Watch(self._letters, config, end_job)
         self._everybody = tuple(range(transport.size))
@@ -144,7 +143,7 @@ class World:
         channel: Collectives = self.engine(process_set).run(agreement)
         self._channels.append(channel)
         ranks = self.ranks(process_set)
-        return Reducer(infos, channel, op, self.config.bucket_bytes, ranks, self.watch, self._end_job)
+        return Reducer(infos, channel, op, self.config.bucket_bytes, ranks, self.watch)
 
     def shutdown(self) -> None:
         """Say goodbye, wait until all ranks have, and release everything."""

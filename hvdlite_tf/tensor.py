@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -50,10 +51,16 @@ class TensorFlowAdapter:
         tensor.assign(self.from_array(array, _name(tensor.dtype), tensor))
 
 
+def plain_variable(variable: Any) -> Any:
+    """TensorFlow's variable inside of a Keras variable; anything else as it is."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def _name(dtype: tf.DType) -> str:
     return check_dtype(np.dtype(dtype.as_numpy_dtype))
 
 
-_BFLOAT16 = tf.zeros((0,), tf.bfloat16).numpy()
+# Not made from a tensor: the first tensor starts TensorFlow's runtime, which a program may still want to configure.
+_BFLOAT16 = np.empty(0, tf.bfloat16.as_numpy_dtype)
 
 ADAPTER = TensorFlowAdapter()

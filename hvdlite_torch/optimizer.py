@@ -106,6 +106,7 @@ class _GradientExchange:
         self._process_set = process_set
         self._weight = 1.0
         self._synchronized = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._prepare(self._trainable())
 
     def _trainable(self) -> list[torch.Tensor]:
@@ -121,6 +122,16 @@ class _GradientExchange:
             torch.from_numpy(self._reducer.memory_of(index)).view(parameter.shape)
             for index, parameter in enumerate(parameters)
         ]
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+        ]
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        # A step that was left out after synchronize(), as GradScaler does, must not spare the next one its exchange.
+        self._synchronized = False
 
     def set_weight(self, weight: float) -> None:
         if self._op is not hvdlite.Average:

@@ -46,13 +46,18 @@ def test_a_report_names_the_missing_rank_and_shows_its_line(capfd: pytest.Captur
     assert "is missing" not in text.partition("rank 2 is missing")[2].partition("rank 1 has waited")[0]
 
 
-@pytest.mark.parametrize("what", ["an operation", "a gradient exchange"])
+@pytest.mark.parametrize("what", ["an operation", "a gradient exchange", "inside of an operation"])
 def test_past_the_second_limit_the_job_ends_with_the_report(what: str) -> None:
     over = threading.Event()
 
     def stall() -> None:
         reducer = world().reducer([TensorInfo("float32", (4,))])
-        if hvd.rank() == 1:
+        if what == "inside of an operation":
+            engine = world().engine()
+            if hvd.rank() == 1:  # has agreed to the operation, and is stuck in its part of it
+                engine._collectives.allreduce = lambda *_: over.wait(20)  # type: ignore[method-assign]
+            hvd.allreduce(np.ones(3), name="agreed")
+        elif hvd.rank() == 1:
             assert over.wait(20)
         elif what == "an operation":
             hvd.barrier(name="the end")
@@ -69,8 +74,14 @@ def test_past_the_second_limit_the_job_ends_with_the_report(what: str) -> None:
         on_ranks(2, check, config=Config(stall_shutdown_time_seconds=0.5), timeout=30)
     text = str(caught.value) + str(caught.value.__cause__)
     assert "the limit for one wait is 0.5 s" in text
-    assert ("'the end': barrier()" if what == "an operation" else "gradient exchange 1, bucket 1 of 1") in text
-    assert "over.wait(20)" in text
+    awaited = {
+        "an operation": "'the end': barrier()",
+        "a gradient exchange": "gradient exchange 1, bucket 1 of 1",
+        "inside of an operation": "its part of 'agreed': allreduce(float64(3)",
+    }
+    assert awaited[what] in text
+    if what != "inside of an operation":
+        assert "over.wait(20)" in text
 
 
 def test_a_peer_that_has_left_ends_a_gradient_exchange() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -21,6 +21,17 @@ _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, Red
 def _raw(data: Array) -> list[object]:
     """A buffer that MPI moves as bytes: it has no name for float16, and needs none to move it."""
     return [data.view(np.uint8), MPI.BYTE]
+
+
+_LARGEST_BYTES = 2**30
+"""MPI counts in 32 bits."""
+
+
+def _parts(data: Array) -> Iterator[Array]:
+    """`data` in pieces that MPI can count."""
+    length = max(1, _LARGEST_BYTES // data.itemsize)
+    for start in range(0, max(1, data.size), length):
+        yield data[start : start + length]
 
 
 class MpiTransport:
@@ -85,7 +96,8 @@ class MpiCollectives:
 
     def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
         if algorithm in ("auto", "mpi"):
-            self._comm.Allreduce(MPI.IN_PLACE, data, _OPS[op])
+            for part in _parts(data):
+                self._comm.Allreduce(MPI.IN_PLACE, part, _OPS[op])
         elif algorithm in ALGORITHMS:
             ALGORITHMS[algorithm](self._transport, data, numpy_combine(op))
         else:
@@ -98,7 +110,8 @@ class MpiCollectives:
         self._comm.Allgatherv(_raw(data), [out.view(np.uint8), sizes, MPI.BYTE])
 
     def broadcast(self, data: Array, root: int) -> None:
-        self._comm.Bcast(_raw(data), root)
+        for part in _parts(data):
+            self._comm.Bcast(_raw(part), root)
 
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
         send = [data.view(np.uint8), [count * data.itemsize for count in send_counts], MPI.BYTE]

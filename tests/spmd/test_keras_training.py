@@ -16,12 +16,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from conftest import UNDER_MPI
 
 import hvdlite_tf as hvd
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError, UnsupportedTensorError
 from hvdlite.reducer import Reducer
 from hvdlite.testing import on_ranks
+from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:
     # Ranks that are threads share TensorFlow's pool: it needs a thread for each rank that waits for the others.
@@ -205,18 +205,16 @@ def test_two_optimizers_in_one_function(ranks: Any) -> None:
     """Nested functions with no variable in common are not ordered by TensorFlow."""
 
     def check() -> None:
-        pairs = []
-        for _ in range(2):
+        pairs, steps = [], []
+        for number in (1, 2):
             variables = [tf.Variable(tf.zeros(5)), tf.Variable(tf.zeros(2))]
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
             optimizer.build(variables)
-            pairs.append((optimizer, variables))
-        # Created in the order in which they are called, which no rank may change
-        steps = [
-            tf.function(lambda o=o, v=v, k=k: o.apply_gradients((tf.fill(x.shape, k * (hvd_rank + 1.0)), x) for x in v))
-            for k, (o, v) in enumerate(pairs, 1)
-            for hvd_rank in [hvd.rank()]
-        ]
+            gradients = [tf.fill(variable.shape, number * (hvd.rank() + 1.0)) for variable in variables]
+            pairs.append((number, variables))
+            steps.append(
+                tf.function(functools.partial(optimizer.apply_gradients, list(zip(gradients, variables, strict=True))))
+            )
 
         @tf.function
         def both() -> None:
@@ -225,9 +223,9 @@ def test_two_optimizers_in_one_function(ranks: Any) -> None:
 
         for _ in range(30):
             both()
-        for k, (_, variables) in enumerate(pairs, 1):
+        for number, variables in pairs:
             for variable in variables:
-                assert np.allclose(variable.numpy(), -30 * k * (hvd.size() + 1) / 2)
+                assert np.allclose(variable.numpy(), -30 * number * (hvd.size() + 1) / 2)
 
     ranks(check)
 
@@ -356,8 +354,9 @@ def test_bad_use(ranks: Any) -> None:
             hvd.DistributedOptimizer(optimizer)
         with pytest.raises(ArgumentError, match="Wrap the other way round"):
             keras.optimizers.LossScaleOptimizer(optimizer)
+        optimizer.build([tf.Variable([1.0])])
         with pytest.raises(ValueError, match="Unknown variable"):
-            optimizer.apply([tf.ones(1)], [tf.Variable([1.0])]) or optimizer.apply([tf.ones(1)], [tf.Variable([1.0])])
+            optimizer.apply([tf.ones(1)], [tf.Variable([1.0])])
         with pytest.raises(ArgumentError, match="Average or Sum"):
             hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Max).build([tf.Variable([1.0])])
 
@@ -452,7 +451,6 @@ def test_the_callback_gives_all_ranks_one_start(ranks: Any, trained: bool) -> No
             model.set_weights([weight + rank + 1 for weight in WEIGHTS])
         elif trained:
             model.set_weights(root_model.get_weights())
-            model.optimizer.build_from = None
         dropout = keras.layers.Dropout(0.5, seed=rank)
         model.noise = dropout
         state = dropout.seed_generator.state.numpy().copy()

@@ -298,6 +298,19 @@ def test_algorithms_give_the_sum(ranks: Any) -> None:
     ranks(check)
 
 
+def test_more_than_mpi_counts_at_once(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hvdlite.comm import mpi  # with ranks as threads this tests nothing new
+
+    monkeypatch.setattr(mpi, "_LARGEST_BYTES", 64)
+
+    def check() -> None:
+        x = np.arange(1001.0)
+        np.testing.assert_array_equal(hvd.allreduce(x, hvd.Sum), x * hvd.size())
+        np.testing.assert_array_equal(hvd.broadcast(x * hvd.rank(), hvd.size() - 1), x * (hvd.size() - 1))
+
+    ranks(check)
+
+
 def test_objects(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()

@@ -259,6 +259,20 @@ def test_synchronize_then_step_exchanges_once(ranks: Any) -> None:
     ranks(check)
 
 
+def test_a_step_left_out_after_synchronize_spares_the_next_nothing(ranks: Any) -> None:
+    def check() -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+        parameter.sum().backward()
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        (parameter.sum() * hvd.rank()).backward()
+        optimizer.step()
+        assert parameter.item() == -(hvd.size() - 1) / 2
+
+    ranks(check)
+
+
 def test_groups_and_frozen_parameters_may_change(ranks: Any) -> None:
     def check() -> None:
         size = hvd.size()
