@@ -10,7 +10,8 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from hvdlite import failure
 from hvdlite.config import Config
@@ -204,8 +205,9 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 # Operations: each is written once, as a function that prepares a call, and made into its two forms.
 
 
-class Call(NamedTuple, Generic[T]):
-    """An operation ready to be submitted."""
+@dataclass(slots=True)
+class Call(Generic[T]):
+    """An operation ready to be submitted, whose result is a T."""
 
     engine: Engine
     operation: Operation
@@ -217,8 +219,8 @@ def _blocking(prepare: Callable[P, Call[T]]) -> Callable[P, T]:
 
     @functools.wraps(prepare)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        engine, operation, name = prepare(*args, **kwargs)
-        result: T = engine.submit(operation, name, background=False).wait()
+        call = prepare(*args, **kwargs)
+        result: T = call.engine.run(call.operation, call.name)
         return result
 
     return _named(run, prepare.__name__[1:])
@@ -229,8 +231,8 @@ def _asynchronous(prepare: Callable[P, Call[T]]) -> Callable[P, Handle]:
 
     @functools.wraps(prepare)
     def submit(*args: P.args, **kwargs: P.kwargs) -> Handle:
-        engine, operation, name = prepare(*args, **kwargs)
-        return engine.submit(operation, name)
+        call = prepare(*args, **kwargs)
+        return call.engine.submit(call.operation, call.name)
 
     name = prepare.__name__[1:]
     submit.__doc__ = (
