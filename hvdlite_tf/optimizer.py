@@ -52,14 +52,12 @@ def DistributedOptimizer(
         `optimizer`, still an instance of its class, with its state.
 
     Raises:
-        ArgumentError: It is no Keras 3 optimizer on TensorFlow, or is wrapped already.
-        MismatchError: The ranks have different variables. Raised on all of them, when the optimizer is built.
+        ArgumentError: It is no Keras 3 optimizer on TensorFlow, or is wrapped already; in the first step, another `op`.
+        MismatchError: The ranks have different variables. Raised on all of them, in their first step.
     """
     exchange = _GradientExchange(world("DistributedOptimizer()"), op, process_set)
     _check(optimizer)
     keras_optimizer: Any = optimizer
-    if keras_optimizer.built:
-        exchange.prepare(keras_optimizer._trainable_variables)
     plain = type(optimizer)
     keras_optimizer.__class__ = type(
         plain.__name__,
@@ -77,22 +75,18 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
 
     _hvdlite_exchange: _GradientExchange
 
-    def build(self, variables: Iterable[Any]) -> None:
-        """Prepare for these variables. Every rank calls this, with the same variables in the same order."""
-        variables = list(variables)
-        self._hvdlite_exchange.prepare(variables)
-        super().build(variables)
-
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Combine the gradients over the ranks and update the variables with them. Arguments as Keras has them."""
         gradients = list(grads)
         given = None if trainable_variables is None else list(trainable_variables)
         if gradients and given is not None and not self.built:
             with keras.name_scope(self.name, caller=self):
-                self.build(given)
+                self.build(given)  # as Keras does
         if gradients and self.built:
             variables = self._trainable_variables if given is None else given
             self._check_variables_are_known(variables)
+            self._hvdlite_exchange.prepare(self._trainable_variables)
             indices = [self._get_variable_index(variable) for variable in variables]
             if self.gradient_accumulation_steps:
                 self._hvdlite_exchange.accumulating = [
@@ -136,13 +130,19 @@ class _GradientExchange:
         """Which variables the accumulated gradients belong to."""
 
     def prepare(self, variables: Sequence[Any]) -> None:
-        """Make buckets for the gradients of these variables. Every rank calls this."""
+        """Have buckets for the gradients of these variables. Every rank calls this, at each of its steps.
+
+        Not when the optimizer is built: one that was loaded from a file on one rank is built sooner there.
+        """
+        plain = [plain_variable(variable) for variable in variables]
+        if len(plain) == len(self._variables) and all(a is b for a, b in zip(plain, self._variables, strict=True)):
+            return
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise UnsupportedTensorError(f"{variable.path} (float8 training) has scales in place of gradients.")
-        self._variables = [plain_variable(variable) for variable in variables]
-        infos = [ADAPTER.info(variable) for variable in self._variables]
+        infos = [ADAPTER.info(variable) for variable in plain]
         self._reducer = self._world.reducer(infos, self._op, self._process_set)
+        self._variables = plain
 
     def combine(self, indices: Sequence[int], gradients: Sequence[Any]) -> list[Any]:
         """The gradients of all ranks.
@@ -222,7 +222,10 @@ def _order_token() -> tf.Variable:
 
 
 def _dense(gradient: Any) -> Any:
-    """Embeddings have gradients for some rows only; the others are zero."""
+    """Embeddings have gradients for some rows only; the others are zero.
+
+    Rows that were looked up more than once are summed. Keras leaves them apart, so that its Adam squares each part alone.
+    """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, gradient.dense_shape[0])

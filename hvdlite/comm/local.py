@@ -280,7 +280,7 @@ class LocalTransport:
     def wait_letter(self, timeout: float) -> tuple[int, bytes] | None:
         """The next letter and its sender, or None if none has arrived after `timeout` seconds. Errors as for `poll`."""
         try:
-            item = self._letters.get(timeout=timeout)
+            item = self._letters.get(timeout > 0, timeout)
         except queue.Empty:
             return None
         if isinstance(item, _Left):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -25,8 +24,8 @@ from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:
     # Ranks that are threads share TensorFlow's pool: it needs a thread for each rank that waits for the others.
-    with contextlib.suppress(RuntimeError):
-        tf.config.threading.set_inter_op_parallelism_threads(8)
+    # Raises if TensorFlow's runtime was started, by a test module or by an import of hvdlite_tf; neither may do that.
+    tf.config.threading.set_inter_op_parallelism_threads(8)
 
 _rng = np.random.default_rng(7)
 BATCHES, ROWS = 4, 12
@@ -35,15 +34,16 @@ Y = _rng.integers(0, 4, (BATCHES, ROWS))
 WEIGHTS = [_rng.standard_normal(shape).astype("float32") * 0.3 for shape in [(10, 16), (16,), (16, 4), (4,)]]
 
 
-def schedule() -> Any:
-    return keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=4, decay_rate=0.8)
-
-
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(1e-2),
-    "clipped": lambda: keras.optimizers.AdamW(1e-2, weight_decay=1e-2, global_clipnorm=0.05, use_ema=True),
-    "norms": lambda: keras.optimizers.SGD(schedule(), clipnorm=0.05, use_ema=True, ema_overwrite_frequency=3),
+    "all settings": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.ExponentialDecay(0.02, decay_steps=4, decay_rate=0.8),
+        weight_decay=1e-2,
+        global_clipnorm=0.05,
+        use_ema=True,
+        ema_overwrite_frequency=3,
+    ),
     "accumulating": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipvalue=0.01, gradient_accumulation_steps=2),
 }
 
@@ -84,18 +84,39 @@ def assert_equal_everywhere(weights: np.ndarray) -> None:
     assert all(np.array_equal(weights, other) for other in hvd.allgather_object(weights))
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager", "several steps"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, mode: str) -> None:
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str) -> None:
     expected = single(kind)
-    options = {"graph": {}, "eager": {"run_eagerly": True}, "several steps": {"steps_per_execution": 4}}[mode]
-    if mode != "graph" and kind not in ("adam", "accumulating"):
-        pytest.skip("the modes differ in how the exchange is called, which two optimizers show")
 
     def check() -> None:
-        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[kind]()), **options)
+        if hvd.size() == 1:  # fit takes seconds to begin, and one rank has little to show
+            return
+        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[kind]()))
         fit(model, hvd.rank(), hvd.size())
         assert distance(flat(model), expected) <= 1e-5
+        assert_equal_everywhere(flat(model))
+
+    ranks(check)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("all settings", {}),
+        ("accumulating", {}),
+        ("sgd", {"run_eagerly": True}),
+        ("accumulating", {"run_eagerly": True}),
+        ("sgd", {"steps_per_execution": 4}),
+    ],
+    ids=str,
+)
+def test_fit_with_other_settings(ranks: Any, kind: str, options: dict[str, Any]) -> None:
+    def check() -> None:
+        if hvd.size() != 2:
+            return
+        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[kind]()), **options)
+        fit(model, hvd.rank(), hvd.size())
+        assert distance(flat(model), single(kind)) <= 1e-5
         assert_equal_everywhere(flat(model))
 
     ranks(check)
@@ -107,19 +128,30 @@ def test_accumulated_gradients_are_exchanged_once_per_update(ranks: Any, monkeyp
     monkeypatch.setattr(Reducer, "exchange", lambda self, *args: calls.append(self) or exchange(self, *args))
 
     def check() -> None:
-        fit(make_model(hvd.DistributedOptimizer(OPTIMIZERS["accumulating"]())), hvd.rank(), hvd.size(), epochs=1)
+        variable = tf.Variable([0.0])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=3))
+
+        @tf.function
+        def step(gradient: Any) -> None:
+            optimizer.apply_gradients([(gradient, variable)])
+
+        optimizer.build([variable])
+        for number in range(6):
+            step(tf.constant([float(number + hvd.rank())]))
+        assert np.allclose(variable.numpy(), -((0 + 1 + 2) / 3 + (3 + 4 + 5) / 3 + hvd.size() - 1))
         hvd.barrier()
 
     ranks(check)
-    assert len(calls) == len(set(map(id, calls))) * BATCHES // 2
+    assert calls
+    assert [calls.count(reducer) for reducer in set(calls)] == [2] * len(set(calls))
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("graph", [True, False])
-def test_apply_gradients_of_other_dtypes(ranks: Any, dtype: str, graph: bool) -> None:
+def test_apply_gradients_of_all_dtypes(ranks: Any, graph: bool) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        variables = [keras.Variable(np.ones((3, 2)), dtype=dtype), tf.Variable(1.0)]
+        dtypes = ["float64", "bfloat16", "float16", "float32", "bfloat16"]
+        variables = [keras.Variable(np.ones((3, 2)), dtype=dtype) for dtype in dtypes] + [tf.Variable(1.0)]
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
         optimizer.build(variables)
 
@@ -180,22 +212,23 @@ def test_variables_without_gradients(ranks: Any, graph: bool) -> None:
 
 
 def test_embeddings(ranks: Any) -> None:
-    """Sparse gradients of different rows."""
-    tokens = np.array([[1, 2], [3, 1], [5, 5], [0, 2], [7, 1], [4, 3]])
+    """Sparse gradients of different rows. (With Adam, Keras itself is wrong where a row comes twice: see `_dense`.)"""
+    tokens = np.array([[1, 2], [3, 1], [5, 5], [0, 2], [7, 1], [4, 3], [2, 2], [6, 0], [1, 1], [3, 4], [5, 6], [0, 0]])
     table = _rng.standard_normal((8, 3)).astype("float32")
 
     def train(rank: int, size: int, optimizer: Any) -> np.ndarray:
         model = keras.Sequential([keras.layers.Input((2,), dtype="int32"), keras.layers.Embedding(8, 3)])
         model.set_weights([table])
         model.compile(optimizer=optimizer, loss="mse")
-        rows = slice(rank * 6 // size, (rank + 1) * 6 // size)
-        model.fit(tokens[rows], np.ones((6, 2, 3))[rows], batch_size=6 // size, epochs=4, verbose=0, shuffle=False)
+        share = len(tokens) // size
+        rows = slice(rank * share, (rank + 1) * share)
+        model.fit(tokens[rows], np.ones((12, 2, 3))[rows], batch_size=share, epochs=4, verbose=0, shuffle=False)
         return flat(model)
 
-    expected = train(0, 1, keras.optimizers.Adam(0.1))
+    expected = train(0, 1, keras.optimizers.SGD(0.1, momentum=0.9))
 
     def check() -> None:
-        got = train(hvd.rank(), hvd.size(), hvd.DistributedOptimizer(keras.optimizers.Adam(0.1)))
+        got = train(hvd.rank(), hvd.size(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)))
         assert distance(got, expected) <= 1e-5
 
     ranks(check)
@@ -271,6 +304,25 @@ def test_mixed_float16(ranks: Any) -> None:
         hvd.broadcast_variables(made.weights)
         fit(made, hvd.rank(), hvd.size(), epochs=1)
         assert_equal_everywhere(flat(made))
+
+    ranks(check)
+
+
+def test_a_process_set_trains_alone(ranks: Any) -> None:
+    def check() -> None:
+        if hvd.size() < 3:
+            return
+        pair = hvd.add_process_set([0, hvd.size() - 1])
+        if pair.included():
+            variable = keras.Variable([0.0])
+            optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum, process_set=pair)
+            optimizer.apply([tf.ones(1)], [variable])
+            assert variable.numpy() == -2
+            variable.assign([float(hvd.rank())])
+            hvd.broadcast_variables([variable], 1, process_set=pair)
+            assert variable.numpy() == hvd.size() - 1
+        hvd.barrier()
+        hvd.remove_process_set(pair)
 
     ranks(check)
 
@@ -358,7 +410,7 @@ def test_bad_use(ranks: Any) -> None:
         with pytest.raises(ValueError, match="Unknown variable"):
             optimizer.apply([tf.ones(1)], [tf.Variable([1.0])])
         with pytest.raises(ArgumentError, match="Average or Sum"):
-            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Max).build([tf.Variable([1.0])])
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), op=hvd.Max).apply([tf.ones(1)], [tf.Variable([1.0])])
 
     ranks(check)
 
@@ -393,8 +445,7 @@ def test_different_models_are_a_mismatch(ranks: Any) -> None:
         if hvd.size() > 1:
             optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
             with pytest.raises(MismatchError, match="gradient buckets"):
-                optimizer.build([tf.Variable(tf.zeros(3 + hvd.rank()))])
-            assert not optimizer.built
+                optimizer.apply([tf.ones(3 + hvd.rank())], [tf.Variable(tf.zeros(3 + hvd.rank()))])
 
     ranks(check)
 
@@ -429,7 +480,7 @@ def test_broadcast_variables(ranks: Any) -> None:
         assert all((np.asarray(variable.numpy(), float) == root).all() for variable in variables)
         with pytest.raises(UnsupportedTensorError, match=r"tf\.Variable"):
             hvd.broadcast_variables([tf.ones(2)])
-        with pytest.raises(ArgumentError, match=r"outside of tf\.function"):
+        with pytest.raises(Exception, match=r"ArgumentError: .*outside of tf\.function"):  # AutoGraph wraps it
             tf.function(lambda: hvd.broadcast_variables(variables))()
 
     ranks(check)
@@ -438,31 +489,29 @@ def test_broadcast_variables(ranks: Any) -> None:
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_callback_gives_all_ranks_one_start(ranks: Any, trained: bool) -> None:
     """Weights and optimizer state come from the root; random numbers do not."""
-    root_model = make_model(OPTIMIZERS["adam"]())
+    expected = make_model(OPTIMIZERS["sgd"]())
     if trained:
-        fit(root_model, 0, 1, epochs=1)
-    expected = make_model(OPTIMIZERS["adam"]())
-    fit(expected, 0, 1, epochs=2 if trained else 1)
+        fit(expected, 0, 1, epochs=2)
+    expected.optimizer.build(expected.trainable_variables)
+    weights, state = expected.get_weights(), [variable.numpy() for variable in expected.optimizer.variables]
+    fit(expected, 0, 1, epochs=2)
 
     def check() -> None:
         rank, root = hvd.rank(), hvd.size() - 1
-        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["adam"]()))
-        if rank != root:
-            model.set_weights([weight + rank + 1 for weight in WEIGHTS])
-        elif trained:
-            model.set_weights(root_model.get_weights())
-        dropout = keras.layers.Dropout(0.5, seed=rank)
-        model.noise = dropout
-        state = dropout.seed_generator.state.numpy().copy()
-        if trained:
+        if hvd.size() == 1:
+            return
+        model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
+        model.set_weights([weight + (root - rank) for weight in weights])
+        if rank == root and trained:  # as after load_model; the others' optimizers are not built yet
             model.optimizer.build(model.trainable_variables)
-            if rank == root:
-                for variable, value in zip(model.optimizer.variables, root_model.optimizer.variables, strict=True):
-                    variable.assign(value)
-        fit(model, rank, hvd.size(), epochs=1, callbacks=[hvd.BroadcastGlobalVariablesCallback(root)])
+            for variable, value in zip(model.optimizer.variables, state, strict=True):
+                variable.assign(value)
+        model.dropout = keras.layers.Dropout(0.5, seed=rank)
+        random = model.dropout.seed_generator.state.numpy().copy()
+        fit(model, rank, hvd.size(), epochs=2, callbacks=[hvd.BroadcastGlobalVariablesCallback(root)])
         assert distance(flat(model), flat(expected)) <= 1e-5
         assert_equal_everywhere(flat(model))
-        assert np.array_equal(dropout.seed_generator.state.numpy(), state)
+        assert np.array_equal(model.dropout.seed_generator.state.numpy(), random)
 
     ranks(check)
 
