@@ -19,7 +19,8 @@ class Config:
 
     Attributes:
         fusion_threshold: Bytes; tensors that are ready together share one exchange up to this size.
-        bucket_bytes: Bytes of gradient per bucket of a distributed optimizer.
+        bucket_bytes: Bytes of gradients that go between hosts at a time.
+        shared_memory: Let the ranks of a host share memory; if not, all goes by messages.
         algorithm: How ``allreduce`` works where the call does not say.
         stall_check_disable: Do not watch for ranks that wait on each other.
         stall_check_time_seconds: After so many seconds in one wait, print who is missing and where.
@@ -31,6 +32,7 @@ class Config:
 
     fusion_threshold: int = 64 * 2**20
     bucket_bytes: int = 25 * 2**20
+    shared_memory: bool = True
     algorithm: str = "auto"
     stall_check_disable: bool = False
     stall_check_time_seconds: float = 60.0

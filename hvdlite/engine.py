@@ -14,11 +14,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.config import Config
 from hvdlite.controller import Controller, Decision, Key, error_of, name_of
 from hvdlite.errors import DuplicateNameError, HvdliteError
 from hvdlite.operations import Operation, describe
-from hvdlite.protocols import Collectives, Transport
+from hvdlite.protocols import Transport
 from hvdlite.watch import Wait, Watch
 
 _SPINS = 200
@@ -34,12 +35,13 @@ _GRACE = 200e-6
 class Handle:
     """An operation in flight."""
 
-    __slots__ = ("_done", "_engine", "_error", "_result", "key")
+    __slots__ = ("_engine", "_error", "_result", "done", "key")
 
     def __init__(self, engine: Engine, key: Key) -> None:
         self.key = key
+        self.done = False
+        """Engine only: over, whether the caller has seen it or not."""
         self._engine = engine
-        self._done = False
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -65,15 +67,10 @@ class Handle:
     def finish(self, result: Any, error: BaseException | None) -> None:
         """Engine only: the operation is over."""
         self._result, self._error = result, error
-        self._done = True
-
-    @property
-    def done(self) -> bool:
-        """Engine only: over, whether the caller has seen it or not."""
-        return self._done
+        self.done = True
 
     def __repr__(self) -> str:
-        return f"<hvdlite.Handle of {name_of(self.key)}, {'done' if self._done else 'in flight'}>"
+        return f"<hvdlite.Handle of {name_of(self.key)}, {'done' if self.done else 'in flight'}>"
 
 
 class Engine:
@@ -88,7 +85,12 @@ class Engine:
     """
 
     def __init__(
-        self, transport: Transport, collectives: Collectives, ranks: Sequence[int], watch: Watch, config: Config
+        self,
+        transport: Transport,
+        collectives: HierarchicalCollectives,
+        ranks: Sequence[int],
+        watch: Watch,
+        config: Config,
     ) -> None:
         self._transport = transport
         self._collectives = collectives
@@ -181,6 +183,7 @@ class Engine:
                         self._waiting[thread] = time.monotonic()
                     spins += 1
                     if spins > _SPINS:
+                        self._report_if_blocked()
                         waited = time.monotonic() - started
                         time.sleep(min(_LONGEST_NAP, max(_FIRST_NAP, waited / 20)))
                         if watched is None and waited > _WATCH_AFTER:
@@ -241,10 +244,10 @@ class Engine:
         moved = False
         while self._inbox:
             key = self._inbox.popleft()
-            self._controller.announce(key, self._in_flight[key][0].signature)
+            entry = self._in_flight.get(key)
+            if entry is not None:  # None: failed already, together with what other ranks had submitted under its name
+                self._controller.announce(key, entry[0].signature)
             moved = True
-        if not moved and self._waiting and self._is_blocked():
-            self._controller.report_blocked([(key, op.signature) for key, (op, _) in list(self._in_flight.items())])
         try:
             decisions = self._controller.step()
         except Exception as error:  # the transport is gone: whoever waits must hear of it
@@ -255,6 +258,11 @@ class Engine:
         for decision in decisions:
             self._carry_out(decision)
         return moved or bool(decisions)
+
+    def _report_if_blocked(self) -> None:
+        with self._drive_lock:
+            if not self._inbox and self._is_blocked():
+                self._controller.report_blocked([(key, op.signature) for key, (op, _) in list(self._in_flight.items())])
 
     def _is_blocked(self) -> bool:
         """Whether every thread that ever submitted has waited for some time, so that nothing more will be submitted."""

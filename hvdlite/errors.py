@@ -47,6 +47,13 @@ class PeerLeftError(HvdliteError):
     """A rank left the job while this rank was waiting for it."""
 
 
+class MissingPackageError(HvdliteError, ModuleNotFoundError):
+    """A package that an extra of hvdlite brings is not installed."""
+
+    def __init__(self, text: str, name: str) -> None:
+        ModuleNotFoundError.__init__(self, text, name=name)
+
+
 class WorkerError(HvdliteError):
     """A function started by ``hvdlite.run`` failed on a rank; the rank's traceback is in the text."""
 

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from hvdlite.algorithms import ALGORITHMS
+from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite.protocols import Array, Collectives, ReduceOp
+from hvdlite.protocols import Array, ReduceOp, TensorInfo
 from hvdlite.tensors import HALF_DTYPES, adapter_for
 
 Signature = tuple[str, tuple[tuple[str, tuple[int | None, ...]], ...], tuple[tuple[str, Any], ...]]
@@ -53,7 +54,7 @@ class Operation:
     single: bool = False
     signature: Signature
 
-    def run(self, collectives: Collectives) -> Any:
+    def run(self, collectives: HierarchicalCollectives) -> Any:
         """Do it; every rank of the group does so at the same point of its sequence. Returns the caller's result."""
         raise NotImplementedError
 
@@ -62,7 +63,7 @@ class Operation:
         return result[0] if self.single else result
 
     @classmethod
-    def run_together(cls, operations: Sequence[Any], collectives: Collectives) -> list[Any]:
+    def run_together(cls, operations: Sequence[Any], collectives: HierarchicalCollectives) -> list[Any]:
         """Run operations of this class that have the same fusion key; one result each."""
         return [operation.run(collectives) for operation in operations]
 
@@ -89,7 +90,7 @@ class TensorOperation(Operation):
                 adapter.check_writable(tensor)
 
 
-_ALGORITHM_NAMES = ("auto", "mpi", *ALGORITHMS)
+_ALGORITHM_NAMES = ("auto", "shared_memory", "mpi", *ALGORITHMS)
 
 
 class Allreduce(TensorOperation):
@@ -112,29 +113,23 @@ class Allreduce(TensorOperation):
         if algorithm not in _ALGORITHM_NAMES:
             raise ArgumentError(f"algorithm={algorithm!r}: expected one of {', '.join(map(repr, _ALGORITHM_NAMES))}.")
         super().__init__(given, inplace)
-        dtypes = {info.dtype for info in self.infos}
-        for dtype in dtypes:
-            check_reducible(dtype, op)
-        self.arithmetic = _Arithmetic(op, float(prescale), float(postscale), algorithm)
-        self.nbytes = sum(_wire_dtype(info.dtype, op).itemsize * math.prod(info.shape) for info in self.infos)
-        arguments: list[tuple[str, Any]] = [("op", op.value)]
-        if (prescale, postscale, algorithm) != (1.0, 1.0, "auto"):
-            arguments += [("prescale", prescale), ("postscale", postscale), ("algorithm", algorithm)]
-        self.signature = ("allreduce", tuple(self.infos), tuple(arguments))
-        if len(dtypes) == 1:
-            self.fusion_key = (next(iter(dtypes)), self.arithmetic)
+        self.signature, self.arithmetic, self.nbytes, self.fusion_key = _plan_allreduce(
+            tuple(self.infos), op, float(prescale), float(postscale), algorithm
+        )
 
-    def run(self, collectives: Collectives) -> Any:
+    def run(self, collectives: HierarchicalCollectives) -> Any:
         return self.run_together([self], collectives)[0]
 
     @classmethod
-    def run_together(cls, operations: Sequence[Allreduce], collectives: Collectives) -> list[Any]:
+    def run_together(cls, operations: Sequence[Allreduce], collectives: HierarchicalCollectives) -> list[Any]:
         parts = [
             _Part(tensor, adapter, info.dtype, operation.inplace)
             for operation in operations
             for tensor, adapter, info in zip(operation.tensors, operation.adapters, operation.infos, strict=True)
         ]
         arithmetic = operations[0].arithmetic
+        if len(parts) == len(operations) == 1:
+            return [_reduce_parts(parts, parts[0].dtype, arithmetic, collectives)]
         results: list[Any] = [None] * len(parts)
         by_dtype: dict[str, list[int]] = {}
         for index, part in enumerate(parts):
@@ -148,6 +143,23 @@ class Allreduce(TensorOperation):
             grouped.append(results[start : start + len(operation.tensors)])
             start += len(operation.tensors)
         return grouped
+
+
+@functools.lru_cache(maxsize=4096)  # a program makes the same few calls again and again
+def _plan_allreduce(
+    infos: tuple[TensorInfo, ...], op: ReduceOp, prescale: float, postscale: float, algorithm: str
+) -> tuple[Signature, _Arithmetic, int, Hashable]:
+    """What of an allreduce depends on its arguments alone: signature, arithmetic, bytes, fusion key."""
+    dtypes = {info.dtype for info in infos}
+    for dtype in dtypes:
+        check_reducible(dtype, op)
+    arithmetic = _Arithmetic(op, prescale, postscale, algorithm)
+    nbytes = sum(_wire_dtype(info.dtype, op).itemsize * math.prod(info.shape) for info in infos)
+    arguments: list[tuple[str, Any]] = [("op", op.value)]
+    if (prescale, postscale, algorithm) != (1.0, 1.0, "auto"):
+        arguments += [("prescale", prescale), ("postscale", postscale), ("algorithm", algorithm)]
+    fusion_key = (next(iter(dtypes)), arithmetic) if len(dtypes) == 1 else None
+    return ("allreduce", infos, tuple(arguments)), arithmetic, nbytes, fusion_key
 
 
 class _Part:
@@ -166,17 +178,23 @@ class _Part:
         return self.adapter.from_array(array, self.dtype, self.tensor)
 
 
-def _reduce_parts(parts: list[_Part], dtype: str, arithmetic: _Arithmetic, collectives: Collectives) -> list[Any]:
+def _reduce_parts(
+    parts: list[_Part], dtype: str, arithmetic: _Arithmetic, collectives: HierarchicalCollectives
+) -> list[Any]:
     """Exchange tensors of one dtype as one flat array."""
-    arrays = [part.adapter.to_array(part.tensor, wide=True) for part in parts]
-    wire = _wire_dtype(dtype, arithmetic.op)
+    wide = arithmetic.scales_first  # halves would be rounded twice
+    arrays = [part.adapter.to_array(part.tensor, wide=wide) for part in parts]
+    wire = _wire_dtype(dtype, arithmetic.op) if wide or dtype not in HALF_DTYPES else arrays[0].dtype
     if len(parts) == 1:
         flat = arrays[0].reshape(-1)
-        own = flat.flags.writeable and parts[0].inplace
-        flat = flat.astype(wire, copy=not own)  # in place, no copy at all
+        own = parts[0].inplace and flat.dtype == wire and flat.flags.writeable
+        if not own:
+            flat = flat.astype(wire)
     else:
         flat = np.concatenate([array.reshape(-1) for array in arrays], dtype=wire, casting="unsafe")
-    arithmetic.reduce(flat, collectives)
+    arithmetic.allreduce(flat, None if wide or dtype not in HALF_DTYPES else dtype, collectives)
+    if len(parts) == 1 and own and arrays[0] is parts[0].tensor:  # reduced where it lies
+        return [parts[0].tensor]
     flat = flat.astype(arrays[0].dtype, copy=False)
     results, start = [], 0
     for part, array in zip(parts, arrays, strict=True):
@@ -191,11 +209,14 @@ class _Arithmetic:
     """The reduction of one flat array: scale, reduce over the ranks, divide, scale. Equal by value, as fusion needs."""
 
     def __init__(self, op: ReduceOp, prescale: float, postscale: float, algorithm: str) -> None:
-        self.op, self.algorithm = op, algorithm
+        self.op, self._algorithm = op, algorithm
         self._prescale, self._postscale = prescale, postscale
+        self.scales_first = prescale != 1.0
+        self._reduces = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
+        self._finishes = op is ReduceOp.AVERAGE or postscale != 1.0
 
     def _key(self) -> Hashable:
-        return self.op, self.algorithm, self._prescale, self._postscale
+        return self.op, self._algorithm, self._prescale, self._postscale
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Arithmetic) and self._key() == other._key()
@@ -203,18 +224,24 @@ class _Arithmetic:
     def __hash__(self) -> int:
         return hash(self._key())
 
-    def reduce(self, flat: Array, collectives: Collectives, reduce: Callable[[ReduceOp], Array] | None = None) -> Array:
-        """Reduce `flat` in place (or by `reduce`, which returns the array to finish). Returns the result."""
+    def allreduce(self, flat: Array, dtype: str | None, collectives: HierarchicalCollectives) -> None:
+        """Reduce `flat` in place."""
         _scale(flat, self._prescale)
-        op = ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
-        if reduce is not None:
-            flat = reduce(op)
-        else:
-            collectives.allreduce(flat, op, self.algorithm)
+        finish = functools.partial(self._finish, collectives.size) if self._finishes else None
+        collectives.allreduce(flat, self._reduces, self._algorithm, dtype, finish)
+
+    def reduce_scatter(self, flat: Array, counts: Sequence[int], collectives: HierarchicalCollectives) -> Array:
+        """This rank's slice of the result. `flat` may be changed."""
+        _scale(flat, self._prescale)
+        out = np.empty(counts[collectives.rank], flat.dtype)
+        collectives.reduce_scatter(flat, out, counts, self._reduces)
+        self._finish(collectives.size, out)
+        return out
+
+    def _finish(self, size: int, flat: Array) -> None:
         if self.op is ReduceOp.AVERAGE:
-            _divide(flat, collectives.size)
+            _divide(flat, size)
         _scale(flat, self._postscale)
-        return flat
 
 
 def _scale(flat: Array, factor: float) -> None:
@@ -285,22 +312,17 @@ class Reducescatter(TensorOperation):
         arguments = (("op", op.value), ("prescale", prescale), ("postscale", postscale))
         self.signature = ("reducescatter", tuple(self.infos), arguments)
 
-    def run(self, collectives: Collectives) -> list[Any]:
+    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
         return [self._run_one(*one, collectives) for one in zip(self.tensors, self.adapters, self.infos, strict=True)]
 
-    def _run_one(self, tensor: Any, adapter: Any, info: Any, collectives: Collectives) -> Any:
+    def _run_one(self, tensor: Any, adapter: Any, info: Any, collectives: HierarchicalCollectives) -> Any:
         array = adapter.to_array(tensor, wide=True)
         flat = array.reshape(-1).astype(_wire_dtype(info.dtype, self.arithmetic.op))
         rows = split_rows(array.shape[0], collectives.size)
         row = math.prod(array.shape[1:])
         counts = [n * row for n in rows]
 
-        def reduce(op: ReduceOp) -> Array:
-            out = np.empty(counts[collectives.rank], flat.dtype)
-            collectives.reduce_scatter(flat, out, counts, op)
-            return out
-
-        out = self.arithmetic.reduce(flat, collectives, reduce)
+        out = self.arithmetic.reduce_scatter(flat, counts, collectives)
         shape = (rows[collectives.rank], *array.shape[1:])
         return adapter.from_array(out.astype(array.dtype, copy=False).reshape(shape), info.dtype, tensor)
 
@@ -317,7 +339,7 @@ class Allgather(TensorOperation):
         super().__init__(given)
         self.signature = ("allgather", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), ())
 
-    def run(self, collectives: Collectives) -> list[Any]:
+    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
         arrays = [
             np.atleast_1d(adapter.to_array(tensor, wide=False))
             for adapter, tensor in zip(self.adapters, self.tensors, strict=True)
@@ -342,7 +364,7 @@ class Broadcast(TensorOperation):
         super().__init__(given, inplace)
         self.signature = ("broadcast", tuple(self.infos), (("root_rank", self.root),))
 
-    def run(self, collectives: Collectives) -> list[Any]:
+    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
         results = []
         for tensor, adapter, (dtype, _) in zip(self.tensors, self.adapters, self.infos, strict=True):
             array = adapter.to_array(tensor, wide=False)
@@ -382,13 +404,15 @@ class Alltoall(TensorOperation):
         self.splits = [_check_splits(splits, info.shape[0], size) for info in self.infos]
         self.signature = ("alltoall", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), ())
 
-    def run(self, collectives: Collectives) -> list[Any]:
+    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
         return [
             self._run_one(*one, collectives)
             for one in zip(self.tensors, self.adapters, self.infos, self.splits, strict=True)
         ]
 
-    def _run_one(self, tensor: Any, adapter: Any, info: Any, splits: Array, collectives: Collectives) -> Any:
+    def _run_one(
+        self, tensor: Any, adapter: Any, info: Any, splits: Array, collectives: HierarchicalCollectives
+    ) -> Any:
         array = adapter.to_array(tensor, wide=False)
         received = np.empty(collectives.size, np.int64)
         ones = [1] * collectives.size
@@ -425,7 +449,7 @@ class Barrier(Operation):
     def __init__(self) -> None:
         self.signature = ("barrier", (), ())
 
-    def run(self, collectives: Collectives) -> None:
+    def run(self, collectives: HierarchicalCollectives) -> None:
         return None
 
 
@@ -438,7 +462,7 @@ class BroadcastObject(Operation):
         self.value = value
         self.signature = ("broadcast_object", (), (("root_rank", self.root),))
 
-    def run(self, collectives: Collectives) -> Any:
+    def run(self, collectives: HierarchicalCollectives) -> Any:
         length = np.array([0 if self.pickled is None else self.pickled.size], np.int64)
         collectives.broadcast(length, self.root)
         data = np.empty(int(length[0]), np.uint8) if self.pickled is None else self.pickled
@@ -453,7 +477,7 @@ class AllgatherObject(Operation):
         self.pickled = _pickle(value)
         self.signature = ("allgather_object", (), ())
 
-    def run(self, collectives: Collectives) -> list[Any]:
+    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
         lengths = np.empty(collectives.size, np.int64)
         collectives.allgather(np.array([self.pickled.size], np.int64), lengths, [1] * collectives.size)
         out = np.empty(int(lengths.sum()), np.uint8)
@@ -472,9 +496,11 @@ class Agreement(Operation):
     How communicators are made: an order that differs between the ranks is an error here and not a hang inside MPI.
     """
 
-    def __init__(self, kind: str, arguments: Sequence[tuple[str, Any]], action: Callable[[Collectives], Any]) -> None:
+    def __init__(
+        self, kind: str, arguments: Sequence[tuple[str, Any]], action: Callable[[HierarchicalCollectives], Any]
+    ) -> None:
         self.signature = (kind, (), tuple(arguments))
         self.action = action
 
-    def run(self, collectives: Collectives) -> Any:
+    def run(self, collectives: HierarchicalCollectives) -> Any:
         return self.action(collectives)

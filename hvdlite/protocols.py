@@ -129,6 +129,10 @@ class Collectives(Protocol):
         ...
 
 
+Finish = Callable[[Array], None]
+"""Changes a piece of a result in place, while it is at hand; called once for each piece."""
+
+
 class TensorInfo(NamedTuple):
     """What the ranks must agree on about a tensor, without its values."""
 
@@ -175,6 +179,22 @@ class TensorAdapter(Protocol[T]):
         ...
 
 
+class HalfConverter(Protocol):
+    """Arithmetic on float16, or on bfloat16 as bits in uint16, by way of float32. All arrays are flat and of equal length."""
+
+    def widen(self, half: Array, wide: Array) -> None:
+        """Copy halves to float32."""
+        ...
+
+    def accumulate(self, ufunc: np.ufunc, wide: Array, half: Array) -> None:
+        """``wide = ufunc(wide, half)``; add, multiply, minimum or maximum."""
+        ...
+
+    def narrow(self, wide: Array, half: Array) -> None:
+        """Copy float32 to halves, rounding to nearest even."""
+        ...
+
+
 Combine = Callable[[Array, Array], None]
 """``combine(into, other)``: ``into[...] = into (op) other``."""
 
@@ -187,9 +207,14 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 }
 
 
+def ufunc_of(op: ReduceOp) -> np.ufunc:
+    """NumPy's function for `op` (not AVERAGE)."""
+    return _UFUNCS[op]
+
+
 def numpy_combine(op: ReduceOp) -> Combine:
     """The `Combine` of `op` for NumPy arrays."""
-    ufunc = _UFUNCS[op]
+    ufunc = ufunc_of(op)
 
     def combine(into: Array, other: Array) -> None:
         ufunc(into, other, out=into)

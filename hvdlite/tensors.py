@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -40,9 +41,9 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
     if isinstance(tensor, np.ndarray | np.generic):
         return NumpyAdapter()
     for cls in type(tensor).__mro__:
-        module = _FRAMEWORK_ADAPTERS.get(cls.__module__.partition(".")[0])
-        if module is not None:
-            found: TensorAdapter[Any] = importlib.import_module(module).ADAPTER
+        framework = cls.__module__.partition(".")[0]
+        if framework in _FRAMEWORK_ADAPTERS:
+            found: TensorAdapter[Any] = _framework_adapter(framework)
             return found
     if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__array_namespace__"):
         return ArrayApiAdapter()
@@ -51,6 +52,15 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
         f"(JAX, CuPy); got {type(tensor).__module__}.{type(tensor).__qualname__}. "
         "Wrap numbers and lists as numpy.array(x); send other objects with broadcast_object or allgather_object."
     )
+
+
+def _framework_adapter(framework: str) -> Any:
+    return importlib.import_module(_FRAMEWORK_ADAPTERS[framework]).ADAPTER
+
+
+def loaded_adapter(framework: str) -> Any | None:
+    """The adapter of a framework if this process has imported that; None if not."""
+    return _framework_adapter(framework) if framework in sys.modules else None
 
 
 @functools.cache  # NumPy works a dtype's name out anew each time, for several microseconds
@@ -102,7 +112,7 @@ class NumpyAdapter:
         return result[()] if isinstance(like, np.generic) else result
 
     def assign(self, tensor: Array, array: Array) -> None:
-        if tensor.ctypes.data != array.ctypes.data or tensor.dtype != array.dtype:
+        if array is not tensor and (tensor.ctypes.data != array.ctypes.data or tensor.dtype != array.dtype):
             np.copyto(tensor, self._narrow(array, tensor.dtype))
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -51,7 +52,10 @@ def on_ranks(
         def end_job(text: str) -> None:
             fabric.abort(transport.rank, HvdliteError(text))
 
-        here = World(transport, PointToPointCollectives, places, config or Config(), end_job)
+        settings = config or Config()
+        if network is not None:  # all that the ranks say to each other is to take its time
+            settings = dataclasses.replace(settings, shared_memory=False)
+        here = World(transport, PointToPointCollectives, places, settings, end_job)
         try:
             with in_world(here):
                 result = fn(*args)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.comm.layers import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.engine import Engine
 from hvdlite.errors import ArgumentError
 from hvdlite.operations import Agreement
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import Collectives, ReduceOp, TensorInfo, Transport
-from hvdlite.reducer import Reducer
+from hvdlite.protocols import ReduceOp, TensorInfo, Transport
+from hvdlite.reducer import Reducer, ShardedReducer
 from hvdlite.topology import Topology
 from hvdlite.watch import Watch
+
+R = TypeVar("R", bound=Reducer)
 
 
 class World:
@@ -22,7 +27,7 @@ class World:
 
     Args:
         transport: Over all ranks.
-        make_collectives: Makes collectives over the ranks of a transport, for their own use alone.
+        make_flat: Makes collectives by messages over the ranks of a transport, for their own use alone.
         hosts: For each rank, some number of its host.
         config: Settings.
         end_job: Ends the whole job with a text; called when a wait can never end and no exception can be raised.
@@ -31,7 +36,7 @@ class World:
     def __init__(
         self,
         transport: Transport,
-        make_collectives: Callable[[Transport], Collectives],
+        make_flat: MakeCollectives,
         hosts: Sequence[int],
         config: Config,
         end_job: Callable[[str], None],
@@ -39,7 +44,8 @@ class World:
         self.config = config
         self.topology = Topology.of(transport.rank, hosts)
         self._transport = transport
-        self._make_collectives = make_collectives
+        self._make_flat = make_flat
+        self._hosts = hosts
         self._letters = transport.duplicate()
         self.watch = Watch(self._letters, config, end_job)
         self._everybody = tuple(range(transport.size))
@@ -48,10 +54,13 @@ class World:
         }
         self._sets: dict[int, ProcessSet] = {}
         self._next_set_id = 1
-        self._channels: list[Collectives] = []
+        self._reducers: list[Reducer] = []
 
     def _engine(self, transport: Transport, ranks: tuple[int, ...]) -> Engine:
-        return Engine(transport, self._make_collectives(transport.duplicate()), ranks, self.watch, self.config)
+        collectives = HierarchicalCollectives(
+            transport.duplicate(), [self._hosts[rank] for rank in ranks], self._make_flat, self.config.shared_memory
+        )
+        return Engine(transport, collectives, ranks, self.watch, self.config)
 
     def engine(self, process_set: ProcessSet | None = None) -> Engine:
         """The engine of a process set; of all ranks if None.
@@ -90,7 +99,7 @@ class World:
         if ranks in self._engines:
             raise ArgumentError(f"{process_set}: a process set of these ranks is in effect already; use that one.")
 
-        def create(_: Collectives) -> int:
+        def create(_: HierarchicalCollectives) -> int:
             included = self.topology.rank in ranks
             self._engines[ranks] = self._engine(self._transport.subgroup(ranks), ranks) if included else None
             self._next_set_id += 1
@@ -114,7 +123,7 @@ class World:
         if engine is not None and engine.busy:
             raise ArgumentError(f"{process_set} has operations in flight: wait for their handles before it is removed.")
 
-        def remove(_: Collectives) -> None:
+        def remove(_: HierarchicalCollectives) -> None:
             engine = self._engines.pop(process_set.ranks)
             if engine is not None:
                 engine.close()
@@ -127,29 +136,74 @@ class World:
     def reducer(
         self, infos: Sequence[TensorInfo], op: ReduceOp = ReduceOp.AVERAGE, process_set: ProcessSet | None = None
     ) -> Reducer:
-        """Buckets for the gradients of tensors like `infos`. All ranks of the set call this, with equal arguments.
+        """Flat memory for the gradients of tensors like `infos`. All ranks of the set call this, with equal arguments.
 
         Raises:
             MismatchError: The ranks have different tensors.
         """
+
+        def make(channel: HierarchicalCollectives) -> Reducer:
+            return Reducer(infos, channel, op, self.config.bucket_bytes, self.ranks(process_set), self.watch)
+
+        return self._agree_on_gradients(infos, op, process_set, [], make)
+
+    def sharded_reducer(
+        self,
+        infos: Sequence[TensorInfo],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        process_set: ProcessSet | None = None,
+        whole: bool = False,
+    ) -> ShardedReducer:
+        """As `reducer`, for gradients and parameters of which each rank answers for a share.
+
+        Args:
+            infos, op, process_set: As for `reducer`.
+            whole: Never cut a tensor between ranks.
+
+        Raises:
+            MismatchError: The ranks have different tensors.
+        """
+
+        def make(channel: HierarchicalCollectives) -> ShardedReducer:
+            ranks = self.ranks(process_set)
+            return ShardedReducer(infos, channel, op, self.config.bucket_bytes, ranks, self.watch, whole)
+
+        return self._agree_on_gradients(infos, op, process_set, [("whole", whole)], make)
+
+    def _agree_on_gradients(
+        self,
+        infos: Sequence[TensorInfo],
+        op: ReduceOp,
+        process_set: ProcessSet | None,
+        more: list[tuple[str, Any]],
+        make: Callable[[HierarchicalCollectives], R],
+    ) -> R:
         arguments = [
             ("tensors", len(infos)),
             ("elements", sum(math.prod(info.shape) for info in infos)),
             ("op", op.value),
             ("bucket_bytes", self.config.bucket_bytes),
+            *more,
             ("layout", hashlib.sha256(repr([tuple(info) for info in infos]).encode()).hexdigest()[:12]),
         ]
-        agreement = Agreement("gradient buckets", arguments, lambda collectives: collectives.duplicate())
-        channel: Collectives = self.engine(process_set).run(agreement)
-        self._channels.append(channel)
-        ranks = self.ranks(process_set)
-        return Reducer(infos, channel, op, self.config.bucket_bytes, ranks, self.watch)
+
+        def create(collectives: HierarchicalCollectives) -> R:
+            return make(collectives.duplicate())
+
+        reducer: R = self.engine(process_set).run(Agreement("gradient buckets", arguments, create))
+        self._reducers.append(reducer)
+        return reducer
+
+    def release(self, reducer: Reducer) -> None:
+        """Close a reducer that is not used again. All ranks of its set do this."""
+        self._reducers.remove(reducer)
+        reducer.close()
 
     def shutdown(self) -> None:
         """Say goodbye, wait until all ranks have, and release everything."""
         self.watch.leave()
-        for channel in self._channels:
-            channel.close()
+        for reducer in self._reducers:
+            reducer.close()
         for engine in self._engines.values():
             if engine is not None:
                 engine.close()

@@ -49,8 +49,14 @@ from hvdlite import (
     shutdown,
     size,
 )
-from hvdlite_tf.optimizer import DistributedOptimizer
-from hvdlite_tf.state import BroadcastGlobalVariablesCallback, broadcast_variables
+from hvdlite.extras import require
+
+# First, for the modules below import them.
+require("tensorflow", "tf", "hvdlite_tf")
+require("keras", "tf", "hvdlite_tf")
+
+from hvdlite_tf.optimizer import DistributedOptimizer  # noqa: E402
+from hvdlite_tf.state import BroadcastGlobalVariablesCallback, broadcast_variables  # noqa: E402
 
 __all__ = [
     "ArgumentError",

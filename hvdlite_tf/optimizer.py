@@ -141,7 +141,10 @@ class _GradientExchange:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise UnsupportedTensorError(f"{variable.path} (float8 training) has scales in place of gradients.")
         infos = [ADAPTER.info(variable) for variable in plain]
+        outdated = getattr(self, "_reducer", None)
         self._reducer = self._world.reducer(infos, self._op, self._process_set)
+        if outdated is not None:
+            self._world.release(outdated)
         self._variables = plain
 
     def combine(self, indices: Sequence[int], gradients: Sequence[Any]) -> list[Any]:
@@ -190,7 +193,7 @@ class _GradientExchange:
         used = [False] * len(self._variables)
         for index, gradient in zip(indices, gradients, strict=True):
             if gradient is not None:
-                self._reducer.memory_of(index)[:] = gradient.reshape(-1)
+                self._memory_of(index)[:] = gradient.reshape(-1)
                 used[index] = True
         anywhere = self._reducer.exchange(used)
         homeless = set(range(len(anywhere))).difference(indices)
@@ -203,11 +206,12 @@ class _GradientExchange:
         return [self._result(index) if anywhere[index] else None for index in indices]
 
     def _result(self, index: int) -> Array:
-        # A copy, since TensorFlow may hold on to it, and bucket memory is overwritten in the next step.
-        variable = self._variables[index]
-        flat = self._reducer.memory_of(index)
-        copy: Array = flat.astype(variable.dtype.as_numpy_dtype).reshape(variable.shape)
+        # A copy, since TensorFlow may hold on to it, and this memory is overwritten in the next step.
+        copy: Array = self._memory_of(index).reshape(self._variables[index].shape).copy()
         return copy
+
+    def _memory_of(self, index: int) -> Array:
+        return self._reducer.memory_of(index).view(self._variables[index].dtype.as_numpy_dtype)
 
 
 @functools.cache

@@ -44,9 +44,14 @@ from hvdlite import (
     shutdown,
     size,
 )
-from hvdlite_torch.operations import allgather, allreduce, alltoall, broadcast, reducescatter
-from hvdlite_torch.optimizer import DistributedOptimizer
-from hvdlite_torch.state import broadcast_optimizer_state, broadcast_parameters
+from hvdlite.extras import require
+
+# First, for the modules below import it.
+require("torch", "torch", "hvdlite_torch")
+
+from hvdlite_torch.operations import allgather, allreduce, alltoall, broadcast, reducescatter  # noqa: E402
+from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
 
 __all__ = [
     "ArgumentError",

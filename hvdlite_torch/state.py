@@ -13,6 +13,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.optimizer import Sharded
 
 
 def broadcast_parameters(
@@ -55,9 +56,11 @@ def broadcast_optimizer_state(
     rank = world().engine(process_set).rank
     tensors: list[torch.Tensor] = []
     message = None
+    # Of a sharded optimizer each rank has a share, and all of them are needed to see the state.
+    state = optimizer.state_dict() if rank == root_rank or isinstance(optimizer, Sharded) else None
     if rank == root_rank:
         buffer = io.BytesIO()
-        _Pickler(buffer, tensors).dump(optimizer.state_dict())
+        _Pickler(buffer, tensors).dump(state)
         message = (buffer.getvalue(), [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
     skeleton, layout = hvdlite.broadcast_object(message, root_rank, process_set=process_set)  # type: ignore[misc]
     if rank == root_rank:
@@ -65,7 +68,7 @@ def broadcast_optimizer_state(
     else:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in layout]
     hvdlite.broadcast(tensors, root_rank, inplace=True, process_set=process_set)
-    if rank != root_rank:
+    if rank != root_rank or isinstance(optimizer, Sharded):
         optimizer.load_state_dict(_Unpickler(io.BytesIO(skeleton), tensors).load())
 
 

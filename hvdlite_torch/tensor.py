@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -25,17 +27,20 @@ class TorchAdapter:
     def info(self, tensor: torch.Tensor) -> TensorInfo:
         if tensor.layout is not torch.strided:
             raise UnsupportedTensorError(f"expected a dense tensor; got layout {tensor.layout}. Use tensor.to_dense().")
-        if tensor.device.type != "cpu":
+        if not tensor.is_cpu:
             raise UnsupportedTensorError(
                 f"expected a tensor in host memory; got one on {tensor.device}. Use tensor.cpu()."
             )
-        if tensor.dtype not in _DTYPES:
+        name = _DTYPES.get(tensor.dtype)
+        if name is None:
             raise UnsupportedTensorError(
                 f"tensors of dtype {tensor.dtype} cannot be exchanged; cast them to another dtype."
             )
-        return TensorInfo(_DTYPES[tensor.dtype], tuple(tensor.shape))
+        return TensorInfo(name, tuple(tensor.shape))
 
     def check_writable(self, tensor: torch.Tensor) -> None:
+        if tensor.is_contiguous():
+            return
         for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
             if length > 1 and stride == 0:
                 raise UnsupportedTensorError(
@@ -43,7 +48,12 @@ class TorchAdapter:
                 )
 
     def to_array(self, tensor: torch.Tensor, *, wide: bool) -> Array:
-        tensor = tensor.detach().contiguous().resolve_conj().resolve_neg()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        if tensor.is_complex() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
         if wide and _DTYPES[tensor.dtype] in HALF_DTYPES:
             return tensor.float().numpy()
         if tensor.dtype is torch.bfloat16:
@@ -60,10 +70,42 @@ class TorchAdapter:
         return result.to(wanted)
 
     def assign(self, tensor: torch.Tensor, array: Array) -> None:
-        result = self.from_array(array, _DTYPES[tensor.dtype], tensor)
-        if result.data_ptr() != tensor.data_ptr():
-            with torch.no_grad():
-                tensor.copy_(result)
+        if array.size and torch.from_numpy(array).data_ptr() == tensor.data_ptr():
+            return
+        with torch.no_grad():
+            tensor.copy_(self.from_array(array, _DTYPES[tensor.dtype], tensor))
+
+    def half_converter(self, dtype: str) -> TorchHalf:
+        """Arithmetic on halves in NumPy arrays: see `hvdlite.protocols.HalfConverter`."""
+        return TorchHalf(dtype)
+
+
+_FUNCTIONS: dict[np.ufunc, Callable[..., torch.Tensor]] = {
+    np.add: torch.add,
+    np.multiply: torch.mul,
+    np.minimum: torch.minimum,
+    np.maximum: torch.maximum,
+}
+
+
+class TorchHalf:
+    """float16, or bfloat16 as bits, with torch's vector instructions."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = _TORCH[dtype]
+
+    def _half(self, array: Array) -> torch.Tensor:
+        return torch.from_numpy(array).view(self._dtype)
+
+    def widen(self, half: Array, wide: Array) -> None:
+        torch.from_numpy(wide).copy_(self._half(half))
+
+    def accumulate(self, ufunc: np.ufunc, wide: Array, half: Array) -> None:
+        into = torch.from_numpy(wide)
+        _FUNCTIONS[ufunc](into, self._half(half).float(), out=into)
+
+    def narrow(self, wide: Array, half: Array) -> None:
+        self._half(half).copy_(torch.from_numpy(wide))
 
 
 ADAPTER = TorchAdapter()

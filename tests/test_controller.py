@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.comm.local import LocalFabric
-from hvdlite.controller import FANOUT, Controller, Decision, Key, ranks_text
+from hvdlite.controller import CACHE_ENTRIES, FANOUT, Controller, Decision, Key, ranks_text
 from hvdlite.operations import Signature
 
 
@@ -18,12 +18,14 @@ def signature(value: str) -> Signature:
     return ("allreduce", ((value, (1,)),), ())
 
 
-def controllers(size: int, fanout: int, together: int = 1000) -> tuple[LocalFabric, list[Controller]]:
+def controllers(
+    size: int, fanout: int, together: int = 1000, cache_entries: int = CACHE_ENTRIES
+) -> tuple[LocalFabric, list[Controller]]:
     def fuse(keys: Sequence[Key]) -> list[Sequence[Key]]:
         return [keys[start : start + together] for start in range(0, len(keys), together)]
 
     fabric = LocalFabric(size)
-    return fabric, [Controller(transport, fuse, fanout) for transport in fabric.transports]
+    return fabric, [Controller(transport, fuse, fanout, cache_entries) for transport in fabric.transports]
 
 
 def settle(fabric: LocalFabric, ranks: list[Controller], log: list[list[Decision]], draw: random.Random) -> None:
@@ -134,6 +136,122 @@ def test_letters_do_not_grow_with_the_number_of_ranks(size: int) -> None:
             log[rank] += ranks[rank].step()
     assert all(len(entry) == 3 for entry in log)
     assert max(fabric.traffic(rank).letters for rank in range(size)) <= 3 * (1 + FANOUT)
+
+
+Use = tuple[Key, list[str]]
+"""A key, and the value that each rank submits under it."""
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> tuple[int, list[Use]]:
+    """A number of ranks, and what they submit: few names, used again and again, mostly with the values of before."""
+    size = draw(st.integers(2, 12))
+    uses: list[Use] = []
+    for number in range(draw(st.integers(0, 25))):
+        values = [draw(st.sampled_from(["a", "b"]))] * size
+        for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
+            values[draw(st.integers(0, size - 1))] = draw(st.sampled_from(["a", "b", "c"]))
+        uses.append((draw(st.sampled_from(["x", "y", "z", number])), values))
+    return size, uses
+
+
+@given(programs(), st.integers(1, 4), st.integers(1, 5), st.integers(1, 7), st.randoms())
+def test_what_was_agreed_before_is_checked_all_the_same(
+    program: tuple[int, list[Use]], fanout: int, cache_entries: int, together: int, draw: random.Random
+) -> None:
+    """Letters that name known operations by ids, in caches that soon are full, of ranks that are far apart in time."""
+    size, uses = program
+    fabric, ranks = controllers(size, fanout, together, cache_entries)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    todo = [list(uses) for _ in ranks]
+
+    def in_flight(rank: int) -> set[Key]:
+        done = [key for decision in log[rank] for key in decision.keys]
+        submitted = [key for key, _ in uses]
+        for key, _ in todo[rank]:
+            submitted.remove(key)
+        return {key for key in submitted if submitted.count(key) > done.count(key)}
+
+    for _ in range(5000 * len(uses)):
+        if not any(todo):
+            break
+        rank = draw.randrange(size)
+        busy = in_flight(rank)
+        free = [n for n, (key, _) in enumerate(todo[rank]) if key not in busy | {key for key, _ in todo[rank][:n]}]
+        if free and draw.random() < 0.7:
+            key, values = todo[rank].pop(draw.choice(free))
+            ranks[rank].announce(key, signature(values[rank]))
+        else:
+            log[rank] += ranks[rank].step()
+    assert not any(todo)
+    settle(fabric, ranks, log, draw)
+    assert all(entry == log[0] for entry in log)
+    found = {key: [d.error for d in log[0] if key in d.keys] for key, _ in uses}
+    for key, errors in found.items():
+        expected = [values for other, values in uses if other == key]
+        assert [error is None for error in errors] == [len(set(values)) == 1 for values in expected]
+        for error, values in zip(errors, expected, strict=True):
+            for value in set(values) if error else ():
+                who = ranks_text([rank for rank in range(size) if values[rank] == value])
+                assert f"  {who}: allreduce({value}(1))" in (error or "").splitlines()
+
+
+def test_a_letter_from_before_the_cache_began_anew_is_understood() -> None:
+    _, ranks = controllers(3, fanout=1, cache_entries=1)
+    log: list[list[Decision]] = [[] for _ in ranks]
+
+    def step(*order: int) -> None:
+        for rank in order:
+            log[rank] += ranks[rank].step()
+
+    for key in ("x", "y"):  # both become id 0, one after the other
+        for rank in (2, 1, 0):
+            ranks[rank].announce(key, signature("f"))
+            step(rank)
+        if key == "x":
+            step(1, 2)
+    ranks[2].announce("x", signature("f"))
+    step(2, 1)  # rank 2 says "id 0" before it has heard of y, to rank 1, which has
+    for rank in (1, 0):
+        ranks[rank].announce("x", signature("f"))
+    step(1, 1, 0, 1, 2, 2)
+    assert log == [[Decision(("x",), None), Decision(("y",), None), Decision(("x",), None)]] * 3
+    for rank in (2, 1, 0):
+        ranks[rank].announce("x", signature("f"))
+        step(rank)
+    assert not any(controller._retired for controller in ranks)  # all have heard of y by now
+
+
+@pytest.mark.parametrize("first", ["the report", "the news"])
+def test_a_report_that_crosses_the_news_of_its_failure_does_not_count_again(first: str) -> None:
+    """A thread submits what the other ranks wait for, at the moment when all ranks are told that nobody will."""
+    fabric, ranks = controllers(3, fanout=1)
+    log: list[list[Decision]] = [[] for _ in ranks]
+
+    def step(rank: int) -> None:
+        log[rank] += ranks[rank].step()
+
+    for rank, key in ((2, "b"), (1, "a"), (0, "a")):
+        ranks[rank].announce(key, signature("f"))
+        step(rank)
+        ranks[rank].report_blocked([(key, signature("f"))])
+    step(1)
+    if first == "the news":
+        step(0)
+    ranks[2].announce("a", signature("f"))
+    step(2)
+    if first == "the report":
+        step(0)
+    assert [decision.error is None for decision in log[0]] == [False]
+    settle(fabric, ranks, log, random.Random(0))
+    assert all(entry == log[0] and len(entry) == 1 for entry in log)
+    for rank in (0, 1):
+        ranks[rank].announce("a", signature("f"))
+    settle(fabric, ranks, log, random.Random(0))
+    assert all(len(entry) == 1 for entry in log)  # rank 2's own "a" failed with the others'
+    ranks[2].announce("a", signature("f"))
+    settle(fabric, ranks, log, random.Random(0))
+    assert all(entry[1:] == [Decision(("a",), None)] for entry in log)
 
 
 def test_ranks_text() -> None:

@@ -98,6 +98,21 @@ def test_other_commands(start: Start) -> None:
     assert (ended.code, sorted(ended.out.splitlines()), ended.err) == (0, ["[0] hi 2", "[1] hi 2"], "")
 
 
+def test_ranks_share_the_cores(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    for size in (2, cores + 1):
+        share = max(1, cores // size)
+        ended = start("-np", str(size), "--verbose", "sh", "-c", "echo share $OMP_NUM_THREADS").end()
+        assert ended.code == 0
+        assert ended.out.count(f"share {share}\n") == size
+        assert ended.err.count(f"OMP_NUM_THREADS={share}, its share") == size
+    ended = start(
+        "-np", "2", "--verbose", "sh", "-c", "echo share $OMP_NUM_THREADS", env={"OMP_NUM_THREADS": "7"}
+    ).end()
+    assert ended.out.count("share 7\n") == 2 and "its share" not in ended.err
+
+
 def test_spawned_children_import_the_program(start: Start) -> None:
     ended = start("-np", "1", str(PROGRAMS / "spawns.py")).end()
     assert (ended.code, ended.out, ended.err) == (0, "[9]\n", "")

@@ -12,8 +12,13 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     # lowest first; modules of one row do not import each other, those of one folder may
     {"protocols", "errors", "config", "process_set", "topology"},
-    {"control", "tensors", "algorithms"},
-    {"comm.local", "comm.mpi", "comm.point_to_point", "operations", "failure"},
+    {"control", "tensors", "algorithms", "extras"},
+    {"arithmetic", "layout"},
+    {"comm.local", "comm.mpi", "comm.point_to_point", "comm.shared_memory"},
+    {"comm.host"},
+    {"comm.host_collectives", "comm.layers"},
+    {"comm.hierarchical"},
+    {"operations", "failure"},
     {"controller", "watch"},
     {"engine", "reducer"},
     {"world"},

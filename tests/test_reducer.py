@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 
 import hvdlite as hvd
 from hvdlite.api import world
+from hvdlite.config import Config
 from hvdlite.errors import UnsupportedTensorError
+from hvdlite.layout import lay_out, pieces
 from hvdlite.protocols import TensorInfo
-from hvdlite.reducer import plan_buckets, wire_dtype
 from hvdlite.testing import on_ranks
 
 INFOS = st.lists(
@@ -27,42 +30,67 @@ INFOS = st.lists(
 )
 
 
-def nbytes(info: TensorInfo) -> int:
-    return math.prod(info.shape) * wire_dtype(info.dtype).itemsize
+@given(INFOS, st.integers(1, 7), st.booleans())
+def test_every_element_is_in_one_part(infos: list[TensorInfo], parts: int, whole: bool) -> None:
+    blocks = lay_out(infos, parts, whole)
+    assert sorted(index for block in blocks for index in block.spans) == list(range(len(infos)))
+    covered: dict[int, list[tuple[int, int]]] = {index: [] for index in range(len(infos))}
+    for block in blocks:
+        assert {infos[index].dtype for index in block.spans} == {block.dtype}
+        assert all(stop - start == math.prod(infos[index].shape) for index, (start, stop) in block.spans.items())
+        assert len(block.bounds) == parts + 1
+        ends = sorted(block.spans.values())
+        assert all(before.stop <= after.start for before, after in pairwise(ends))  # no two share memory
+        for part in range(parts):
+            for piece in pieces(block, part):
+                covered[piece.tensor].append((piece.start, piece.stop))
+    for index, info in enumerate(infos):
+        parts_of = sorted(covered[index])
+        assert [start for start, _ in parts_of] == [0, *(stop for _, stop in parts_of)][: len(parts_of)]
+        assert sum(stop - start for start, stop in parts_of) == math.prod(info.shape)
+        assert len(parts_of) <= 1 or not whole
 
 
-@given(INFOS, st.integers(1, 2000))
-def test_every_tensor_is_in_one_bucket_of_its_dtype(infos: list[TensorInfo], limit: int) -> None:
-    buckets = plan_buckets(infos, limit)
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(infos)))
-    for bucket in buckets:
-        assert bucket == sorted(bucket, reverse=True)  # in the order in which a backward pass has them
-        assert len({wire_dtype(infos[index].dtype) for index in bucket}) == 1
-        assert len(bucket) == 1 or sum(nbytes(infos[index]) for index in bucket) <= limit
+def store(memory: np.ndarray, dtype: str, values: np.ndarray) -> None:
+    memory[:] = values.astype(ml_dtypes.bfloat16).view(np.uint16) if dtype == "bfloat16" else values
 
 
-@given(INFOS, st.integers(1, 4), st.data())
-def test_an_exchange_is_a_weighted_average(infos: list[TensorInfo], size: int, data: st.DataObject) -> None:
+def load(memory: np.ndarray, dtype: str) -> np.ndarray:
+    return (memory.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else memory).astype(np.float64)
+
+
+TOLERANCES = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-12}
+
+
+@given(INFOS, st.lists(st.integers(0, 2), min_size=1, max_size=5), st.booleans(), st.booleans(), st.data())
+def test_an_exchange_is_a_weighted_average(
+    infos: list[TensorInfo], hosts: list[int], shared_memory: bool, equal: bool, data: st.DataObject
+) -> None:
+    size = len(hosts)
     used = data.draw(
         st.lists(st.lists(st.booleans(), min_size=len(infos), max_size=len(infos)), min_size=size, max_size=size)
     )
     weights = data.draw(st.lists(st.integers(0, 9), min_size=size, max_size=size).filter(any))
+    if equal:
+        weights = [1] * size
     seed = np.random.default_rng(0)
     values = [[seed.normal(size=math.prod(info.shape)) for info in infos] for _ in range(size)]
 
     def exchange() -> tuple[list[bool], list[np.ndarray]]:
         reducer = world().reducer(infos)
-        for index in range(len(infos)):
+        for index, info in enumerate(infos):
             # what a rank does not use is garbage from before, and must not count
-            reducer.memory_of(index)[:] = values[hvd.rank()][index] if used[hvd.rank()][index] else np.nan
+            mine = values[hvd.rank()][index]
+            store(reducer.memory_of(index), info.dtype, mine if used[hvd.rank()][index] else np.full_like(mine, np.nan))
         anywhere = reducer.exchange(used[hvd.rank()], float(weights[hvd.rank()]))
-        return anywhere, [reducer.memory_of(index).copy() for index in range(len(infos))]
+        return anywhere, [load(reducer.memory_of(index), info.dtype) for index, info in enumerate(infos)]
 
-    for anywhere, results in on_ranks(size, exchange):
+    for anywhere, results in on_ranks(size, exchange, hosts=hosts, config=Config(shared_memory=shared_memory)):
         assert anywhere == [any(used[r][index] for r in range(size)) for index in range(len(infos))]
-        for index, result in enumerate(results):
-            total = sum(weights[r] * values[r][index] * used[r][index] for r in range(size))
-            np.testing.assert_allclose(result, total / sum(weights), rtol=1e-5, atol=1e-5)
+        for index, (info, result) in enumerate(zip(infos, results, strict=True)):
+            total = sum(weights[r] * values[r][index] * used[r][index] for r in range(size)) / sum(weights)
+            tolerance = TOLERANCES[info.dtype]
+            np.testing.assert_allclose(result, total, rtol=tolerance, atol=tolerance)
 
 
 def test_integers_have_no_gradients() -> None:

@@ -2,10 +2,14 @@
 
 cli.py            options of hvdliterun          run_function.py   hvdlite.run
         \\                                       /
-         job.py   start, watch, end, sweep
-          |- hosts.py     where the ranks go
-          |- mpi.py       which MPI, and its command line
-          |- server.py    what the ranks say      <--TCP-->  worker.py   runs on each rank
-          |- failures.py  who failed first, in words
-          '- output.py    whole lines, tagged by rank
+         job.py   what happens, what follows
+          |- hosts.py        where the ranks go
+          |- mpi.py          which MPI, and its command line
+          |- mpi_process.py  that MPI launcher, running
+          |- ranks.py        what is known of each rank
+          |- server.py       what the ranks say    <--TCP-->  worker.py  runs on each rank:
+          |- failures.py     who failed first, in words         |- guard.py    watches it
+          '- output.py       whole lines, tagged by rank        |- program.py  becomes the user's program
+                                                                |- rank_environment.py  MPI's variables, threads
+                                                                '- shared_memory.py     MPI's files in /dev/shm
 """

@@ -11,9 +11,10 @@ from pathlib import Path
 from hvdlite.errors import LaunchError
 from hvdlite.launch.check_build import check_build, own_version
 from hvdlite.launch.hosts import Host, check_slots, parse_hostfile, parse_hosts
-from hvdlite.launch.job import Job, JobSpec, shared_directory
+from hvdlite.launch.job import Job, JobSpec
 from hvdlite.launch.mpi import Placement, find_mpi, worker_command
 from hvdlite.launch.output import Output, Sink
+from hvdlite.launch.shared_memory import new_directory
 
 USAGE_ERROR = 2
 
@@ -144,7 +145,7 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
         ssh_port=options.ssh_port,
         ssh_identity_file=options.ssh_identity_file,
         mpi_args=options.mpi_args,
-        shared_directory=shared_directory(mpi),
+        shared_directory=new_directory(mpi.flavour),
     )
     settings = {
         "HVDLITE_FUSION_THRESHOLD": _bytes(options.fusion_threshold_mb),

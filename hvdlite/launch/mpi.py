@@ -15,6 +15,7 @@ from pathlib import Path
 
 from hvdlite.errors import LaunchError
 from hvdlite.launch.hosts import Host, is_local, ssh_options
+from hvdlite.launch.rank_environment import cores
 
 PROGRAMS = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec", "mpirun")}
 _NOT_FORWARDED = re.compile(
@@ -170,7 +171,7 @@ def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]
     result += ["--mca", "osc", "^ucx"]
     if placement.shared_directory:
         result += ["--mca", "btl_sm_backing_directory", placement.shared_directory]
-    if placement.ranks_per_host >= _cores():
+    if placement.ranks_per_host >= cores():
         # A rank that polls for a message takes the core from the rank that should send it.
         result += ["--mca", "mpi_yield_when_idle", "1"]
     if placement.is_local:
@@ -198,10 +199,6 @@ def _mpich(placement: Placement, address: str) -> list[str]:
     if placement.interfaces:
         result += ["-iface", placement.interfaces.split(",")[0]]
     return result
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def worker_command(arguments: Sequence[str]) -> list[str]:

@@ -16,10 +16,11 @@ from hvdlite.control import Address, Message, request
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
 from hvdlite.launch.cli import check_not_nested, make_folder, read_hosts
 from hvdlite.launch.failures import Failure
-from hvdlite.launch.job import Job, JobSpec, shared_directory
+from hvdlite.launch.job import Job, JobSpec
 from hvdlite.launch.mpi import Placement, find_mpi
 from hvdlite.launch.output import Output, Sink, TextSink
-from hvdlite.launch.worker import RANK_VARIABLES
+from hvdlite.launch.rank_environment import own_rank
+from hvdlite.launch.shared_memory import new_directory
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ def run(
             ssh_port=ssh_port,
             ssh_identity_file=ssh_identity_file,
             mpi_args=mpi_args or "",
-            shared_directory=shared_directory(mpi),
+            shared_directory=new_directory(mpi.flavour),
         ),
         program=_program(executable or sys.executable),
         environ=environ,
@@ -157,7 +158,7 @@ def _raise(failure: Failure, results: Mapping[int, tuple[bool, bytes]]) -> None:
 def work() -> None:
     """What each rank runs: gets the function, calls it, and sends back what came of it."""
     address = Address.parse(Config.from_env().control)
-    rank = next(int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ)
+    rank = own_rank()
     path, call = pickle.loads(request(address, Message("fetch", {"rank": rank})).payload)
     sys.path += [entry for entry in path if entry not in sys.path]  # the function's module may be there only
     fn, args, kwargs = pickle.loads(call)

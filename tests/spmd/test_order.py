@@ -123,6 +123,24 @@ def test_a_mismatch_raises_the_same_error_everywhere(ranks: Any, call: Any, text
         assert ("rank 1: " if len(errors) == 2 else f"ranks 1-{len(errors) - 1}: ") in errors[0]
 
 
+@pytest.mark.parametrize("name", [None, "a name"])
+def test_what_was_agreed_before_is_checked_all_the_same(ranks: Any, name: str | None) -> None:
+    def check() -> list[str]:
+        errors = []
+        for _ in range(3):
+            for length in (2, 3):  # so that the ranks know both, and each of them is right for some rank below
+                for _ in range(2):
+                    assert hvd.allreduce(np.ones(length), hvd.Sum, name).tolist() == [hvd.size()] * length
+            if hvd.size() > 1:
+                errors.append(mismatch(lambda: hvd.allreduce(np.ones(mine(2, 3)), hvd.Sum, name)))
+        return errors
+
+    for errors in ranks(check):
+        for error in errors:
+            assert "rank 0: allreduce(float64(2), op=sum)" in error
+            assert "allreduce(float64(3), op=sum)" in error
+
+
 @pytest.mark.parametrize("names", [("a", "b"), (None, "b"), ("a", None)])
 def test_different_names_raise_the_same_error_everywhere(ranks: Any, names: tuple[str | None, str | None]) -> None:
     def check() -> list[str] | None:

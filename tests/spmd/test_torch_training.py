@@ -13,7 +13,6 @@ import torch
 from torch.nn import functional as F
 
 import hvdlite_torch as hvd
-from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 
 _generator = torch.Generator().manual_seed(7)
@@ -64,15 +63,21 @@ def train(
         optimizer.step()
 
 
+both_ways = pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+
+
+@both_ways
 @pytest.mark.parametrize("shares", ["equal", "uneven", "one has all"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, shares: str) -> None:
+def test_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, shares: str, shard: bool) -> None:
     single = copy.deepcopy(MODEL)
     train(single, OPTIMIZERS[kind](single.parameters()), slice(None))
 
     def check() -> None:
         model = copy.deepcopy(MODEL)
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            OPTIMIZERS[kind](model.parameters()), model.named_parameters(), shard=shard
+        )
         train(model, optimizer, split(48, shares))
         assert distance(flat(model), flat(single)) <= 1e-5
         assert_equal_everywhere(flat(model))
@@ -80,30 +85,29 @@ def test_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, shares: s
     ranks(check)
 
 
-def test_several_passes_before_a_step(ranks: Any) -> None:
+@both_ways
+def test_several_passes_before_a_step(ranks: Any, shard: bool) -> None:
     single = copy.deepcopy(MODEL)
     train(single, OPTIMIZERS["adam"](single.parameters()), slice(None))
 
     def check() -> None:
         model = copy.deepcopy(MODEL)
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()))
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), shard=shard)
         train(model, optimizer, split(48, "equal"), passes=2)
         assert distance(flat(model), flat(single)) <= 1e-5
 
     ranks(check)
 
 
+@both_ways
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_small_buckets_and_kept_gradients(ranks: Any, set_to_none: bool) -> None:
-    """More buckets than tensors, oversized tensors, and gradients that stay in their buckets between steps."""
+def test_gradients_that_stay_where_they_are(ranks: Any, set_to_none: bool, shard: bool) -> None:
     single = copy.deepcopy(MODEL)
     train(single, OPTIMIZERS["sgd"](single.parameters()), slice(None), steps=3)
 
     def check() -> None:
-        here = world()
-        object.__setattr__(here, "config", type(here.config)(bucket_bytes=64))
         model = copy.deepcopy(MODEL)
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), shard=shard)
         optimizer.zero_grad = lambda: torch.optim.Optimizer.zero_grad(optimizer, set_to_none=set_to_none)
         train(model, optimizer, split(48, "uneven"), steps=3)
         assert distance(flat(model), flat(single)) <= 1e-5
@@ -126,13 +130,14 @@ class Branches(torch.nn.Module):
 BRANCHES = Branches()
 
 
-def test_unused_parameters(ranks: Any) -> None:
+@both_ways
+def test_unused_parameters(ranks: Any, shard: bool) -> None:
     """Unused on some ranks: zero there. Unused everywhere: no gradient, so that weight decay leaves them alone."""
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
         model, single = copy.deepcopy(BRANCHES), copy.deepcopy(BRANCHES)
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()))
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), shard=shard)
         alone = OPTIMIZERS["sgd"](single.parameters())
         rows = [slice(10 * r, 10 * r + 10) for r in range(size)]
         for _ in range(4):
@@ -180,12 +185,13 @@ def test_a_closure_is_evaluated_together(ranks: Any) -> None:
     ranks(check)
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_parameters_of_other_dtypes(ranks: Any, dtype: torch.dtype) -> None:
+def test_parameters_of_other_dtypes(ranks: Any, dtype: torch.dtype, shard: bool) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
         parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)), torch.nn.Parameter(torch.ones(2))]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), shard=shard)
         for step in range(1, 3):
             optimizer.zero_grad()
             for parameter in parameters:
@@ -232,12 +238,13 @@ def test_it_stays_the_optimizer_that_it_was(ranks: Any) -> None:
     ranks(check)
 
 
-def test_schedulers_made_before_the_wrap_do_not_bypass_it(ranks: Any) -> None:
+@both_ways
+def test_schedulers_made_before_the_wrap_do_not_bypass_it(ranks: Any, shard: bool) -> None:
     def check() -> None:
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces optimizer.step on the instance
-        hvd.DistributedOptimizer(optimizer)
+        hvd.DistributedOptimizer(optimizer, shard=shard)
         parameter.grad = torch.tensor([float(hvd.rank())])
         optimizer.step()
         assert parameter.item() == -(hvd.size() - 1) / 2
@@ -273,11 +280,12 @@ def test_a_step_left_out_after_synchronize_spares_the_next_nothing(ranks: Any) -
     ranks(check)
 
 
-def test_groups_and_frozen_parameters_may_change(ranks: Any) -> None:
+@both_ways
+def test_groups_and_frozen_parameters_may_change(ranks: Any, shard: bool) -> None:
     def check() -> None:
         size = hvd.size()
         first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=1.0), op=hvd.Sum)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=1.0), op=hvd.Sum, shard=shard)
         optimizer.add_param_group({"params": [second]})
         for frozen in (False, True, False):
             first.requires_grad_(not frozen)
@@ -291,14 +299,17 @@ def test_groups_and_frozen_parameters_may_change(ranks: Any) -> None:
     ranks(check)
 
 
-def test_a_process_set_trains_alone(ranks: Any) -> None:
+@both_ways
+def test_a_process_set_trains_alone(ranks: Any, shard: bool) -> None:
     def check() -> None:
         if hvd.size() < 3:
             return
         pair = hvd.add_process_set([0, hvd.size() - 1])
         if pair.included():
             parameter = torch.nn.Parameter(torch.zeros(1))
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), op=hvd.Sum, process_set=pair)
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([parameter], lr=1.0), op=hvd.Sum, process_set=pair, shard=shard
+            )
             parameter.grad = torch.ones(1)
             optimizer.step()
             assert parameter.item() == -2

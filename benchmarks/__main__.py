@@ -1,0 +1,132 @@
+"""hvdlite next to its peers, in the same run. Starts its own ranks.
+
+Examples:
+    python -m benchmarks                        allreduce and steps, in about 20 minutes on two cores
+    python -m benchmarks --quick                the same, in about two: for a look, not for figures
+    python -m benchmarks allreduce --kinds float32 --ranks 2
+    python -m benchmarks steps --json figures.json --plot steps.png
+    python -m benchmarks scaling --help         how algorithms scale, a program of its own
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks import job, plan, report
+from benchmarks.machine import machine
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["scaling"]:
+        return _scaling(arguments[1:])
+    options = _parser().parse_args(arguments)
+    here = machine()
+    results: dict[str, Any] = {"machine": here}
+    try:
+        for part, measure in (("allreduce", _allreduce), ("steps", _steps)):
+            if options.part in ("all", part):
+                results[part] = measure(options, here)
+    except job.JobFailed as failure:
+        print(f"python -m benchmarks: {failure}", file=sys.stderr)
+        return 1
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    if options.plot:
+        _plot(results, options.plot)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("part", nargs="?", choices=("all", "allreduce", "steps"), default="all", help="what to measure (all)")
+    add("--quick", action="store_true", help="few rounds and sizes")
+    add("--rounds", type=int, help=f"turns of each peer ({plan.ROUNDS}), timed steps ({plan.STEP_ROUNDS})")
+    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add("--plot", type=Path, metavar="FILE", help="draw a PNG; of both parts, FILE with -allreduce and with -steps")
+    add = parser.add_argument_group("allreduce").add_argument
+    add("--ranks", type=int, nargs="+", default=plan.RANKS, help="how many ranks (2 4)")
+    add("--sizes", type=int, nargs="+", metavar="BYTES", help="of a tensor (4 B to 64 MiB)")
+    add("--kinds", nargs="+", choices=plan.KINDS, default=plan.KINDS, help="of tensors (all)")
+    add = parser.add_argument_group("steps").add_argument
+    add("--tiny", action="store_true", help="models of a few thousand parameters, to try the program")
+    add("--workloads", nargs="+", choices=plan.WORKLOADS, default=plan.WORKLOADS, help="(all)")
+    add("--memory", action=argparse.BooleanOptionalAction, help="the memory too, a job each (not if quick)")
+    return parser
+
+
+def _allreduce(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
+    settings = {
+        "kinds": options.kinds,
+        "sizes": options.sizes or (plan.QUICK_SIZES if options.quick else plan.SIZES),
+        "rounds": options.rounds or (plan.QUICK_ROUNDS if options.quick else plan.ROUNDS),
+        "progress": sys.stderr.isatty(),
+    }
+    runs = [job.run("allreduce", ranks, settings) for ranks in options.ranks]
+    figures = [figure for run in runs for figure in run["figures"]]
+    result = {"how": plan.HOW_ALLREDUCE, "settings": settings, **runs[0], "figures": figures}
+    _print("Allreduce", here, result, report.allreduce_tables(figures))
+    return result
+
+
+def _steps(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
+    settings = {
+        "names": options.workloads,
+        "rounds": options.rounds or (plan.QUICK_STEP_ROUNDS if options.quick else plan.STEP_ROUNDS),
+        "tiny": options.tiny,
+        "progress": sys.stderr.isatty(),
+    }
+    run = job.run("steps", plan.STEP_RANKS, settings)
+    with_memory = not options.quick if options.memory is None else options.memory
+    held = _memory(options, [name for name in plan.VARIANTS if name not in run["skipped"]]) if with_memory else []
+    how = f"{plan.HOW_STEPS}\n\n{plan.HOW_MEMORY}" if with_memory else plan.HOW_STEPS
+    result = {"how": how, "settings": settings, **run, "memory": held}
+    _print("Training steps", here, result, report.step_table(run["figures"], held))
+    return result
+
+
+def _memory(options: argparse.Namespace, variants: Sequence[str]) -> list[dict[str, Any]]:
+    cases = [(name, variant) for name in options.workloads for variant in variants]
+    return [
+        job.run("memory", plan.STEP_RANKS, {"name": name, "variant": variant, "tiny": options.tiny})
+        for name, variant in tqdm(cases, "memory", unit="job", leave=False, disable=None)
+    ]
+
+
+def _print(title: str, here: dict[str, Any], result: dict[str, Any], tables: str) -> None:
+    head = f"{title}\n{'=' * len(title)}\n{report.heading(here, result['mpi'])}"
+    parts = [head, result["how"], report.skipped(result["skipped"]), tables]
+    print("\n\n".join(part for part in parts if part), end="\n\n", flush=True)
+
+
+def _plot(results: dict[str, Any], path: Path) -> None:
+    from benchmarks import plots  # matplotlib, which the rest does not need
+
+    parts = [part for part in ("allreduce", "steps") if part in results]
+    paths = {part: path if len(parts) == 1 else path.with_stem(f"{path.stem}-{part}") for part in parts}
+    if "allreduce" in paths:
+        plots.plot_allreduce(results["allreduce"]["figures"], paths["allreduce"])
+    if "steps" in paths:
+        plots.plot_steps(results["steps"]["figures"], results["steps"]["memory"], paths["steps"])
+
+
+def _scaling(arguments: Sequence[str]) -> int:
+    if importlib.util.find_spec("benchmarks.scaling") is None:
+        print("python -m benchmarks scaling: there is no benchmarks/scaling.py here.", file=sys.stderr)
+        return 2
+    return subprocess.run([sys.executable, "-m", "benchmarks.scaling", *arguments], cwd=job.ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,36 @@
+"""The peers' own communication, started beside hvdlite's in the same processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from types import ModuleType
+
+import torch.distributed
+from mpi4py import MPI
+
+NO_HOROVOD = "Horovod cannot be imported here"
+
+
+def start_gloo() -> None:
+    """Join torch.distributed's gloo on the loopback interface, at a port that rank 0 finds free."""
+    comm = MPI.COMM_WORLD
+    address = None
+    if comm.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = server.getsockname()
+    host, port = comm.bcast(address)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", f"tcp://{host}:{port}", rank=comm.rank, world_size=comm.size)
+
+
+def start_horovod() -> ModuleType | None:
+    """Horovod's torch module, initialised; None where it is not installed."""
+    if importlib.util.find_spec("horovod") is None:
+        return None
+    # Its background thread looks for work once in a cycle, so a blocking call waits for half a cycle (1 ms unless set).
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
+    horovod: ModuleType = importlib.import_module("horovod.torch")
+    horovod.init()
+    return horovod

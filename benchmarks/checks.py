@@ -1,0 +1,49 @@
+"""Figures of a wrong result are worth nothing: each peer's is checked, and one that is wrong ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+# Of the way that training has moved the weights. What sums in different orders explain, also after Adam's division by
+# small numbers, is far less; training on one's own batches alone, or leaving out a gradient, is far more.
+WEIGHT_TOLERANCE = 1e-3
+
+
+class WrongResult(Exception):
+    """A peer computed something else than the others."""
+
+
+def addend(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """What a rank contributes: small whole numbers, exact in any dtype, that differ by rank and by position."""
+    return (torch.arange(elements) % 7 + rank + 1).to(dtype)
+
+
+def true_sum(ranks: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of the addends of ranks 0 … `ranks` - 1, in closed form."""
+    return (torch.arange(elements) % 7 * ranks + ranks * (ranks + 1) // 2).to(dtype)
+
+
+def check_sum(peer: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+    """Compare a sum with the true one, exactly.
+
+    Raises:
+        WrongResult: They differ.
+    """
+    if not torch.equal(result, expected):
+        at = int(torch.nonzero(result != expected)[0])
+        raise WrongResult(f"{peer}: element {at} of {len(result)} is {result[at].item()}, not {expected[at].item()}.")
+
+
+def check_weights(deviations: Mapping[str, float]) -> None:
+    """Compare deviations of weights from other peers' or other ranks', relative to their training, with what rounding explains.
+
+    Raises:
+        WrongResult: One is larger, or not a number.
+    """
+    for peer, deviation in deviations.items():
+        if not deviation <= WEIGHT_TOLERANCE:
+            raise WrongResult(
+                f"{peer}: weights are off by {deviation:.2g} of their way; at most {WEIGHT_TOLERANCE:g} is due."
+            )

@@ -1,0 +1,31 @@
+"""From samples to figures."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+# What Open MPI's launcher tells the ranks, where it matters for speed.
+MPI_SETTINGS = ("OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_pml", "OMPI_MCA_btl")
+
+
+def until_all_are_done(seconds: Sequence[float]) -> list[float]:
+    """For each measurement, the time of the rank that took longest. Every rank calls this."""
+    longest = np.array(seconds)
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, longest, MPI.MAX)
+    return [float(value) for value in longest]
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Median and minimum."""
+    return {"median": statistics.median(seconds), "minimum": min(seconds), "samples": len(seconds)}
+
+
+def mpi_in_use() -> dict[str, str]:
+    """The MPI library of this rank, and its settings."""
+    library = MPI.Get_library_version().split(",")[0].strip("\0\n ")
+    return {"library": library, **{name: os.environ[name] for name in MPI_SETTINGS if name in os.environ}}

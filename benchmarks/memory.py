@@ -1,0 +1,90 @@
+"""Peak memory of training: one variant in a job of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from benchmarks.backends import start_gloo, start_horovod
+from benchmarks.models import parameters_of, workloads
+from benchmarks.variants import Missing, make
+
+STEPS = 6
+_PERIOD = 0.02  # seconds; a look takes 8 ms, in which memory cannot be given out
+
+
+def measure(name: str, variant: str, tiny: bool) -> dict[str, Any]:
+    """Train one variant of a workload for a few steps on this rank.
+
+    Returns:
+        In bytes, by rank: ``kept`` and ``peak`` by the training, and ``process_peak``; or ``skipped`` with the reason.
+    """
+    start_gloo()
+    horovod = start_horovod()
+    comm = MPI.COMM_WORLD
+    try:
+        _train(name, variant, True, horovod)
+        before = pss()
+        with _peak() as peak:
+            parameters, after = _train(name, variant, tiny, horovod)
+    except Missing as reason:
+        return {"skipped": str(reason)}
+    return {
+        **{"workload": name, "variant": variant, "parameters": parameters, "ranks": comm.size},
+        **{"kept": comm.allgather(after - before), "peak": comm.allgather(peak[0] - before)},
+        **{"process_peak": comm.allgather(peak[0])},
+    }
+
+
+def _train(name: str, variant: str, tiny: bool, horovod: ModuleType | None) -> tuple[int, int]:
+    """Train a model from its start; returns its number of parameters, and `pss` while all of it is there."""
+    workload = workloads(tiny)[name]
+    torch.manual_seed(0)
+    initial = workload.model()
+    training = make(variant, initial, workload.optimizer, horovod)
+    parameters = parameters_of(initial)
+    del initial
+    generator = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
+    for _ in range(STEPS):
+        training.step(workload.batch(generator))
+    # What ranks share counts less for each, the more of them hold it: all look while all do.
+    MPI.COMM_WORLD.Barrier()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not kept
+    after = pss()
+    MPI.COMM_WORLD.Barrier()
+    return parameters, after
+
+
+def pss() -> int:
+    """What this process takes of the machine's memory now, in bytes."""
+    found = re.search(r"^Pss:\s+(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.M)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+@contextmanager
+def _peak() -> Iterator[list[int]]:
+    """The largest `pss` while the body runs, as the only element of a list: looked at again and again by a thread."""
+    largest = [pss()]
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_PERIOD):
+            largest[0] = max(largest[0], pss())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield largest
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,52 @@
+"""What is measured, with whom, and how: all that can be said without importing torch or starting MPI."""
+
+from __future__ import annotations
+
+# Blocking allreduce
+
+KINDS = ("float32", "bfloat16", "float16", "float32 NumPy")
+"""Of tensors: torch's, and NumPy's."""
+
+MPI_OWN = "MPI"
+"""The reference of times."""
+MPI_HALF = "MPI half"
+BUCKETS = "hvdlite buckets"
+MEMCPY = "memcpy"
+"""The bound: no peer."""
+
+SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
+QUICK_SIZES = (4, 4 * 2**10, 2**20, 16 * 2**20)
+RANKS = (2, 4)
+ROUNDS, QUICK_ROUNDS = 15, 3
+
+HOW_ALLREDUCE = """\
+Blocking sum over the ranks, in place, of one tensor. Every call starts after a barrier; its time is that of the rank that
+took longest. The peers take turns in each round, beginning with another one each time, in the same processes. The tensor is
+written anew before each call, and compared with the true sum after each round. Cells: median (minimum), and the ratio of
+medians to MPI's own Allreduce of float32 with as many elements (below 1: faster). One thread for each rank."""
+
+# Training steps
+
+WORKLOADS = ("MLP, SGD momentum", "MLP, Adam", "GPT, AdamW")
+
+ALONE = "no exchange"
+"""The reference of times: what a step costs without the others. Its weights are nobody else's."""
+FLAT = "MPI, flat"
+"""The reference of weights: what one writes by hand."""
+VARIANTS = (ALONE, "hvdlite", "hvdlite shard", "torch DDP, gloo", FLAT, "Horovod")
+
+STEP_RANKS = 2
+STEP_ROUNDS, QUICK_STEP_ROUNDS = 40, 5
+
+HOW_STEPS = """\
+Training steps (zero_grad, forward, backward, exchange, optimizer) on 2 ranks with one thread each. All variants start with
+the same weights and see the same batches, each rank others; they take turns step by step in the same processes, beginning
+with another one in each round. Every step starts after a barrier; its time is that of the rank that took longest. After the
+rounds all variants that exchange must hold the same weights on all ranks. Ratio: of medians, to the step without exchange
+(below 1: faster than training alone)."""
+
+HOW_MEMORY = """\
+Memory of a rank that trains, one variant in a job of its own: Pss of /proc/self/smaps_rollup, which splits what ranks share
+among them, so that it counts once for the host. From all figures but the last column, what the rank had before is taken
+off, with all libraries loaded and a tiny model trained. Kept: after a step, that is weights, gradients, optimizer state and
+buckets. Peak: the largest during steps, with activations and temporary memory. MB (10^6 bytes), mean of the ranks."""

@@ -1,0 +1,142 @@
+"""The collectives of a group: inside of each host through shared memory, between hosts by slices, or by messages alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdlite.arithmetic import Arithmetic, arithmetic
+from hvdlite.comm.host_collectives import HostCollectives
+from hvdlite.comm.layers import Layers, MakeCollectives
+from hvdlite.errors import ArgumentError
+from hvdlite.protocols import Array, Collectives, Finish, ReduceOp, Transport
+
+_TINY_BYTES = 2**12
+"""Up to here a message is there sooner than Python has looked at its memory."""
+_ONE_SHOT_BYTES = 2**15
+"""Up to here every rank reduces everything: waiting costs more than arithmetic."""
+
+
+class HierarchicalCollectives:
+    """What operations and gradients are exchanged by: `hvdlite.protocols.Collectives`, with halves and a last touch.
+
+    Args:
+        transport: Over the group; this object's alone.
+        hosts: For each rank of the group, some number of its host.
+        make_flat: Makes collectives by messages over the ranks of a transport.
+        shared_memory: Whether ranks of one host may share memory.
+    """
+
+    def __init__(
+        self, transport: Transport, hosts: Sequence[int], make_flat: MakeCollectives, shared_memory: bool = True
+    ) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self._transport, self._hosts, self._make_flat = transport, hosts, make_flat
+        self._shared_memory = shared_memory
+        self.layers = Layers(transport, hosts, make_flat, shared_memory)
+        self.flat: Collectives = make_flat(transport)
+        self._here: HostCollectives | None = None
+        """None if no two ranks of the group share memory."""
+        if self.layers.hosts < self.size:
+            self._here = HostCollectives(self.layers.host)
+        self._one_host = self.layers.hosts == 1 and self._here is not None
+
+    def allreduce(
+        self,
+        data: Array,
+        op: ReduceOp,
+        algorithm: str = "auto",
+        dtype: str | None = None,
+        finish: Finish | None = None,
+    ) -> None:
+        """Reduce `data` over the ranks, in place.
+
+        Args:
+            data: Shape ``(n,)``; bfloat16 as its bits in uint16.
+            op: Not AVERAGE.
+            algorithm: "auto", "shared_memory", or one of the flat collectives'.
+            dtype: Name of the dtype, where the array's own says less. float16 and bfloat16 are accumulated as float32.
+            finish: Called with every piece of the result before it is rounded to `dtype`.
+
+        Raises:
+            ArgumentError: The algorithm cannot be used here.
+        """
+        if algorithm == "shared_memory" and self._here is None and self.size > 1:
+            raise ArgumentError(
+                "algorithm='shared_memory': no two ranks of this group share memory (they are alone on their hosts, or "
+                "cannot; hvdlite has said so when it started). Use 'auto'."
+            )
+        if self._one_host and algorithm == "auto" and dtype is None and data.nbytes <= _TINY_BYTES:
+            self.flat.allreduce(data, op)
+            if finish is not None:
+                finish(data)
+            return
+        dtype = dtype or data.dtype.name
+        with np.errstate(all="ignore"):  # gradients that overflow are the caller's business, as in torch
+            if self._here is not None and algorithm in ("auto", "shared_memory"):
+                self._allreduce_in_memory(self._here, data, arithmetic(dtype, op), op, finish)
+            elif self.size > 1 or finish is not None:
+                self._allreduce_by_messages(data, arithmetic(dtype, op), op, algorithm, finish)
+
+    def _allreduce_in_memory(
+        self, here: HostCollectives, data: Array, kernel: Arithmetic, op: ReduceOp, finish: Finish | None
+    ) -> None:
+        cross = self.layers.cross
+        if self._one_host and (data.nbytes <= _ONE_SHOT_BYTES or (self.size == 2 and kernel.exact)):
+            here.allreduce(data, kernel, finish)
+        else:
+            between = None if cross is None else lambda wide: cross.allreduce(wide, op)
+            here.allreduce_by_slices(data, kernel, finish, self.layers.owners, between)
+
+    def _allreduce_by_messages(
+        self, data: Array, kernel: Arithmetic, op: ReduceOp, algorithm: str, finish: Finish | None
+    ) -> None:
+        wide = data
+        if not kernel.exact:
+            wide = np.empty(data.size, kernel.wide)
+            kernel.widen(data, wide)
+        if self.size > 1:
+            self.flat.allreduce(wide, op, "auto" if algorithm == "shared_memory" else algorithm)
+        if finish is not None:
+            finish(wide)
+        if not kernel.exact:
+            kernel.narrow(wide, data)
+
+    def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
+        if self._one_host and self._here is not None:
+            self._here.allgather(data, out, counts)
+        else:
+            self.flat.allgather(data, out, counts)
+
+    def broadcast(self, data: Array, root: int) -> None:
+        place = self.layers.places[root]
+        if self._here is None or place.number >= self.layers.owners:
+            self.flat.broadcast(data, root)
+            return
+        if self.layers.cross is not None and self.layers.host.rank == place.number:
+            self.layers.cross.broadcast(data, self.layers.peers(root).index(root))
+        self._here.broadcast(data, place.number)
+
+    def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
+        self.flat.alltoall(data, send_counts, out, recv_counts)
+
+    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
+        if self._one_host and self._here is not None:
+            with np.errstate(all="ignore"):
+                self._here.reduce_scatter(data, out, counts, arithmetic(data.dtype.name, op))
+        else:
+            self.flat.reduce_scatter(data, out, counts, op)
+
+    def barrier(self) -> None:
+        if self._one_host:
+            self.layers.host.meet()
+        else:
+            self.flat.barrier()
+
+    def duplicate(self) -> HierarchicalCollectives:
+        return HierarchicalCollectives(self._transport.duplicate(), self._hosts, self._make_flat, self._shared_memory)
+
+    def close(self) -> None:
+        self.layers.close()
+        self.flat.close()

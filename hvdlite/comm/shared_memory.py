@@ -1,0 +1,99 @@
+"""Memory that all ranks of one host see.
+
+It has no name in any file system (memfd), so it needs no room in /dev/shm, and nothing of it is left when its last process
+is gone, however that one died. The first rank makes it; the others open it through ``/proc/<pid>/fd``, and compare a
+random number in it with the one that they were told, for in another container the same path may be another file.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+
+import numpy as np
+
+from hvdlite.errors import HvdliteError
+from hvdlite.protocols import Array, Transport
+
+PAGE = 4096
+
+_MADE, _NO_MEMFD, _NO_MEMORY, _UNREACHABLE = range(4)
+_REASONS = {
+    _NO_MEMFD: "this system has no memfd (Linux has)",
+    _NO_MEMORY: "the kernel gave no memory for it",
+    _UNREACHABLE: "ranks of this host cannot see each other's processes in /proc (containers of their own?)",
+}
+
+
+class SharedMemoryError(HvdliteError):
+    """The ranks of a host cannot share memory. Raised on all of them."""
+
+
+def share(transport: Transport, nbytes: int) -> Array:
+    """Make memory that all ranks of `transport` see. They are on one host, and all call this.
+
+    Args:
+        transport: Nothing else may be sent on it meanwhile.
+        nbytes: Its size in bytes, the same on every rank.
+
+    Returns:
+        An array of `nbytes` uint8, zeros at first, at the start of a page.
+
+    Raises:
+        SharedMemoryError: It cannot be. Raised on all ranks.
+    """
+    total = PAGE + nbytes  # the first page is for the random number
+    descriptor, status = -1, _MADE
+    ticket = np.zeros(4, np.int64)  # status, process, descriptor, random number
+    if transport.rank == 0:
+        try:
+            descriptor = os.memfd_create("hvdlite")
+            os.ftruncate(descriptor, total)
+        except AttributeError:
+            status = _NO_MEMFD
+        except OSError:
+            status = _NO_MEMORY
+        ticket[:] = status, os.getpid(), descriptor, secrets.randbits(62)
+        if status == _MADE:
+            os.pwrite(descriptor, ticket[3:].tobytes(), 0)
+        for other in range(1, transport.size):
+            transport.send(ticket, other)
+    else:
+        transport.recv(ticket, 0)
+        status = int(ticket[0])
+        if status == _MADE:
+            try:
+                descriptor = os.open(f"/proc/{ticket[1]}/fd/{ticket[2]}", os.O_RDWR)
+                if os.pread(descriptor, 8, 0) != ticket[3:].tobytes():
+                    status = _UNREACHABLE
+            except OSError:
+                status = _UNREACHABLE
+    memory = None
+    if status == _MADE:
+        try:
+            memory = mmap.mmap(descriptor, total)
+        except OSError:
+            status = _NO_MEMORY
+    status = _worst(transport, status)  # also: every rank has opened it, so the descriptors may go
+    if descriptor >= 0:
+        os.close(descriptor)
+    if memory is None or status != _MADE:
+        raise SharedMemoryError(f"the ranks of a host cannot share memory: {_REASONS[status]}.")
+    return np.frombuffer(memory, np.uint8)[PAGE:]
+
+
+def _worst(transport: Transport, status: int) -> int:
+    """The largest status of all ranks."""
+    mine = np.array([status], np.int64)
+    if transport.rank == 0:
+        other = np.zeros(1, np.int64)
+        for rank in range(1, transport.size):
+            transport.recv(other, rank)
+            np.maximum(mine, other, out=mine)
+        for rank in range(1, transport.size):
+            transport.send(mine, rank)
+    else:
+        transport.send(mine, 0)
+        transport.recv(mine, 0)
+    return int(mine[0])

@@ -1,0 +1,162 @@
+"""The guard of one rank: passes on its output and its end, and ends it when told to.
+
+It waits for whatever comes first: a message from hvdliterun, a signal, the rank's output or reports, its end.
+
+Nothing here imports ``hvdlite``: guards load this file under another package's name, see worker.py. Hence the
+relative imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from typing import Any
+
+from .. import control
+from . import shared_memory
+from .program import without_own_frames
+
+_KILL_AT_ONCE = 0.0
+_DRAIN_SECONDS = 0.5
+
+
+class Guard:
+    """Watches one rank: passes on its output and its end, and ends it when told to."""
+
+    def __init__(self, connection: socket.socket, child: int, stdout: int, stderr: int, reports: int) -> None:
+        self._connection = connection
+        self._child = child
+        self._pipes = {stdout: "stdout", stderr: "stderr", reports: "reports"}
+        self._decoder = control.Decoder()
+        self._report_text = bytearray()
+        self.finished = False  # the program came to its end by itself
+        self._asked = False  # the MPI launcher told this rank to go
+        self._ending = False  # hvdliterun told this rank to go, or is gone
+        self._status: int | None = None
+        self._kill_at: float | None = None
+        self._wake, wake_write = os.pipe()
+        for end in (self._wake, wake_write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+
+    def run(self, hello: dict[str, Any]) -> int:
+        """Watch until the rank is gone (and, if it failed, until hvdliterun knows). Returns the exit code."""
+        try:
+            self._send("hello", **hello)
+            self._reap()
+            while self._status is None or (self._failed() and not self._ending and not self._asked):
+                self._step()
+        except OSError:  # hvdliterun is gone, and its end of the connection with it
+            self._end(_KILL_AT_ONCE)
+        return self._leave()
+
+    def _failed(self) -> bool:
+        return self._status != 0 or not self.finished
+
+    def _send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
+        self._connection.sendall(control.Message(kind, fields, payload).encode())
+
+    def _step(self) -> None:
+        wait = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        watched = [self._connection.fileno(), self._wake, *self._pipes]
+        ready = select.select(watched, [], [], wait)[0]
+        if wait is not None and time.monotonic() >= (self._kill_at or 0.0):
+            self._signal(signal.SIGKILL)
+            self._kill_at = None
+        self._pass_on(ready)
+        if self._connection.fileno() in ready:
+            self._listen()
+        if self._wake in ready:
+            self._on_signals(os.read(self._wake, 4096))
+
+    def _pass_on(self, ready: list[int]) -> None:
+        for descriptor in ready:
+            if descriptor not in self._pipes:
+                continue
+            data = os.read(descriptor, 1 << 16)
+            if not data:
+                os.close(descriptor)
+                del self._pipes[descriptor]
+            elif self._pipes[descriptor] == "reports":
+                self._on_report(data)
+            else:
+                self._send("output", data, stream=self._pipes[descriptor])
+
+    def _on_report(self, data: bytes) -> None:
+        # The program's own messages are lines of JSON; anything else is faulthandler's stack dump.
+        self._report_text += data
+        while (end := self._report_text.find(b"\n")) >= 0 and self._report_text.startswith(b'{"kind"'):
+            fields = json.loads(self._report_text[:end])
+            del self._report_text[: end + 1]
+            self.finished |= fields["kind"] == "done"
+            self._send(**fields)
+
+    def _listen(self) -> None:
+        data = self._connection.recv(1 << 16)
+        if not data:
+            raise ConnectionError("hvdliterun is gone")
+        for message in self._decoder.feed(data):
+            if message.kind == "end":
+                self._end(message.fields["grace"])
+
+    def _end(self, grace: float) -> None:
+        self._ending = True
+        shared_memory.sweep(self._child)  # first of all: when one guard has left, the MPI launcher may kill the others
+        if grace > 0:
+            self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # a stopped process would not see the SIGTERM
+            self._kill_at = time.monotonic() + grace
+        else:
+            self._signal(signal.SIGKILL)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        if set(numbers) - {signal.SIGCHLD}:
+            self._asked = True
+            shared_memory.sweep(self._child)
+            self._signal(signal.SIGTERM)
+        self._reap()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child, number)
+
+    def _reap(self) -> None:
+        while self._status is None:
+            pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            if pid == 0:
+                return
+            if os.WIFSTOPPED(status):
+                self._send("stopped", signal=os.WSTOPSIG(status))
+            elif os.WIFCONTINUED(status):
+                self._send("continued")
+            else:
+                self._status = os.waitstatus_to_exitcode(status)
+                self._drain()
+                trace = without_own_frames(self._report_text.decode(errors="replace"))
+                at = time.time()
+                self._send("exit", status=self._status, finished=self.finished, asked=self._asked, trace=trace, time=at)
+
+    def _drain(self) -> None:
+        # Not until end of file: a process that the rank left behind may hold the pipes, and write on.
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while time.monotonic() < deadline and (ready := select.select([*self._pipes], [], [], 0)[0]):
+            self._pass_on(ready)
+
+    def _leave(self) -> int:
+        failed = self._failed()
+        status = self._status
+        if failed:
+            self._signal(signal.SIGKILL)  # what the rank started and left behind, such as data loaders
+            shared_memory.sweep(self._child)
+        else:
+            shared_memory.leave_directory()
+        if status is None:
+            status = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        return status if status >= 0 else 128 - status

@@ -1,0 +1,162 @@
+"""In the child: how a process becomes the user's program, runs it, and says how it ended.
+
+The program runs as ``__main__`` of this very process, as ``python`` would run it. What it did not live
+to say, its guard sees. The standard library only: guards load this file without the package, see worker.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import faulthandler
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import traceback
+import types
+from typing import NoReturn
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_RUN_FUNCTION = os.path.join(_FOLDER, "run_function.py")
+_OWN_FILES = ("worker.py", "program.py")
+
+
+def become_rank(guard_pid: int, stdout: int, stderr: int, reports: int) -> None:
+    """Set up this process: its own group, its pipes, and its end when the guard is killed."""
+    os.setpgid(0, 0)  # so that the guard can end the rank together with what the rank started
+    _die_with_parent(guard_pid)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (stdout, 1), (stderr, 2)):
+        os.dup2(source, target)
+        os.close(source)
+    # Pipes, not terminals: programs then print no colours and cursor movements, which would not
+    # survive the tags. What a terminal's user is used to is kept: each line comes out at once.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    faulthandler.enable(reports)
+    # A forked copy (a data loader) that crashes must not speak for the rank.
+    os.register_at_fork(after_in_child=lambda: os.dup2(2, reports, inheritable=False))
+
+
+def _die_with_parent(parent: int) -> None:
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    libc = ctypes.CDLL(None)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)  # _IOLBF: printf of C code, line by line
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def run(arguments: list[str], reports: int) -> NoReturn:
+    """Run the program, report how it ended, and leave."""
+    own = os.getpid()
+    code: object = None
+    if arguments[0] == "--exec":
+        _exec(arguments[1:], reports)
+    try:
+        _run_python(arguments)
+    except SystemExit as leave:
+        if os.getpid() != own or leave.code in (None, 0):
+            code = leave.code
+        else:
+            text = "" if isinstance(leave.code, int) else f"{leave.code}\n"
+            _fail(reports, text, (leave.code & 0xFF or 1) if isinstance(leave.code, int) else 1)
+    except KeyboardInterrupt:
+        _fail(reports, "", 130)
+    except BaseException as error:
+        if os.getpid() != own:
+            raise
+        if sys.excepthook is not sys.__excepthook__:
+            sys.excepthook(type(error), error, error.__traceback__)
+        _fail(reports, _user_traceback(error), 1, type(error).__name__)
+    if os.getpid() == own:
+        _report(reports, kind="done")
+    raise SystemExit(code)
+
+
+def _run_python(arguments: list[str]) -> None:
+    """What ``python *arguments`` does: a script, a directory or archive, ``-m module`` or ``-c code``."""
+    program, *rest = arguments
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    safe_path = getattr(sys.flags, "safe_path", False)
+    if not safe_path:
+        del sys.path[0]  # worker.py's directory
+    if program == "-m":
+        sys.argv = ["-m", *rest[1:]]
+        if not safe_path:
+            sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    elif program == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        if not safe_path:
+            sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec", dont_inherit=True), main.__dict__)
+    elif os.path.isfile(program) and not program.endswith((".zip", ".pyz")):
+        sys.argv = arguments
+        path = os.path.abspath(program)
+        if not safe_path:
+            sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+        main.__file__ = path
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
+    else:
+        sys.argv = arguments
+        runpy.run_path(program, run_name="__main__")
+
+
+def _exec(command: list[str], reports: int) -> NoReturn:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it; other programs rely on it
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        _fail(reports, f"cannot run {command[0]!r}: {error.strerror}\n", 127)
+
+
+def _report(reports: int, **fields: object) -> None:
+    data = memoryview(json.dumps(fields).encode() + b"\n")
+    while data:
+        data = data[os.write(reports, data) :]
+
+
+def _fail(reports: int, text: str, code: int, error: str = "") -> NoReturn:
+    # No exit handlers: MPI_Finalize would wait for the other ranks, which wait for this one.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    _report(reports, kind="failed", text=text, code=code, error=error)
+    os._exit(code)
+
+
+def _is_own_frame(filename: str) -> bool:
+    folder, name = os.path.split(os.path.abspath(filename))
+    return (folder == _FOLDER and name in _OWN_FILES) or filename in (runpy.__file__, "<frozen runpy>")
+
+
+def _user_traceback(error: BaseException) -> str:
+    trace = error.__traceback__
+    for frame, _ in traceback.walk_tb(trace):
+        if frame.f_code.co_name == "work" and frame.f_code.co_filename == _RUN_FUNCTION:
+            # hvdlite.run: what comes before the user's function is ours too
+            while trace is not None and trace.tb_frame is not frame:
+                trace = trace.tb_next
+            trace = trace.tb_next if trace is not None else None
+            break
+    while trace is not None and _is_own_frame(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(error), error, trace))
+
+
+def without_own_frames(dump: str) -> str:
+    """A stack as printed by faulthandler, without the frames of the launcher."""
+    own = (*(f"hvdlite/launch/{name}" for name in _OWN_FILES), "<frozen runpy>")
+    return "".join(line for line in dump.splitlines(keepends=True) if not any(name in line for name in own))

@@ -1,0 +1,139 @@
+"""The ranks of a job, as hvdliterun knows them: who said hello, who is where on its way to the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdlite.launch.server import Connection
+
+_STOPPED_SECONDS = 1.5
+
+
+@dataclass
+class Rank:
+    """One rank that said hello.
+
+    Attributes:
+        number: Which rank.
+        connection: To its guard.
+        host: Its host's own name.
+        pid: Of the program.
+        guard: The guard's process id.
+        local: It runs on this machine.
+        finished: The program came to its end by itself.
+        exited: The program's process has ended.
+        gone: The guard has left too.
+        reported: It said itself why it failed.
+        stopped_at: Since when it is stopped, if it is.
+        stop_signal: By which signal.
+    """
+
+    number: int
+    connection: Connection
+    host: str
+    pid: int
+    guard: int
+    local: bool
+    finished: bool = False
+    exited: bool = False
+    gone: bool = False
+    reported: bool = False
+    stopped_at: float | None = None
+    stop_signal: int = signal.SIGSTOP
+
+    def __str__(self) -> str:
+        return f"rank {self.number} ({self.host}, pid {self.pid})"
+
+
+class Ranks:
+    """All ranks of one job, by number; those that did not start yet are missing.
+
+    Args:
+        size: How many there will be.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._known: dict[int, Rank] = {}
+
+    def add(self, connection: Connection, hello: dict[str, Any]) -> Rank:
+        """Enter the rank that this connection's guard says hello for."""
+        connection.rank = hello["rank"]
+        local = connection.stream.getpeername()[0] == connection.stream.getsockname()[0]
+        rank = Rank(hello["rank"], connection, hello["host"], hello["pid"], hello["guard"], local)
+        self._known[rank.number] = rank
+        return rank
+
+    def __getitem__(self, number: int) -> Rank:
+        return self._known[number]
+
+    def __iter__(self) -> Iterator[Rank]:
+        return iter(self._known.values())
+
+    def host_of(self, number: int | None) -> str:
+        """Where a rank runs; empty if that is not known."""
+        return self._known[number].host if number in self._known else ""
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that did not say hello yet."""
+        return sorted(set(range(self._size)) - set(self._known))
+
+    def all_are(self, condition: Callable[[Rank], bool]) -> bool:
+        """Whether this holds for each rank that said hello."""
+        return all(map(condition, self))
+
+    @property
+    def are_finished(self) -> bool:
+        """Whether every rank's program came to its end."""
+        return not self.missing and self.all_are(lambda rank: rank.finished)
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether every rank's program came to its end, and its process too."""
+        return self.are_finished and self.all_are(lambda rank: rank.exited)
+
+    def stopped(self, now: float, suspended: bool) -> list[Rank]:
+        """The ranks that somebody stopped (SIGSTOP) and did not continue within a moment.
+
+        Args:
+            now: The time, as of `time.monotonic`.
+            suspended: hvdliterun was stopped too: somebody paused everything, so count anew.
+        """
+        for rank in self:
+            if rank.local and not rank.exited and not rank.gone and _is_stopped(rank.guard):
+                rank.stopped_at = rank.stopped_at or now
+            if rank.stopped_at is not None and suspended:
+                rank.stopped_at = now
+        return [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
+
+    def send_end(self, grace: float, exited: bool) -> None:
+        """Tell guards to end their ranks, and to leave.
+
+        Args:
+            grace: Seconds between TERM and KILL.
+            exited: Tell those whose rank's process has ended, or those whose rank's has not.
+        """
+        for rank in self:
+            if not rank.gone and rank.exited is exited:
+                rank.connection.send("end", grace=grace)
+
+    def kill_guards(self) -> None:
+        """Kill this machine's guards that have not left; their ranks die with them."""
+        for rank in self:
+            if rank.local and not rank.gone:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(rank.guard, signal.SIGKILL)
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False

@@ -1,0 +1,109 @@
+"""Where tensors lie in flat memory, and which rank answers for which part of it."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hvdlite.algorithms.slices import split
+from hvdlite.errors import UnsupportedTensorError
+from hvdlite.protocols import TensorInfo
+
+ALIGNMENT = 16
+"""Elements. Tensors and parts begin at multiples, so that vector instructions work on whole cache lines."""
+
+
+class Span(NamedTuple):
+    """Where a tensor lies in its block."""
+
+    start: int
+    stop: int
+
+
+class Block(NamedTuple):
+    """The tensors of one dtype, one after the other.
+
+    Attributes:
+        dtype: Their dtype.
+        length: In elements.
+        spans: Where each tensor lies, by its number.
+        bounds: Part p is ``bounds[p]`` to ``bounds[p + 1]``.
+    """
+
+    dtype: str
+    length: int
+    spans: dict[int, Span]
+    bounds: list[int]
+
+
+class Piece(NamedTuple):
+    """The part of a tensor that one rank answers for: elements `start` to `stop` of it, flattened."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+def lay_out(infos: Sequence[TensorInfo], parts: int, whole: bool = False) -> list[Block]:
+    """Lay out tensors in one block per dtype.
+
+    Args:
+        infos: The tensors.
+        parts: The number of parts.
+        whole: Never cut a tensor in two: the largest are dealt out first, each to the part that has least. If not, the
+            parts are as equal as can be.
+
+    Raises:
+        UnsupportedTensorError: A dtype that has no gradients.
+    """
+    by_dtype: dict[str, list[int]] = {}
+    for index, info in enumerate(infos):
+        if not info.dtype.startswith(("float", "bfloat", "complex")):
+            raise UnsupportedTensorError(
+                f"gradients are floating-point numbers; got a parameter of dtype {info.dtype}."
+            )
+        by_dtype.setdefault(info.dtype, []).append(index)
+    blocks = []
+    for dtype, tensors in by_dtype.items():
+        room = {index: _padded(math.prod(infos[index].shape)) for index in tensors}
+        groups = _deal(room, parts) if whole else [tensors]
+        spans: dict[int, Span] = {}
+        bounds, start = [0], 0
+        for group in groups:
+            for index in group:
+                spans[index] = Span(start, start + math.prod(infos[index].shape))
+                start += room[index]
+            bounds.append(start)
+        if not whole:
+            bounds = [0]
+            for count in split(start // ALIGNMENT, parts):
+                bounds.append(bounds[-1] + count * ALIGNMENT)
+        blocks.append(Block(dtype, start, spans, bounds))
+    return blocks
+
+
+def pieces(block: Block, part: int) -> list[Piece]:
+    """What part `part` of a block holds of its tensors; nothing of those that are empty."""
+    begin, end = block.bounds[part], block.bounds[part + 1]
+    found = []
+    for index, span in block.spans.items():
+        start, stop = max(span.start, begin), min(span.stop, end)
+        if start < stop:
+            found.append(Piece(index, start - span.start, stop - span.start))
+    return found
+
+
+def _padded(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def _deal(room: dict[int, int], parts: int) -> list[list[int]]:
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0, part) for part in range(parts)]
+    for index in sorted(room, key=lambda index: -room[index]):
+        held, part = heapq.heappop(heap)
+        groups[part].append(index)
+        heapq.heappush(heap, (held + room[index], part))
+    return groups

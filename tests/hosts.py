@@ -1,0 +1,254 @@
+"""Hosts for tests, on one machine: namespaces that a real MPI launcher takes for hosts.
+
+    pytest ── unshare ── lab: this file, process 1 of a pid namespace, with a bridge in its own network
+                          ├─ node1: a network (10.77.0.1), host name, /dev/shm, /etc/hosts, IPC of its own
+                          └─ node2: the same (10.77.0.2) ...
+
+Names mean something in the lab only, and the lab ends when the pipe from pytest closes. The kernel then
+kills every process in it, and removes its networks and mounts: nothing is left, even if pytest is killed.
+
+On the hosts, ``ssh`` is a script that enters the other host's namespaces and, as ssh does, brings no
+environment along. hvdliterun and mpirun find it on the PATH.
+
+This file runs itself as the lab and as each host, with the standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS = 20.0  # for a command that sets something up, and for the lab to end
+PROGRAMS = ("unshare", "nsenter", "ip", "mount", "env")
+_ITSELF = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
+_NETWORK = "10.77.0"
+_NODE_NAMESPACES = ("--net", "--uts", "--ipc", "--mount")
+
+_ENTER = """\
+#!/bin/sh
+# enter HOST COMMAND...
+pid=$(cat "{directory}/$1") || exit 255
+shift
+exec nsenter --target "$pid" --net --uts --ipc --mount -- "$@"
+"""
+_SSH = """\
+#!/bin/sh
+# ssh [OPTIONS] HOST COMMAND...
+while :; do
+    case "$1" in
+        -[oipl]) shift 2 ;;
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+host=$1
+shift
+exec "{directory}/enter" "$host" env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bin sh -c "$*"
+"""
+
+
+class Hosts:
+    """Running hosts, named node1, node2, …"""
+
+    def __init__(self, directory: Path, names: Sequence[str], pid: int) -> None:
+        self.names = tuple(names)
+        self._directory = directory
+        self.pid = pid  # of the lab's process 1, as seen from outside
+
+    def run(self, host: str, *words: str, timeout: float, **environ: str) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host as its user would: in the project's folder, with this environment.
+
+        Raises:
+            TimeoutExpired: It took longer. What it started goes with the lab.
+        """
+        path = f"{self._directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        return subprocess.run(
+            [*self._enter_lab(), str(self._directory / "enter"), host, "env", f"--chdir={ROOT}", *words],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **environ, "PATH": path},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def cut(self, host: str) -> None:
+        """Pull the plug of a host's network."""
+        _call([*self._enter_lab("--net"), "ip", "link", "set", f"to-{host}", "down"])
+
+    def processes(self) -> list[str]:
+        """The command lines of all that runs on the hosts."""
+        lines = (_command_line(pid) for pid in self._pids())
+        return [line for line in lines if line and _ITSELF[-1] not in line]
+
+    def shared_memory(self, host: str) -> list[str]:
+        """What lies in a host's /dev/shm."""
+        holder = next(pid for pid in self._pids() if f"{_ITSELF[-1]} host {host} " in _command_line(pid))
+        return os.listdir(f"/proc/{holder}/root/dev/shm")
+
+    def _enter_lab(self, *more: str) -> list[str]:
+        return ["nsenter", "--target", str(self.pid), "--pid", "--mount", *more, "--"]
+
+    def _pids(self) -> Iterator[int]:
+        own = os.readlink(f"/proc/{self.pid}/ns/pid")
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                if os.readlink(entry / "ns/pid") == own:
+                    yield int(entry.name)
+
+
+@contextlib.contextmanager
+def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
+    """Set up some hosts, and remove them again whatever happens.
+
+    Args:
+        count: How many.
+        rate: What each host can send at most, in the words of ``tc``: "1gbit"; None: no limit.
+
+    Raises:
+        RuntimeError: It does not work here; says why.
+    """
+    names = [f"node{number}" for number in range(1, count + 1)]
+    directory = Path(tempfile.mkdtemp(prefix="hvdlite-hosts."))  # the lab removes it
+    lab = subprocess.Popen(
+        [
+            *("unshare", *_NODE_NAMESPACES, "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *(*_ITSELF, "lab", str(directory), rate or "", *names),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for pytest, which then ends the lab
+    )
+    assert lab.stdout is not None
+    try:
+        if lab.stdout.readline() != "ready\n":
+            said = (lab.communicate(timeout=SECONDS)[1].strip().splitlines() or ["no word"])[-1]
+            raise RuntimeError(f"setting up {count} hosts as namespaces failed: {said}")
+        children = Path(f"/proc/{lab.pid}/task/{lab.pid}/children").read_text().split()
+        yield Hosts(directory, names, int(children[0]))
+    finally:
+        try:
+            if lab.poll() is None:
+                lab.communicate(timeout=SECONDS)  # closes the pipe that the lab lives by
+        finally:
+            lab.kill()
+            lab.wait()
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@functools.cache
+def why_not(needs_rate: bool = False) -> str:
+    """Why there can be no hosts here; empty if there can.
+
+    Args:
+        needs_rate: With a limit of what they can send.
+    """
+    if sys.platform != "linux":
+        return f"hosts as namespaces need Linux; this is {sys.platform}"
+    if os.geteuid() != 0:
+        return "hosts as namespaces need root: run pytest with sudo"
+    needed = (*PROGRAMS, "tc") if needs_rate else PROGRAMS
+    if missing := [program for program in needed if shutil.which(program) is None]:
+        return f"hosts as namespaces need the programs {', '.join(missing)} (packages util-linux and iproute2)"
+    try:
+        with hosts(1, "1gbit" if needs_rate else None):
+            return ""
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return f"{error}; they need CAP_SYS_ADMIN and CAP_NET_ADMIN (in a container: --privileged)"
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def _call(words: Sequence[str]) -> None:
+    try:
+        subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SECONDS, check=True)
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"{' '.join(words)}: {error.stderr.strip()}") from None
+
+
+# ---- from here on: in the lab, and on the hosts ----
+
+
+def _be_lab(directory: Path, rate: str, names: Sequence[str]) -> None:
+    try:
+        _write_files(directory, names)
+        _call(["ip", "link", "add", "switch", "type", "bridge"])
+        _call(["ip", "link", "set", "switch", "up"])
+        holders = [_add_host(directory, rate, number, name) for number, name in enumerate(names, 1)]
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # process 1 buries orphans
+        print("ready", flush=True)
+        sys.stdin.read()
+        del holders  # they were kept for their pipes
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write_files(directory: Path, names: Sequence[str]) -> None:
+    lines = [f"{_NETWORK}.{number} {name}\n" for number, name in enumerate(names, 1)]
+    (directory / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
+    (directory / "bin").mkdir()
+    for path, script in (("enter", _ENTER), ("bin/ssh", _SSH)):
+        (directory / path).write_text(script.format(directory=directory))
+        (directory / path).chmod(0o755)
+
+
+def _add_host(directory: Path, rate: str, number: int, name: str) -> subprocess.Popen[str]:
+    holder = subprocess.Popen(
+        ["unshare", *_NODE_NAMESPACES, *_ITSELF, "host", name, str(directory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    if holder.stdout.readline() != "ready\n":
+        raise RuntimeError(f"the host {name} did not start; its own message is above")
+    (directory / name).write_text(str(holder.pid))
+    inside = ["nsenter", "--target", str(holder.pid), "--net", "--"]
+    _call(["ip", "link", "add", f"to-{name}", "type", "veth", "peer", "name", "eth0", "netns", str(holder.pid)])
+    _call(["ip", "link", "set", f"to-{name}", "master", "switch", "up"])
+    _call([*inside, "ip", "address", "add", f"{_NETWORK}.{number}/24", "dev", "eth0"])
+    _call([*inside, "ip", "link", "set", "eth0", "up"])
+    if rate:
+        limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        _call([*inside, "tc", "qdisc", "add", "dev", "eth0", "root", *limit])
+    return holder
+
+
+def _be_host(name: str, directory: Path) -> None:
+    socket.sethostname(name)
+    _call(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"])
+    _call(["mount", "-t", "sysfs", "sysfs", "/sys"])  # shows this network's interfaces, not the machine's
+    _call(["mount", "--bind", str(directory / "hosts"), "/etc/hosts"])
+    _call(["ip", "link", "set", "lo", "up"])
+    print("ready", flush=True)
+    sys.stdin.read()
+
+
+def _main(role: str, *arguments: str) -> None:
+    try:
+        if role == "lab":
+            _be_lab(Path(arguments[0]), arguments[1], arguments[2:])
+        else:
+            _be_host(arguments[0], Path(arguments[1]))
+    except RuntimeError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,20 @@
+"""The last rank fails, once all have met, in the way of the first argument; the others wait for it."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import hvdlite as hvd
+
+how = sys.argv[1]
+hvd.init()
+hvd.allreduce(np.ones(3))
+if hvd.rank() == hvd.size() - 1:
+    print(f"failing at {time.time()}", flush=True)
+    if how == "exception":
+        raise ValueError("the reason of the last rank")
+    os.kill(os.getpid(), getattr(signal, how))
+hvd.allreduce(np.ones(3))

@@ -1,0 +1,10 @@
+"""Every rank says where it is."""
+
+import socket
+
+import hvdlite as hvd
+
+hvd.init()
+numbers = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+print("place", *numbers, socket.gethostname(), flush=True)
+hvd.barrier()

@@ -1,0 +1,95 @@
+"""The benchmarks measure everybody, and give no figures for wrong results."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import job
+from benchmarks.checks import WEIGHT_TOLERANCE, WrongResult, addend, check_sum, check_weights, true_sum
+from benchmarks.collectives import DTYPES
+from benchmarks.report import allreduce_tables, size
+
+# Horovod, sharding and MPI's own halves may be there or not.
+PEERS = {"hvdlite", "hvdlite buckets", "MPI", "torch gloo", "memcpy"}
+VARIANTS = {"no exchange", "hvdlite", "torch DDP, gloo", "MPI, flat"}
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES.values()))
+def test_true_sum(dtype: torch.dtype) -> None:
+    for ranks in (1, 2, 4, 5):
+        summed = torch.stack([addend(rank, 50, dtype).double() for rank in range(ranks)]).sum(0)
+        assert torch.equal(true_sum(ranks, 50, dtype).double(), summed)
+        check_sum("right", summed.to(dtype), true_sum(ranks, 50, dtype))
+
+
+def test_a_wrong_sum_is_found() -> None:
+    expected = true_sum(2, 50, torch.float32)
+    wrong = expected.clone()
+    wrong[33] += 1
+    with pytest.raises(WrongResult, match="gloo: element 33 of 50"):
+        check_sum("gloo", wrong, expected)
+    with pytest.raises(WrongResult):
+        check_sum("does nothing", addend(0, 50, torch.float32), expected)
+
+
+def test_wrong_weights_are_found() -> None:
+    check_weights({"a": 0.0, "b": WEIGHT_TOLERANCE})
+    for deviation in (1.1 * WEIGHT_TOLERANCE, math.nan, math.inf):
+        with pytest.raises(WrongResult, match="^b: "):
+            check_weights({"a": 0.0, "b": deviation})
+
+
+def test_all_parts(tmp_path: Path) -> None:
+    command = [*(sys.executable, "-m", "benchmarks", "--quick", "--tiny"), *("--rounds", "2", "--ranks", "2")]
+    command += ["--sizes", "4", "4096", "--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "p.png")]
+    done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "figures.json").read_text())
+
+    assert results["machine"]["cores"] > 0
+    assert {"hvdlite", "torch", "mpi4py"} <= results["machine"]["versions"].keys()
+    sums = results["allreduce"]["figures"]
+    for kind in DTYPES:
+        for nbytes in (4, 4096):
+            found = {f["peer"] for f in sums if (f["kind"], f["bytes"], f["ranks"]) == (kind, nbytes, 2)}
+            assert found >= (PEERS - {"hvdlite buckets"} if "NumPy" in kind else PEERS)
+    steps = results["steps"]["figures"]
+    for workload in ("MLP, SGD momentum", "MLP, Adam", "GPT, AdamW"):
+        assert {f["variant"] for f in steps if f["workload"] == workload} >= VARIANTS
+    for figure in sums + steps:
+        assert figure["median"] >= figure["minimum"] > 0
+        assert figure["ratio"] > 0
+    for figure in steps:  # who trains alone ends elsewhere: the weights that are compared are trained ones
+        assert (figure["deviation"] > WEIGHT_TOLERANCE) == (figure["variant"] == "no exchange"), figure
+        assert (figure["rank_spread"] > WEIGHT_TOLERANCE) == (figure["variant"] == "no exchange"), figure
+
+    assert "compared with the true sum" in done.stdout
+    for name in results["allreduce"]["skipped"] | results["steps"]["skipped"]:
+        assert f"without {name}: " in done.stdout
+    for part in ("allreduce", "steps"):
+        assert (tmp_path / f"p-{part}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_memory() -> None:
+    result = job.run("memory", 2, {"name": "MLP, Adam", "variant": "MPI, flat", "tiny": False})
+    weights = 4 * result["parameters"]
+    for kept, peak, process in zip(result["kept"], result["peak"], result["process_peak"], strict=True):
+        assert 3.5 * weights < kept < 6 * weights  # weights, gradients, two of Adam's
+        assert kept <= 1.01 * peak < process
+
+
+def test_table() -> None:
+    figure = {"ranks": 2, "kind": "float32", "peer": "MPI", "ratio": 1.0, "bytes_per_second": 2.5e9}
+    cells = [{**figure, "bytes": 4, "median": 1.234e-6, "minimum": 1e-6}]
+    cells += [{**figure, "bytes": 2**20, "median": 0.0123, "minimum": 0.01}]
+    text = allreduce_tables(cells)
+    assert re.search(r"MPI\s+1\.23 \(1\.00\) µs\s+1\.00\s+12\.3 \(10\.0\) ms\s+1\.00\s+2\.50$", text)
+    assert [size(n) for n in (4, 4096, 2**26)] == ["4 B", "4 KiB", "64 MiB"]

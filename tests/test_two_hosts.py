@@ -1,0 +1,156 @@
+"""Jobs on several hosts, which are namespaces of this machine (tests/hosts.py): each rank a process, TCP between hosts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from hvdlite.launch.hosts import parse_hosts
+from hvdlite.launch.mpi import Placement, command, environment, find_mpi
+from tests.hosts import Hosts, hosts, why_not
+from tests.jobs import LIMIT, PROGRAMS, PROMPT, ROOT, seconds_since_failure, wait_for
+
+EVEN, UNEVEN = "node1:2,node2:2", "node1:2,node2:1"
+SPMD_LIMIT = 200.0
+NOTICED = 10.0  # seconds until each side knows that the other is gone: keep-alive takes about five
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[Hosts]:
+    """Two hosts, or a skip that says why there are none."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with hosts(2) as found:
+        yield found
+
+
+def slots(where: str) -> int:
+    return sum(host.slots for host in parse_hosts(where))
+
+
+def mpirun(on: Hosts, where: str, *program: str, timeout: float, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Plain mpirun, with the flags that hvdliterun gives it."""
+    mpi = find_mpi()
+    placement = Placement(slots(where), tuple(parse_hosts(where)))
+    base = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
+    words = command(mpi, placement, environment(mpi, placement, base), [sys.executable, *program])
+    return on.run("node1", *words, timeout=timeout, **environ)
+
+
+def hvdliterun(on: Hosts, where: str, *words: str) -> subprocess.CompletedProcess[str]:
+    arguments = ["-np", str(slots(where)), "-H", where, *words]
+    done = on.run("node1", sys.executable, "-m", "hvdlite.launch", *arguments, timeout=LIMIT)
+    # Now and then mpirun notes that ssh was faster than it: harmless, and before anything that counts.
+    done.stderr = re.sub(r"^\[\S+\] plm:ssh: Warning: setpgid.*\n", "", done.stderr)
+    return done
+
+
+def assert_nothing_left(on: Hosts) -> None:
+    wait_for(lambda: not on.processes(), PROMPT)
+    assert [on.shared_memory(name) for name in on.names] == [[], []]
+
+
+@pytest.mark.parametrize("where", [EVEN, UNEVEN])
+def test_spmd(two_hosts: Hosts, where: str) -> None:
+    done = mpirun(
+        two_hosts,
+        where,
+        *("-m", "pytest", "-x", "-q", "--timeout=60", "--color=no", "-p", "no:cacheprovider", str(ROOT / "tests/spmd")),
+        timeout=SPMD_LIMIT,
+        HVDLITE_TEST_MPI="1",
+        HVDLITE_DEADLOCK_TIME_SECONDS="0.3",
+        OMP_NUM_THREADS="1",
+    )
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+    assert done.stdout.count(" passed") == slots(where)
+
+
+@pytest.mark.parametrize(
+    ("where", "places"),
+    [
+        (EVEN, ["0 4 0 2 0 2 node1", "1 4 1 2 0 2 node1", "2 4 0 2 1 2 node2", "3 4 1 2 1 2 node2"]),
+        (UNEVEN, ["0 3 0 2 0 2 node1", "1 3 1 2 0 1 node1", "2 3 0 1 1 2 node2"]),
+    ],
+)
+def test_places(two_hosts: Hosts, where: str, places: list[str]) -> None:
+    done = hvdliterun(two_hosts, where, "--no-tag-output", str(PROGRAMS / "place.py"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(re.findall(r"^place (.*)$", done.stdout, re.M)) == places
+    assert_nothing_left(two_hosts)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [("SIGKILL", 137, "was killed by SIGKILL"), ("exception", 1, "the reason of the last rank")],
+)
+def test_rank_fails_on_the_other_host(two_hosts: Hosts, how: str, code: int, words: str) -> None:
+    done = hvdliterun(two_hosts, EVEN, str(PROGRAMS / "last.py"), how)
+    assert seconds_since_failure(done.stdout, time.time()) < PROMPT
+    assert done.returncode == code
+    assert done.stderr.startswith(f"hvdliterun: rank 3 on host node2 failed (exit code {code}):\n")
+    assert words in done.stderr
+    assert_nothing_left(two_hosts)
+
+
+def test_a_host_that_is_cut_off_ends_the_job(two_hosts: Hosts) -> None:
+    def are_running() -> bool:
+        return sum("worker.py" in line for line in two_hosts.processes()) == 9  # 4 ranks, 4 guards, mpirun
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(hvdliterun, two_hosts, EVEN, str(PROGRAMS / "stubborn.py"))
+        wait_for(are_running, LIMIT)
+        cut_at = time.monotonic()
+        two_hosts.cut("node2")
+        done = job.result()
+    assert time.monotonic() - cut_at < NOTICED + PROMPT
+    assert done.returncode != 0
+    assert "node2" in done.stderr
+    assert_nothing_left(two_hosts)  # on node2 neither
+
+
+def test_a_slow_network() -> None:
+    if reason := why_not(needs_rate=True):
+        pytest.skip(reason)
+    with hosts(2, rate="100mbit") as two:
+        done = hvdliterun(two, "node1:1,node2:1", "--no-tag-output", str(PROGRAMS / "timed.py"))
+    assert done.returncode == 0, done.stderr
+    took = [float(seconds) for seconds in re.findall(r"took (\S+)", done.stdout)]
+    assert len(took) == 2 and min(took) > 0.5  # 8 MiB each way are 0.67 s, less what the limit lets through at once
+
+
+def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    code = "import os; from tests.hosts import hosts\n"
+    code += "with hosts(2) as two: print(os.readlink(f'/proc/{two.pid}/ns/pid'), flush=True); "
+    code += "two.run('node2', 'sleep', '600', timeout=600)"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    tests = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
+    try:
+        assert tests.stdout is not None
+        lab = tests.stdout.readline().strip()
+        wait_for(lambda: "sleep" in names_in(lab), LIMIT)
+    finally:
+        tests.kill()
+        tests.communicate(timeout=LIMIT)
+    wait_for(lambda: not names_in(lab), LIMIT)
+    assert not list(tmp_path.iterdir())
+
+
+def names_in(pid_namespace: str) -> set[str]:
+    """The names of the processes in a namespace."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if os.readlink(entry / "ns/pid") == pid_namespace:
+                found.add((entry / "comm").read_text().strip())
+    return found
