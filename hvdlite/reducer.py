@@ -245,6 +245,12 @@ class ShardedReducer(Reducer):
     Args:
         infos, collectives, op, bucket_bytes, ranks, watch: As for `Reducer`.
         whole: Never cut a tensor between ranks.
+
+    Attributes:
+        pieces: What this rank answers for.
+        own: For each piece, where this rank's gradient of it is before an exchange and the combined one after: a part of
+            `memory_of` at first. On one host it may be replaced by any array of that length and dtype, to spare a copy.
+        one_host: There is one host only.
     """
 
     def __init__(
@@ -259,11 +265,16 @@ class ShardedReducer(Reducer):
     ) -> None:
         self._whole = whole
         super().__init__(infos, collectives, op, bucket_bytes, ranks, watch)
+        self.one_host = self._layers.hosts == 1
         place = self._layers.places[collectives.rank]
         self._share: int | None = None
         if place.number < self._layers.owners:
             among_hosts = 0 if self._layers.cross is None else self._layers.cross.rank
             self._share = place.number * self._layers.hosts + among_hosts
+        self.pieces: list[Piece] = []
+        self.own: list[Array] = []
+        self._cuts: list[tuple[Arithmetic, list[tuple[slice, list[Array], list[Array]]]]] = []
+        self._place_pieces()
         self._parameters = [self._allocate_together(memory.block) for memory in self._memories]
         self._parameters_of: list[Array] = [np.empty(0)] * len(infos)
         for memory, parameters in zip(self._memories, self._parameters, strict=True):
@@ -285,11 +296,22 @@ class ShardedReducer(Reducer):
         """The flat memory of parameter `index`, shared by all ranks of the host. Of the dtype of `memory_of`."""
         return self._parameters_of[index]
 
-    @property
-    def pieces(self) -> list[Piece]:
-        """What this rank answers for."""
-        share = self._share
-        return [] if share is None else [piece for memory in self._memories for piece in pieces(memory.block, share)]
+    def _place_pieces(self) -> None:
+        """Find this rank's pieces, and cut the memory of the other ranks of the host to chunks of them."""
+        rank = self._host.rank
+        for memory in self._memories if self._share is not None else []:
+            assert self._share is not None
+            length = CHUNK_BYTES // memory.kernel.storage.itemsize
+            for piece in pieces(memory.block, self._share):
+                first = memory.block.spans[piece.tensor].start
+                views = [array[first + piece.start : first + piece.stop] for array in memory.everybody]
+                cuts = []
+                for start, stop in itertools.pairwise([*range(0, views[rank].size, length), views[rank].size]):
+                    parts = [view[start:stop] for view in views]
+                    cuts.append((slice(start, stop), parts[:rank], parts[rank + 1 :]))
+                self.pieces.append(piece)
+                self.own.append(views[rank])
+                self._cuts.append((memory.kernel, cuts))
 
     def meet(self) -> None:
         """Return when all ranks of the host are here: what they wrote to parameters is there."""
@@ -313,15 +335,17 @@ class ShardedReducer(Reducer):
         return [block.bounds[n + 1] - block.bounds[n] for n in range(first, first + self._layers.hosts)]
 
     def _reduce(self) -> None:
-        for memory, (kernel, chunks) in zip(self._memories, self._chunks, strict=True):
-            if self._layers.cross is None:
-                for chunk in chunks:
-                    wide = self._sum(kernel, chunk)
-                    self._divide(wide)
-                    if wide is not chunk.own:
-                        kernel.narrow(wide, chunk.own)
-            elif chunks:
+        if self._layers.cross is not None:
+            for memory, (kernel, chunks) in zip(self._memories, self._chunks, strict=True):
                 self._reduce_between_hosts(memory, kernel, chunks)
+            return
+        for own, (kernel, cuts) in zip(self.own, self._cuts, strict=True):
+            for part, before, after in cuts:
+                mine = own[part]
+                wide = self._sum(kernel, _Chunk((*before, mine, *after), mine, ()))
+                self._divide(wide)
+                if wide is not mine:
+                    kernel.narrow(wide, mine)
 
     def _reduce_between_hosts(self, memory: _Memory, kernel: Arithmetic, chunks: Sequence[_Chunk]) -> None:
         assert self._layers.cross is not None

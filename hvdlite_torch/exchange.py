@@ -68,11 +68,14 @@ class GradientExchange:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                functools.partial(self._take, memory, memory.data_ptr())
-            )
-            for parameter, memory in zip(parameters, self._memory, strict=True)
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(parameters)
         ]
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """What is called when a backward pass has added to the gradient of a parameter."""
+        memory = self._memory[index]
+        return functools.partial(self._take, memory, memory.data_ptr())
 
     def _make_reducer(self, parameters: list[torch.Tensor]) -> None:
         infos = [ADAPTER.info(parameter) for parameter in parameters]
@@ -127,8 +130,8 @@ class GradientExchange:
             self._prepare(parameters)
         self._check_parameters()
         used = [
-            parameter.grad is not None and self._collect(parameter, memory)
-            for parameter, memory in zip(self._parameters, self._memory, strict=True)
+            parameter.grad is not None and self._collect(index, parameter.grad)
+            for index, parameter in enumerate(self._parameters)
         ]
         weight, self._weight = self._weight, 1.0
         self._deliver(self._reducer.exchange(used, weight))
@@ -158,14 +161,12 @@ class GradientExchange:
             memory.copy_(gradient)
             parameter.grad = memory
 
-    @staticmethod
-    def _collect(parameter: torch.Tensor, memory: torch.Tensor) -> bool:
-        """Put this rank's gradient where it is reduced, if it is not there already."""
-        gradient = parameter.grad
-        assert gradient is not None
+    def _collect(self, index: int, gradient: torch.Tensor) -> bool:
+        """Put this rank's gradient of a parameter where it is reduced, if it is not there already."""
+        memory = self._memory[index]
         if gradient.layout is not torch.strided:
             raise UnsupportedTensorError(
-                f"expected dense gradients; got layout {gradient.layout} for a parameter of shape {tuple(parameter.shape)}. "
+                f"expected dense gradients; got layout {gradient.layout} for a parameter of shape {tuple(memory.shape)}. "
                 "Use sparse=False in the embedding."
             )
         if gradient.shape != memory.shape or gradient.dtype is not memory.dtype:

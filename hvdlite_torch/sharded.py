@@ -18,7 +18,8 @@ means nothing. ``state_dict()`` and ``load_state_dict()`` are called by every ra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch
 import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite.layout import Piece
+from hvdlite.protocols import Array
 from hvdlite.reducer import ShardedReducer
 from hvdlite_torch.exchange import GradientExchange, as_tensor, replace_closure
 from hvdlite_torch.tensor import ADAPTER
@@ -61,6 +63,14 @@ class ShardedExchange(GradientExchange):
         self._elementwise = type(optimizer) in ELEMENTWISE
         self._pieces: dict[Piece, torch.nn.Parameter] = {}
         self._groups: list[dict[str, Any]] | None = None
+        self._numbers: dict[int, int] = {}
+        """Parameter -> its piece here, if there is one."""
+        self._gradients: list[torch.Tensor] = []
+        """Of each piece: where this rank's gradient is, and then the combined one."""
+        self._in_memory: list[tuple[torch.Tensor, Array]] = []
+        """The same in the reducer's memory, for gradients that did not come from a backward pass."""
+        self._shown: dict[int, tuple[torch.Tensor, int]] = {}
+        """Gradients that stay where backward left them, and their versions when the others' part was copied."""
         super().__init__(optimizer, *args)
 
     def attach(self) -> None:
@@ -87,13 +97,54 @@ class ShardedExchange(GradientExchange):
             parameter.data = memory
             self._addresses.append(memory.data_ptr())
         self._parameters = parameters
-        for piece in self._reducer.pieces:
-            self._pieces[piece] = torch.nn.Parameter(_cut(parameters[piece.tensor].data, piece))
-        self._gradients = {
-            piece: _cut(as_tensor(self._reducer.memory_of(piece.tensor), parameters[piece.tensor]), piece)
-            for piece in self._pieces
-        }
+        self._numbers, self._shown, self._gradients = {}, {}, []
+        for number, piece in enumerate(self._reducer.pieces):
+            parameter = parameters[piece.tensor]
+            memory = as_tensor(self._reducer.memory_of(piece.tensor), parameter)
+            self._pieces[piece] = torch.nn.Parameter(_cut(parameter.data, piece))
+            self._gradients.append(_cut(memory, piece))
+            self._numbers[piece.tensor] = number
+        self._in_memory = list(zip(self._gradients, self._reducer.own, strict=True))
         self.take_share_of_state()
+
+    # This rank's piece of a gradient is read by nobody else, so on one host it is reduced where backward left it
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        if index not in self._numbers or not self._reducer.one_host:
+            return super()._hook(index)
+        return functools.partial(self._show_others, index)
+
+    def _show_others(self, index: int, parameter: torch.Tensor) -> None:
+        """Copy what other ranks answer for of a gradient."""
+        self._synchronized = False
+        gradient = parameter.grad
+        self._shown.pop(index, None)
+        if gradient is None or not gradient.is_contiguous() or gradient.requires_grad:
+            return  # left for the step
+        memory = self._memory[index]
+        if gradient.shape == memory.shape:
+            piece = self._reducer.pieces[self._numbers[index]]
+            flat, shown = gradient.view(-1), memory.view(-1)
+            if piece.start > 0:
+                shown[: piece.start].copy_(flat[: piece.start])
+            if piece.stop < flat.numel():
+                shown[piece.stop :].copy_(flat[piece.stop :])
+            self._shown[index] = gradient, gradient._version
+
+    def _collect(self, index: int, gradient: torch.Tensor) -> bool:
+        number = self._numbers.get(index)
+        if number is None:
+            return super()._collect(index, gradient)
+        shown, version = self._shown.get(index, (None, 0))
+        if shown is gradient and version != gradient._version:  # clipped since, for example
+            self._show_others(index, self._parameters[index])
+            shown, _ = self._shown.get(index, (None, 0))
+        if shown is gradient:
+            own = _cut(gradient, self._reducer.pieces[number])
+            self._gradients[number], self._reducer.own[number] = own, ADAPTER.to_array(own, wide=False).reshape(-1)
+            return True
+        self._gradients[number], self._reducer.own[number] = self._in_memory[number]
+        return super()._collect(index, gradient)
 
     def synchronize(self) -> None:
         raise ArgumentError(
@@ -128,6 +179,11 @@ class ShardedExchange(GradientExchange):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._put_back()
+        self._shown.clear()  # what zero_grad() frees is to be free
+        for number, (gradient, own) in enumerate(self._in_memory):
+            self._gradients[number], self._reducer.own[number] = gradient, own
+        for parameter in self._pieces.values():
+            parameter.grad = None
         self._reducer.publish()
 
     def _put_back(self) -> None:
@@ -145,8 +201,8 @@ class ShardedExchange(GradientExchange):
                 )
 
     def _deliver(self, anywhere: list[bool]) -> None:
-        for piece, parameter in self._pieces.items():
-            parameter.grad = self._gradients[piece] if anywhere[piece.tensor] else None
+        for (piece, parameter), gradient in zip(self._pieces.items(), self._gradients, strict=True):
+            parameter.grad = gradient if anywhere[piece.tensor] else None
 
     # The optimizer's state: of pieces here, of whole parameters for everybody else
 

@@ -115,6 +115,34 @@ def test_gradients_that_stay_where_they_are(ranks: Any, set_to_none: bool, shard
     ranks(check)
 
 
+@both_ways
+@pytest.mark.parametrize("replace", [False, True])
+def test_gradients_changed_before_a_step_count_as_changed(ranks: Any, replace: bool, shard: bool) -> None:
+    single = copy.deepcopy(MODEL)
+    alone = torch.optim.SGD(single.parameters(), lr=0.1)
+    for _ in range(3):
+        alone.zero_grad()
+        (3 * F.cross_entropy(single(X), Y)).backward()
+        alone.step()
+
+    def check() -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shard=shard)
+        rows = split(48, "equal")
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(X[rows]), Y[rows]).backward()
+            for parameter in model.parameters():
+                if replace:
+                    parameter.grad = parameter.grad * 3
+                else:
+                    parameter.grad.mul_(3)
+            optimizer.step()
+        assert distance(flat(model), flat(single)) <= 1e-5
+
+    ranks(check)
+
+
 class Branches(torch.nn.Module):
     """Three layers; an input chooses the first or the second; the third is never used."""
 
