@@ -31,7 +31,7 @@ class Workload:
 
 def workloads(tiny: bool) -> dict[str, Workload]:
     """By name, as in `plan.WORKLOADS`. 10 million parameters each, or so few that a step takes a moment."""
-    images, tokens = _images(64), _tokens(4, *((16, 64) if tiny else (128, 4096)))
+    images, tokens = _images(64), _tokens(4, *((16, 64) if tiny else (32, 4096)))
     mlp = _mlp((784, 16, 10) if tiny else (784, 2048, 2048, 2048, 10))
     gpt = _gpt(GptSize(64, 16, 32, 2, 2) if tiny else GptSize(4096, 32, 320, 5, 6))
     return {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -19,11 +20,17 @@ from hvdlite.protocols import Array, Transport
 
 _LINE = 8
 """int64 per cache line, so that no two ranks write to the same one."""
-_SPINS = 1500
-"""Looks (of about 0.05 µs) before a waiting rank gives its core away, if each rank of the host has a core."""
-_YIELDS = 20
+_SPINS = 500
+"""Looks (of about 0.05 µs) before a waiting rank offers its core to others, if each rank of the host has a core."""
+_OFFERS_SECONDS = 2e-3
+"""How long it offers its core between looks before it sleeps. A sleep lasts 0.1 ms longer than is asked for, which makes
+this rank the late one at the next meeting, and the other one sleep: the blocks of a large tensor would all take so long."""
 _FIRST_NAP, _LONGEST_NAP = 20e-6, 200e-6
 _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
+
+
+def _let_threads_run() -> None:
+    time.sleep(0)
 
 
 class Host:
@@ -43,6 +50,7 @@ class Host:
         self._count = 0
         self._others: list[int] = []
         self._spins = 0
+        self._offer: Callable[[], None] = os.sched_yield
         if self.size > 1:
             numbers = share(transport, 8 * _LINE * (self.size + 1)).view(np.int64)
             self._board = memoryview(numbers)  # type: ignore[arg-type]  # faster to index than NumPy
@@ -58,6 +66,8 @@ class Host:
         dissemination_barrier(self._transport)
         processes = {int(numbers[rank * _LINE + 1]) for rank in range(self.size)}
         threads = len(processes) < self.size  # share one interpreter, and its lock
+        if threads:
+            self._offer = _let_threads_run
         return 0 if threads or cores < self.size else _SPINS
 
     def allocate(self, nbytes: int) -> list[Array]:
@@ -102,8 +112,9 @@ class Host:
         for _ in range(self._spins):
             if board[place] >= count:
                 return
-        for _ in range(_YIELDS):
-            time.sleep(0)
+        until = time.monotonic() + _OFFERS_SECONDS
+        while time.monotonic() < until:
+            self._offer()
             if board[place] >= count:
                 return
         nap = _FIRST_NAP
