@@ -30,8 +30,9 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
-from hvdlite.controller import Controller, Key
+from hvdlite.controller import Controller
 from hvdlite.errors import HvdliteError
+from hvdlite.letters import Key
 from hvdlite.operations import Signature
 from hvdlite.protocols import ReduceOp, TensorInfo
 from hvdlite.reducer import Reducer

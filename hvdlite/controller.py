@@ -11,51 +11,41 @@ of operations, whatever the number of ranks. (Horovod's coordinator, arXiv:1802.
 
 What has been agreed once is known by a small number from then on, so that the same batch as last time is a letter of 25
 bytes, however many operations it has: all ranks receive the same plans in the same order, and number what they see in
-them alike (`_Cache`).
+them alike (`Cache`).
 """
 
 from __future__ import annotations
 
 import pickle
-import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
+from hvdlite.disagreement import deadlock_text, mismatch_text, name_of
 from hvdlite.errors import HvdliteError, MismatchError
-from hvdlite.operations import Signature, describe
+from hvdlite.letters import (
+    NEXT_GROUP,
+    PLAN,
+    PLAN_LETTER,
+    PLAN_ONE,
+    PLAN_ONE_LETTER,
+    READY,
+    READY_LETTER,
+    READY_ONE,
+    READY_ONE_LETTER,
+    RUN,
+    Cache,
+    Key,
+    Report,
+    encode,
+)
+from hvdlite.operations import Signature
 from hvdlite.protocols import Transport
-
-Key = str | int
-"""An operation's name, or its number in the sequence of unnamed ones."""
 
 FANOUT = 8
 """Children of a rank. Few enough that no rank has much to read, many enough that the tree is flat."""
 
 CACHE_ENTRIES = 2**14
 """What a cache holds before it starts anew: enough for the names of any model, and ids that fit in 16 bits."""
-
-Report: TypeAlias = Signature | dict[Signature, list[int]]
-"""What a subtree says of an operation: the signature on all of its ranks or, where they differ, the ranks of each."""
-
-# Letters begin with one of these bytes, or with pickle's own, which is 0x80.
-_READY_LETTER = 1
-_PLAN_LETTER = 2
-_READY_ONE_LETTER = 3
-_PLAN_ONE_LETTER = 4
-_READY = struct.Struct("<BQI")
-"""Kind, plans that the sender has received, runs that follow; after them what had to be pickled."""
-_PLAN = struct.Struct("<BI")
-"""Kind, runs that follow; after them what had to be pickled."""
-_RUN = struct.Struct("<qHH")
-"""Operations with ids that the receiver knows: (-1, id, n) is ids id … id + n - 1, which are names; (number, id, n) is
-unnamed operations number … number + n - 1, each with the signature of that id. n = 0 stands between groups of a plan."""
-_LONGEST_RUN = 2**16 - 1
-_NEXT_GROUP = _RUN.pack(0, 0, 0)
-# A blocking call makes letters of one operation with an id, so these are as plain as can be.
-_READY_ONE = struct.Struct("<BQqH")
-"""Kind, plans that the sender has received, number or -1, id."""
-_PLAN_ONE = struct.Struct("<BqH")
-"""Kind, number or -1, id."""
 
 
 class Decision(NamedTuple):
@@ -64,57 +54,6 @@ class Decision(NamedTuple):
     keys: tuple[Key, ...]
     error: str | None
     """None: run them as one. Otherwise every rank that has submitted one fails it with this text."""
-
-
-class _Cache:
-    """The ids of what has been agreed on: (name, signature), or (None, signature) for unnamed operations.
-
-    The id says the signature too, so a rank whose signature differs from the one that was agreed before uses another id, or
-    none.
-    """
-
-    __slots__ = ("entries", "ids")
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[str | None, Signature]] = []
-        self.ids: dict[tuple[str | None, Signature], int] = {}
-
-    def place(self, key: Key, signature: Signature) -> tuple[int, int] | None:
-        """The operation as the start of a run, or None if it has no id."""
-        named = isinstance(key, str)
-        number = self.ids.get((key if named else None, signature))  # type: ignore[arg-type]
-        return None if number is None else (-1 if named else key, number)  # type: ignore[return-value]
-
-    def key(self, number: int, identity: int) -> Key:
-        """The operation that stands at a place."""
-        return self.entries[identity][0] if number < 0 else number  # type: ignore[return-value]
-
-    def expand(self, runs: Iterable[tuple[int, ...]]) -> list[tuple[Key, Report]]:
-        """The operations that runs stand for, in order."""
-        operations: list[tuple[Key, Report]] = []
-        for number, first, length in runs:
-            if number < 0:
-                operations += self.entries[first : first + length]  # type: ignore[arg-type]
-            else:
-                signature = self.entries[first][1]
-                operations += [(key, signature) for key in range(number, number + length)]
-        return operations
-
-
-def _encode(places: list[tuple[int, int]]) -> bytes:
-    """Places in ascending order as runs."""
-    if len(places) == 1:
-        return _RUN.pack(*places[0], 1)
-    runs: list[list[int]] = []
-    for number, identity in places:
-        if runs:
-            start, first, length = runs[-1]
-            follows = (-1, first + length) if start < 0 else (start + length, first)
-            if follows == (number, identity) and length < _LONGEST_RUN:
-                runs[-1][2] += 1
-                continue
-        runs.append([number, identity, 1])
-    return b"".join([_RUN.pack(*run) for run in runs])
 
 
 class _Tally:
@@ -158,12 +97,12 @@ class Controller:
         self._tallies: dict[Key, _Tally] = {}
         self._complete: dict[Key, Report] = {}
         self._plans = 0  # plans made (root) or received
-        self._cache = _Cache()
+        self._cache = Cache()
         self._blocked: dict[int, tuple[int, dict[int, list[tuple[Key, Signature]]]]] = {}
         self._told_blocked = False
         # A child's letter may be older than our latest plans. This is what it needs to be understood nevertheless.
         self._heard = dict.fromkeys(self._children, 0)  # plans that each child had received when it last reported
-        self._retired: list[tuple[int, _Cache]] = []  # caches, and the plan that ended each
+        self._retired: list[tuple[int, Cache]] = []  # caches, and the plan that ended each
         self._failed: dict[Key, int] = {}  # operations failed before everybody had reported them, and the plan that did
 
     def announce(self, key: Key, signature: Signature) -> None:
@@ -185,10 +124,10 @@ class Controller:
             while (received := self._transport.poll()) is not None:
                 sender, letter = received
                 kind = letter[0]
-                if kind in (_PLAN_ONE_LETTER, _PLAN_LETTER):
+                if kind in (PLAN_ONE_LETTER, PLAN_LETTER):
                     decisions += self._receive_plan(letter)
                     break  # to be carried out before we read on: the others wait for us in it
-                if kind in (_READY_ONE_LETTER, _READY_LETTER):
+                if kind in (READY_ONE_LETTER, READY_LETTER):
                     self._receive_ready(sender, letter)
                 else:
                     kind, *content = pickle.loads(letter)
@@ -219,16 +158,16 @@ class Controller:
             else:
                 places.append(place)
         places.sort()
-        runs = _encode(places)
-        letter = _READY.pack(_READY_LETTER, self._plans, len(runs) // _RUN.size) + runs
+        runs = encode(places)
+        letter = READY.pack(READY_LETTER, self._plans, len(runs) // RUN.size) + runs
         self._transport.post(letter + pickle.dumps(rest) if rest else letter, self._parent)
         return []
 
     def _pass_on_one(self, key: Key, place: tuple[int, int]) -> list[Decision]:
         if self._parent is not None:
-            self._transport.post(_READY_ONE.pack(_READY_ONE_LETTER, self._plans, *place), self._parent)
+            self._transport.post(READY_ONE.pack(READY_ONE_LETTER, self._plans, *place), self._parent)
             return []
-        letter = _PLAN_ONE.pack(_PLAN_ONE_LETTER, *place)
+        letter = PLAN_ONE.pack(PLAN_ONE_LETTER, *place)
         for child in self._children:
             self._transport.post(letter, child)
         return self._follow([Decision((key,), None)], [])
@@ -238,13 +177,13 @@ class Controller:
     def _receive_ready(self, sender: int, letter: bytes) -> None:
         runs: Iterable[tuple[int, ...]]
         rest = b""
-        if letter[0] == _READY_ONE_LETTER:
-            _, plans, number, identity = _READY_ONE.unpack(letter)
+        if letter[0] == READY_ONE_LETTER:
+            _, plans, number, identity = READY_ONE.unpack(letter)
             runs = ((number, identity, 1),)
         else:
-            _, plans, count = _READY.unpack_from(letter)
-            end = _READY.size + count * _RUN.size
-            runs, rest = _RUN.iter_unpack(letter[_READY.size : end]), letter[end:]
+            _, plans, count = READY.unpack_from(letter)
+            end = READY.size + count * RUN.size
+            runs, rest = RUN.iter_unpack(letter[READY.size : end]), letter[end:]
         self._heard[sender] = plans
         cache = self._cache
         if self._retired:
@@ -327,12 +266,12 @@ class Controller:
         encoded = []
         for decision in decisions:
             if decision.error is None and all(key in known for key in decision.keys):
-                encoded.append(_encode([known[key] for key in decision.keys]))
+                encoded.append(encode([known[key] for key in decision.keys]))
                 groups.append(decision)
             else:
                 rest.append(decision)
-        runs = _NEXT_GROUP.join(encoded)
-        letter = _PLAN.pack(_PLAN_LETTER, len(runs) // _RUN.size) + runs
+        runs = NEXT_GROUP.join(encoded)
+        letter = PLAN.pack(PLAN_LETTER, len(runs) // RUN.size) + runs
         if rest:
             letter += pickle.dumps([tuple(decision) for decision in rest])
         for child in self._children:
@@ -342,14 +281,14 @@ class Controller:
     def _receive_plan(self, letter: bytes) -> list[Decision]:
         for child in self._children:
             self._transport.post(letter, child)
-        if letter[0] == _PLAN_ONE_LETTER:
-            _, number, identity = _PLAN_ONE.unpack(letter)
+        if letter[0] == PLAN_ONE_LETTER:
+            _, number, identity = PLAN_ONE.unpack(letter)
             key = self._cache.key(number, identity)
             return self._follow([Decision((key,), None)], [])
-        _, count = _PLAN.unpack_from(letter)
-        end = _PLAN.size + count * _RUN.size
+        _, count = PLAN.unpack_from(letter)
+        end = PLAN.size + count * RUN.size
         runs: list[list[tuple[int, ...]]] = [[]] if count else []
-        for run in _RUN.iter_unpack(letter[_PLAN.size : end]):
+        for run in RUN.iter_unpack(letter[PLAN.size : end]):
             if run[2]:
                 runs[-1].append(run)
             else:
@@ -387,7 +326,7 @@ class Controller:
             return
         if len(self._cache.entries) == self._cache_entries:
             self._retired.append((self._plans, self._cache))
-            self._cache = _Cache()
+            self._cache = Cache()
         self._cache.ids[entry] = len(self._cache.entries)
         self._cache.entries.append(entry)
 
@@ -428,47 +367,3 @@ class Controller:
 def error_of(decision: Decision) -> HvdliteError:
     """The exception that a failed decision raises: a new one for each caller, with the same text."""
     return MismatchError(decision.error)
-
-
-def name_of(key: Key) -> str:
-    """The key as messages show it."""
-    return repr(key) if isinstance(key, str) else f"unnamed operation {key}"
-
-
-def mismatch_text(key: Key, variants: Mapping[Signature, Sequence[int]]) -> str:
-    """Who submitted what under one key."""
-    ordered = sorted(variants.items(), key=lambda variant: min(variant[1]))
-    first = _first_difference([signature for signature, _ in ordered])
-    lines = [f"  {ranks_text(ranks)}: {describe(signature, first)}" for signature, ranks in ordered]
-    return f"the ranks do not agree on {name_of(key)}:\n" + "\n".join(lines)
-
-
-def _first_difference(signatures: Sequence[Signature]) -> int:
-    """The number of the first tensor that is not the same in all signatures."""
-    tensors = [signature[1] for signature in signatures]
-    shortest = min(map(len, tensors))
-    return next((n for n in range(shortest) if len({each[n] for each in tensors}) > 1), shortest)
-
-
-def deadlock_text(pending: Mapping[int, Sequence[tuple[Key, Signature]]]) -> str:
-    """Who waits for what."""
-    lines = []
-    for rank in sorted(pending):
-        waiting = [f"{name_of(key)} {describe(signature)}" for key, signature in pending[rank][:3]]
-        more = f" and {len(pending[rank]) - 3} more" if len(pending[rank]) > 3 else ""
-        lines.append(f"  rank {rank} waits for {', '.join(waiting)}{more}")
-    return "every rank waits for an operation that another rank has not submitted, so none can go on:\n" + "\n".join(
-        lines
-    )
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

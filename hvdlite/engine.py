@@ -16,8 +16,10 @@ from typing import Any
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.config import Config
-from hvdlite.controller import Controller, Decision, Key, error_of, name_of
+from hvdlite.controller import Controller, Decision, error_of
+from hvdlite.disagreement import name_of
 from hvdlite.errors import DuplicateNameError, HvdliteError
+from hvdlite.letters import Key
 from hvdlite.operations import Operation, describe
 from hvdlite.protocols import Transport
 from hvdlite.watch import Wait, Watch

@@ -1,0 +1,52 @@
+"""What is said when the ranks do not agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hvdlite.letters import Key
+from hvdlite.operations import Signature, describe
+
+
+def name_of(key: Key) -> str:
+    """The key as messages show it."""
+    return repr(key) if isinstance(key, str) else f"unnamed operation {key}"
+
+
+def mismatch_text(key: Key, variants: Mapping[Signature, Sequence[int]]) -> str:
+    """Who submitted what under one key."""
+    ordered = sorted(variants.items(), key=lambda variant: min(variant[1]))
+    first = _first_difference([signature for signature, _ in ordered])
+    lines = [f"  {ranks_text(ranks)}: {describe(signature, first)}" for signature, ranks in ordered]
+    return f"the ranks do not agree on {name_of(key)}:\n" + "\n".join(lines)
+
+
+def _first_difference(signatures: Sequence[Signature]) -> int:
+    """The number of the first tensor that is not the same in all signatures."""
+    tensors = [signature[1] for signature in signatures]
+    shortest = min(map(len, tensors))
+    return next((n for n in range(shortest) if len({each[n] for each in tensors}) > 1), shortest)
+
+
+def deadlock_text(pending: Mapping[int, Sequence[tuple[Key, Signature]]]) -> str:
+    """Who waits for what."""
+    lines = []
+    for rank in sorted(pending):
+        waiting = [f"{name_of(key)} {describe(signature)}" for key, signature in pending[rank][:3]]
+        more = f" and {len(pending[rank]) - 3} more" if len(pending[rank]) > 3 else ""
+        lines.append(f"  rank {rank} waits for {', '.join(waiting)}{more}")
+    return "every rank waits for an operation that another rank has not submitted, so none can go on:\n" + "\n".join(
+        lines
+    )
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

@@ -1,0 +1,86 @@
+"""What the ranks write to each other about operations: small numbers for what all of them have seen before."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from typing import TypeAlias
+
+from hvdlite.operations import Signature
+
+Key = str | int
+"""An operation's name, or its number in the sequence of unnamed ones."""
+
+Report: TypeAlias = Signature | dict[Signature, list[int]]
+"""What a subtree says of an operation: the signature on all of its ranks or, where they differ, the ranks of each."""
+
+# Letters begin with one of these bytes, or with pickle's own, which is 0x80.
+READY_LETTER = 1
+PLAN_LETTER = 2
+READY_ONE_LETTER = 3
+PLAN_ONE_LETTER = 4
+READY = struct.Struct("<BQI")
+"""Kind, plans that the sender has received, runs that follow; after them what had to be pickled."""
+PLAN = struct.Struct("<BI")
+"""Kind, runs that follow; after them what had to be pickled."""
+RUN = struct.Struct("<qHH")
+"""Operations with ids that the receiver knows: (-1, id, n) is ids id … id + n - 1, which are names; (number, id, n) is
+unnamed operations number … number + n - 1, each with the signature of that id. n = 0 stands between groups of a plan."""
+LONGEST_RUN = 2**16 - 1
+NEXT_GROUP = RUN.pack(0, 0, 0)
+# A blocking call makes letters of one operation with an id, so these are as plain as can be.
+READY_ONE = struct.Struct("<BQqH")
+"""Kind, plans that the sender has received, number or -1, id."""
+PLAN_ONE = struct.Struct("<BqH")
+"""Kind, number or -1, id."""
+
+
+class Cache:
+    """The ids of what has been agreed on: (name, signature), or (None, signature) for unnamed operations.
+
+    The id says the signature too, so a rank whose signature differs from the one that was agreed before uses another id, or
+    none.
+    """
+
+    __slots__ = ("entries", "ids")
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str | None, Signature]] = []
+        self.ids: dict[tuple[str | None, Signature], int] = {}
+
+    def place(self, key: Key, signature: Signature) -> tuple[int, int] | None:
+        """The operation as the start of a run, or None if it has no id."""
+        named = isinstance(key, str)
+        number = self.ids.get((key if named else None, signature))  # type: ignore[arg-type]
+        return None if number is None else (-1 if named else key, number)  # type: ignore[return-value]
+
+    def key(self, number: int, identity: int) -> Key:
+        """The operation that stands at a place."""
+        return self.entries[identity][0] if number < 0 else number  # type: ignore[return-value]
+
+    def expand(self, runs: Iterable[tuple[int, ...]]) -> list[tuple[Key, Report]]:
+        """The operations that runs stand for, in order."""
+        operations: list[tuple[Key, Report]] = []
+        for number, first, length in runs:
+            if number < 0:
+                operations += self.entries[first : first + length]  # type: ignore[arg-type]
+            else:
+                signature = self.entries[first][1]
+                operations += [(key, signature) for key in range(number, number + length)]
+        return operations
+
+
+def encode(places: list[tuple[int, int]]) -> bytes:
+    """Places in ascending order as runs."""
+    if len(places) == 1:
+        return RUN.pack(*places[0], 1)
+    runs: list[list[int]] = []
+    for number, identity in places:
+        if runs:
+            start, first, length = runs[-1]
+            follows = (-1, first + length) if start < 0 else (start + length, first)
+            if follows == (number, identity) and length < LONGEST_RUN:
+                runs[-1][2] += 1
+                continue
+        runs.append([number, identity, 1])
+    return b"".join([RUN.pack(*run) for run in runs])
