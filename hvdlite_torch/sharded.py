@@ -46,6 +46,10 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
+SPARE_BYTES = 2**14
+"""Smaller gradients are copied whole: that is sooner done than to find out which part to leave where it is."""
+
+
 class ShardedExchange(GradientExchange):
     """Exchanges gradients, and puts this rank's pieces into the optimizer's groups while it steps.
 
@@ -64,7 +68,7 @@ class ShardedExchange(GradientExchange):
         self._pieces: dict[Piece, torch.nn.Parameter] = {}
         self._groups: list[dict[str, Any]] | None = None
         self._numbers: dict[int, int] = {}
-        """Parameter -> its piece here, if there is one."""
+        """Parameter -> its piece here, of those whose gradients are not copied whole."""
         self._gradients: list[torch.Tensor] = []
         """Of each piece: where this rank's gradient is, and then the combined one."""
         self._in_memory: list[tuple[torch.Tensor, Array]] = []
@@ -103,14 +107,15 @@ class ShardedExchange(GradientExchange):
             memory = as_tensor(self._reducer.memory_of(piece.tensor), parameter)
             self._pieces[piece] = torch.nn.Parameter(_cut(parameter.data, piece))
             self._gradients.append(_cut(memory, piece))
-            self._numbers[piece.tensor] = number
+            if self._reducer.one_host and memory.nbytes >= SPARE_BYTES:
+                self._numbers[piece.tensor] = number
         self._in_memory = list(zip(self._gradients, self._reducer.own, strict=True))
         self.take_share_of_state()
 
     # This rank's piece of a gradient is read by nobody else, so on one host it is reduced where backward left it
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        if index not in self._numbers or not self._reducer.one_host:
+        if index not in self._numbers:
             return super()._hook(index)
         return functools.partial(self._show_others, index)
 
@@ -180,8 +185,8 @@ class ShardedExchange(GradientExchange):
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._put_back()
         self._shown.clear()  # what zero_grad() frees is to be free
-        for number, (gradient, own) in enumerate(self._in_memory):
-            self._gradients[number], self._reducer.own[number] = gradient, own
+        for number in self._numbers.values():
+            self._gradients[number], self._reducer.own[number] = self._in_memory[number]
         for parameter in self._pieces.values():
             parameter.grad = None
         self._reducer.publish()

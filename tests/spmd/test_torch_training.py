@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import hvdlite_torch as hvd
+import hvdlite_torch.sharded
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 
 _generator = torch.Generator().manual_seed(7)
@@ -61,6 +62,12 @@ def train(
         if hasattr(optimizer, "set_batch_weight"):
             optimizer.set_batch_weight(len(x))
         optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def small_gradients_are_not_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As large ones are not. (tests/spmd/test_sharded.py leaves them to be.)"""
+    monkeypatch.setattr(hvdlite_torch.sharded, "SPARE_BYTES", 0)
 
 
 both_ways = pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
