@@ -179,7 +179,8 @@ class ShardedExchange(GradientExchange):
             mine = {numbers[id(parameter)] for parameter in group["params"] if id(parameter) in numbers}
             group["params"] = [parameter for piece, parameter in self._pieces.items() if piece.tensor in mine]
             # Where the choice is left to torch: pieces are plain flat memory, for which this one is the fastest.
-            if isinstance(optimizer, FUSED) and group["fused"] is None and group["foreach"] is None:
+            chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+            if isinstance(optimizer, FUSED) and not chosen:
                 group["fused"] = all(parameter.is_floating_point() for parameter in group["params"])
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

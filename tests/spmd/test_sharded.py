@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.sharded import ELEMENTWISE
 from tests.spmd.test_torch_training import (
     MODEL,
     OPTIMIZERS,
@@ -77,6 +78,22 @@ def test_state_is_shared_out_and_checkpoints_are_ordinary(ranks: Any, kind: str)
         train(back, plain, slice(None), steps=1)  # an ordinary optimizer goes on from it
         train(model, optimizer, split(48, "equal"), steps=1)
         assert distance(flat(model), flat(back)) <= 1e-5
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("name", [cls.__name__ for cls in sorted(ELEMENTWISE, key=lambda cls: cls.__name__)])
+def test_every_optimizer_that_cuts_parameters(ranks: Any, name: str) -> None:
+    make = getattr(torch.optim, name)
+    single = copy.deepcopy(MODEL)
+    train(single, make(single.parameters(), lr=1e-3), slice(None), steps=4)
+
+    def check() -> None:
+        model = copy.deepcopy(MODEL)
+        train(
+            model, hvd.DistributedOptimizer(make(model.parameters(), lr=1e-3), shard=True), split(48, "equal"), steps=4
+        )
+        assert distance(flat(model), flat(single)) <= 1e-5
 
     ranks(check)
 
