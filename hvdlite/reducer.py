@@ -298,9 +298,10 @@ class ShardedReducer(Reducer):
 
     def _place_pieces(self) -> None:
         """Find this rank's pieces, and cut the memory of the other ranks of the host to chunks of them."""
+        if self._share is None:
+            return
         rank = self._host.rank
-        for memory in self._memories if self._share is not None else []:
-            assert self._share is not None
+        for memory in self._memories:
             length = CHUNK_BYTES // memory.kernel.storage.itemsize
             for piece in pieces(memory.block, self._share):
                 first = memory.block.spans[piece.tensor].start

@@ -66,9 +66,7 @@ class Layers:
         self.cross: Collectives | None = None
         mine = self.places[transport.rank]
         if self.hosts > 1 and mine.number < self.owners:
-            self.cross = make_flat(
-                transport.subgroup([r for r, p in enumerate(self.places) if p.number == mine.number])
-            )
+            self.cross = make_flat(transport.subgroup(self.peers(transport.rank)))
 
     def peers(self, rank: int) -> list[int]:
         """The ranks of the group that are numbered like `rank` on their hosts, itself too, ascending."""
