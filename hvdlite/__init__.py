@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hvdlite.api import (
+    Adasum,
     Average,
     Max,
     Min,
@@ -36,6 +37,7 @@ from hvdlite.api import (
     init,
     is_homogeneous,
     is_initialized,
+    join,
     local_rank,
     local_size,
     rank,
@@ -44,15 +46,20 @@ from hvdlite.api import (
     remove_process_set,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from hvdlite.engine import Handle
 from hvdlite.errors import (
     ArgumentError,
+    CommunicationError,
     DuplicateNameError,
     HvdliteError,
     LaunchError,
     MismatchError,
     NotInitializedError,
+    NotYetError,
+    OutOfSyncError,
     PeerLeftError,
     ThreadLevelError,
     UnsupportedTensorError,
@@ -69,8 +76,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adasum",
     "ArgumentError",
     "Average",
+    "CommunicationError",
     "DuplicateNameError",
     "Handle",
     "HvdliteError",
@@ -79,6 +88,8 @@ __all__ = [
     "Min",
     "MismatchError",
     "NotInitializedError",
+    "NotYetError",
+    "OutOfSyncError",
     "PeerLeftError",
     "ProcessSet",
     "Product",
@@ -109,6 +120,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "rank",
@@ -119,6 +131,8 @@ __all__ = [
     "run",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -16,7 +17,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 from hvdlite import failure
 from hvdlite.config import Config
 from hvdlite.engine import Engine, Handle
-from hvdlite.errors import NotInitializedError
+from hvdlite.errors import ArgumentError, NotInitializedError
 from hvdlite.operations import (
     Allgather,
     AllgatherObject,
@@ -35,12 +36,13 @@ from hvdlite.world import World
 T = TypeVar("T")
 P = ParamSpec("P")
 
-Sum, Average, Min, Max, Product = (
+Sum, Average, Min, Max, Product, Adasum = (
     ReduceOp.SUM,
     ReduceOp.AVERAGE,
     ReduceOp.MIN,
     ReduceOp.MAX,
     ReduceOp.PRODUCT,
+    ReduceOp.ADASUM,
 )
 
 _process_world: World | None = None
@@ -49,6 +51,8 @@ _thread_world: ContextVar[World | None] = ContextVar("hvdlite_world", default=No
 
 class _GlobalProcessSet(ProcessSet):
     """All ranks of whichever world the caller is in."""
+
+    communicator = None
 
     def __init__(self) -> None:
         self.process_set_id = 0
@@ -77,32 +81,42 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 # The world
 
 
-def init(process_sets: Iterable[ProcessSet | Iterable[int]] = ()) -> None:
+def init(
+    comm: Sequence[int] | Any | None = None, process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None
+) -> None:
     """Join the job. Call it once, before anything else of this package; more calls do nothing.
 
     Works under hvdliterun, mpirun, mpiexec and srun, and as one plain process. From now on an uncaught exception on any rank
     ends the job on all.
 
     Args:
-        process_sets: Sets to add at once, the same on every rank.
+        comm: The processes that make up the job: ranks of ``MPI.COMM_WORLD``, in any order, the same on each of them; or an
+            mpi4py communicator, which is duplicated; all processes if None. Those that are not among them do not call this,
+            or do with others.
+        process_sets: Sets to add at once, the same on every rank. Sets can always be added later, so "dynamic", which asks
+            for that, changes nothing.
 
     Raises:
+        ArgumentError: `comm` does not hold this process, or the processes that it names called with other ranks; or
+            `process_sets` is another text.
         WorldSizeError: A launcher started several processes and MPI sees only this one.
         ThreadLevelError: The MPI library does not support threads.
     """
     global _process_world
+    if isinstance(process_sets, str) and process_sets != "dynamic":
+        raise ArgumentError(f'process_sets={process_sets!r}: expected process sets, or "dynamic".')
     if is_initialized():
         return
     from hvdlite.comm.mpi import MpiCollectives, connect
 
     config = Config.from_env()
-    transport, hosts = connect()
+    transport, hosts = connect(comm)
     end_job = functools.partial(failure.end_job, config, transport.rank)
     _process_world = World(transport, MpiCollectives, hosts, config, end_job)
     if transport.size > 1 and not config.control:  # hvdliterun's worker does that itself
         failure.end_job_on_uncaught_exceptions()
     atexit.register(shutdown)
-    for process_set in process_sets:
+    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
 
 
@@ -175,19 +189,84 @@ def cross_size() -> int:
     return world("cross_size()").topology.cross_size
 
 
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be called from several threads at once. It may: `init` refuses an MPI that does not allow it."""
+    world("mpi_threads_supported()")
+    return True
+
+
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of processes."""
     return world("is_homogeneous()").topology.is_homogeneous
 
 
-def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
+    """Record from now on what every rank does, and when: a Chrome trace, see docs/timeline.md. Every rank calls this.
+
+    Args:
+        file_path: The trace; rank 0's counts. Until `stop_timeline` (or the end of the job) merges them, the ranks' own files
+            are in the folder ``<file_path>.ranks``.
+        mark_cycles: Mark in it when the ranks agreed on what to run. Rank 0's counts.
+
+    Raises:
+        ArgumentError: A timeline is being recorded already, or a rank cannot write its file. Raised on all ranks.
+        MismatchError: Another rank called something else.
+    """
+    world("start_timeline()").start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording: afterwards the trace is complete. Every rank calls this. Does nothing if none is recorded.
+
+    Raises:
+        HvdliteError: The trace could not be written. Raised on all ranks.
+        MismatchError: Another rank called something else.
+    """
+    world("stop_timeline()").stop_timeline()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
     """Put a process set into effect. Every rank of the job calls this, with equal ranks.
+
+    Args:
+        process_set: The set, or its ranks; or an mpi4py communicator, of which each rank may pass another: all take effect.
+
+    Returns:
+        The set; with communicators, the one that this rank is in.
 
     Raises:
         ArgumentError: A rank is unknown or repeated, or a set of these ranks is in effect already.
         MismatchError: The ranks asked for different sets.
     """
-    return world("add_process_set()").add_process_set(process_set)
+    here = world("add_process_set()")
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    return here.add_process_set(process_set) if process_set.communicator is None else _add_parts(here, process_set)
+
+
+def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
+    """Add a set for each communicator that a rank passed."""
+    from hvdlite.comm.mpi import members_of
+
+    places = here.engine().run(AllgatherObject(members_of(process_set.communicator)))
+    numbers = {mpi_rank: rank for rank, (mpi_rank, _) in enumerate(places)}
+    own = places[here.topology.rank][1]
+    parts = list(dict.fromkeys(members for _, members in places if members))
+    strangers = sorted({member for part in parts for member in part if member not in numbers})
+    if strangers or not parts:
+        raise ArgumentError(
+            f"ProcessSet(communicator): ranks {strangers} of MPI.COMM_WORLD are not in this job; pass them to init(comm=…)."
+            if parts
+            else "ProcessSet(communicator): every rank passed MPI.COMM_NULL; expected a communicator on some ranks."
+        )
+    for part in parts:
+        ranks = [numbers[member] for member in part]
+        if part == (own or parts[0]):  # a rank in no part knows the first one, as one that it is not in
+            process_set.take_ranks(ranks)
+            here.add_process_set(process_set)
+        else:
+            here.add_process_set(ranks)
+    return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -200,6 +279,36 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         ArgumentError: Operations of it are in flight.
     """
     return world("remove_process_set()").remove_process_set(process_set)
+
+
+def join(process_set: ProcessSet | None = None) -> int:
+    """Say that this rank has run out of data, and wait until every rank has.
+
+    Meanwhile it takes part in what the others do with the functions of this module, by name or not, and adds nothing:
+
+    - `allreduce` and `reducescatter`: what changes no result of `op` (zeros for Sum, Adasum and Average, which still divides
+      by the number of all ranks, as in Horovod);
+    - `allgather` and `alltoall`: no rows; rows that others send to it are dropped;
+    - `allgather_object`: None in its place of the list;
+    - `broadcast` and `broadcast_object`: nothing; if it is the root, the call fails on all that make it;
+    - `barrier`: it counts as present.
+
+    What it had started before (``…_async``) it takes part in for real. What needs every rank fails on those that call it:
+    `add_process_set`, `remove_process_set`, and the making of a `DistributedOptimizer`'s buffers. The exchange of gradients
+    in a `DistributedOptimizer`'s step is none of these operations: `hvdlite_torch.join` takes part in those too.
+
+    Args:
+        process_set: Take part in what the ranks of this set do; all ranks by default. Each set is joined by itself.
+
+    Returns:
+        The rank (its number within `process_set`) that was the last to join, the same on all.
+
+    Raises:
+        HvdliteError: This rank has joined already, in another thread; or, raised by any other operation of the set, it has
+            joined and other ranks have not.
+        PeerLeftError: A rank has left the job without joining.
+    """
+    return world("join()").engine(process_set).join()
 
 
 # Operations: each is written once, as a function that prepares a call, and made into its two forms.
@@ -262,14 +371,15 @@ def _allreduce(
 
     Args:
         tensor: Any shape, the same on every rank; or a list of tensors, exchanged as one.
-        op: Sum, Average, Min, Max or Product. float16 and bfloat16 are reduced as float32; averages of integers are rounded
-            towards zero; for bool, Min is 'all' and Max is 'any'.
+        op: Sum, Average, Min, Max, Product or Adasum. float16 and bfloat16 are reduced as float32; averages of integers are
+            rounded towards zero; for bool, Min is 'all' and Max is 'any'. Adasum averages tensors that point the same way and
+            adds orthogonal ones (arXiv:2006.02924); each tensor of a list by itself; floating-point numbers only.
         name: Calls of equal name belong together on all ranks; without names, calls belong together by their order.
         inplace: Overwrite `tensor` with the result.
         prescale_factor: Multiplies each rank's values before they are reduced.
         postscale_factor: Multiplies the result.
         algorithm: "auto", "mpi", "ring", "tree", "butterfly", "rabenseifner" or "parameter_server"; by default the setting
-            ``HVDLITE_ALGORITHM``, which is "auto".
+            ``HVDLITE_ALGORITHM``, which is "auto". Adasum has one of its own.
         process_set: The ranks that take part; all by default.
 
     Returns:
@@ -281,7 +391,8 @@ def _allreduce(
         DuplicateNameError: `name` is in flight.
     """
     here = world("allreduce()")
-    algorithm = here.config.algorithm if algorithm is None else algorithm
+    if algorithm is None:
+        algorithm = "auto" if op is Adasum else here.config.algorithm
     operation = Allreduce(tensor, op, prescale_factor, postscale_factor, algorithm, inplace)
     return Call(here.engine(process_set), operation, name)
 
@@ -367,7 +478,7 @@ def _reducescatter(
     Args:
         tensor: At least 1-d, of the same shape and dtype on every rank; or a list of tensors. Where the ranks do not divide the
             first dimension, the first ranks get one row more.
-        op: As in `allreduce`.
+        op: As in `allreduce`, but not Adasum.
         name: As in `allreduce`.
         prescale_factor: As in `allreduce`.
         postscale_factor: As in `allreduce`.

@@ -20,8 +20,14 @@ class Config:
     Attributes:
         fusion_threshold: Bytes; tensors that are ready together share one exchange up to this size.
         bucket_bytes: Bytes of gradients that go between hosts at a time.
+        overlap: Exchange gradients while the backward pass goes on: "on", "off", or "auto": where ranks have a core to spare.
+        autotune: Search for the fastest way to exchange gradients in the first steps.
+        autotune_log: A file to record that search in, as CSV.
+        advice: Warn, at the first step, of ranks that start with other weights or read the same data.
         shared_memory: Let the ranks of a host share memory; if not, all goes by messages.
         algorithm: How ``allreduce`` works where the call does not say.
+        timeline: Write a timeline to this file; with "DYNAMIC", Horovod's word for it, not before `start_timeline` is called.
+        timeline_mark_cycles: Mark in it when the ranks agreed on what to run.
         stall_check_disable: Do not watch for ranks that wait on each other.
         stall_check_time_seconds: After so many seconds in one wait, print who is missing and where.
         stall_shutdown_time_seconds: After so many seconds in one wait, end the job; 0 means never.
@@ -32,13 +38,23 @@ class Config:
 
     fusion_threshold: int = 64 * 2**20
     bucket_bytes: int = 25 * 2**20
+    overlap: str = "auto"
+    autotune: bool = False
+    autotune_log: str = ""
+    advice: bool = True
     shared_memory: bool = True
     algorithm: str = "auto"
+    timeline: str = ""
+    timeline_mark_cycles: bool = False
     stall_check_disable: bool = False
     stall_check_time_seconds: float = 60.0
-    stall_shutdown_time_seconds: float = 0.0
+    stall_shutdown_time_seconds: float = 1800.0
     deadlock_time_seconds: float = 2.0
     control: str = ""
+
+    def __post_init__(self) -> None:
+        if self.overlap not in ("auto", "on", "off"):
+            raise ArgumentError(f"HVDLITE_OVERLAP={self.overlap!r}: expected auto, on or off.")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hvdlite.letters import Key
+from hvdlite.letters import JOIN, Key
 from hvdlite.operations import Signature, describe
 
 
 def name_of(key: Key) -> str:
     """The key as messages show it."""
+    if key == JOIN:
+        return "join()"
     return repr(key) if isinstance(key, str) else f"unnamed operation {key}"
 
 
@@ -19,6 +21,15 @@ def mismatch_text(key: Key, variants: Mapping[Signature, Sequence[int]]) -> str:
     first = _first_difference([signature for signature, _ in ordered])
     lines = [f"  {ranks_text(ranks)}: {describe(signature, first)}" for signature, ranks in ordered]
     return f"the ranks do not agree on {name_of(key)}:\n" + "\n".join(lines)
+
+
+def joined_text(key: Key, signature: Signature, joined: Sequence[int], why: str) -> str:
+    """Why `joined` being gone fails an operation."""
+    verb = "has" if len(joined) == 1 else "have"
+    return (
+        f"{name_of(key)} {describe(signature)} cannot be done, because {ranks_text(joined)} {verb} joined and {why}: do it "
+        "before any rank calls join(), or after join() has returned."
+    )
 
 
 def _first_difference(signatures: Sequence[Signature]) -> int:
@@ -32,7 +43,10 @@ def deadlock_text(pending: Mapping[int, Sequence[tuple[Key, Signature]]]) -> str
     """Who waits for what."""
     lines = []
     for rank in sorted(pending):
-        waiting = [f"{name_of(key)} {describe(signature)}" for key, signature in pending[rank][:3]]
+        waiting = [
+            name_of(key) if key == JOIN else f"{name_of(key)} {describe(signature)}"
+            for key, signature in pending[rank][:3]
+        ]
         more = f" and {len(pending[rank]) - 3} more" if len(pending[rank]) > 3 else ""
         lines.append(f"  rank {rank} waits for {', '.join(waiting)}{more}")
     return "every rank waits for an operation that another rank has not submitted, so none can go on:\n" + "\n".join(

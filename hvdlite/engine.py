@@ -12,16 +12,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.config import Config
 from hvdlite.controller import Controller, Decision, error_of
 from hvdlite.disagreement import name_of
-from hvdlite.errors import DuplicateNameError, HvdliteError
-from hvdlite.letters import Key
-from hvdlite.operations import Operation, describe
+from hvdlite.errors import CommunicationError, DuplicateNameError, HvdliteError
+from hvdlite.letters import JOIN, Key
+from hvdlite.operations import Join, Operation, Signature, describe, stand_in
 from hvdlite.protocols import Transport
+from hvdlite.standoff import Need
+from hvdlite.threads import Threads
+from hvdlite.timeline import OperationRecord, Row, RunRecord, Timeline
 from hvdlite.watch import Wait, Watch
 
 _SPINS = 200
@@ -37,12 +41,14 @@ _GRACE = 200e-6
 class Handle:
     """An operation in flight."""
 
-    __slots__ = ("_engine", "_error", "_result", "done", "key")
+    __slots__ = ("_engine", "_error", "_result", "done", "key", "record")
 
     def __init__(self, engine: Engine, key: Key) -> None:
         self.key = key
         self.done = False
         """Engine only: over, whether the caller has seen it or not."""
+        self.record: OperationRecord | None = None
+        """Engine only: what the timeline knows of it; None if it was submitted while none was kept."""
         self._engine = engine
         self._result: Any = None
         self._error: BaseException | None = None
@@ -84,6 +90,7 @@ class Engine:
         ranks: The world ranks of the group, for messages.
         watch: Is told of waits that last.
         config: Fusion threshold and time limits.
+        timeline: Is told of every operation.
     """
 
     def __init__(
@@ -93,12 +100,16 @@ class Engine:
         ranks: Sequence[int],
         watch: Watch,
         config: Config,
+        timeline: Timeline,
     ) -> None:
         self._transport = transport
         self._collectives = collectives
         self._ranks = ranks
         self._watch = watch
         self._config = config
+        self._timeline = timeline
+        self._runs = 0  # that all ranks have made, whether a timeline was kept or not
+        self._decided = 0  # when the latest plan was known, for the timeline
         self._controller = Controller(transport, self._fuse)
         self._drive_lock = threading.Lock()  # whoever holds it drives
         self._submit_lock = threading.Lock()
@@ -106,12 +117,16 @@ class Engine:
         self._in_flight: dict[Key, tuple[Operation, Handle]] = {}
         self._names: set[Key] = set()
         self._sequence = 0
-        self._submitters: set[int] = set()
+        self._submitters = Threads()
         self._waiting: dict[int, float] = {}  # thread -> since when
         self._broken: HvdliteError | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
+        self._followed = 0  # plans that are carried out
+        self._running: Key = 0
+        self._watching = watch.exchanging(lambda: f"its part of {self._describe(self._running)}", ranks, remember=False)
+        watch.lacks[tuple(ranks)] = self._lacks
 
     def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle:
         """Put an operation in flight.
@@ -124,10 +139,10 @@ class Engine:
 
         Raises:
             DuplicateNameError: An operation of this name has not been waited for yet.
+            HvdliteError: This rank has joined.
         """
         with self._submit_lock:
-            if self._broken is not None:
-                raise self._broken
+            self._check_open(operation.signature)
             if name is None:
                 key: Key = self._sequence
                 self._sequence += 1
@@ -139,10 +154,7 @@ class Engine:
             else:
                 key = name
                 self._names.add(name)
-            handle = Handle(self, key)
-            self._in_flight[key] = (operation, handle)
-            self._inbox.append(key)
-            self._submitters.add(threading.get_ident())
+            handle = self._put(key, operation)
         if background:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
@@ -153,6 +165,47 @@ class Engine:
     def run(self, operation: Operation, name: str | None = None) -> Any:
         """Submit an operation and wait for its result."""
         return self.submit(operation, name, background=False).wait()
+
+    def join(self) -> int:
+        """Submit nothing more until all ranks have called this; take part in what they submit meanwhile, adding nothing.
+
+        Returns:
+            The rank that was the last to join, the same on all.
+
+        Raises:
+            HvdliteError: This rank has joined already (in another thread).
+            PeerLeftError: A rank has left the job without joining.
+        """
+        with self._submit_lock:
+            operation = Join()
+            self._check_open(operation.signature)
+            handle = self._put(JOIN, operation)
+        last: int = handle.wait()
+        return last
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this rank has joined and others have not."""
+        return JOIN in self._in_flight
+
+    def _check_open(self, signature: Signature) -> None:
+        if self._broken is not None:
+            raise self._broken
+        if self.has_joined:
+            raise HvdliteError(
+                f"this rank has called join(), so until all ranks have, it cannot call {describe(signature)}: another "
+                "thread of it has to wait for join() to return."
+            )
+
+    def _put(self, key: Key, operation: Operation) -> Handle:
+        handle = Handle(self, key)
+        if self._timeline.on:
+            handle.record = self._timeline.submitted(operation.signature[0], key, operation.nbytes)
+        self._in_flight[key] = (operation, handle)
+        self._inbox.append(key)
+        self._submitters.add()
+        self._watch.users.add()
+        return handle
 
     def poll(self, handle: Handle) -> bool:
         """Whether `handle` is done; drives the engine a step if nobody does."""
@@ -170,6 +223,7 @@ class Engine:
         if not handle.done:
             thread = threading.get_ident()
             self._waiting[thread] = started = time.monotonic()
+            begin = self._timeline.clock() if self._timeline.on else 0
             watched = None
             try:
                 spins = 0
@@ -183,21 +237,27 @@ class Engine:
                     if moved:
                         spins = 0
                         self._waiting[thread] = time.monotonic()
+                        if handle.key == JOIN:  # the others are at work: this wait has only begun
+                            started = self._waiting[thread]
+                            if watched is not None:
+                                self._watch.end(watched)
+                                watched = None
                     spins += 1
                     if spins > _SPINS:
                         self._report_if_blocked()
                         waited = time.monotonic() - started
                         time.sleep(min(_LONGEST_NAP, max(_FIRST_NAP, waited / 20)))
                         if watched is None and waited > _WATCH_AFTER:
-                            watched = self._watch.begin(
-                                Wait(lambda: self._describe(handle.key), self._ranks, self.abandon, started)
-                            )
+                            what, need = partial(self._describe, handle.key), partial(self._need, handle.key)
+                            watched = self._watch.begin(Wait(what, self._ranks, self.abandon, started, need=need))
                     elif spins > 10:
                         os.sched_yield()
             finally:
                 del self._waiting[thread]
                 if watched is not None:
                     self._watch.end(watched)
+                if begin and handle.record is not None:
+                    self._timeline.add(Row.PROGRAM, "WAIT", handle.record.name, begin)
         self._names.discard(handle.key)
 
     def abandon(self, error: HvdliteError) -> None:
@@ -229,12 +289,26 @@ class Engine:
         self.stop()
         if self._thread is not None:
             self._thread.join()
+        del self._watch.lacks[tuple(self._ranks)]
         self._collectives.close()
         self._transport.close()
 
     def _describe(self, key: Key) -> str:
         entry = self._in_flight.get(key)
-        return name_of(key) + (f": {describe(entry[0].signature)}" if entry else "")
+        return _in_words(key, entry[0].signature) if entry and key != JOIN else name_of(key)
+
+    # For the watch, from its thread
+
+    def _need(self, key: Key) -> Need | None:
+        """What the wait for `key` needs of the other ranks; None while a plan is carried out, which may end it."""
+        followed = self._followed
+        if key not in self._in_flight or followed != self._controller.plans:
+            return None
+        return Need(tuple(self._ranks), key, followed, self._describe(key))
+
+    def _lacks(self, key: Key, plans: int) -> bool:
+        """Whether this rank has not submitted what another waits for that has followed as many plans."""
+        return key not in self._in_flight and not self.has_joined and self._controller.plans == plans
 
     # Driving, under the drive lock
 
@@ -247,19 +321,30 @@ class Engine:
         while self._inbox:
             key = self._inbox.popleft()
             entry = self._in_flight.get(key)
-            if entry is not None:  # None: failed already, together with what other ranks had submitted under its name
+            if key == JOIN:
+                self._controller.join()
+            elif entry is not None:  # None: failed already, together with what other ranks had submitted under its name
                 self._controller.announce(key, entry[0].signature)
             moved = True
         try:
             decisions = self._controller.step()
         except Exception as error:  # the transport is gone: whoever waits must hear of it
             self.abandon(
-                error if isinstance(error, HvdliteError) else HvdliteError(f"the control channel failed: {error}")
+                error if isinstance(error, HvdliteError) else CommunicationError(f"the control channel failed: {error}")
             )
             return True
+        self._stand_in()
+        if decisions and self._timeline.on:
+            self._note_plan()
         for decision in decisions:
             self._carry_out(decision)
+        self._followed = self._controller.plans
         return moved or bool(decisions)
+
+    def _note_plan(self) -> None:
+        self._decided = self._timeline.clock()
+        if self._timeline.mark_cycles:
+            self._timeline.mark(Row.NEGOTIATION, "CYCLE", "CYCLE_START")
 
     def _report_if_blocked(self) -> None:
         with self._drive_lock:
@@ -272,10 +357,26 @@ class Engine:
         waiting = dict(self._waiting)
         if any(since > before for since in waiting.values()):
             return False
-        alive = {thread.ident for thread in threading.enumerate()}
-        return all(thread in waiting for thread in list(self._submitters) if thread in alive)
+        return self._submitters.are_all_among(waiting)
+
+    def _stand_in(self) -> None:
+        """This rank has joined: give it a part in what the others have submitted and it has not."""
+        if not self._controller.unsubmitted:
+            return
+        with self._submit_lock:
+            for key, signature in self._controller.unsubmitted.items():
+                self._in_flight[key] = (stand_in(signature, self.rank, self.size), Handle(self, key))
+                if isinstance(key, int):  # so that the unnamed operations after join meet again
+                    self._sequence = max(self._sequence, key + 1)
+            self._controller.unsubmitted.clear()
 
     def _carry_out(self, decision: Decision) -> None:
+        if decision.last_joined is not None:
+            _, handle = self._in_flight.pop(JOIN)
+            if handle.record is not None:
+                self._timeline.settled(handle.record)
+            handle.finish(decision.last_joined, None)
+            return
         if decision.error is not None:
             self._fail(decision.keys, error_of(decision))
             with self._submit_lock:  # so that the unnamed operations after this one meet again
@@ -284,20 +385,33 @@ class Engine:
             return
         entries = [self._in_flight[key] for key in decision.keys]
         operations = [operation for operation, _ in entries]
+        self._runs += 1
+        collectives, run = self._collectives, None
+        if self._timeline.on:
+            records = [handle.record for _, handle in entries]
+            run = RunRecord(self._timeline, records, self._decided, self._runs, self._ranks)
+            collectives = run.timed(collectives)
         try:
-            with self._watch.exchanging(lambda: f"its part of {self._describe(decision.keys[0])}", self._ranks):
-                results = type(operations[0]).run_together(operations, self._collectives)
+            self._running = decision.keys[0]
+            with self._watching:
+                results = type(operations[0]).run_together(operations, collectives)
         except Exception as error:
             self._fail(decision.keys, error)
             return
+        if run is not None:
+            run.done()
         for key, (operation, handle), result in zip(decision.keys, entries, results, strict=True):
             del self._in_flight[key]
             handle.finish(operation.outcome(result), None)
+        self._watch.completed(partial(_in_words, decision.keys[-1], operations[-1].signature))
 
     def _fail(self, keys: Sequence[Key], error: Exception) -> None:
         for key in keys:
             entry = self._in_flight.pop(key, None)
             if entry is not None:
+                record = entry[1].record
+                if record is not None:
+                    self._timeline.settled(record, error)
                 entry[1].finish(None, error)
 
     def _fuse(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
@@ -305,6 +419,7 @@ class Engine:
         if len(keys) == 1:
             yield list(keys)
             return
+        self._stand_in()
         groups: dict[Any, tuple[list[Key], int]] = {}
         for key in keys:
             operation = self._in_flight[key][0]
@@ -335,3 +450,7 @@ class Engine:
                     self._drive_lock.release()
             nap = _FIRST_NAP if moved else min(2 * nap, _LONGEST_NAP)
             time.sleep(nap)
+
+
+def _in_words(key: Key, signature: Signature) -> str:
+    return f"{name_of(key)}: {describe(signature)}"

@@ -35,15 +35,23 @@ class UnsupportedTensorError(HvdliteError, TypeError):
     """A tensor (or its dtype) that the requested operation cannot take."""
 
 
-class MismatchError(HvdliteError):
+class CommunicationError(HvdliteError):
+    """The ranks could not do together what they were asked to. Under Horovod's name: ``HorovodInternalError``."""
+
+
+class MismatchError(CommunicationError):
     """The ranks submitted operations that do not belong together. Raised on every rank alike."""
+
+
+class OutOfSyncError(HvdliteError):
+    """Ranks that should hold the same weights do not. Raised on every rank alike."""
 
 
 class DuplicateNameError(HvdliteError, ValueError):
     """An operation was submitted under a name that is still in flight on this rank."""
 
 
-class PeerLeftError(HvdliteError):
+class PeerLeftError(CommunicationError):
     """A rank left the job while this rank was waiting for it."""
 
 
@@ -60,3 +68,7 @@ class WorkerError(HvdliteError):
 
 class LaunchError(HvdliteError):
     """A job could not be started: bad options, no MPI, a host that cannot be reached."""
+
+
+class NotYetError(HvdliteError, NotImplementedError):
+    """A name that Horovod has, for something that hvdlite does not do yet."""

@@ -11,8 +11,12 @@ from hvdlite.operations import Signature
 Key = str | int
 """An operation's name, or its number in the sequence of unnamed ones."""
 
+JOIN = -1
+"""What a rank that has joined waits for. No operation: it is never reported, and runs nowhere."""
+
 Report: TypeAlias = Signature | dict[Signature, list[int]]
-"""What a subtree says of an operation: the signature on all of its ranks or, where they differ, the ranks of each."""
+"""What a subtree says of an operation: its signature on all of its ranks; or, where they differ or some of them have joined
+without submitting it, the ranks of each signature."""
 
 # Letters begin with one of these bytes, or with pickle's own, which is 0x80.
 READY_LETTER = 1
@@ -58,9 +62,9 @@ class Cache:
         """The operation that stands at a place."""
         return self.entries[identity][0] if number < 0 else number  # type: ignore[return-value]
 
-    def expand(self, runs: Iterable[tuple[int, ...]]) -> list[tuple[Key, Report]]:
+    def expand(self, runs: Iterable[tuple[int, ...]]) -> list[tuple[Key, Signature]]:
         """The operations that runs stand for, in order."""
-        operations: list[tuple[Key, Report]] = []
+        operations: list[tuple[Key, Signature]] = []
         for number, first, length in runs:
             if number < 0:
                 operations += self.entries[first : first + length]  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -13,28 +14,38 @@ class ProcessSet:
     """Some of the ranks. Takes effect when every rank has passed an equal one to `add_process_set` or `init`.
 
     Args:
-        ranks: World ranks, in any order, each once.
+        ranks_or_comm: World ranks, in any order, each once; or an mpi4py communicator, whose ranks are taken. Where a
+            communicator was split, each rank passes its own part, and all parts take effect.
 
     Attributes:
-        ranks: The world ranks, ascending. A rank's number within the set is its place in this order.
+        ranks: The world ranks, ascending; of a communicator, empty until the set is added. A rank's number within the set is
+            its place in this order.
+        communicator: The communicator given, if one was.
         process_set_id: 0 for the set of all ranks; None until the set is added, and again after it is removed.
 
     Raises:
-        ArgumentError: `ranks` is empty or has a rank twice or something that is no rank.
+        ArgumentError: There is no rank, or one twice, or something that is no rank.
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
+        self.process_set_id: int | None = None
+        self._world_rank: int | None = None
+        self.ranks: tuple[int, ...] = ()
+        self.communicator: Any = ranks_or_comm if hasattr(ranks_or_comm, "Get_group") else None
+        if self.communicator is None:
+            self.take_ranks(ranks_or_comm)
+
+    def take_ranks(self, ranks: Iterable[int]) -> None:
+        """World and `api` only: the ranks of the set are these."""
         given = list(ranks)
         for rank in given:
             if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
                 raise ArgumentError(f"ProcessSet({given}): {rank!r} is not a rank; expected whole numbers from 0.")
-        self.ranks: tuple[int, ...] = tuple(sorted(int(rank) for rank in given))
+        self.ranks = tuple(sorted(int(rank) for rank in given))
         if len(set(self.ranks)) != len(self.ranks):
             raise ArgumentError(f"ProcessSet({given}): a rank is there more than once.")
         if not self.ranks:
             raise ArgumentError("ProcessSet([]): expected at least one rank.")
-        self.process_set_id: int | None = None
-        self._world_rank: int | None = None
 
     def bind(self, process_set_id: int | None, world_rank: int | None) -> None:
         """World only: the set was added, on rank `world_rank`, or removed (None)."""

@@ -26,6 +26,7 @@ class ReduceOp(enum.Enum):
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    ADASUM = "adasum"
 
     def __repr__(self) -> str:
         return self.name.capitalize()
@@ -87,7 +88,8 @@ class Collectives(Protocol):
     """Whole-group operations on one-dimensional arrays, called by all ranks in the same order.
 
     The data plane: no negotiation, no names, no tensors. `op` is never AVERAGE here: averaging is
-    a sum and a division, and the caller knows best where to divide.
+    a sum and a division, and the caller knows best where to divide. Nor is it ADASUM, which needs to know
+    where one tensor ends and the next begins (`hvdlite.algorithms.adasum`).
     """
 
     @property
@@ -141,6 +143,20 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Plan(NamedTuple):
+    """How gradients are exchanged; the same on all ranks.
+
+    Attributes:
+        chunk_bytes: What is summed at a time: as many bytes of each rank as stay in a core's cache.
+        message_bytes: Bytes that go between hosts at a time.
+        buckets: The numbers of the tensors that are exchanged together, in the order of the exchanges; all at once if empty.
+    """
+
+    chunk_bytes: int = 2**18
+    message_bytes: int = 25 * 2**20
+    buckets: tuple[tuple[int, ...], ...] = ()
+
+
 class TensorAdapter(Protocol[T]):
     """How the core reads and makes tensors of one framework.
 
@@ -150,6 +166,14 @@ class TensorAdapter(Protocol[T]):
 
     def info(self, tensor: T) -> TensorInfo:
         """The dtype and shape of `tensor`."""
+        ...
+
+    def dtype(self, tensor: T) -> str:
+        """The name of the dtype, as in `TensorInfo`; of tensors that cannot be exchanged too (sparse ones, symbols)."""
+        ...
+
+    def cast(self, tensor: T, dtype: str) -> T:
+        """`tensor` in another dtype, by the framework's own cast, which it can differentiate."""
         ...
 
     def check_writable(self, tensor: T) -> None:
@@ -208,7 +232,7 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 
 def ufunc_of(op: ReduceOp) -> np.ufunc:
-    """NumPy's function for `op` (not AVERAGE)."""
+    """NumPy's function for `op` (not AVERAGE, not ADASUM)."""
     return _UFUNCS[op]
 
 

@@ -88,7 +88,17 @@ class NumpyAdapter:
     """NumPy arrays and scalars; ml_dtypes' bfloat16 too."""
 
     def info(self, tensor: Array) -> TensorInfo:
-        return TensorInfo(check_dtype(tensor.dtype), tensor.shape)
+        return TensorInfo(self.dtype(tensor), tensor.shape)
+
+    def dtype(self, tensor: Array) -> str:
+        return check_dtype(tensor.dtype)
+
+    def cast(self, tensor: Array, dtype: str) -> Array:
+        if dtype == "bfloat16":
+            raise UnsupportedTensorError(
+                "NumPy has no bfloat16: compress with Compression.fp16, or pass torch tensors."
+            )
+        return tensor.astype(dtype)
 
     def check_writable(self, tensor: Array) -> None:
         if isinstance(tensor, np.generic):
@@ -129,8 +139,17 @@ class ArrayApiAdapter:
         self._numpy = NumpyAdapter()
 
     def info(self, tensor: Any) -> TensorInfo:
-        dtype = str(tensor.dtype).rpartition(".")[2]
-        return TensorInfo(dtype, tuple(tensor.shape))
+        return TensorInfo(self.dtype(tensor), tuple(tensor.shape))
+
+    def dtype(self, tensor: Any) -> str:
+        return str(tensor.dtype).rpartition(".")[2]
+
+    def cast(self, tensor: Any, dtype: str) -> Any:
+        namespace = tensor.__array_namespace__()
+        wanted = getattr(namespace, dtype, None)
+        if wanted is None:
+            raise UnsupportedTensorError(f"{namespace.__name__} has no {dtype}: choose another compression.")
+        return namespace.astype(tensor, wanted)
 
     def check_writable(self, tensor: Any) -> None:
         library = type(tensor).__module__.partition(".")[0]

@@ -2,32 +2,36 @@
 
 A wait that lasts is entered here. Four times a second the thread looks: has a rank that the wait needs left the job?
 Then the wait can never end, and fails. Has it lasted longer than the limit? Then each rank concerned is asked where it
-is, and the lowest waiting rank prints the answers with the stacks of those that are missing.
+is, and the lowest waiting rank (rank 0 itself may be missing) prints the answers with the stacks of those that are missing.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import pickle
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from hvdlite.config import Config
-from hvdlite.errors import HvdliteError, PeerLeftError
+from hvdlite.errors import HvdliteError, MismatchError, PeerLeftError
 from hvdlite.protocols import Transport
+from hvdlite.stall import Answer, report, reporter, stack_of
+from hvdlite.standoff import Need, Needs, Standoff
+from hvdlite.threads import Threads
 
 _PERIOD = 0.25
 _ANSWER_SECONDS = 1.0
 _LEFT_SECONDS = 1.0
 """A wait that still lasts so long after a peer's goodbye is one that the peer had no part in."""
+_SUSPENDED_SECONDS = 5.0
+"""If the thread did not run for so long, the process was stopped; that time is nobody's wait."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Wait:
     """One wait of this rank.
 
@@ -43,6 +47,9 @@ class Wait:
     fail: Callable[[HvdliteError], None]
     since: float = field(default_factory=time.monotonic)
     next_report: float = 0.0
+    need: Callable[[], Need | None] | None = None
+    """Gives what the other ranks must do; None if that is not known for certain."""
+    thread: int = field(default_factory=threading.get_ident)
 
 
 @dataclass
@@ -51,22 +58,36 @@ class _Question:
 
     wait: Wait
     asked: float
-    answers: dict[int, tuple[str | None, str]] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
 
 
-class _Exchanging:
-    """For a with statement: a plain class, for it stands around every exchange, and generators cost a microsecond more."""
+class Exchanging:
+    """For with statements, one after the other: it stands around every exchange, so it is made once and does little.
 
-    __slots__ = ("_number", "_ranks", "_watch", "_what")
+    Args:
+        watch, what, ranks, remember: See `Watch.exchanging`.
+    """
 
-    def __init__(self, watch: Watch, what: Callable[[], str], ranks: Sequence[int]) -> None:
-        self._watch, self._what, self._ranks = watch, what, ranks
+    __slots__ = ("_number", "_ranks", "_remember", "_watch", "_what")
+
+    def __init__(self, watch: Watch, what: Callable[[], str], ranks: Sequence[int], remember: bool) -> None:
+        self._watch, self._what, self._ranks, self._remember = watch, what, tuple(ranks), remember
 
     def __enter__(self) -> None:
-        self._number = self._watch.begin(Wait(self._what, self._ranks, self._watch.fail))
+        watch = self._watch
+        wait = Wait(self._what, self._ranks, watch.fail)
+        if self._remember:
+            wait.need = partial(self._need, watch.begin_exchange(self._ranks))
+        self._number = watch.begin(wait)
 
-    def __exit__(self, *_: object) -> None:
+    def _need(self, number: int) -> Need:
+        return Need(self._ranks, None, number, self._what())
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watch.end(self._number)
+        if self._remember and kind is None:
+            text = self._what()
+            self._watch.completed(lambda: text)
 
 
 class Watch:
@@ -83,8 +104,16 @@ class Watch:
         self._config = config
         self._end_job = end_job
         self._main_thread = threading.get_ident()
+        self.users = Threads()
+        """The threads of the program that use hvdlite."""
+        self.users.add()
+        self.lacks: dict[tuple[int, ...], Callable[[str | int, int], bool]] = {}
+        """By the ranks of each engine: `Standoff`'s question, of an operation's key and number."""
+        self._exchanges: dict[tuple[int, ...], int] = {}  # of gradients, begun
+        self._standoff = Standoff(transport.rank, self._post, self._lacks)
         self._waits: dict[int, Wait] = {}
         self._numbers = itertools.count()
+        self._completed: tuple[Callable[[], str], float] | None = None
         self._questions: dict[int, _Question] = {}
         self._left: dict[int, float] = {}
         self._stopped = False
@@ -95,13 +124,30 @@ class Watch:
             self._thread = threading.Thread(target=self._run, name="hvdlite-watch", daemon=True)
             self._thread.start()
 
-    def exchanging(self, what: Callable[[], str], ranks: Sequence[int]) -> _Exchanging:
-        """Watch the body, which is inside of a collective: no exception reaches it there, so it can only end with the job."""
-        return _Exchanging(self, what, ranks)
+    def exchanging(self, what: Callable[[], str], ranks: Sequence[int], remember: bool = True) -> Exchanging:
+        """Watch the body, which is inside of a collective: no exception reaches it there, so it can only end with the job.
+
+        Args:
+            what: What is done there, in words.
+            ranks: The world ranks that must take part.
+            remember: It is an exchange of its own, not part of an operation: call `completed` at its end. All ranks make the
+                same such exchanges, in the same order.
+        """
+        return Exchanging(self, what, ranks, remember)
+
+    def completed(self, what: Callable[[], str]) -> None:
+        """This rank has completed `what` (in words, asked for later if at all): reports name the latest."""
+        self._completed = (what, time.monotonic())
 
     def fail(self, error: HvdliteError) -> None:
         """End the job, since a wait within a collective can never end."""
         self._end_job(str(error))
+
+    def begin_exchange(self, ranks: tuple[int, ...]) -> int:
+        """This thread begins an exchange of gradients. Returns how many there have been among `ranks`."""
+        self.users.add()
+        number = self._exchanges[ranks] = self._exchanges.get(ranks, 0) + 1
+        return number
 
     def begin(self, wait: Wait) -> int:
         """Start to watch `wait`. Returns its number, for `end`."""
@@ -134,6 +180,7 @@ class Watch:
 
     def _run(self) -> None:
         period = _PERIOD
+        before = time.monotonic()
         try:
             while not self._stopped:
                 if self._wake.wait(period):  # leaving: the last goodbyes are due soon, so look more often for a while
@@ -142,8 +189,14 @@ class Watch:
                 period = min(2 * period, _PERIOD)
                 self._read_letters()
                 now = time.monotonic()
+                if now - before > _SUSPENDED_SECONDS:
+                    self._forgive(now - before)
+                before = now
                 for wait in list(self._waits.values()):
                     self._check(wait, now)
+                if (text := self._standoff.look(self._needs(now))) is not None:
+                    for wait in list(self._waits.values()):
+                        wait.fail(MismatchError(text))
                 for number, question in list(self._questions.items()):
                     if len(question.answers) == len(question.wait.ranks) or now > question.asked + _ANSWER_SECONDS:
                         del self._questions[number]
@@ -160,13 +213,46 @@ class Watch:
                 if len(self._left) == self._transport.size:
                     self._all_left.set()
             elif kind == "where":
-                waits = [wait.what() for wait in list(self._waits.values())]
-                answer = ("here", content[0], waits[0] if waits else None, self._stack())
-                self._transport.post(pickle.dumps(answer), sender)
+                self._transport.post(pickle.dumps(("here", content[0], self._where())), sender)
             elif kind == "here":
-                number, waiting_for, stack = content
+                number, answer = content
                 if number in self._questions:
-                    self._questions[number].answers[sender] = (waiting_for, stack)
+                    self._questions[number].answers[sender] = answer
+            elif kind in Standoff.KINDS:
+                self._standoff.receive(sender, kind, content[0])
+
+    def _post(self, dest: int, kind: str, content: object) -> None:
+        self._transport.post(pickle.dumps((kind, content)), dest)
+
+    def _needs(self, now: float) -> Needs:
+        """What this rank needs to go on, if it is stuck; empty if not, or if that is not certain."""
+        waits = list(self._waits.values())
+        if not waits or any(now < wait.since + self._config.deadlock_time_seconds for wait in waits):
+            return ()
+        if not self.users.are_all_among({wait.thread for wait in waits}):
+            return ()  # a thread that may do what the others wait for
+        needs = [None if wait.need is None else wait.need() for wait in waits]
+        return () if None in needs else tuple(need for need in needs if need is not None)
+
+    def _lacks(self, need: Need) -> bool:
+        """Whether this rank has not done its part of what another needs."""
+        if need.operation is None:
+            return self._transport.rank in need.ranks and self._exchanges.get(need.ranks, 0) < need.number
+        lacks = self.lacks.get(need.ranks)
+        return lacks is not None and lacks(need.operation, need.number)
+
+    def _where(self) -> Answer:
+        now = time.monotonic()
+        waits = tuple((wait.what(), now - wait.since) for wait in list(self._waits.values()))
+        completed = self._completed
+        last = None if completed is None else (completed[0](), now - completed[1])
+        return Answer(waits, stack_of(self._main_thread), last)
+
+    def _forgive(self, seconds: float) -> None:
+        """The process was stopped for so long: by Ctrl-Z, or with its machine."""
+        for wait in list(self._waits.values()):
+            wait.since += seconds
+            wait.next_report += seconds
 
     def _check(self, wait: Wait, now: float) -> None:
         for rank in wait.ranks:
@@ -184,32 +270,13 @@ class Watch:
                         self._transport.post(pickle.dumps(("where", number)), rank)
 
     def _report(self, question: _Question, now: float) -> None:
-        waiting = [rank for rank, (what, _) in question.answers.items() if what is not None]
-        if self._transport.rank != min(waiting, default=-1):
-            return  # over meanwhile, or another rank's to print
-        wait = question.wait
-        seconds = now - wait.since
-        lines = [f"hvdlite: rank {self._transport.rank} has waited {seconds:.0f} s for {wait.what()}."]
-        for rank in wait.ranks:
-            if rank in self._left:
-                lines.append(f"  rank {rank} has left the job.")
-            elif rank not in question.answers:
-                lines.append(f"  rank {rank} does not answer: it is stopped, or busy in code that holds Python's lock.")
-            elif question.answers[rank][0] is not None:
-                lines.append(f"  rank {rank} waits for {question.answers[rank][0]}")
-            else:
-                lines.append(f"  rank {rank} is missing; it is here:\n{question.answers[rank][1]}")
-        limit = self._config.stall_shutdown_time_seconds
-        if 0 < limit < seconds:
-            self._end_job("\n".join([*lines, f"The job is ended: the limit for one wait is {limit:g} s."]))
+        wait, what = question.wait, question.wait.what()
+        end_after = self._config.stall_shutdown_time_seconds
+        limit = self._config.stall_check_time_seconds
+        if self._transport.rank != reporter(what, question.answers, min(limit, end_after) if end_after > 0 else limit):
+            return  # over meanwhile, or another rank's to report
+        text = report(self._transport.rank, what, now - wait.since, wait.ranks, question.answers, self._left)
+        if 0 < end_after < now - wait.since:
+            self._end_job(f"{text}\nThe job is ended: the limit for one wait is {end_after:g} s.")
         else:
-            print("\n".join(lines), file=sys.stderr, flush=True)
-
-    def _stack(self) -> str:
-        """Where the thread that started hvdlite is, innermost call last, without our own frames."""
-        frame = sys._current_frames().get(self._main_thread)
-        frames = [entry for entry in traceback.extract_stack(frame) if not entry.filename.startswith(_PACKAGE)]
-        return "".join("    " + line for line in traceback.StackSummary.from_list(frames[-6:]).format())
-
-
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+            print(text, file=sys.stderr, flush=True)

@@ -28,7 +28,13 @@ class TensorFlowAdapter:
             raise UnsupportedTensorError(
                 "expected an eager tensor; got a symbolic one: call this outside of tf.function."
             )
-        return TensorInfo(_name(tensor.dtype), tuple(tensor.shape))
+        return TensorInfo(self.dtype(tensor), tuple(tensor.shape))
+
+    def dtype(self, tensor: Any) -> str:
+        return _name(tensor.dtype)
+
+    def cast(self, tensor: Any, dtype: str) -> Any:
+        return tf.cast(tensor, dtype)
 
     def check_writable(self, tensor: Any) -> None:
         if not isinstance(tensor, tf.Variable):

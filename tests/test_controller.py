@@ -256,6 +256,113 @@ def test_a_report_that_crosses_the_news_of_its_failure_does_not_count_again(firs
     assert all(entry[1:] == [Decision(("a",), None)] for entry in log)
 
 
+@st.composite
+def uneven_programs(draw: st.DrawFn) -> tuple[list[Use], list[int]]:
+    """What the ranks submit, and how many of it each does before it joins."""
+    size, uses = draw(programs())
+    names = {key: n for n, (key, _) in enumerate(uses)}  # here a name is used once before all join
+    uses = [use for n, use in enumerate(uses) if names[use[0]] == n]
+    return uses, draw(st.lists(st.integers(0, len(uses)), min_size=size, max_size=size))
+
+
+@given(st.lists(uneven_programs(), max_size=4), st.integers(1, 4), st.integers(1, 40), st.integers(1, 7), st.randoms())
+def test_ranks_that_have_joined_count_as_having_submitted_everything(
+    epochs: list[tuple[list[Use], list[int]]], fanout: int, cache_entries: int, together: int, draw: random.Random
+) -> None:
+    size = max([2, *(len(stops) for _, stops in epochs)])
+    _, ranks = controllers(size, fanout, together, cache_entries)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    given_parts: list[dict[Key, Signature]] = [{} for _ in ranks]
+
+    def step(rank: int) -> None:
+        log[rank] += ranks[rank].step()
+        assert not given_parts[rank].keys() & ranks[rank].unsubmitted.keys()
+        given_parts[rank].update(ranks[rank].unsubmitted)
+        ranks[rank].unsubmitted.clear()
+
+    for uses, some_stops in epochs:
+        stops = [*some_stops, *[0] * (size - len(some_stops))]
+        values = {key: [*each, *["a"] * (size - len(each))] for key, each in uses}
+        todo: list[list[Key | None]] = [[*draw.sample(list(values)[:stop], stop), None] for stop in stops]
+        while any(todo):
+            rank = draw.randrange(size)
+            if todo[rank] and draw.random() < 0.5:
+                if (key := todo[rank].pop(0)) is None:
+                    ranks[rank].join()
+                else:
+                    ranks[rank].announce(key, signature(values[key][rank]))
+            else:
+                step(rank)
+        while any(not entry or entry[-1].last_joined is None for entry in log):
+            step(draw.randrange(size))
+        assert all(entry == log[0] for entry in log)
+        *decisions, end = log[0]
+        assert end == Decision((), None, end.last_joined) and end.last_joined in range(size)
+        decided = {key: decision for decision in decisions for key in decision.keys}
+        assert sorted(map(str, decided)) == sorted(map(str, list(values)[: max(stops)]))
+        assert sum(len(decision.keys) for decision in decisions) == len(decided)
+        for number, (key, each) in enumerate(values.items()):
+            submitted = [rank for rank in range(size) if stops[rank] > number]
+            if not submitted:
+                continue
+            variants = {each[rank] for rank in submitted}
+            error = decided[key].error
+            assert (error is None) == (len(variants) == 1)
+            for value in variants if error else ():
+                who = ranks_text([rank for rank in submitted if each[rank] == value])
+                assert f"  {who}: allreduce({value}(1))" in (error or "").splitlines()
+            for rank in range(size):
+                stands_in = error is None and rank not in submitted
+                assert given_parts[rank].get(key) == (signature(*variants) if stands_in else None)
+        for entry, parts in zip(log, given_parts, strict=True):
+            entry.clear()
+            parts.clear()
+
+
+def test_the_last_to_join_is_told_whatever_the_way_of_its_letter() -> None:
+    fabric, ranks = controllers(7, fanout=2)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    draw = random.Random(0)
+    for last in range(7):
+        for rank in draw.sample([rank for rank in range(7) if rank != last], 6):
+            ranks[rank].join()
+        settle(fabric, ranks, log, draw)
+        assert all(len(entry) == last for entry in log)
+        ranks[last].join()
+        settle(fabric, ranks, log, draw)
+        assert all(entry[-1] == Decision((), None, last) for entry in log)
+
+
+def test_what_a_rank_had_submitted_is_known_before_that_it_has_joined() -> None:
+    """All ranks join at once, each with operations that only it has submitted, along a chain."""
+    fabric, ranks = controllers(5, fanout=1)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    for rank, controller in enumerate(ranks):
+        controller.announce(f"of {rank}", signature("f"))
+        controller.join()
+    for rank in reversed(range(5)):  # each reads all that the ranks below it have to say in one step
+        log[rank] += ranks[rank].step()
+    settle(fabric, ranks, log, random.Random(0))
+    assert all(entry == log[0] for entry in log)
+    assert [decision.last_joined is None for decision in log[0]] == [True] * (len(log[0]) - 1) + [False]
+    assert sorted(key for decision in log[0] for key in decision.keys) == [f"of {rank}" for rank in range(5)]
+
+
+@pytest.mark.parametrize("size", [2, 9, 64, 300])
+def test_joining_costs_one_letter_up_and_one_plan_down(size: int) -> None:
+    fabric, ranks = controllers(size, FANOUT)
+    for rank in reversed(range(size)):
+        ranks[rank].join()
+        assert ranks[rank].step() == ([] if rank else [Decision((), None, 0)])
+    for rank in range(1, size):
+        assert ranks[rank].step() == [Decision((), None, 0)]
+    letters = [fabric.traffic(rank).letters for rank in range(size)]
+    children = [
+        len([c for c in range(rank * FANOUT + 1, rank * FANOUT + FANOUT + 1) if c < size]) for rank in range(size)
+    ]
+    assert letters == [bool(rank) + children[rank] for rank in range(size)]
+
+
 def test_ranks_text() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([0, 2, 1, 5, 7, 8]) == "ranks 0-2, 5, 7-8"

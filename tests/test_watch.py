@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite.api import world
+from hvdlite.api import in_world, world
 from hvdlite.config import Config
-from hvdlite.errors import HvdliteError
+from hvdlite.errors import HvdliteError, MismatchError
+from hvdlite.launch import cli
 from hvdlite.protocols import TensorInfo
+from hvdlite.stall import Answer, reporter, stack_of
 from hvdlite.testing import on_ranks
+from hvdlite.watch import Wait
+from tests.jobs import PROGRAMS, Start
 
 
 def test_a_report_names_the_missing_rank_and_shows_its_line(capfd: pytest.CaptureFixture[str]) -> None:
@@ -103,3 +110,161 @@ def test_a_peer_that_leaves_after_its_part_is_done_is_no_failure() -> None:
 
     for _ in range(10):
         on_ranks(3, check, timeout=30)
+
+
+STALLS = str(PROGRAMS / "stalls.py")
+
+
+@pytest.mark.parametrize("how", ["sleep", "skip"])
+def test_hvdliterun_shows_where_a_missing_rank_is_and_what_it_did_last(start: Start, how: str, tmp_path: Path) -> None:
+    release = tmp_path / "release"
+    job = start("-np", "3", "--stall-check-warning-time-seconds", "0.3", "python", STALLS, how, str(release))
+    assert job.process.stderr is not None
+    seen = ""
+    while "last completed operation" not in seen:
+        line = job.process.stderr.readline()
+        assert line, seen
+        seen += line
+    assert "[0] hvdlite: rank 0 has waited" in seen
+    assert "for 'second': allreduce(float64(3), op=average)." in seen
+    assert "rank 1 waits for it too." in seen
+    stack = seen.partition("rank 2 is missing; it is here:")[2]
+    assert f'{STALLS}", line' in stack
+    assert "time.sleep(0.01)  # the line that rank 2 is on" in stack
+    assert "runpy" not in stack
+    assert "ago: 'first': allreduce(float64(3), op=average)" in stack
+    release.touch()
+    ended = job.end()
+    if how == "sleep":
+        assert ended.code == 0
+    else:
+        assert ended.code == 1
+        assert "rank 2 has left the job, and this rank still waits for 'second'" in ended.err
+
+
+def test_a_rank_that_diverges_is_named_with_its_line_and_the_job_ends(start: Start, tmp_path: Path) -> None:
+    # Ranks that all wait for different operations are told so sooner, unless that takes longer than the report.
+    patient = {"HVDLITE_DEADLOCK_TIME_SECONDS": "50"}
+    limits = ("--stall-check-warning-time-seconds", "0.3", "--stall-check-shutdown-time-seconds", "4")
+    ended = start("-np", "3", *limits, "python", STALLS, "diverge", str(tmp_path / "never"), env=patient).end()
+    assert ended.code == 1
+    assert "the limit for one wait is 4 s" in ended.err
+    # Rank 0 reports its wait and rank 2 its own, and either may end the job: both say where rank 2 is.
+    line = 'alone = hvd.allreduce(np.ones(3), name="another")  # the line that rank 2 is on'
+    reports = re.split(r"hvdlite: (?=rank \d has waited)", ended.err)[1:]
+    assert {report.split()[1] for report in reports} == {"0", "2"}
+    for report in reports:
+        assert line in report
+        if report.startswith("rank 0"):
+            assert "rank 2 waits for something else, 'another': allreduce(float64(3), op=average)" in report
+
+
+def test_the_lowest_rank_that_has_waited_long_enough_reports() -> None:
+    def answer(*waits: tuple[str, float]) -> Answer:
+        return Answer(waits, "", None)
+
+    both = {0: answer(("a", 70.0)), 1: answer(("b", 80.0), ("a", 61.0)), 2: answer()}
+    assert reporter("a", both, 60.0) == 0
+    assert reporter("b", both, 60.0) == 1
+    assert reporter("c", both, 60.0) is None
+    newcomer = {0: answer(("a", 5.0)), 1: answer(("a", 61.0))}
+    assert reporter("a", newcomer, 60.0) == 1
+    nearly = {0: answer(("a", 58.0)), 1: answer(("a", 61.0))}
+    assert reporter("a", nearly, 60.0) == 0, "it reports in a moment itself"
+
+
+def test_a_deep_stack_is_shown_from_both_ends() -> None:
+    def dive(depth: int) -> str:
+        if depth:
+            return dive(depth - 1)
+        return stack_of(threading.get_ident())
+
+    text = dive(40)
+    assert "more calls …" in text
+    assert text.count("\n") < 60
+    thread = threading.Thread(target=lambda: shown.append(dive(2)))
+    shown: list[str] = []
+    thread.start()
+    thread.join()
+    assert "more calls" not in shown[0]
+    assert "return stack_of(threading.get_ident())" in shown[0].splitlines()[-1]
+
+
+def test_time_in_which_the_process_was_stopped_is_nobodys_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, stopped, looked = time.monotonic, threading.Event(), threading.Semaphore(0)
+
+    class Clock:
+        @staticmethod
+        def monotonic() -> float:
+            if not stopped.is_set():
+                return real()
+            looked.release()
+            return real() + 1000.0
+
+    monkeypatch.setattr("hvdlite.watch.time", Clock)
+
+    def wait() -> None:
+        here = world()
+        if hvd.rank() == 1:
+            entered.wait(20)
+            stopped.set()
+            for _ in range(12):  # the threads of both ranks have looked at all waits meanwhile, several times
+                assert looked.acquire(timeout=20)
+            hvd.barrier(name="the end")
+        else:
+            handle = hvd.barrier_async(name="the end")
+            number = here.watch.begin(Wait(lambda: "the wait", (0, 1), failures.append))
+            entered.set()
+            handle.wait()
+            here.watch.end(number)
+
+    failures: list[HvdliteError] = []
+    entered = threading.Event()
+    on_ranks(2, wait, config=Config(stall_shutdown_time_seconds=500.0, stall_check_time_seconds=400.0), timeout=40)
+    assert not failures
+
+
+@pytest.mark.parametrize(
+    ("flags", "disabled", "report", "end"),
+    [
+        ([], False, 60.0, 1800.0),
+        (["--stall-check"], False, 10.0, 300.0),
+        (["--stall-check", "--stall-check-warning-time-seconds", "3"], False, 3.0, 300.0),
+        (["--stall-check-shutdown-time-seconds", "0"], False, 60.0, 0.0),
+        (["--no-stall-check"], True, 60.0, 1800.0),
+    ],
+)
+def test_the_limits_that_options_set(flags: list[str], disabled: bool, report: float, end: float) -> None:
+    options = cli._parser().parse_args([*flags, "-np", "2", "train.py"])
+    settings = {name: str(value) for name, value in cli._stall_settings(options).items() if value is not None}
+    config = Config.from_env(settings)
+    assert (config.stall_check_disable, config.stall_check_time_seconds) == (disabled, report)
+    assert config.stall_shutdown_time_seconds == end
+
+
+def test_a_thread_that_has_ended_is_not_mistaken_for_one_with_its_number() -> None:
+    """Ranks that wait for each other are told so, though a thread lives that has the number of one that used hvdlite."""
+    over, numbers = threading.Event(), dict.fromkeys(range(2), 0)
+
+    def check() -> None:
+        here, rank = world(), hvd.rank()
+
+        def submit() -> None:
+            with in_world(here):
+                hvd.barrier("of another thread")
+                numbers[rank] = threading.get_ident()
+
+        first = threading.Thread(target=submit)
+        first.start()
+        first.join(20)
+        others = []
+        while numbers[rank] not in [other.ident for other in others] and len(others) < 100:
+            others.append(threading.Thread(target=over.wait, args=(30,), daemon=True))
+            others[-1].start()
+        with pytest.raises(MismatchError, match="every rank waits"):
+            hvd.barrier(f"of {rank}")
+
+    try:
+        on_ranks(2, check, config=Config(deadlock_time_seconds=0.3), timeout=20)
+    finally:
+        over.set()

@@ -28,6 +28,7 @@ CALLS = [
         hvd.cross_size,
         hvd.is_homogeneous,
         hvd.barrier,
+        hvd.join,
     ),
     *(lambda: hvd.allreduce(X), lambda: hvd.allgather_async(X), lambda: hvd.broadcast(X, 0), lambda: hvd.alltoall(X)),
     *(lambda: hvd.reducescatter(X), lambda: hvd.broadcast_object(1), lambda: hvd.allgather_object(1)),
@@ -147,3 +148,13 @@ def test_a_rank_that_leaves_early_is_named() -> None:
 
     with pytest.raises(HvdliteError, match=r"rank 1 has left the job, and this rank still waits for 'needs all'"):
         on_ranks(2, leave_on_one, timeout=20)
+
+
+def test_a_rank_that_leaves_without_joining_is_named() -> None:
+    def leave_on_one() -> None:
+        hvd.barrier()
+        if hvd.rank() != 1:
+            hvd.join()
+
+    with pytest.raises(HvdliteError, match=r"rank 1 has left the job, and this rank still waits for join\(\)\."):
+        on_ranks(3, leave_on_one, timeout=20)

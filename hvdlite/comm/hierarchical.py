@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdlite.algorithms.adasum import adasum, check_adasum
+from hvdlite.algorithms.slices import slices
 from hvdlite.arithmetic import Arithmetic, arithmetic
 from hvdlite.comm.host_collectives import HostCollectives
 from hvdlite.comm.layers import Layers, MakeCollectives
@@ -102,6 +104,38 @@ class HierarchicalCollectives:
             finish(wide)
         if not kernel.exact:
             kernel.narrow(wide, data)
+
+    def adasum(self, tensors: Sequence[Array], dtype: str | None = None) -> None:
+        """Combine tensors over the ranks by Adasum, each by itself, in place (see `hvdlite.algorithms.adasum`).
+
+        They travel together, and all the way as messages: Adasum is no sum that each host could begin by itself.
+
+        Args:
+            tensors: Of shape ``(n,)``, n of their own, the same on every rank; of one dtype. bfloat16 as its bits in uint16.
+            dtype: As for `allreduce`. float16 and bfloat16 are combined as float32 and rounded once.
+
+        Raises:
+            UnsupportedTensorError: They are not real floating-point numbers.
+        """
+        if not tensors:
+            return
+        dtype = dtype or tensors[0].dtype.name
+        check_adasum(dtype)
+        if self.size == 1:
+            return
+        kernel = arithmetic(dtype, ReduceOp.SUM)
+        counts = [tensor.size for tensor in tensors]
+        with np.errstate(all="ignore"):
+            if kernel.exact and len(tensors) == 1:
+                adasum(self._transport, tensors[0], counts)
+                return
+            flat = np.empty(sum(counts), kernel.wide)
+            pieces = [flat[piece] for piece in slices(counts)]
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                kernel.widen(tensor, piece)
+            adasum(self._transport, flat, counts)
+            for tensor, piece in zip(tensors, pieces, strict=True):
+                kernel.narrow(piece, tensor)
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         if self._one_host and self._here is not None:

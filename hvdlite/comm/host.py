@@ -39,12 +39,16 @@ class Host:
     Args:
         transport: Over them, for the use of this object alone.
 
+    Attributes:
+        patient: Sleep while waiting: another thread of this rank has something to do.
+
     Raises:
         SharedMemoryError: They cannot share memory. Raised on all of them.
     """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self.patient = False
         self.rank = transport.rank
         self.size = transport.size
         self._count = 0
@@ -109,14 +113,15 @@ class Host:
 
     def _wait(self, place: int, count: int) -> None:
         board = self._board
-        for _ in range(self._spins):
-            if board[place] >= count:
-                return
-        until = time.monotonic() + _OFFERS_SECONDS
-        while time.monotonic() < until:
-            self._offer()
-            if board[place] >= count:
-                return
+        if not self.patient:
+            for _ in range(self._spins):
+                if board[place] >= count:
+                    return
+            until = time.monotonic() + _OFFERS_SECONDS
+            while time.monotonic() < until:
+                self._offer()
+                if board[place] >= count:
+                    return
         nap = _FIRST_NAP
         while board[place] < count:
             time.sleep(nap)

@@ -7,9 +7,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hvdlite.errors import LaunchError
 from hvdlite.launch.check_build import check_build, own_version
+from hvdlite.launch.horovod import check_interpreter, job_environment
 from hvdlite.launch.hosts import Host, check_slots, parse_hostfile, parse_hosts
 from hvdlite.launch.job import Job, JobSpec
 from hvdlite.launch.mpi import Placement, find_mpi, worker_command
@@ -61,14 +63,30 @@ def _parser() -> argparse.ArgumentParser:
     add("--start-timeout", metavar="S", type=_positive, default=30.0, help="seconds until all ranks run (30)")
     add("--mpi", choices=("openmpi", "mpich"), help="which MPI to use, where both are installed")
     add("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, in quotes")
+    add("--horovod", action="store_true", help="the program is written for Horovod: its `import horovod` means hvdlite")
     add("--verbose", action="store_true", help="show the mpirun command, and all that mpirun prints")
     add("--no-tag-output", action="store_true", help='no "[rank] " before each line (there is none with -np 1)')
     add("--output-filename", metavar="DIR", help="also keep each rank's output in DIR/rank.N/stdout and stderr")
     add("--fusion-threshold-mb", metavar="MB", type=_not_negative, help="tensors fused into one exchange, at most")
+    add("--autotune", action="store_true", help="search for the fastest way to exchange gradients in the first steps")
+    add("--autotune-log-file", metavar="FILE", help="record that search in FILE, as CSV")
+    add("--timeline-filename", metavar="FILE", help="write a timeline to FILE (see docs/timeline.md)")
+    cycles = argparse.BooleanOptionalAction
+    add("--timeline-mark-cycles", action=cycles, help="mark in it when the ranks agreed on what to run")
+    stalls = parser.add_mutually_exclusive_group()
+    stalls.add_argument(
+        "--stall-check", action="store_true", help="report waits after 10 s, and end the job after 300 s (60, 1800)"
+    )
+    stalls.add_argument("--no-stall-check", action="store_true", help="neither report waits nor end the job for them")
     add("--stall-check-warning-time-seconds", metavar="S", type=_positive, help="say who is missing after S (60)")
-    add("--stall-check-shutdown-time-seconds", metavar="S", type=_not_negative, help="end the job after S (0: never)")
+    add("--stall-check-shutdown-time-seconds", metavar="S", type=_not_negative, help="end it after S (1800; 0: never)")
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="the program and its arguments")
     return parser
+
+
+def flags() -> set[str]:
+    """The flags of ``hvdliterun``, in all their spellings."""
+    return {flag for action in _parser()._actions for flag in action.option_strings}
 
 
 def _positive_int(text: str) -> int:
@@ -137,6 +155,9 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
         raise LaunchError(f"what to run? Give a command: hvdliterun -np {options.num_proc} train.py")
     hosts = read_hosts(options.hosts, options.hostfile, options.num_proc)
     program = worker_command(command)
+    if options.horovod:
+        check_interpreter(program)
+        environ = job_environment(environ)
     mpi = find_mpi(options.mpi)
     placement = Placement(
         num_proc=options.num_proc,
@@ -149,11 +170,31 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
     )
     settings = {
         "HVDLITE_FUSION_THRESHOLD": _bytes(options.fusion_threshold_mb),
-        "HVDLITE_STALL_CHECK_TIME_SECONDS": options.stall_check_warning_time_seconds,
-        "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": options.stall_check_shutdown_time_seconds,
+        "HVDLITE_AUTOTUNE": "1" if options.autotune or options.autotune_log_file else None,
+        "HVDLITE_AUTOTUNE_LOG": options.autotune_log_file,
+        "HVDLITE_TIMELINE": options.timeline_filename,
+        "HVDLITE_TIMELINE_MARK_CYCLES": options.timeline_mark_cycles,
+        **_stall_settings(options),
     }
     changes = {name: str(value) for name, value in settings.items() if value is not None}
     return JobSpec(mpi, placement, program, {**environ, **changes}, options.start_timeout, options.verbose)
+
+
+def _stall_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What the options say of waits that last; None leaves it to the environment."""
+    report, end = options.stall_check_warning_time_seconds, options.stall_check_shutdown_time_seconds
+    disable = None
+    if options.stall_check:
+        disable = "0"
+        report = 10.0 if report is None else report
+        end = 300.0 if end is None else end
+    elif options.no_stall_check:
+        disable = "1"
+    return {
+        "HVDLITE_STALL_CHECK_DISABLE": disable,
+        "HVDLITE_STALL_CHECK_TIME_SECONDS": report,
+        "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": end,
+    }
 
 
 def _bytes(megabytes: float | None) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdlite.errors import LaunchError
 from hvdlite.launch.hosts import Host, is_local, ssh_options
-from hvdlite.launch.rank_environment import cores
+from hvdlite.launch.rank_environment import HOROVOD_VARIABLE, cores
 
 PROGRAMS = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec", "mpirun")}
 _NOT_FORWARDED = re.compile(
@@ -65,6 +65,17 @@ class Placement:
         if self.is_local:
             return self.num_proc
         return min(self.num_proc, max(host.slots for host in self.hosts))
+
+    @property
+    def rank_counts(self) -> list[int]:
+        """The number of ranks of each host that has any; hosts are filled in their order."""
+        if self.is_local:
+            return [self.num_proc]
+        counts, left = [], self.num_proc
+        for host in self.hosts:
+            counts.append(min(host.slots, left))
+            left -= counts[-1]
+        return [count for count in counts if count]
 
 
 def find_mpi(choice: str | None = None) -> Mpi:
@@ -142,6 +153,8 @@ def environment(mpi: Mpi, placement: Placement, base: Mapping[str, str]) -> dict
     options = ssh_options(placement.ssh_port, placement.ssh_identity_file)
     if mpi.flavour == "mpich" and options:
         result["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(options)
+    if HOROVOD_VARIABLE in result:
+        result[HOROVOD_VARIABLE] = ",".join(map(str, placement.rank_counts))
     return result
 
 

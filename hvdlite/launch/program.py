@@ -21,7 +21,11 @@ from typing import NoReturn
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _RUN_FUNCTION = os.path.join(_FOLDER, "run_function.py")
-_OWN_FILES = ("worker.py", "program.py")
+_COMPAT = os.path.join(os.path.dirname(_FOLDER), "compat")
+_OWN_FILES = (
+    *(os.path.join(_FOLDER, name) for name in ("worker.py", "program.py")),
+    *(os.path.join(_COMPAT, name) for name in ("__main__.py", "cli.py")),
+)
 
 
 def become_rank(guard_pid: int, stdout: int, stderr: int, reports: int) -> None:
@@ -61,7 +65,7 @@ def run(arguments: list[str], reports: int) -> NoReturn:
     if arguments[0] == "--exec":
         _exec(arguments[1:], reports)
     try:
-        _run_python(arguments)
+        run_python(arguments)
     except SystemExit as leave:
         if os.getpid() != own or leave.code in (None, 0):
             code = leave.code
@@ -75,21 +79,25 @@ def run(arguments: list[str], reports: int) -> NoReturn:
             raise
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, error.__traceback__)
-        _fail(reports, _user_traceback(error), 1, type(error).__name__)
+        text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
+        _fail(reports, text, 1, type(error).__name__)
     if os.getpid() == own:
         _report(reports, kind="done")
     raise SystemExit(code)
 
 
-def _run_python(arguments: list[str]) -> None:
-    """What ``python *arguments`` does: a script, a directory or archive, ``-m module`` or ``-c code``."""
+def run_python(arguments: list[str]) -> None:
+    """What ``python *arguments`` does: a script, a directory or archive, ``-m module`` or ``-c code``.
+
+    In a process whose ``sys.path`` begins, as Python has made it, with the place of the program that calls this.
+    """
     program, *rest = arguments
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
     safe_path = getattr(sys.flags, "safe_path", False)
     if not safe_path:
-        del sys.path[0]  # worker.py's directory
+        del sys.path[0]
     if program == "-m":
         sys.argv = ["-m", *rest[1:]]
         if not safe_path:
@@ -138,11 +146,11 @@ def _fail(reports: int, text: str, code: int, error: str = "") -> NoReturn:
 
 
 def _is_own_frame(filename: str) -> bool:
-    folder, name = os.path.split(os.path.abspath(filename))
-    return (folder == _FOLDER and name in _OWN_FILES) or filename in (runpy.__file__, "<frozen runpy>")
+    return os.path.abspath(filename) in _OWN_FILES or filename in (runpy.__file__, "<frozen runpy>")
 
 
-def _user_traceback(error: BaseException) -> str:
+def user_frames(error: BaseException) -> types.TracebackType | None:
+    """The traceback of an error that the program raised, without the frames of whoever ran the program."""
     trace = error.__traceback__
     for frame, _ in traceback.walk_tb(trace):
         if frame.f_code.co_name == "work" and frame.f_code.co_filename == _RUN_FUNCTION:
@@ -153,10 +161,10 @@ def _user_traceback(error: BaseException) -> str:
             break
     while trace is not None and _is_own_frame(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace))
+    return trace
 
 
 def without_own_frames(dump: str) -> str:
     """A stack as printed by faulthandler, without the frames of the launcher."""
-    own = (*(f"hvdlite/launch/{name}" for name in _OWN_FILES), "<frozen runpy>")
+    own = (*_OWN_FILES, "<frozen runpy>")
     return "".join(line for line in dump.splitlines(keepends=True) if not any(name in line for name in own))

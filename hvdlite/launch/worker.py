@@ -52,6 +52,7 @@ def main(arguments: list[str]) -> int:
         return 1
     shared_memory.create_directory()
     threads = rank_environment.share_cores()
+    rank_environment.show_place()
     pipes = [os.pipe(), os.pipe(), os.pipe()]
     guard_pid = os.getpid()
     child = os.fork()

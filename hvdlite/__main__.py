@@ -1,0 +1,9 @@
+"""``python -m hvdlite``: the same as ``hvdlite``."""
+
+from __future__ import annotations
+
+import sys
+
+from hvdlite.command import main
+
+sys.exit(main())

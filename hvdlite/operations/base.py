@@ -1,0 +1,147 @@
+"""What every operation is: a signature that the ranks must agree on, and a way to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.errors import ArgumentError
+from hvdlite.operations.nothing import Nothing
+from hvdlite.protocols import Array
+from hvdlite.tensors import adapter_for
+
+Signature = tuple[str, tuple[tuple[str, tuple[int | None, ...]], ...], tuple[tuple[str, Any], ...]]
+"""What must be the same on all ranks: kind, (dtype, shape) of each tensor, other arguments by name.
+
+None in a shape stands for a length that may differ from rank to rank. Plain tuples, because they travel often.
+"""
+
+_TENSORS_SHOWN = 4
+
+
+def describe(signature: Signature, start: int = 0) -> str:
+    """The signature in words, as errors show it; of a long list of tensors, some from number `start` on."""
+    kind, tensors, arguments = signature
+    shown = [f"{dtype}({', '.join('*' if n is None else str(n) for n in shape)})" for dtype, shape in tensors]
+    if len(shown) > _TENSORS_SHOWN:
+        shown = [f"{len(shown)} tensors, from number {start}: {', '.join(shown[start : start + _TENSORS_SHOWN])}, …"]
+    return f"{kind}({', '.join([*shown, *(f'{name}={value}' for name, value in arguments)])})"
+
+
+class Operation:
+    """Something that all ranks of a group do together.
+
+    Attributes:
+        signature: What must agree between the ranks.
+        fusion_key: Operations with equal keys (not None) may run as one, by `run_together`.
+        nbytes: Bytes that travel; decides how many operations share one exchange.
+        single: The caller gave one tensor and gets one result, not a list.
+    """
+
+    fusion_key: Hashable = None
+    nbytes: int = 0
+    single: bool = False
+    signature: Signature
+
+    def run(self, collectives: HierarchicalCollectives) -> Any:
+        """Do it; every rank of the group does so at the same point of its sequence. Returns the caller's result."""
+        raise NotImplementedError
+
+    def outcome(self, result: Any) -> Any:
+        """What the caller gets for what `run` returned."""
+        return result[0] if self.single else result
+
+    @classmethod
+    def run_together(cls, operations: Sequence[Any], collectives: HierarchicalCollectives) -> list[Any]:
+        """Run operations of this class that have the same fusion key; one result each."""
+        return [operation.run(collectives) for operation in operations]
+
+
+class TensorOperation(Operation):
+    """An operation on tensors.
+
+    Args:
+        given: This rank's tensor, or a list of them.
+        inplace: The results overwrite the tensors.
+
+    Raises:
+        UnsupportedTensorError: One of them is no tensor, has no numbers in it, or cannot be overwritten.
+    """
+
+    def __init__(self, given: Any, inplace: bool = False) -> None:
+        self.single = not isinstance(given, list | tuple)
+        self.tensors: list[Any] = [given] if self.single else list(given)
+        self.inplace = inplace
+        self.adapters = [adapter_for(tensor) for tensor in self.tensors]
+        self.infos = [adapter.info(tensor) for adapter, tensor in zip(self.adapters, self.tensors, strict=True)]
+        if inplace:
+            for adapter, tensor in zip(self.adapters, self.tensors, strict=True):
+                adapter.check_writable(tensor)
+
+
+class Part:
+    """One tensor of an exchange."""
+
+    __slots__ = ("adapter", "dtype", "inplace", "tensor")
+
+    def __init__(self, tensor: Any, adapter: Any, dtype: str, inplace: bool) -> None:
+        self.tensor, self.adapter, self.dtype, self.inplace = tensor, adapter, dtype, inplace
+
+    @property
+    def is_nothing(self) -> bool:
+        """This rank has joined and adds no values."""
+        return isinstance(self.tensor, Nothing)
+
+    def deliver(self, array: Array) -> Any:
+        """The result for the caller: the tensor itself, overwritten, or a new one."""
+        if self.inplace:
+            self.adapter.assign(self.tensor, array)
+            return self.tensor
+        return self.adapter.from_array(array, self.dtype, self.tensor)
+
+
+def check_root(root: int, size: int) -> int:
+    """The root as an int.
+
+    Raises:
+        ArgumentError: It is not a rank of the group.
+    """
+    if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < size:
+        raise ArgumentError(f"root_rank={root!r}: expected a rank of the group, 0 to {size - 1}.")
+    return int(root)
+
+
+class Barrier(Operation):
+    """Wait for everybody. Agreeing that all are here is all there is to do."""
+
+    def __init__(self) -> None:
+        self.signature = ("barrier", (), ())
+
+    def run(self, collectives: HierarchicalCollectives) -> None:
+        return None
+
+
+class Join(Operation):
+    """What a rank that has joined waits for; it runs nowhere."""
+
+    def __init__(self) -> None:
+        self.signature = ("join", (), ())
+
+
+class Agreement(Operation):
+    """Do something local at the same point of every rank's sequence, once all ranks have asked for the very same.
+
+    How communicators are made: an order that differs between the ranks is an error here and not a hang inside MPI.
+    """
+
+    def __init__(
+        self, kind: str, arguments: Sequence[tuple[str, Any]], action: Callable[[HierarchicalCollectives], Any]
+    ) -> None:
+        self.signature = (kind, (), tuple(arguments))
+        self.action = action
+
+    def run(self, collectives: HierarchicalCollectives) -> Any:
+        return self.action(collectives)

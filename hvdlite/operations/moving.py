@@ -1,0 +1,113 @@
+"""Operations that move tensors between the ranks as they are: allgather, broadcast and alltoall."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.operations.base import Part, TensorOperation, check_root
+from hvdlite.protocols import Array
+
+
+class Allgather(TensorOperation):
+    """Concatenate the ranks' tensors along the first dimension, whose length may differ; scalars make a vector."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__(given)
+        self.signature = ("allgather", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), ())
+
+    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
+        arrays = [
+            np.atleast_1d(adapter.to_array(tensor, wide=False))
+            for adapter, tensor in zip(self.adapters, self.tensors, strict=True)
+        ]
+        lengths = np.empty((collectives.size, len(arrays)), np.int64)
+        own = np.array([array.shape[0] for array in arrays], np.int64)
+        collectives.allgather(own, lengths.reshape(-1), [len(arrays)] * collectives.size)
+        results = []
+        for index, array in enumerate(arrays):
+            out = np.empty((int(lengths[:, index].sum()), *array.shape[1:]), array.dtype)
+            row = math.prod(array.shape[1:])
+            collectives.allgather(array.reshape(-1), out.reshape(-1), [int(n) * row for n in lengths[:, index]])
+            results.append(self.adapters[index].from_array(out, self.infos[index].dtype, self.tensors[index]))
+        return results
+
+
+class Broadcast(TensorOperation):
+    """Give every rank the root's tensors."""
+
+    def __init__(self, given: Any, root: int, size: int, inplace: bool = False) -> None:
+        self.root = check_root(root, size)
+        super().__init__(given, inplace)
+        self.signature = ("broadcast", tuple(self.infos), (("root_rank", self.root),))
+
+    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
+        results = []
+        for tensor, adapter, (dtype, _) in zip(self.tensors, self.adapters, self.infos, strict=True):
+            array = adapter.to_array(tensor, wide=False)
+            if not (self.inplace and array.flags.writeable):
+                array = array.copy()
+            collectives.broadcast(array.reshape(-1), self.root)
+            results.append(Part(tensor, adapter, dtype, self.inplace).deliver(array))
+        return results
+
+
+class Alltoall(TensorOperation):
+    """Send a slice of the rows to every rank and receive one from each.
+
+    Each result is a pair: the received rows in the order of the senders, and how many came from each (int32), or the former
+    alone where the caller gave no splits.
+    """
+
+    def __init__(self, given: Any, splits: Any, size: int) -> None:
+        super().__init__(given)
+        for info in self.infos:
+            if not info.shape:
+                raise UnsupportedTensorError(
+                    "alltoall splits the first dimension among the ranks; a 0-d tensor has none."
+                )
+        self.even = splits is None
+        self.splits = [_check_splits(splits, info.shape[0], size) for info in self.infos]
+        self.signature = ("alltoall", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), ())
+
+    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
+        return [
+            self._run_one(*one, collectives)
+            for one in zip(self.tensors, self.adapters, self.infos, self.splits, strict=True)
+        ]
+
+    def _run_one(
+        self, tensor: Any, adapter: Any, info: Any, splits: Array, collectives: HierarchicalCollectives
+    ) -> Any:
+        array = adapter.to_array(tensor, wide=False)
+        received = np.empty(collectives.size, np.int64)
+        ones = [1] * collectives.size
+        collectives.alltoall(splits, ones, received, ones)
+        row = math.prod(array.shape[1:])
+        out = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
+        send_counts, recv_counts = ([int(n) * row for n in counts] for counts in (splits, received))
+        collectives.alltoall(array.reshape(-1), send_counts, out.reshape(-1), recv_counts)
+        result = adapter.from_array(out, info.dtype, tensor)
+        return result if self.even else (result, adapter.from_array(received.astype(np.int32), "int32", tensor))
+
+
+def _check_splits(splits: Any, rows: int, size: int) -> Array:
+    if splits is None:
+        if rows % size:
+            raise ArgumentError(
+                f"alltoall without splits needs a first dimension that {size} ranks divide; got {rows}. Pass splits."
+            )
+        return np.full(size, rows // size, np.int64)
+    given = np.asarray(splits)
+    if given.dtype.kind not in "iu" and given.size:
+        raise ArgumentError(f"splits={splits!r}: expected {size} whole numbers.")
+    if given.shape != (size,) or (given < 0).any() or int(given.sum()) != rows:
+        raise ArgumentError(
+            f"splits={given.tolist()}: expected {size} numbers >= 0, one for each rank, that add up to the first "
+            f"dimension, {rows}; they are {given.size} and add up to {int(given.sum())}."
+        )
+    return given.astype(np.int64)

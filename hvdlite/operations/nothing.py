@@ -1,0 +1,66 @@
+"""The tensors of a rank that has joined: a dtype and a shape, and no values.
+
+A reduction replaces them by its neutral element (`neutral_element`); what else reads them finds zeros. What is delivered
+to them is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.tensors import HALF_DTYPES, register_adapter
+
+
+class Nothing(NamedTuple):
+    """A tensor without values; its dtype is a name as in `TensorInfo`."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _NothingAdapter:
+    """Reads `Nothing`, as a `TensorAdapter`."""
+
+    def info(self, tensor: Nothing) -> TensorInfo:
+        return TensorInfo(*tensor)
+
+    def dtype(self, tensor: Nothing) -> str:
+        return tensor.dtype
+
+    def cast(self, tensor: Nothing, dtype: str) -> Nothing:
+        return Nothing(dtype, tensor.shape)
+
+    def check_writable(self, tensor: Nothing) -> None:
+        pass
+
+    def to_array(self, tensor: Nothing, *, wide: bool) -> Array:
+        if wide and tensor.dtype in HALF_DTYPES:
+            return np.zeros(tensor.shape, np.float32)
+        return np.zeros(tensor.shape, np.uint16 if tensor.dtype == "bfloat16" else tensor.dtype)
+
+    def from_array(self, array: Array, dtype: str, like: Nothing) -> Nothing:
+        return Nothing(dtype, array.shape)
+
+    def assign(self, tensor: Nothing, array: Array) -> None:
+        pass
+
+
+register_adapter(Nothing, _NothingAdapter())
+
+
+def neutral_element(op: ReduceOp, dtype: np.dtype[np.generic]) -> float:
+    """What changes no result of `op`: 0, 1, or the far end of the range of `dtype`.
+
+    Zeros also are what Adasum leaves out (arXiv:2006.02924: a vector of length 0 has no direction).
+    """
+    if op is ReduceOp.PRODUCT:
+        return 1
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 0
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype.name)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return np.inf if op is ReduceOp.MIN else -np.inf

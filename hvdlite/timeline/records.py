@@ -1,0 +1,164 @@
+"""What is noted of one thing from its begin to its end: an operation, operations that run as one, a bucket of gradients."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hvdlite.timeline.clocks import Clock
+
+
+class Row(enum.IntEnum):
+    """What belongs together in the picture of a rank."""
+
+    STEP = 1
+    """From the end of one gradient exchange to that of the next, with its shares."""
+    PROGRAM = 2
+    """Where the program waits for an operation or an exchange; between these it computes."""
+    NEGOTIATION = 3
+    """From the moment that this rank is ready for something until all are."""
+    QUEUE = 4
+    """From the moment that something may run until it does."""
+    COPY = 5
+    """Copies between tensors and the memory that is exchanged."""
+    EXCHANGE = 6
+    """Data of all ranks becomes one."""
+
+
+class Notes(Protocol):
+    """What takes the notes: `hvdlite.timeline.recorder.Timeline`."""
+
+    clock: Clock
+    size: int
+
+    def add(
+        self, row: Row, category: str, name: str, begin: int, end: int | None = None, args: dict[str, Any] | None = None
+    ) -> None:
+        """Note what lasted from `begin` to `end`."""
+        ...
+
+
+def _part(timeline: Notes, ranks: Sequence[int]) -> dict[str, Any]:
+    """What says that some ranks only take part."""
+    return {} if len(ranks) == timeline.size else {"ranks": list(ranks)}
+
+
+class OperationRecord:
+    """One named operation, from its submission on."""
+
+    __slots__ = ("kind", "name", "nbytes", "number", "runs", "submitted")
+
+    def __init__(self, kind: str, name: str, number: int, nbytes: int, submitted: int) -> None:
+        self.kind, self.name, self.number, self.nbytes, self.submitted = kind, name, number, nbytes, submitted
+        self.runs = False
+
+
+class RunRecord:
+    """Operations that run as one, from the moment that they begin to run.
+
+    Args:
+        timeline: Where it is noted.
+        operations: None stands for one that was submitted before the timeline began, or by other ranks only.
+        decided: When this rank heard that all are ready, on `Timeline.clock`.
+        number: The number of this run, on all ranks alike.
+        ranks: Which ranks take part.
+    """
+
+    def __init__(
+        self,
+        timeline: Notes,
+        operations: Sequence[OperationRecord | None],
+        decided: int,
+        number: int,
+        ranks: Sequence[int],
+    ) -> None:
+        self._timeline, self._number = timeline, number
+        where = _part(timeline, ranks)
+        self._records = [record for record in operations if record is not None]
+        self._calls: list[tuple[int, int]] = []
+        self._begin = timeline.clock()
+        for record in self._records:
+            record.runs = True
+            args = self._args([record])
+            args["operation"] = record.number
+            if len(operations) > 1:
+                args["fused"] = len(operations)
+            args |= where
+            kind = record.kind.upper()
+            timeline.add(Row.NEGOTIATION, f"NEGOTIATE_{kind}", record.name, record.submitted, decided, args)
+            timeline.add(Row.QUEUE, "QUEUE", record.name, decided, self._begin, args)
+
+    def timed(self, collectives: Any) -> Any:
+        """Stands for `collectives` while the operations run, and takes the time of what they call."""
+        return _Timed(collectives, self._calls, self._timeline.clock)
+
+    def done(self) -> None:
+        """They have run: what was copying in it, and what was exchange?"""
+        if not self._records:
+            return
+        timeline, end = self._timeline, self._timeline.clock()
+        more = len(self._records) - 1
+        name = self._records[0].name + (f" and {more} more" if more else "")
+        args = self._args(self._records)
+        first, last = (self._calls[0][0], self._calls[-1][1]) if self._calls else (self._begin, end)
+        if self._calls:
+            timeline.add(Row.COPY, "MEMCPY_IN", name, self._begin, first, args)
+            timeline.add(Row.COPY, "MEMCPY_OUT", name, last, end, args)
+        timeline.add(Row.EXCHANGE, self._records[0].kind.upper(), name, first, last, args)
+
+    def _args(self, records: Sequence[OperationRecord]) -> dict[str, Any]:
+        nbytes = sum(record.nbytes for record in records)
+        return {"number": self._number, **({"bytes": nbytes} if nbytes else {})}
+
+
+_COLLECTIVES = frozenset({"allreduce", "adasum", "allgather", "broadcast", "alltoall", "reduce_scatter", "barrier"})
+
+
+class _Timed:
+    """Collectives whose calls are timed; everything else is the original's."""
+
+    def __init__(self, collectives: Any, calls: list[tuple[int, int]], clock: Clock) -> None:
+        self._collectives, self._calls, self._clock = collectives, calls, clock
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._collectives, name)
+        if name not in _COLLECTIVES:
+            return found
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._clock()
+            try:
+                return found(*args, **kwargs)
+            finally:
+                self._calls.append((begin, self._clock()))
+
+        return timed
+
+
+class BucketRecord:
+    """The exchange of a bucket of gradients, from the moment that this rank is ready for it.
+
+    Args:
+        timeline: Where it is noted.
+        name: Of the bucket, the same on all ranks.
+        number: Of the step, the same on all ranks.
+        nbytes: Bytes of this rank's gradients.
+        ranks: Which ranks take part.
+    """
+
+    __slots__ = ("_args", "_begin", "_name", "_ready", "_timeline")
+
+    def __init__(self, timeline: Notes, name: str, number: int, nbytes: int, ranks: Sequence[int]) -> None:
+        self._timeline, self._name = timeline, name
+        self._args = {"number": number, "bytes": nbytes, **_part(timeline, ranks)}
+        self._begin = self._ready = timeline.clock()
+
+    def ready(self) -> None:
+        """All ranks are ready."""
+        self._ready = self._timeline.clock()
+
+    def done(self) -> None:
+        """The exchange is over."""
+        self._timeline.add(Row.NEGOTIATION, "NEGOTIATE_GRADIENTS", self._name, self._begin, self._ready, self._args)
+        self._timeline.add(Row.EXCHANGE, "GRADIENTS", self._name, self._ready, None, self._args)

@@ -1,0 +1,81 @@
+"""How the time of a training step divides: computing, waiting for other ranks, exchanging.
+
+What counts is where the program is. It either waits for an exchange, or computes; while it waits, data is being moved, or it
+is not, because another rank is not ready::
+
+    program    ──── computes ────┤ waits                 ├── computes ──
+    exchange       ├─ hidden ─┤          ├── exchange ───┤
+    counts as      computing     waiting     exchange        computing
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+Interval = tuple[float, float]
+"""Begin and end, microseconds."""
+
+
+class Step(NamedTuple):
+    """One step of one rank. All times in microseconds; computing, waiting and exchange add up to ``end - begin``."""
+
+    begin: float
+    end: float
+    computing: float
+    waiting: float
+    exchange: float
+
+
+def divide(bounds: Sequence[float], waits: Iterable[Interval], exchanges: Iterable[Interval]) -> list[Step]:
+    """The steps between `bounds`, ascending.
+
+    Args:
+        bounds: Where a step ends and the next one begins.
+        waits: When the program waited. May overlap (several threads).
+        exchanges: When data was moved, by whichever thread. May overlap.
+    """
+    waiting = union(waits)
+    exchanging = _common(waiting, union(exchanges))
+    steps = []
+    for begin, end in pairwise(bounds):
+        stopped, moved = _length_within(waiting, begin, end), _length_within(exchanging, begin, end)
+        steps.append(Step(begin, end, end - begin - stopped, stopped - moved, moved))
+    return steps
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same stretches of time, ascending and apart from each other."""
+    found: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif end > begin:
+            found.append((begin, end))
+    return found
+
+
+def _common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """What lies in both; each ascending and apart."""
+    found, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def _length_within(intervals: Sequence[Interval], begin: float, end: float) -> float:
+    """How much of [begin, end] the intervals cover; they are ascending and apart."""
+    index = max(0, bisect_left(intervals, (begin, begin)) - 1)
+    total = 0.0
+    while index < len(intervals) and intervals[index][0] < end:
+        total += max(0.0, min(end, intervals[index][1]) - max(begin, intervals[index][0]))
+        index += 1
+    return total

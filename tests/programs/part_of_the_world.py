@@ -1,0 +1,105 @@
+"""Jobs on some of the processes that mpirun started; the argument says which."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hvdlite as hvd
+from hvdlite.errors import ArgumentError
+
+everybody = MPI.COMM_WORLD
+own, size = everybody.Get_rank(), everybody.Get_size()
+
+
+def total(process_set: hvd.ProcessSet = hvd.global_process_set) -> int:
+    """The sum of the MPI ranks of those who take part."""
+    return int(hvd.allreduce(np.array([own]), hvd.Sum, process_set=process_set)[0])
+
+
+def ranks() -> None:
+    """A job of the first and the last process, in any order; then one of all; then two at once."""
+    if own in (0, size - 1):
+        hvd.init([size - 1, 0] if own else (0, size - 1))
+        assert (hvd.size(), hvd.rank(), hvd.local_size()) == (2, int(own > 0), 2)
+        assert total() == size - 1
+        hvd.shutdown()
+    hvd.init(process_sets="dynamic")
+    assert (hvd.size(), hvd.rank()) == (size, own)
+    hvd.shutdown()
+    hvd.init(comm=[1] if own == 1 else np.array([r for r in range(size) if r != 1]))
+    assert total() == (1 if own == 1 else sum(range(size)) - 1)
+
+
+def communicator() -> None:
+    """A job for each part of a split communicator, at the same time; the user's communicator stays whole."""
+    part = everybody.Split(own % 2, -own)  # ranks in the opposite order
+    hvd.init(part)
+    assert (hvd.size(), hvd.rank()) == (part.Get_size(), part.Get_rank())
+    assert total() == sum(r for r in range(size) if r % 2 == own % 2)
+    assert part.allreduce(1) == hvd.size()
+    # The ranks of a process set are those of the job, also where a communicator names them.
+    if hvd.size() == 2:
+        alone = hvd.add_process_set(part.Split(hvd.rank()))
+        assert alone.ranks == (hvd.rank(),) and total(alone) == own
+
+
+def process_sets() -> None:
+    """Each part of a split communicator becomes a set; each rank has its own at hand."""
+    part = everybody.Split(own % 2, own)
+    mine = hvd.ProcessSet(part)
+    assert mine.ranks == () and mine.included() is None
+    hvd.init(process_sets=[mine])
+    assert mine.ranks == tuple(r for r in range(size) if r % 2 == own % 2)
+    assert mine.included() and mine.rank() == own // 2
+    assert total(mine) == sum(mine.ranks)
+    # A communicator that not every rank has.
+    some = everybody.Split(0 if own in (0, 1) else MPI.UNDEFINED, own)
+    pair = hvd.add_process_set(some)
+    assert pair.ranks == (0, 1) and pair.included() == (own < 2)
+    if own < 2:
+        assert total(pair) == 1
+    assert hvd.remove_process_set(pair)
+    refused(lambda: hvd.add_process_set(MPI.COMM_NULL), "every rank passed")
+    assert total() == sum(range(size))
+
+
+def strangers() -> None:
+    """A process set of processes that are not in the job."""
+    if own < 2:
+        hvd.init([0, 1])
+        refused(
+            lambda: hvd.add_process_set(hvd.ProcessSet(everybody)), "ranks [2] of MPI.COMM_WORLD are not in this job"
+        )
+        assert total() == 1
+
+
+def disagree() -> None:
+    """The processes of a job name different ones. All are told; a second attempt is another matter."""
+    refused(lambda: hvd.init([0, 1] if own == 0 else range(size)), "the processes of a job name the same ranks")
+
+
+def refused(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(text)):
+        call()
+
+
+def arguments() -> None:
+    """What no process can mean. Nothing is sent, so each finds out by itself."""
+    refused(lambda: hvd.init([r for r in range(size) if r != own]), "this process's rank is not there")
+    refused(lambda: hvd.init([own, own]), "more than once")
+    refused(lambda: hvd.init([own, size]), f"{size} is not a rank")
+    refused(lambda: hvd.init([own, "a"]), "'a' is not a rank")
+    refused(lambda: hvd.init(MPI.COMM_NULL), "intracommunicator")
+    refused(lambda: hvd.init(process_sets="static"), 'or "dynamic"')
+    hvd.init(comm=None, process_sets=[[0]])
+    assert total() == sum(range(size))
+
+
+{f.__name__: f for f in (ranks, communicator, process_sets, strangers, disagree, arguments)}[sys.argv[1]]()
+print(f"rank {own} is done")
