@@ -33,7 +33,9 @@ ALONE = "no exchange"
 """The reference of times: what a step costs without the others. Its weights are nobody else's."""
 FLAT = "MPI, flat"
 """The reference of weights: what one writes by hand."""
-VARIANTS = (ALONE, "hvdlite", "hvdlite shard", "torch DDP, gloo", FLAT, "Horovod")
+ALONE_FUSED = "no exchange, fused"
+"""With torch's fused step, which hvdlite chooses where the choice is left: what of its gain anybody may have."""
+VARIANTS = (ALONE, ALONE_FUSED, "hvdlite", "hvdlite shard", "hvdlite overlap", "torch DDP, gloo", FLAT, "Horovod")
 
 STEP_RANKS = 2
 STEP_ROUNDS, QUICK_STEP_ROUNDS = 40, 5

@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-from benchmarks.plan import ALONE, BUCKETS, FLAT, MEMCPY, MPI_HALF, MPI_OWN
+from benchmarks.plan import ALONE, ALONE_FUSED, BUCKETS, FLAT, MEMCPY, MPI_HALF, MPI_OWN
 from benchmarks.report import size
 
 Figure = Mapping[str, Any]
@@ -24,6 +24,7 @@ COLOURS = {
     **{"hvdlite": "#1565c0", BUCKETS: "#00838f", "hvdlite shard": "#00838f"},
     **{"torch gloo": "#ef6c00", "torch DDP, gloo": "#ef6c00", MPI_HALF: "#6a1b9a", FLAT: "#6a1b9a"},
     **{"Horovod": "#2e7d32", MEMCPY: "#757575", ALONE: "#bdbdbd"},
+    **{ALONE_FUSED: "#9e9e9e", "hvdlite overlap": "#90caf9"},
 }
 ALGORITHM_COLOURS = ("#64b5f6", "#ba68c8", "#a1887f", "#dce775", "#f06292")
 

@@ -34,8 +34,9 @@ from hvdlite.controller import Controller
 from hvdlite.errors import HvdliteError
 from hvdlite.letters import Key
 from hvdlite.operations import Signature
-from hvdlite.protocols import ReduceOp, TensorInfo
+from hvdlite.protocols import Plan, ReduceOp, TensorInfo
 from hvdlite.reducer import Reducer
+from hvdlite.timeline import Timeline
 from hvdlite.watch import Watch
 
 RANKS = (2, 8, 64, 256, 1024)
@@ -157,7 +158,7 @@ def _reducer(transport: LocalTransport, tensors: int) -> Reducer:
     collectives = HierarchicalCollectives(transport.duplicate(), ranks, PointToPointCollectives, shared_memory=False)
     watch = Watch(transport.subgroup([transport.rank]), Config(), end_job)
     infos = [TensorInfo("float32", (_ELEMENTS,))] * tensors
-    return Reducer(infos, collectives, ReduceOp.AVERAGE, Config().bucket_bytes, ranks, watch)
+    return Reducer(infos, collectives, ReduceOp.AVERAGE, Plan(), ranks, watch, Timeline(transport.rank, transport.size))
 
 
 def gradients(ranks: int, tensors: int) -> Sent:

@@ -15,7 +15,7 @@ from torch import nn
 import hvdlite_torch
 from benchmarks.backends import NO_HOROVOD
 from benchmarks.models import MakeOptimizer, train
-from benchmarks.plan import ALONE, FLAT, VARIANTS
+from benchmarks.plan import ALONE, ALONE_FUSED, FLAT, VARIANTS
 
 
 class Missing(Exception):
@@ -59,6 +59,12 @@ def make(name: str, initial: nn.Module, make_optimizer: MakeOptimizer, horovod: 
     optimizer = make_optimizer(model)
     if name == ALONE:
         return Variant(model, model, optimizer)
+    if name == ALONE_FUSED:
+        for group in optimizer.param_groups:
+            group["fused"] = True
+        return Variant(model, model, optimizer)
+    if name == "hvdlite overlap":
+        return Variant(model, model, hvdlite_torch.DistributedOptimizer(optimizer, overlap=True))
     if name == "hvdlite":
         return Variant(model, model, hvdlite_torch.DistributedOptimizer(optimizer))
     if name == "hvdlite shard":

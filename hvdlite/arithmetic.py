@@ -7,11 +7,12 @@ with vector instructions and is used if the process has loaded it; NumPy gives t
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from hvdlite.protocols import Array, HalfConverter, ReduceOp, ufunc_of
+from hvdlite.protocols import Array, HalfConverter, ReduceOp, TensorInfo, ufunc_of
 from hvdlite.tensors import HALF_DTYPES, loaded_adapter, widen_bits
 
 
@@ -97,6 +98,11 @@ def narrow_to_bits(wide: Array) -> Array:
 def arithmetic(dtype: str, op: ReduceOp) -> Arithmetic:
     """The arithmetic of a dtype (a name of `TensorInfo`) and an operation (not AVERAGE)."""
     return Arithmetic(dtype, op)
+
+
+def nbytes_of(info: TensorInfo) -> int:
+    """The bytes of a tensor."""
+    return math.prod(info.shape) * arithmetic(info.dtype, ReduceOp.SUM).storage.itemsize
 
 
 def half_converter(dtype: str) -> HalfConverter:

@@ -46,29 +46,33 @@ class Piece(NamedTuple):
     stop: int
 
 
-def lay_out(infos: Sequence[TensorInfo], parts: int, whole: bool = False) -> list[Block]:
+def lay_out(
+    infos: Sequence[TensorInfo], parts: int, whole: bool = False, tensors: Sequence[int] | None = None
+) -> list[Block]:
     """Lay out tensors in one block per dtype.
 
     Args:
-        infos: The tensors.
+        infos: The tensors of a model.
         parts: The number of parts.
         whole: Never cut a tensor in two: the largest are dealt out first, each to the part that has least. If not, the
             parts are as equal as can be.
+        tensors: The numbers of those to lay out, in this order; all by default.
 
     Raises:
         UnsupportedTensorError: A dtype that has no gradients.
     """
     by_dtype: dict[str, list[int]] = {}
-    for index, info in enumerate(infos):
+    for index in range(len(infos)) if tensors is None else tensors:
+        info = infos[index]
         if not info.dtype.startswith(("float", "bfloat", "complex")):
             raise UnsupportedTensorError(
                 f"gradients are floating-point numbers; got a parameter of dtype {info.dtype}."
             )
         by_dtype.setdefault(info.dtype, []).append(index)
     blocks = []
-    for dtype, tensors in by_dtype.items():
-        room = {index: _padded(math.prod(infos[index].shape)) for index in tensors}
-        groups = _deal(room, parts) if whole else [tensors]
+    for dtype, members in by_dtype.items():
+        room = {index: _padded(math.prod(infos[index].shape)) for index in members}
+        groups = _deal(room, parts) if whole else [members]
         spans: dict[int, Span] = {}
         bounds, start = [0], 0
         for group in groups:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+from hvdlite.arithmetic import nbytes_of
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.layers import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.engine import Engine
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.operations import Agreement
+from hvdlite.planner import Planner
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import ReduceOp, TensorInfo, Transport
-from hvdlite.reducer import Reducer, ShardedReducer
+from hvdlite.protocols import Plan, ReduceOp, TensorInfo, Transport
+from hvdlite.reducer import Reducer
+from hvdlite.sharded_reducer import ShardedReducer
+from hvdlite.timeline import Timeline
 from hvdlite.topology import Topology
 from hvdlite.watch import Watch
 
@@ -48,6 +55,7 @@ class World:
         self._hosts = hosts
         self._letters = transport.duplicate()
         self.watch = Watch(self._letters, config, end_job)
+        self.timeline = Timeline(transport.rank, transport.size)
         self._everybody = tuple(range(transport.size))
         self._engines: dict[tuple[int, ...], Engine | None] = {
             self._everybody: self._engine(transport.duplicate(), self._everybody)
@@ -55,12 +63,16 @@ class World:
         self._sets: dict[int, ProcessSet] = {}
         self._next_set_id = 1
         self._reducers: list[Reducer] = []
+        self.exchanges: list[Any] = []
+        """What adapters have made to exchange gradients, in the same order on all ranks; for `join`."""
+        if config.timeline not in ("", "DYNAMIC"):
+            self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
     def _engine(self, transport: Transport, ranks: tuple[int, ...]) -> Engine:
         collectives = HierarchicalCollectives(
             transport.duplicate(), [self._hosts[rank] for rank in ranks], self._make_flat, self.config.shared_memory
         )
-        return Engine(transport, collectives, ranks, self.watch, self.config)
+        return Engine(transport, collectives, ranks, self.watch, self.config, self.timeline)
 
     def engine(self, process_set: ProcessSet | None = None) -> Engine:
         """The engine of a process set; of all ranks if None.
@@ -133,48 +145,94 @@ class World:
         process_set.bind(None, None)
         return True
 
+    def plan(self) -> Plan:
+        """How gradients are exchanged if nothing more is known about them."""
+        return Plan(message_bytes=self.config.bucket_bytes)
+
+    def planner(
+        self,
+        infos: Sequence[TensorInfo],
+        process_set: ProcessSet | None,
+        gather: Callable[[Any], list[Any]],
+        adapts: bool,
+        overlap: bool | None = None,
+    ) -> Planner:
+        """Finds the plan for `reducer`.
+
+        Args:
+            infos, process_set: As for `reducer`.
+            gather, adapts: As for `Planner`.
+            overlap: In place of the setting of that name.
+        """
+        ranks = self.ranks(process_set)
+        return Planner(
+            [nbytes_of(info) for info in infos],
+            self.plan(),
+            self.config if overlap is None else replace(self.config, overlap="on" if overlap else "off"),
+            self.topology.local_size,
+            len({self._hosts[rank] for rank in ranks}) > 1,
+            gather,
+            self.topology.rank == ranks[0],
+            adapts,
+        )
+
     def reducer(
-        self, infos: Sequence[TensorInfo], op: ReduceOp = ReduceOp.AVERAGE, process_set: ProcessSet | None = None
+        self,
+        infos: Sequence[TensorInfo],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        process_set: ProcessSet | None = None,
+        plan: Plan | None = None,
+        settings: Sequence[tuple[str, Any]] = (),
     ) -> Reducer:
         """Flat memory for the gradients of tensors like `infos`. All ranks of the set call this, with equal arguments.
+
+        Args:
+            infos: Dtype and shape of each.
+            op: SUM or AVERAGE.
+            process_set: The ranks that take part; all if None.
+            plan: How to exchange them; `plan()` if None.
+            settings: What else must be the same on all ranks, by name.
 
         Raises:
             MismatchError: The ranks have different tensors.
         """
+        chosen = plan or self.plan()
 
         def make(channel: HierarchicalCollectives) -> Reducer:
-            return Reducer(infos, channel, op, self.config.bucket_bytes, self.ranks(process_set), self.watch)
+            return Reducer(infos, channel, op, chosen, self.ranks(process_set), self.watch, self.timeline)
 
-        return self._agree_on_gradients(infos, op, process_set, [], make)
+        return self._agree_on_gradients(infos, op, process_set, chosen, list(settings), make)
 
     def sharded_reducer(
         self,
         infos: Sequence[TensorInfo],
         op: ReduceOp = ReduceOp.AVERAGE,
         process_set: ProcessSet | None = None,
+        plan: Plan | None = None,
         whole: bool = False,
     ) -> ShardedReducer:
         """As `reducer`, for gradients and parameters of which each rank answers for a share.
 
         Args:
-            infos, op, process_set: As for `reducer`.
+            infos, op, process_set, plan: As for `reducer`.
             whole: Never cut a tensor between ranks.
 
         Raises:
             MismatchError: The ranks have different tensors.
         """
+        chosen = plan or self.plan()
 
         def make(channel: HierarchicalCollectives) -> ShardedReducer:
-            ranks = self.ranks(process_set)
-            return ShardedReducer(infos, channel, op, self.config.bucket_bytes, ranks, self.watch, whole)
+            return ShardedReducer(infos, channel, op, chosen, self.ranks(process_set), self.watch, self.timeline, whole)
 
-        return self._agree_on_gradients(infos, op, process_set, [("whole", whole)], make)
+        return self._agree_on_gradients(infos, op, process_set, chosen, [("whole", whole)], make)
 
     def _agree_on_gradients(
         self,
         infos: Sequence[TensorInfo],
         op: ReduceOp,
         process_set: ProcessSet | None,
+        plan: Plan,
         more: list[tuple[str, Any]],
         make: Callable[[HierarchicalCollectives], R],
     ) -> R:
@@ -182,9 +240,9 @@ class World:
             ("tensors", len(infos)),
             ("elements", sum(math.prod(info.shape) for info in infos)),
             ("op", op.value),
-            ("bucket_bytes", self.config.bucket_bytes),
+            ("bucket_bytes", plan.message_bytes),
             *more,
-            ("layout", hashlib.sha256(repr([tuple(info) for info in infos]).encode()).hexdigest()[:12]),
+            ("layout", hashlib.sha256(repr(([tuple(info) for info in infos], plan)).encode()).hexdigest()[:12]),
         ]
 
         def create(collectives: HierarchicalCollectives) -> R:
@@ -199,9 +257,33 @@ class World:
         self._reducers.remove(reducer)
         reducer.close()
 
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        """Begin to record what every rank does. All ranks of the job call this; rank 0's arguments count.
+
+        Raises:
+            ArgumentError: Recording already, or a rank cannot write. Raised on all ranks.
+        """
+        # Nothing else uses this transport while all ranks are here.
+        start = functools.partial(self.timeline.start, self._transport, path, mark_cycles)
+        self.engine().run(Agreement("start_timeline", [], lambda _: start()))
+
+    def stop_timeline(self) -> None:
+        """End the recording, if there is one, and merge it. All ranks of the job call this.
+
+        Raises:
+            HvdliteError: The trace could not be written. Raised on all ranks.
+        """
+        if self.timeline.started:
+            self.engine().run(Agreement("stop_timeline", [], lambda _: self.timeline.stop(self._transport)))
+
     def shutdown(self) -> None:
         """Say goodbye, wait until all ranks have, and release everything."""
         self.watch.leave()
+        if self.timeline.started:
+            try:
+                self.timeline.stop(self._transport)
+            except HvdliteError as error:
+                print(f"hvdlite: {error}", file=sys.stderr, flush=True)
         for reducer in self._reducers:
             reducer.close()
         for engine in self._engines.values():
@@ -215,6 +297,7 @@ class World:
     def abandon(self) -> None:
         """Stop this rank's threads without a word to the others: the job is over already."""
         self.watch.abandon()
+        self.timeline.abandon()
         for engine in self._engines.values():
             if engine is not None:
                 engine.stop()

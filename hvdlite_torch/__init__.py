@@ -1,13 +1,16 @@
 """hvdlite for PyTorch: ``import hvdlite_torch as hvd``.
 
-Everything of `hvdlite`, the blocking operations differentiable, and the one-line wrap for optimizers.
+Horovod's names for PyTorch with Horovod's arguments, the blocking operations differentiable, the one-line wrap for
+optimizers, and everything else of `hvdlite`.
 """
 
 from __future__ import annotations
 
 from hvdlite import (
+    Adasum,
     ArgumentError,
     Average,
+    CommunicationError,
     DuplicateNameError,
     Handle,
     HvdliteError,
@@ -15,6 +18,7 @@ from hvdlite import (
     Min,
     MismatchError,
     NotInitializedError,
+    OutOfSyncError,
     PeerLeftError,
     ProcessSet,
     Product,
@@ -22,14 +26,7 @@ from hvdlite import (
     Sum,
     UnsupportedTensorError,
     add_process_set,
-    allgather_async,
-    allgather_object,
-    allreduce_async,
-    alltoall_async,
-    barrier,
     barrier_async,
-    broadcast_async,
-    broadcast_object,
     cross_rank,
     cross_size,
     global_process_set,
@@ -39,64 +36,157 @@ from hvdlite import (
     local_rank,
     local_size,
     rank,
-    reducescatter_async,
     remove_process_set,
     shutdown,
     size,
 )
+from hvdlite.api import mpi_threads_supported, start_timeline, stop_timeline
+from hvdlite.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    nccl_built,
+    rocm_built,
+)
+from hvdlite.compression import Compression
+from hvdlite.errors import CommunicationError as HorovodInternalError
+from hvdlite.errors import NotYetError
 from hvdlite.extras import require
 
 # First, for the modules below import it.
 require("torch", "torch", "hvdlite_torch")
 
-from hvdlite_torch.operations import allgather, allreduce, alltoall, broadcast, reducescatter  # noqa: E402
+from hvdlite_torch import elastic  # noqa: E402
+from hvdlite_torch.checks import assert_in_sync, rank_zero_only  # noqa: E402
+from hvdlite_torch.movements import (  # noqa: E402
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
+)
 from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
-from hvdlite_torch.state import broadcast_optimizer_state, broadcast_parameters  # noqa: E402
+from hvdlite_torch.reductions import (  # noqa: E402
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from hvdlite_torch.scattering import (  # noqa: E402
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from hvdlite_torch.schedule import scale_lr, warmup  # noqa: E402
+from hvdlite_torch.sparse import sparse_allreduce_async  # noqa: E402
+from hvdlite_torch.state import (  # noqa: E402
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from hvdlite_torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
+from hvdlite_torch.waiting import barrier, join, poll, synchronize, uneven  # noqa: E402
 
 __all__ = [
+    "Adasum",
     "ArgumentError",
     "Average",
+    "CommunicationError",
+    "Compression",
     "DistributedOptimizer",
     "DuplicateNameError",
     "Handle",
+    "HorovodInternalError",
     "HvdliteError",
     "Max",
     "Min",
     "MismatchError",
     "NotInitializedError",
+    "NotYetError",
+    "OutOfSyncError",
     "PeerLeftError",
     "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNorm",
     "UnsupportedTensorError",
     "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
     "allreduce",
+    "allreduce_",
     "allreduce_async",
+    "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "assert_in_sync",
     "barrier",
     "barrier_async",
     "broadcast",
+    "broadcast_",
     "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
     "rank",
+    "rank_zero_only",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
+    "scale_lr",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
+    "uneven",
+    "warmup",
 ]

@@ -8,90 +8,169 @@ closure is replaced by one that exchanges after each evaluation::
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.compression import Compression, Compressor
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.exchange import GradientExchange
+from hvdlite_torch.adasum import AdasumExchange
+from hvdlite_torch.amp import teach_grad_scaler
+from hvdlite_torch.exchange import GradientExchange, Options
 from hvdlite_torch.sharded import ShardedExchange
+from hvdlite_torch.slot import Codec
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+Exchange = GradientExchange | AdasumExchange
 
 
 def DistributedOptimizer(
     optimizer: Opt,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    *,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
     op: ReduceOp = hvdlite.Average,
-    process_set: ProcessSet | None = None,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = hvdlite.global_process_set,
+    *,
     shard: bool = False,
+    overlap: bool | None = None,
+    max_grad_norm: float | None = None,
 ) -> Opt:
     """Make `optimizer` step with the gradients of all ranks. Every rank calls this, at the same point.
 
     Call `backward` as often as you like before `step`. A parameter that has a gradient on some ranks counts as zero on the
     others; one that has none anywhere keeps ``grad=None``, so that weight decay leaves it alone. After `step`, ``p.grad``
-    holds the combined gradient. A closure passed to `step` is exchanged after each evaluation, its loss too.
-
-    It has two more methods from now on. ``set_batch_weight(m)``, before a step, says that this rank's gradients are the mean
-    of m samples, so that ranks with different numbers of samples (0 too, without a backward pass) get the gradient of the
-    joined batch. ``synchronize()`` exchanges now and not in the next `step`, for whoever wants to see or clip the gradients
-    in between.
+    holds the combined gradient. A closure passed to `step` is exchanged after each evaluation, its loss too. torch's fused
+    step is used where the choice is left to torch. What else the optimizer can do from now on is in `Distributed`.
 
     Args:
         optimizer: Any torch optimizer; it is changed and returned.
-        named_parameters: ``model.named_parameters()``, checked if given: names unique, every parameter of `optimizer` there.
-        op: Average or Sum.
+        named_parameters: ``model.named_parameters()``, checked if given: names unique, every parameter of `optimizer` there,
+            in the same order on all ranks.
+        compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of yours whose results may
+            be averaged.
+        backward_passes_per_step: How often `backward` is called before `step`, at most: more is an error. 1 allows any number.
+            Gradients add up over the passes, so divide the loss.
+        op: Average, Sum, or Adasum (see `hvdlite_torch.adasum`).
+        gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
+            multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it makes no difference.
+        num_groups: As an int for `groups`.
+        groups: Horovod's, checked and otherwise without effect: all gradients travel together anyway.
+        sparse_as_dense: Exchange sparse gradients as dense ones; if not, their rows alone travel.
         process_set: The ranks that take part; all by default.
         shard: Let each rank step its share of the parameters only, and hold only that share of the optimizer's state: less
             time, less memory, the same result. See `hvdlite_torch.sharded` for what differs.
+        overlap: Exchange gradients while the backward pass goes on (see `hvdlite.overlap`). By default where each rank has a
+            core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off".
+        max_grad_norm: Clip the combined gradients so that their norm over all parameters is at most this.
 
     Returns:
         `optimizer`, still an instance of its class, with its state.
 
     Raises:
-        ArgumentError: It is wrapped already, or has no parameters, or `named_parameters` does not fit.
+        ArgumentError: It is wrapped already, or has no parameters, or the arguments do not fit.
         MismatchError: The ranks have different parameters. Raised on all of them.
     """
     if isinstance(optimizer, Distributed):
         raise ArgumentError("this optimizer is distributed already: wrap it once.")
+    named = list(named_parameters or ())
     if named_parameters is not None:
-        _check_names(optimizer, list(named_parameters))
+        _check_names(optimizer, named)
+    _check_groups(optimizer, groups if groups is not None else num_groups)
+    if backward_passes_per_step < 1:
+        raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: expected 1 or more.")
+    if gradient_predivide_factor != 1.0 and op is not hvdlite.Average:
+        raise ArgumentError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average; got {op!r}.")
+    if not gradient_predivide_factor > 0:
+        raise ArgumentError(f"gradient_predivide_factor={gradient_predivide_factor}: expected a number above 0.")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ArgumentError(f"max_grad_norm={max_grad_norm}: expected a number above 0, or None.")
+    codec = None if compression is Compression.none else Codec(compression, gradient_predivide_factor)
+    names = {id(parameter): name for name, parameter in named}
+    options = Options(op, process_set, overlap, codec, sparse_as_dense, backward_passes_per_step, max_grad_norm, names)
+    exchange: Exchange
+    if op is hvdlite.Adasum:
+        if shard:
+            raise ArgumentError(
+                "shard=True and op=Adasum do not go together: every rank makes a whole step of its own."
+            )
+        exchange = AdasumExchange(optimizer, options)
+    else:
+        exchange = (ShardedExchange if shard else GradientExchange)(optimizer, options)
     plain = type(optimizer)
-    exchange = (ShardedExchange if shard else GradientExchange)(optimizer, op, process_set)
     mixin = Sharded if shard else Distributed
     # Same name, so that whoever prints or saves the class sees what the user wrote.
     optimizer.__class__ = type(
-        plain.__name__, (mixin, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
+        plain.__name__, (*_anchor(plain), mixin, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
     )
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
+    optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     exchange.attach()
+    teach_grad_scaler()
     return optimizer
 
 
 class Distributed:
     """What `DistributedOptimizer` adds to an optimizer's class."""
 
-    _hvdlite_exchange: GradientExchange
+    _hvdlite_exchange: Exchange
+    _hvdlite_plain: type[torch.optim.Optimizer]
 
     def set_batch_weight(self, weight: float) -> None:
         """Say how many samples this rank's gradients are the mean of, for the next step only; 1 unless said.
 
+        Ranks with different numbers of samples (0 too, without a backward pass) then get the gradient of the joined batch.
+        Said before `backward`, it lets gradients travel early.
+
         Raises:
-            ArgumentError: A negative weight, or the gradients are summed and not averaged.
+            ArgumentError: A negative weight, or the gradients are not averaged.
         """
         self._hvdlite_exchange.set_weight(weight)
 
     def synchronize(self) -> None:
-        """Exchange the gradients now; the next `step` will not."""
+        """Exchange the gradients now, to see or change the combined ones; the next `step` will not."""
         self._hvdlite_exchange.synchronize()
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """For a with statement: a `step` within does not exchange.
+
+        Not needed after `synchronize`, after which the next step does not exchange anyway.
+        """
+        return self._hvdlite_exchange.skip()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """For a with statement: backward passes within are not the last before `step`. Spares them copying gradients.
+
+        Not needed for a right result: gradients are exchanged by `step`, however many passes there were.
+        """
+        return self._hvdlite_exchange.quiet()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change what `DistributedOptimizer` was told of that name.
+
+        Raises:
+            ArgumentError: It is less than 1.
+        """
+        self._hvdlite_exchange.set_passes(passes)
+
+    def _hvdlite_before_unscale(self) -> None:
+        self._hvdlite_exchange.before_unscale()
+
+    def _hvdlite_after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
+        self._hvdlite_exchange.after_unscale(infinities)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled and copied as the plain optimizer: the exchange belongs to this process.
-        return _blank, (type(self).__mro__[2],), self.__getstate__()  # type: ignore[attr-defined]
+        state = self.__getstate__()  # type: ignore[attr-defined]
+        return _blank, (self._hvdlite_plain,), {k: v for k, v in state.items() if not k.startswith("_hvdlite")}
 
 
 class Sharded(Distributed):
@@ -116,6 +195,19 @@ class Sharded(Distributed):
         )
 
 
+def _anchor(plain: type) -> tuple[type, ...]:
+    """What must come first among the bases, so that Python lets an object of `plain` change to the new class.
+
+    The two must have the same layout by way of their first bases. That fails for optimizers whose first base is a class
+    without instance attributes, such as ABC; then another child of it goes first.
+    """
+    root = plain
+    while root.__base__ is not None and root.__base__.__dictoffset__:
+        root = root.__base__
+    bare = root.__base__
+    return () if bare is None or bare is object else (type("_Anchor", (bare,), {}),)
+
+
 def _blank(cls: type[Opt]) -> Opt:
     return cls.__new__(cls)
 
@@ -136,3 +228,16 @@ def _check_names(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.
             f"named_parameters: {unnamed} parameters of the optimizer are not among the {len(names)} given. "
             "Pass those of the whole model, or leave the argument out."
         )
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, groups: int | Sequence[Sequence[torch.Tensor]]) -> None:
+    if isinstance(groups, int):
+        if groups < 0:
+            raise ArgumentError(f"groups={groups}: expected a number of groups, or lists of parameters.")
+        return
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    grouped = [id(parameter) for group in groups for parameter in group]
+    if len(set(grouped)) < len(grouped):
+        raise ArgumentError("groups: a parameter is in more than one group, or twice in one.")
+    if not known.issuperset(grouped):
+        raise ArgumentError("groups: a tensor is none of the optimizer's parameters.")

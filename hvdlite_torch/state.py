@@ -1,36 +1,45 @@
-"""The same start on every rank: parameters and optimizer state of one rank for all."""
+"""What one rank has, for all: parameters, optimizer state, objects."""
 
 from __future__ import annotations
 
 import io
 import pickle
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.arguments import rank_in, root_within
+from hvdlite_torch.movements import broadcast_
 from hvdlite_torch.optimizer import Sharded
+
+T = TypeVar("T")
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any]], root_rank: int = 0, *, process_set: ProcessSet | None = None
+    params: Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor],
+    root_rank: int = 0,
+    *,
+    process_set: ProcessSet = hvdlite.global_process_set,
 ) -> None:
     """Overwrite the tensors of every rank with the root's, in place.
 
     Args:
-        params: ``model.state_dict()`` or ``model.named_parameters()``.
-        root_rank: Whose values everybody gets; its number within `process_set`.
+        params: ``model.state_dict()`` or ``model.named_parameters()``; or tensors without names, in an order that is the same
+            on all ranks.
+        root_rank: Whose values everybody gets; its rank in the job, with a process set too.
         process_set: The ranks that take part; all by default.
 
     Raises:
         ArgumentError: `params` has something else in it.
         MismatchError: The ranks have different tensors.
     """
-    items = sorted((params.items() if isinstance(params, Mapping) else params), key=lambda item: item[0])
+    given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
+    unnamed = [(str(number), value) for number, value in enumerate(given) if isinstance(value, torch.Tensor)]
+    items = unnamed or sorted(given, key=lambda item: item[0])
     tensors = []
     for name, value in items:
         if not isinstance(value, torch.Tensor):
@@ -38,11 +47,15 @@ def broadcast_parameters(
                 f"expected tensors by name, as model.state_dict() has them; {name!r} is a {type(value).__name__}."
             )
         tensors.append(value)
-    hvdlite.broadcast(tensors, root_rank, inplace=True, process_set=process_set)
+    broadcast_(tensors, root_rank, process_set=process_set)
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, *, process_set: ProcessSet | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    *,
+    process_set: ProcessSet = hvdlite.global_process_set,
 ) -> None:
     """Give every rank's optimizer the state and the settings (learning rate, …) of the root's.
 
@@ -50,26 +63,60 @@ def broadcast_optimizer_state(
 
     Args:
         optimizer: Over the same parameters on every rank.
-        root_rank: Whose state everybody gets; its number within `process_set`.
+        root_rank: Whose state everybody gets; its rank in the job, with a process set too.
+        model: Horovod's. Not needed here, for no state has to be made up.
         process_set: The ranks that take part; all by default.
     """
-    rank = world().engine(process_set).rank
+    rank, root = rank_in(process_set), root_within(process_set, root_rank)
     tensors: list[torch.Tensor] = []
     message = None
     # Of a sharded optimizer each rank has a share, and all of them are needed to see the state.
-    state = optimizer.state_dict() if rank == root_rank or isinstance(optimizer, Sharded) else None
-    if rank == root_rank:
+    state = optimizer.state_dict() if rank == root or isinstance(optimizer, Sharded) else None
+    if rank == root:
         buffer = io.BytesIO()
         _Pickler(buffer, tensors).dump(state)
         message = (buffer.getvalue(), [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
-    skeleton, layout = hvdlite.broadcast_object(message, root_rank, process_set=process_set)  # type: ignore[misc]
-    if rank == root_rank:
+    skeleton, layout = hvdlite.broadcast_object(message, root, process_set=process_set)  # type: ignore[misc]
+    if rank == root:
         tensors = [tensor.detach().contiguous() for tensor in tensors]
     else:
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in layout]
-    hvdlite.broadcast(tensors, root_rank, inplace=True, process_set=process_set)
-    if rank != root_rank or isinstance(optimizer, Sharded):
+    broadcast_(tensors, root_rank, process_set=process_set)
+    if rank != root or isinstance(optimizer, Sharded):
         optimizer.load_state_dict(_Unpickler(io.BytesIO(skeleton), tensors).load())
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = hvdlite.global_process_set
+) -> T:
+    """Give every rank the root's object.
+
+    Args:
+        obj: Anything that can be pickled; only the root's matters.
+        root_rank: Whose object everybody gets; its rank in the job, with a process set too.
+        name: As in `allreduce`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The root's object: a copy on the other ranks.
+    """
+    return hvdlite.broadcast_object(obj, root_within(process_set, root_rank), name, process_set=process_set)
+
+
+def allgather_object(
+    obj: T, name: str | None = None, *, process_set: ProcessSet = hvdlite.global_process_set
+) -> list[T]:
+    """Give every rank everybody's object.
+
+    Args:
+        obj: Anything that can be pickled.
+        name: As in `allreduce`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The objects by rank (copies).
+    """
+    return hvdlite.allgather_object(obj, name, process_set=process_set)
 
 
 class _Pickler(pickle.Pickler):

@@ -27,16 +27,27 @@ class TorchAdapter:
     def info(self, tensor: torch.Tensor) -> TensorInfo:
         if tensor.layout is not torch.strided:
             raise UnsupportedTensorError(f"expected a dense tensor; got layout {tensor.layout}. Use tensor.to_dense().")
+        if tensor.is_meta:
+            raise UnsupportedTensorError(
+                f"expected a tensor in host memory; got one of shape {tuple(tensor.shape)} on meta, which has no values. Give "
+                'its module memory by module.to_empty(device="cpu"), and values, before.'
+            )
         if not tensor.is_cpu:
             raise UnsupportedTensorError(
                 f"expected a tensor in host memory; got one on {tensor.device}. Use tensor.cpu()."
             )
+        return TensorInfo(self.dtype(tensor), tuple(tensor.shape))
+
+    def dtype(self, tensor: torch.Tensor) -> str:
         name = _DTYPES.get(tensor.dtype)
         if name is None:
             raise UnsupportedTensorError(
                 f"tensors of dtype {tensor.dtype} cannot be exchanged; cast them to another dtype."
             )
-        return TensorInfo(name, tuple(tensor.shape))
+        return name
+
+    def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        return tensor.to(_TORCH[dtype])
 
     def check_writable(self, tensor: torch.Tensor) -> None:
         if tensor.is_contiguous():

@@ -46,7 +46,7 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     n: int = request.param
 
     def run(fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return on_ranks(n, fn, *args, config=hvdlite.config.Config(deadlock_time_seconds=0.3))
+        return on_ranks(n, fn, *args, config=hvdlite.config.Config(deadlock_time_seconds=0.3, advice=False))
 
     return run
 

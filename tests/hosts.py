@@ -53,7 +53,7 @@ while :; do
 done
 host=$1
 shift
-exec "{directory}/enter" "$host" env -i HOME="$HOME" PATH=/usr/local/bin:/usr/bin:/bin sh -c "$*"
+exec "{directory}/enter" "$host" env -i HOME="$HOME" TMPDIR="{directory}" PATH=/usr/local/bin:/usr/bin:/bin sh -c "$*"
 """
 
 
@@ -74,7 +74,8 @@ class Hosts:
         path = f"{self._directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
         return subprocess.run(
             [*self._enter_lab(), str(self._directory / "enter"), host, "env", f"--chdir={ROOT}", *words],
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environ, "PATH": path},
+            # MPI's files go with the lab: those of a killed one would be taken for those of the process of the same number.
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self._directory), **environ, "PATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

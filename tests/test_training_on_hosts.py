@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from tests.spmd.test_torch_training import (
     MODEL,
     OPTIMIZERS,
     assert_equal_everywhere,
-    both_ways,
     distance,
+    every_way,
     flat,
     split,
     train,
@@ -24,16 +25,16 @@ from tests.spmd.test_torch_training import (
 HOSTS = [[0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 0], [0, 0, 0, 1, 1], [0, 1, 2], [0, 0, 1]]
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["memory", "messages"])
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
-def test_equals_one_process(hosts: list[int], shared_memory: bool, shard: bool) -> None:
+def test_equals_one_process(hosts: list[int], shared_memory: bool, options: Any) -> None:
     single = copy.deepcopy(MODEL)
     train(single, OPTIMIZERS["adam"](single.parameters()), slice(None))
 
     def check() -> torch.Tensor:
         model = copy.deepcopy(MODEL)
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), shard=shard)
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), **options)
         train(model, optimizer, split(48, "uneven"))
         assert_equal_everywhere(flat(model))
         optimizer.load_state_dict(optimizer.state_dict())

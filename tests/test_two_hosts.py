@@ -67,6 +67,7 @@ def test_spmd(two_hosts: Hosts, where: str) -> None:
         *("-m", "pytest", "-x", "-q", "--timeout=60", "--color=no", "-p", "no:cacheprovider", str(ROOT / "tests/spmd")),
         timeout=SPMD_LIMIT,
         HVDLITE_TEST_MPI="1",
+        HVDLITE_ADVICE="0",
         HVDLITE_DEADLOCK_TIME_SECONDS="0.3",
         OMP_NUM_THREADS="1",
     )

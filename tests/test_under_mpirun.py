@@ -15,6 +15,7 @@ def test_spmd(size: int) -> None:
         timeout=280,
         HVDLITE_TEST_MPI="1",
         HVDLITE_DEADLOCK_TIME_SECONDS="0.3",
+        HVDLITE_ADVICE="0",
         OMP_NUM_THREADS="1",
     )
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import hvdlite.bucket
 import hvdlite_torch as hvd
-import hvdlite_torch.sharded
-from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
+from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 
 _generator = torch.Generator().manual_seed(7)
 X = torch.randn(48, 10, generator=_generator)
@@ -67,24 +67,24 @@ def train(
 @pytest.fixture(autouse=True)
 def small_gradients_are_not_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones are not. (tests/spmd/test_sharded.py leaves them to be.)"""
-    monkeypatch.setattr(hvdlite_torch.sharded, "SPARE_BYTES", 0)
+    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 0)
 
 
-both_ways = pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+every_way = pytest.mark.parametrize(
+    "options", [{"overlap": False}, {"shard": True}, {"overlap": True}], ids=["whole", "sharded", "overlapped"]
+)
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("shares", ["equal", "uneven", "one has all"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, shares: str, shard: bool) -> None:
+def test_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, shares: str, options: Any) -> None:
     single = copy.deepcopy(MODEL)
     train(single, OPTIMIZERS[kind](single.parameters()), slice(None))
 
     def check() -> None:
         model = copy.deepcopy(MODEL)
-        optimizer = hvd.DistributedOptimizer(
-            OPTIMIZERS[kind](model.parameters()), model.named_parameters(), shard=shard
-        )
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), **options)
         train(model, optimizer, split(48, shares))
         assert distance(flat(model), flat(single)) <= 1e-5
         assert_equal_everywhere(flat(model))
@@ -92,29 +92,29 @@ def test_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, shares: s
     ranks(check)
 
 
-@both_ways
-def test_several_passes_before_a_step(ranks: Any, shard: bool) -> None:
+@every_way
+def test_several_passes_before_a_step(ranks: Any, options: Any) -> None:
     single = copy.deepcopy(MODEL)
     train(single, OPTIMIZERS["adam"](single.parameters()), slice(None))
 
     def check() -> None:
         model = copy.deepcopy(MODEL)
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), shard=shard)
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), **options)
         train(model, optimizer, split(48, "equal"), passes=2)
         assert distance(flat(model), flat(single)) <= 1e-5
 
     ranks(check)
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_stay_where_they_are(ranks: Any, set_to_none: bool, shard: bool) -> None:
+def test_gradients_that_stay_where_they_are(ranks: Any, set_to_none: bool, options: Any) -> None:
     single = copy.deepcopy(MODEL)
     train(single, OPTIMIZERS["sgd"](single.parameters()), slice(None), steps=3)
 
     def check() -> None:
         model = copy.deepcopy(MODEL)
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), shard=shard)
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), **options)
         optimizer.zero_grad = lambda: torch.optim.Optimizer.zero_grad(optimizer, set_to_none=set_to_none)
         train(model, optimizer, split(48, "uneven"), steps=3)
         assert distance(flat(model), flat(single)) <= 1e-5
@@ -122,9 +122,9 @@ def test_gradients_that_stay_where_they_are(ranks: Any, set_to_none: bool, shard
     ranks(check)
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("replace", [False, True])
-def test_gradients_changed_before_a_step_count_as_changed(ranks: Any, replace: bool, shard: bool) -> None:
+def test_gradients_changed_before_a_step_count_as_changed(ranks: Any, replace: bool, options: Any) -> None:
     single = copy.deepcopy(MODEL)
     alone = torch.optim.SGD(single.parameters(), lr=0.1)
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_gradients_changed_before_a_step_count_as_changed(ranks: Any, replace: b
 
     def check() -> None:
         model = copy.deepcopy(MODEL)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), shard=shard)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
         rows = split(48, "equal")
         for _ in range(3):
             optimizer.zero_grad()
@@ -165,14 +165,14 @@ class Branches(torch.nn.Module):
 BRANCHES = Branches()
 
 
-@both_ways
-def test_unused_parameters(ranks: Any, shard: bool) -> None:
+@every_way
+def test_unused_parameters(ranks: Any, options: Any) -> None:
     """Unused on some ranks: zero there. Unused everywhere: no gradient, so that weight decay leaves them alone."""
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
         model, single = copy.deepcopy(BRANCHES), copy.deepcopy(BRANCHES)
-        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), shard=shard)
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), **options)
         alone = OPTIMIZERS["sgd"](single.parameters())
         rows = [slice(10 * r, 10 * r + 10) for r in range(size)]
         for _ in range(4):
@@ -220,13 +220,13 @@ def test_a_closure_is_evaluated_together(ranks: Any) -> None:
     ranks(check)
 
 
-@both_ways
+@every_way
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-def test_parameters_of_other_dtypes(ranks: Any, dtype: torch.dtype, shard: bool) -> None:
+def test_parameters_of_other_dtypes(ranks: Any, dtype: torch.dtype, options: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
         parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)), torch.nn.Parameter(torch.ones(2))]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), shard=shard)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
         for step in range(1, 3):
             optimizer.zero_grad()
             for parameter in parameters:
@@ -273,13 +273,13 @@ def test_it_stays_the_optimizer_that_it_was(ranks: Any) -> None:
     ranks(check)
 
 
-@both_ways
-def test_schedulers_made_before_the_wrap_do_not_bypass_it(ranks: Any, shard: bool) -> None:
+@every_way
+def test_schedulers_made_before_the_wrap_do_not_bypass_it(ranks: Any, options: Any) -> None:
     def check() -> None:
         parameter = torch.nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces optimizer.step on the instance
-        hvd.DistributedOptimizer(optimizer, shard=shard)
+        hvd.DistributedOptimizer(optimizer, **options)
         parameter.grad = torch.tensor([float(hvd.rank())])
         optimizer.step()
         assert parameter.item() == -(hvd.size() - 1) / 2
@@ -315,12 +315,12 @@ def test_a_step_left_out_after_synchronize_spares_the_next_nothing(ranks: Any) -
     ranks(check)
 
 
-@both_ways
-def test_groups_and_frozen_parameters_may_change(ranks: Any, shard: bool) -> None:
+@every_way
+def test_groups_and_frozen_parameters_may_change(ranks: Any, options: Any) -> None:
     def check() -> None:
         size = hvd.size()
         first, second = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=1.0), op=hvd.Sum, shard=shard)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([first], lr=1.0), op=hvd.Sum, **options)
         optimizer.add_param_group({"params": [second]})
         for frozen in (False, True, False):
             first.requires_grad_(not frozen)
@@ -334,8 +334,8 @@ def test_groups_and_frozen_parameters_may_change(ranks: Any, shard: bool) -> Non
     ranks(check)
 
 
-@both_ways
-def test_a_process_set_trains_alone(ranks: Any, shard: bool) -> None:
+@every_way
+def test_a_process_set_trains_alone(ranks: Any, options: Any) -> None:
     def check() -> None:
         if hvd.size() < 3:
             return
@@ -343,7 +343,7 @@ def test_a_process_set_trains_alone(ranks: Any, shard: bool) -> None:
         if pair.included():
             parameter = torch.nn.Parameter(torch.zeros(1))
             optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD([parameter], lr=1.0), op=hvd.Sum, process_set=pair, shard=shard
+                torch.optim.SGD([parameter], lr=1.0), op=hvd.Sum, process_set=pair, **options
             )
             parameter.grad = torch.ones(1)
             optimizer.step()
@@ -381,9 +381,11 @@ def test_bad_use(ranks: Any) -> None:
         sgd.set_batch_weight(0)
         with pytest.raises(HvdliteError, match="add up to 0"):
             sgd.step()
-        model[0].weight.grad = torch.ones_like(model[0].weight).to_sparse()
-        with pytest.raises(UnsupportedTensorError, match="sparse=False"):
-            sgd.step()
+        with pytest.raises(ArgumentError, match="groups: a parameter is in more than one"):
+            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), groups=[[model[0].weight]] * 2)
+        for wrong in ({"num_groups": -1}, {"backward_passes_per_step": 0}, {"max_grad_norm": 0}):
+            with pytest.raises(ArgumentError, match=next(iter(wrong)).removeprefix("num_")):
+                hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **wrong)
 
     ranks(check)
 
@@ -392,7 +394,7 @@ def test_different_models_are_a_mismatch(ranks: Any) -> None:
     def check() -> None:
         if hvd.size() > 1:
             parameter = torch.nn.Parameter(torch.zeros(3 + hvd.rank()))
-            with pytest.raises(MismatchError, match="gradient buckets"):
+            with pytest.raises(MismatchError, match=r"rank 0: parameter 0 is float32 of shape \(3,\)"):
                 hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1))
 
     ranks(check)

@@ -1,0 +1,1 @@
+"""``horovod.common``: what is no framework's."""

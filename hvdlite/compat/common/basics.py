@@ -1,0 +1,42 @@
+"""``horovod.common.basics``: the functions that every framework's module has, as the methods of one object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hvdlite
+from hvdlite import api, built
+
+
+class HorovodBasics:
+    """Where a process is in its job, and what it can use. All objects are alike: the job is the process's.
+
+    Args:
+        pkg_path: Ignored, with all that follows: Horovod looks for its compiled library there, and here is none.
+    """
+
+    def __init__(self, pkg_path: str, *args: Any) -> None:
+        self.pkg_path = pkg_path
+
+    init = staticmethod(hvdlite.init)
+    shutdown = staticmethod(hvdlite.shutdown)
+    is_initialized = staticmethod(hvdlite.is_initialized)
+    start_timeline = staticmethod(api.start_timeline)
+    stop_timeline = staticmethod(api.stop_timeline)
+    size = staticmethod(hvdlite.size)
+    local_size = staticmethod(hvdlite.local_size)
+    cross_size = staticmethod(hvdlite.cross_size)
+    rank = staticmethod(hvdlite.rank)
+    local_rank = staticmethod(hvdlite.local_rank)
+    cross_rank = staticmethod(hvdlite.cross_rank)
+    is_homogeneous = staticmethod(hvdlite.is_homogeneous)
+    mpi_threads_supported = staticmethod(api.mpi_threads_supported)
+    mpi_enabled = staticmethod(built.mpi_enabled)
+    mpi_built = staticmethod(built.mpi_built)
+    gloo_enabled = staticmethod(built.gloo_enabled)
+    gloo_built = staticmethod(built.gloo_built)
+    nccl_built = staticmethod(built.nccl_built)
+    ddl_built = staticmethod(built.ddl_built)
+    ccl_built = staticmethod(built.ccl_built)
+    cuda_built = staticmethod(built.cuda_built)
+    rocm_built = staticmethod(built.rocm_built)

@@ -1,0 +1,93 @@
+"""``horovod.run``: `hvdlite.run` with Horovod's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from hvdlite.errors import ArgumentError, NotYetError
+from hvdlite.launch.horovod import job_environment
+from hvdlite.launch.run_function import run as run_function
+
+T = TypeVar("T")
+
+
+def run(
+    func: Callable[..., T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[float] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | Sequence[str] | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[T]:
+    """Run a function in several ranks, and return what it returned in each, rank 0's first.
+
+    Ranks speak by MPI, whatever `use_gloo` and `use_mpi` say. Nothing is cached, so `disable_cache` changes nothing. The other
+    arguments are those of `hvdlite.run`; `np` and `network_interface` are old names of `num_proc` and `network_interfaces`.
+
+    Raises:
+        NotYetError: An argument for elastic jobs was given.
+        ArgumentError: `use_gloo` and `use_mpi` are both true, or two names of one argument are given.
+        Others: As `hvdlite.run`.
+    """
+    elastic = {
+        "min_num_proc": min_num_proc,
+        "max_num_proc": max_num_proc,
+        "slots": slots,
+        "reset_limit": reset_limit,
+        "cooldown_range": cooldown_range,
+        "host_discovery_script": host_discovery_script,
+        "min_np": min_np,
+        "max_np": max_np,
+    }
+    if given := [name for name, value in elastic.items() if value is not None]:
+        raise NotYetError(
+            f"horovod.run({', '.join(given)}): hvdlite has no elastic jobs yet, the number of ranks is fixed. Leave these "
+            "arguments out, and give num_proc."
+        )
+    if use_gloo and use_mpi:
+        raise ArgumentError(
+            "use_gloo=True and use_mpi=True: give one of them at most (ranks speak by MPI in any case)."
+        )
+    if network_interface is not None and network_interfaces is not None:
+        raise ArgumentError("network_interface and network_interfaces: they mean the same, give one.")
+    interfaces = network_interface if network_interfaces is None else network_interfaces
+    size = num_proc if np is None else np
+    return run_function(
+        func,
+        args,
+        kwargs,
+        num_proc=size,
+        hosts=hosts,
+        hostfile=hostfile,
+        start_timeout=start_timeout,
+        ssh_port=ssh_port,
+        ssh_identity_file=ssh_identity_file,
+        output_filename=output_filename,
+        verbose=bool(verbose),
+        mpi_args=mpi_args,
+        network_interface=interfaces if interfaces is None or isinstance(interfaces, str) else ",".join(interfaces),
+        executable=executable,
+        env=job_environment(),
+    )

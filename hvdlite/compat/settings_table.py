@@ -1,0 +1,139 @@
+"""Horovod's environment variables and the flags of horovodrun: what to know of those that are not here under their name.
+
+Data only; `hvdlite.compat.status` reads it, and looks for itself which are here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdlite.compat.table import Note, words
+
+PLACE_VARIABLES = words("""
+    HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME
+""")
+"""What hvdliterun --horovod sets for each rank."""
+
+_NO_CYCLE = Note("changed", "no effect: there is no cycle, operations run when all ranks are ready")
+_NO_GLOO = Note("changed", "no effect: there is no Gloo, ranks speak by MPI")
+_NO_BUILD = Note("changed", "no effect: nothing is compiled")
+_NO_GPU = Note("changed", "no effect: there is no NCCL yet")
+_HIERARCHICAL = Note("changed", "no effect: exchanges go inside hosts first wherever that can be")
+_LOG = Note("changed", "no effect: hvdlite writes no log, problems are raised or printed")
+_AUTOTUNE = Note("changed", "no effect: the search has no such parameter")
+_ELASTIC = Note("missing", "no elastic jobs yet")
+
+VARIABLES: dict[str, Note] = {
+    **{
+        name: Note("changed", "set by hvdliterun --horovod; under other launchers use hvd.rank() and the like")
+        for name in PLACE_VARIABLES
+    },
+    "HOROVOD_CYCLE_TIME": _NO_CYCLE,
+    "HOROVOD_TIMELINE_MARK_CYCLES": _NO_CYCLE,
+    "HOROVOD_CACHE_CAPACITY": Note("changed", "no effect: what was agreed once is remembered without limit"),
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": _HIERARCHICAL,
+    "HOROVOD_HIERARCHICAL_ALLGATHER": _HIERARCHICAL,
+    "HOROVOD_TORUS_ALLREDUCE": _HIERARCHICAL,
+    "HOROVOD_BATCH_D2D_MEMCOPIES": _NO_GPU,
+    "HOROVOD_NUM_NCCL_STREAMS": _NO_GPU,
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": _NO_GPU,
+    "HOROVOD_DISABLE_NVTX_RANGES": _NO_GPU,
+    "HOROVOD_ENABLE_XLA_OPS": Note("missing", "XLA cannot compile the exchange: pass jit_compile=False"),
+    "HOROVOD_DISABLE_GROUP_FUSION": Note("changed", "no effect: set HVDLITE_FUSION_THRESHOLD=0 to fuse nothing"),
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": Note("changed", "no effect"),
+    "HOROVOD_DYNAMIC_PROCESS_SETS": Note("changed", "no effect: process sets can always be added and removed"),
+    "HOROVOD_THREAD_AFFINITY": Note("changed", "no effect: there is no background thread to bind"),
+    "HOROVOD_MPI_THREADS_DISABLE": Note("changed", "no effect"),
+    "HOROVOD_CPU_OPERATIONS": _NO_GLOO,
+    "HOROVOD_CONTROLLER": _NO_GLOO,
+    "HOROVOD_GLOO_IFACE": _NO_GLOO,
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": _NO_GLOO,
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": _NO_GLOO,
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": _NO_GLOO,
+    "HOROVOD_CCL_CACHE": Note("changed", "no effect: oneCCL is not used"),
+    "HOROVOD_LOG_LEVEL": _LOG,
+    "HOROVOD_LOG_HIDE_TIME": _LOG,
+    **{
+        f"HOROVOD_AUTOTUNE_{name}": _AUTOTUNE
+        for name in words("WARMUP_SAMPLES STEPS_PER_SAMPLE BAYES_OPT_MAX_SAMPLES GAUSSIAN_PROCESS_NOISE")
+    },
+    "HOROVOD_START_TIMEOUT": Note("changed", "no effect: hvdliterun --start-timeout"),
+    "HOROVOD_ELASTIC": _ELASTIC,
+    "HOROVOD_ELASTIC_TIMEOUT": _ELASTIC,
+    "HOROVOD_SPARK_START_TIMEOUT": Note("missing", "Spark is not supported"),
+    **{
+        f"HOROVOD_{name}": _NO_BUILD
+        for name in words("""
+           WITH_TENSORFLOW WITH_PYTORCH WITH_MXNET WITH_MPI WITH_GLOO WITHOUT_TENSORFLOW WITHOUT_PYTORCH WITHOUT_MXNET
+           WITHOUT_MPI WITHOUT_GLOO GPU GPU_OPERATIONS GPU_ALLREDUCE GPU_ALLGATHER GPU_BROADCAST GPU_ALLTOALL
+           GPU_REDUCESCATTER ALLOW_MIXED_GPU_IMPL NCCL_HOME NCCL_INCLUDE NCCL_LIB NCCL_LINK CUDA_HOME ROCM_HOME
+           BUILD_CUDA_CC_LIST BUILD_ARCH_FLAGS CMAKE DEBUG SKIP_COMPILE MIXED_INSTALL
+       """)
+    },
+}
+"""Environment variables that are no setting here (`hvdlite.config` knows those that are)."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag of horovodrun's: whether a value follows, and what to know where hvdliterun has none of that name."""
+
+    takes_value: bool
+    note: Note
+
+
+def _flags(names: str, note: Note, takes_value: bool = False) -> dict[str, Flag]:
+    return {name: Flag(takes_value, note) for name in names.split()}
+
+
+_SAME = Note("missing", "hvdliterun has none")
+
+FLAGS: dict[str, Flag] = {
+    **_flags("-v --version -cb --check-build --verbose --autotune --stall-check", _SAME),
+    **_flags(
+        """-np --num-proc -H --hosts -hostfile --hostfile -p --ssh-port -i --ssh-identity-file --start-timeout --mpi-args
+        --network-interface --network-interfaces --output-filename --fusion-threshold-mb --autotune-log-file
+        --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --timeline-filename""",
+        _SAME,
+        takes_value=True,
+    ),
+    **_flags("--disable-cache", Note("changed", "leave it out: launch checks are not cached")),
+    **_flags("--config-file", Note("missing", "give the flags themselves"), takes_value=True),
+    **_flags("--cycle-time-ms", Note("changed", f"leave it out; {_NO_CYCLE.text}"), takes_value=True),
+    **_flags("--cache-capacity", Note("changed", "leave it out; no effect"), takes_value=True),
+    **_flags(
+        "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather "
+        "--torus-allreduce --no-torus-allreduce",
+        Note("changed", f"leave it out; {_HIERARCHICAL.text}"),
+    ),
+    **_flags("--no-autotune", Note("changed", "leave it out: off unless asked for")),
+    **_flags(
+        "--autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples "
+        "--autotune-gaussian-process-noise",
+        Note("changed", f"leave it out; {_AUTOTUNE.text}"),
+        takes_value=True,
+    ),
+    **_flags("--host-discovery-script", _ELASTIC, takes_value=True),
+    **_flags(
+        "--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit",
+        _ELASTIC,
+        takes_value=True,
+    ),
+    **_flags("--timeline-mark-cycles --no-timeline-mark-cycles", Note("changed", f"leave it out; {_NO_CYCLE.text}")),
+    **_flags("--no-stall-check", Note("changed", "set HVDLITE_STALL_CHECK_DISABLE=1")),
+    **_flags("--mpi-threads-disable --no-mpi-threads-disable", Note("changed", "leave it out; no effect")),
+    **_flags("--tcp", Note("changed", "leave it out: on one machine that is so, else choose with --mpi-args")),
+    **_flags("--binding-args", Note("changed", "put its value into --mpi-args"), takes_value=True),
+    **_flags("--num-nccl-streams", Note("changed", f"leave it out; {_NO_GPU.text}"), takes_value=True),
+    **_flags("--thread-affinity", Note("changed", "leave it out; no effect"), takes_value=True),
+    **_flags("--gloo-timeout-seconds", Note("changed", f"leave it out; {_NO_GLOO.text}"), takes_value=True),
+    **_flags("--log-level", Note("changed", f"leave it out; {_LOG.text}"), takes_value=True),
+    **_flags(
+        "--log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
+        Note("changed", f"leave it out; {_LOG.text}"),
+    ),
+    **_flags("-prefix-timestamp --prefix-output-with-timestamp", Note("missing", "pipe the output through `ts`")),
+    **_flags("--gloo --mpi", Note("changed", "leave it out: ranks speak by MPI (--mpi NAME chooses which)")),
+    **_flags("--jsrun", Note("missing", "use mpirun or srun by hand; hvdlite.init() finds its place")),
+}
+"""The flags of horovodrun."""

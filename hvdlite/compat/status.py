@@ -1,0 +1,124 @@
+"""Whether something of Horovod's works here: seen by looking at hvdlite as it is, with the notes of the table."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from hvdlite.compat.modules import contents, note_on
+from hvdlite.compat.settings_table import FLAGS, VARIABLES
+from hvdlite.compat.table import MODULES, NOTES, RAISES, RESULTS
+from hvdlite.config import Config
+from hvdlite.errors import MissingPackageError
+from hvdlite.launch import cli
+
+_RENAMED_FLAGS = {"--mpi"}
+"""Flags that hvdliterun and horovodrun both have, for different things."""
+
+
+Kind = Literal["supported", "changed", "missing"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What is to be said of one thing that a program uses.
+
+    Attributes:
+        kind: "supported": as in Horovod. "changed": it is there and works in another way, or has no effect. "missing".
+        note: In what way, or what to do instead; empty if supported.
+    """
+
+    kind: Kind
+    note: str = ""
+
+
+SUPPORTED = Status("supported")
+
+
+@functools.cache
+def of_name(name: str) -> Status:
+    """The status of a module, function, class or constant, by its name with all its packages.
+
+    What a framework's function returns can follow: "horovod.torch.DistributedOptimizer().synchronize".
+    """
+    note = note_on(name)
+    module = _module_of(name)
+    if any(module == other or module.startswith(f"{other}.") for other in RAISES):
+        return Status("missing", note.text if note is not None else "")
+    try:
+        _find(name)
+    except MissingPackageError as error:
+        return Status("missing", str(error))
+    except AttributeError:
+        return Status("missing", note.text if note is not None and note.status == "missing" else "hvdlite has none")
+    exact = NOTES.get(name)
+    return Status("changed", exact.text) if exact is not None and exact.status == "changed" else SUPPORTED
+
+
+def _module_of(name: str) -> str:
+    """The module that a name is in: the longest part that is one."""
+    part = name
+    while part not in MODULES:
+        part = part.rpartition(".")[0]
+        if not part:
+            return ""
+    return part
+
+
+def _find(name: str) -> Any:
+    """Ours, under one of Horovod's names.
+
+    Raises:
+        MissingPackageError: Its framework is not installed.
+        AttributeError: There is none.
+    """
+    call, dot, attribute = name.partition("().")
+    if dot:
+        module, _, found = RESULTS[call][0].rpartition(".")
+        return getattr(getattr(importlib.import_module(module), found), attribute)
+    module = _module_of(name)
+    if not module:
+        raise AttributeError(name)
+    place: Any = SimpleNamespace(**_contents(module))
+    for part in filter(None, name[len(module) + 1 :].split(".")):
+        place = getattr(place, part)
+    return place
+
+
+@functools.cache
+def _contents(module: str) -> dict[str, Any]:
+    return contents(MODULES[module])
+
+
+def of_argument(function: str, argument: str) -> Status:
+    """The status of an argument given by its name, of a function whose own status is not "missing"."""
+    try:
+        parameters = inspect.signature(_find(function)).parameters
+    except (TypeError, ValueError):  # no function, or one of C code, which does not tell
+        return SUPPORTED
+    if argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return SUPPORTED
+    return Status("missing", f"there it takes {', '.join(parameters) or 'no arguments'}")
+
+
+def of_variable(name: str) -> Status:
+    """The status of an environment variable, such as "HOROVOD_FUSION_THRESHOLD"."""
+    if name.removeprefix("HOROVOD_").lower() in {field.name for field in fields(Config)}:
+        return SUPPORTED
+    if name not in VARIABLES:
+        return Status("changed", "no effect: unknown to hvdlite, and to Horovod's documentation")
+    note = VARIABLES[name]
+    return Status(note.status, note.text)
+
+
+def of_flag(flag: str) -> Status:
+    """The status of a flag of horovodrun, such as "--fusion-threshold-mb"."""
+    if flag in cli.flags() - _RENAMED_FLAGS:
+        return SUPPORTED
+    if flag not in FLAGS:
+        return Status("missing", "unknown to hvdliterun, and to horovodrun")
+    return Status(FLAGS[flag].note.status, FLAGS[flag].note.text)

@@ -1,0 +1,216 @@
+"""What Horovod has, what of it differs here, and where ours is. Data only; `hvdlite.compat.status` reads it.
+
+The names are those of Horovod 0.28.1 (its public ones, and those that other projects are known to import). That a name works
+is not said here: that is seen by looking whether ours is there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Module:
+    """A module of Horovod's.
+
+    Attributes:
+        sources: Our modules that have its names; the first that has a name gives it.
+        names: Horovod's names, those of submodules not among them.
+        whole: It also has all other public names of `sources`.
+        loads: Submodules that are loaded with it.
+    """
+
+    sources: tuple[str, ...]
+    names: tuple[str, ...] = ()
+    whole: bool = False
+    loads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a user of something should know.
+
+    Attributes:
+        status: "changed": it is there and works in another way, or has no effect. "missing": what to say where there is none.
+        text: In what way, or what to do instead.
+    """
+
+    status: Literal["changed", "missing"]
+    text: str
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a text."""
+    return tuple(text.split())
+
+
+_BUILT = words("mpi_built gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built")
+_BASICS = words("""
+    init shutdown is_initialized start_timeline stop_timeline size local_size cross_size rank local_rank cross_rank
+    mpi_threads_supported mpi_enabled gloo_enabled
+""")
+_SETS = words("ProcessSet global_process_set add_process_set remove_process_set")
+_OPS = words("Average Sum Adasum Min Max Product")
+_COMMON = (*_BASICS, *_BUILT, *_SETS, *_OPS)
+
+_TORCH_OPERATIONS = words("""
+    allreduce allreduce_ allreduce_async allreduce_async_
+    grouped_allreduce grouped_allreduce_ grouped_allreduce_async grouped_allreduce_async_ sparse_allreduce_async
+    allgather allgather_async grouped_allgather grouped_allgather_async
+    broadcast broadcast_ broadcast_async broadcast_async_ alltoall alltoall_async
+    reducescatter reducescatter_async grouped_reducescatter grouped_reducescatter_async join barrier poll synchronize
+""")
+_TORCH_FUNCTIONS = words("broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object")
+_TORCH_STATE = words("""
+    TorchState StateHandler ModelStateHandler OptimizerStateHandler SamplerStateHandler get_handler_registry
+    set_handler_registry
+""")
+_TF_OPERATIONS = words("""
+    allreduce grouped_allreduce allgather grouped_allgather broadcast broadcast_ alltoall
+    reducescatter grouped_reducescatter join size_op local_size_op rank_op local_rank_op process_set_included_op
+""")
+_TF_FUNCTIONS = words("""
+    broadcast_variables broadcast_object broadcast_object_fn allgather_object broadcast_global_variables
+""")
+_KERAS = words("""
+    DistributedOptimizer PartialDistributedOptimizer broadcast_global_variables allreduce allgather broadcast reducescatter
+    load_model Compression
+""")
+_KERAS_CALLBACKS = words("""
+    BroadcastGlobalVariablesCallback MetricAverageCallback LearningRateScheduleCallback LearningRateWarmupCallback
+    BestModelCheckpoint
+""")
+_KERAS_ELASTIC = words("run KerasState CommitStateCallback UpdateBatchStateCallback UpdateEpochStateCallback")
+_UTIL = words("""
+    get_ext_suffix get_extension_full_path check_extension extension_available gpu_available env
+    get_average_backwards_compatibility_fun num_rank_is_power_2 split_list check_installed_version is_iterable
+    is_version_greater_equal_than mpi_built gloo_built nccl_built ddl_built ccl_built
+""")
+_HERE = "hvdlite.compat"
+
+MODULES: dict[str, Module] = {
+    "horovod": Module((f"{_HERE}.runner", f"{_HERE}.finder"), ("run", "__version__")),
+    "horovod.runner": Module((f"{_HERE}.runner",), ("run",)),
+    "horovod.common": Module((), (), loads=("exceptions", "process_sets", "util")),
+    "horovod.common.basics": Module((f"{_HERE}.common.basics",), ("HorovodBasics",)),
+    "horovod.common.exceptions": Module(
+        (f"{_HERE}.common.exceptions",),
+        words("HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError get_version_mismatch_message"),
+    ),
+    "horovod.common.process_sets": Module(("hvdlite",), _SETS),
+    "horovod.common.util": Module((f"{_HERE}.common.util", "hvdlite.built"), _UTIL),
+    "horovod.common.elastic": Module((f"{_HERE}.common.elastic",), words("State ObjectState run_fn")),
+    "horovod.torch": Module(
+        ("hvdlite_torch",),
+        (
+            *_COMMON,
+            *_TORCH_OPERATIONS,
+            *_TORCH_FUNCTIONS,
+            *words("Compression DistributedOptimizer SyncBatchNorm HorovodInternalError"),
+        ),
+        whole=True,
+        loads=("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
+    ),
+    "horovod.torch.mpi_ops": Module(("hvdlite_torch",), (*_COMMON, *_TORCH_OPERATIONS, "HorovodInternalError")),
+    "horovod.torch.compression": Module(
+        ("hvdlite_torch", "hvdlite.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
+    ),
+    "horovod.torch.functions": Module(("hvdlite_torch",), _TORCH_FUNCTIONS),
+    "horovod.torch.optimizer": Module(("hvdlite_torch",), ("DistributedOptimizer",)),
+    "horovod.torch.sync_batch_norm": Module(("hvdlite_torch",), ("SyncBatchNorm",)),
+    "horovod.torch.elastic": Module(
+        ("hvdlite_torch.elastic", f"{_HERE}.common.elastic"),
+        ("run", "State", "ObjectState", "ElasticSampler", *_TORCH_STATE),
+        loads=("sampler", "state"),
+    ),
+    "horovod.torch.elastic.state": Module(("hvdlite_torch.elastic",), _TORCH_STATE),
+    "horovod.torch.elastic.sampler": Module(("hvdlite_torch.elastic",), ("ElasticSampler",)),
+    "horovod.tensorflow": Module(
+        ("hvdlite_tf",),
+        (
+            *_COMMON,
+            *_TF_OPERATIONS,
+            *_TF_FUNCTIONS,
+            *words("""
+                is_homogeneous Compression DistributedOptimizer DistributedGradientTape PartialDistributedGradientTape
+                BroadcastGlobalVariablesHook SyncBatchNormalization LocalGradientAggregationHelper
+                handle_average_backwards_compatibility check_num_rank_power_of_2 vars_to_refs refs_to_vars
+            """),
+        ),
+        whole=True,
+        loads=("elastic", "functions", "mpi_ops"),
+    ),
+    "horovod.tensorflow.mpi_ops": Module(("hvdlite_tf",), (*_COMMON, *_TF_OPERATIONS)),
+    "horovod.tensorflow.functions": Module(("hvdlite_tf",), _TF_FUNCTIONS),
+    "horovod.tensorflow.compression": Module(
+        ("hvdlite_tf", "hvdlite.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
+    ),
+    "horovod.tensorflow.sync_batch_norm": Module(("hvdlite_tf",), ("SyncBatchNormalization",)),
+    "horovod.tensorflow.elastic": Module(
+        (f"{_HERE}.elastic",), words("run State ObjectState TensorFlowState TensorFlowKerasState")
+    ),
+    "horovod.tensorflow.keras": Module(
+        ("hvdlite_tf",), (*_COMMON, *_KERAS), whole=True, loads=("callbacks", "elastic")
+    ),
+    "horovod.tensorflow.keras.callbacks": Module(("hvdlite_tf",), _KERAS_CALLBACKS),
+    "horovod.tensorflow.keras.elastic": Module((f"{_HERE}.elastic",), _KERAS_ELASTIC),
+    "horovod.keras": Module(("hvdlite_tf",), (*_COMMON, *_KERAS), whole=True, loads=("callbacks", "elastic")),
+    "horovod.keras.callbacks": Module(("hvdlite_tf",), _KERAS_CALLBACKS),
+    "horovod.keras.elastic": Module((f"{_HERE}.elastic",), _KERAS_ELASTIC),
+}
+
+RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "horovod.torch.DistributedOptimizer": (
+        "hvdlite_torch.optimizer.Distributed",
+        words("synchronize skip_synchronize set_backward_passes_per_step"),
+    ),
+}
+"""What the results of calls have that Horovod adds: by function, our class and the names."""
+
+_ELASTIC = Note("missing", "no elastic jobs yet: the name is there, and raises when used. A failed rank ends the job")
+_TENSORFLOW = "TensorFlow's part is not complete yet"
+_OWN_ARGUMENTS = "arguments are hvdlite's: (tensor, op, name)"
+
+NOTES: dict[str, Note] = {
+    "horovod.common.elastic": _ELASTIC,
+    "horovod.torch.elastic": _ELASTIC,
+    "horovod.tensorflow.elastic": _ELASTIC,
+    "horovod.tensorflow.keras.elastic": _ELASTIC,
+    "horovod.keras.elastic": _ELASTIC,
+    "horovod.run": Note(
+        "changed", "always over MPI: use_gloo, use_mpi and disable_cache change nothing; elastic arguments raise"
+    ),
+    "horovod.runner.run": Note("changed", "as horovod.run"),
+    "horovod.runner": Note("missing", "parts of Horovod's launcher; start jobs with hvdliterun or hvdlite.run"),
+    "horovod.common.util.get_extension_full_path": Note(
+        "changed", "raises: nothing is compiled, so there is no such file"
+    ),
+    "horovod.common.util.check_extension": Note(
+        "changed", "nothing is compiled: passes where the framework is installed"
+    ),
+    "horovod.common.util.check_installed_version": Note("changed", "always passes: no framework's version is built in"),
+    "horovod.tensorflow": Note("missing", _TENSORFLOW),
+    **{
+        f"horovod.{module}.{name}": Note("changed", _OWN_ARGUMENTS)
+        for module in ("tensorflow", "tensorflow.mpi_ops", "tensorflow.keras", "keras")
+        for name in ("allreduce", "reducescatter")
+    },
+    "horovod.tensorflow.broadcast_variables": Note("changed", "writes into the variables, as with inplace=True"),
+    "horovod.tensorflow.DistributedOptimizer": Note("changed", "for Keras 3 optimizers; takes op and process_set"),
+    "horovod.tensorflow.keras.DistributedOptimizer": Note(
+        "changed", "for Keras 3 optimizers; takes op and process_set"
+    ),
+    "horovod.keras.DistributedOptimizer": Note("changed", "for Keras 3 optimizers; takes op and process_set"),
+    "horovod.keras": Note("missing", _TENSORFLOW),
+    "horovod.data": Note("missing", "use the framework's own loaders, such as torch.utils.data.DataLoader"),
+    "horovod.mxnet": Note(
+        "missing", "MXNet is not supported (its development has ended); arrays work with hvdlite itself"
+    ),
+    "horovod.spark": Note("missing", "Spark is not supported: use hvdlite.run"),
+    "horovod.ray": Note("missing", "Ray is not supported: use hvdlite.run"),
+}
+"""By name; a note also holds for all below its name. A note that says "missing" yields where ours is there, but for elastic."""
+
+RAISES = frozenset(name for name, note in NOTES.items() if note is _ELASTIC)
+"""Modules whose names are there and do not work."""

@@ -1,0 +1,158 @@
+"""Gradients that travel while the backward pass goes on, where a core is free for it.
+
+A thread exchanges a bucket as soon as the backward pass has all of its gradients; the last one is exchanged by the step::
+
+    backward   ── bucket 0 ──┬── bucket 1 ──┬── bucket 2 ──┐
+    thread                   └─ exchange 0 ─┴─ exchange 1 ─┤
+    step                                                   └─ exchange 2 ─ optimizer
+
+This is a bet: that nobody touches the gradients between the backward pass and the step, that there is one backward pass to
+a step, and that the batch weight is known before. Results are kept apart from gradients until the last exchange, whose
+header tells whether the bet is lost on any rank (accumulated, clipped or unscaled gradients, a late weight). All buckets
+are then exchanged once more, so that the result is the same in any case.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Sequence
+
+from hvdlite.bucket import Exchanged, Said
+from hvdlite.reducer import Reducer
+from hvdlite.timeline import Row
+
+BUCKET_SECONDS = 1e-3
+"""What a bucket's exchange should take: long against the meetings around it (0.1 ms), short against a backward pass."""
+
+PATIENCE = 2
+"""After so many lost bets overlapping is given up."""
+
+
+def has_free_core(local_size: int) -> bool:
+    """Whether each rank of this host can have a second core to itself."""
+    return len(os.sched_getaffinity(0)) >= 2 * local_size
+
+
+def plan_buckets(order: Sequence[int], nbytes: Sequence[int], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Deal tensors out to buckets.
+
+    Args:
+        order: Tensors in the order in which the backward pass has their gradients, each once; maybe not all.
+        nbytes: Bytes of each tensor of the model.
+        bucket_bytes: Of a bucket, about: no tensor is cut.
+
+    Returns:
+        Buckets in the order of their exchanges. What is not in `order` is in the last one. Empty if one bucket is all.
+    """
+    buckets: list[list[int]] = [[]]
+    held = 0
+    for index in order:
+        if held >= bucket_bytes:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(index)
+        held += nbytes[index]
+    buckets[-1] += sorted(set(range(len(nbytes))).difference(order))
+    return tuple(map(tuple, buckets)) if len(buckets) > 1 else ()
+
+
+class Overlap:
+    """Exchanges the buckets of a reducer in a thread.
+
+    Args:
+        reducer: With several buckets. Used by this object alone from now on.
+
+    Attributes:
+        lost: How many steps had to repeat their exchanges; the same number on all ranks.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self.lost = 0
+        self._reducer = reducer
+        self._host = reducer.buckets[0].host
+        self._last = len(reducer.buckets) - 1
+        self._bucket_of = {i: n for n, bucket in enumerate(reducer.buckets) for i in bucket.tensors}
+        self._all_used = [True] * len(self._bucket_of)
+        self._orders: queue.SimpleQueue[tuple[int, float] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Exchanged | BaseException] = queue.SimpleQueue()
+        self._begin_step()
+        # A daemon: a rank that ends while its thread still waits for others must not wait for it.
+        threading.Thread(target=self._run, name="hvdlite-overlap", daemon=True).start()
+
+    def _begin_step(self) -> None:
+        self._ready: set[int] = set()
+        self._missing = [len(bucket.tensors) for bucket in self._reducer.buckets]
+        self._launched = 0
+        self._changed = False
+        self._weight: float | None = None
+
+    @property
+    def under_way(self) -> int:
+        """How many buckets the thread has, or has had, in this step."""
+        return self._launched
+
+    def ready(self, index: int, weight: float) -> None:
+        """The gradient of tensor `index` is where the reducer expects it; `weight` is that of the batch."""
+        if index in self._ready:
+            self._changed = True  # by another backward pass
+            return
+        self._ready.add(index)
+        self._missing[self._bucket_of[index]] -= 1
+        while self._launched < self._last and self._missing[self._launched] == 0:
+            if self._weight is None:
+                self._weight = weight
+            self._orders.put((self._launched, self._weight))
+            self._launched += 1
+
+    def finish(self, used: Sequence[bool], weight: float, changed: bool, news: bool = False) -> list[bool]:
+        """Exchange what has not been yet. As `Reducer.exchange`.
+
+        Args:
+            used, weight, news: As there.
+            changed: A gradient has changed since it was `ready`; where the reducer expects it, it is as it is now.
+        """
+        with self._reducer.timeline.span(Row.PROGRAM, "WAIT", "gradients"):
+            return self._finish(used, weight, changed, news)
+
+    def _finish(self, used: Sequence[bool], weight: float, changed: bool, news: bool) -> list[bool]:
+        told = []
+        for _ in range(self._launched):
+            result = self._results.get()
+            if isinstance(result, BaseException):
+                raise result
+            told.append(result)
+        self._host.patient = False
+        for number in range(self._launched, self._last):
+            told.append(self._reducer.exchange_bucket(number, used, Said(weight)))
+        lost = (
+            changed
+            or self._changed
+            or self._weight not in (None, weight)
+            or not all(used[i] for bucket in self._reducer.buckets[: self._launched] for i in bucket.tensors)
+        )
+        told.append(self._reducer.exchange_bucket(self._last, used, Said(weight, lost, news)))
+        if told[-1].again and not told[-1].news:
+            self.lost += told[-1].joined == 0  # those who have joined do not count it
+            told = [self._reducer.exchange_bucket(number, used, Said(weight)) for number in range(self._last + 1)]
+        self._begin_step()
+        self._reducer.next_step()
+        return self._reducer.outcome(told)
+
+    def drain(self) -> None:
+        """Let what is under way on any rank end, in the middle of a step. All ranks do this. Results are worth nothing."""
+        self.finish(self._all_used, self._weight or 1.0, False)
+
+    def close(self) -> None:
+        """End the thread. Nothing is under way."""
+        self._orders.put(None)
+
+    def _run(self) -> None:
+        while (order := self._orders.get()) is not None:
+            number, weight = order
+            self._host.patient = True  # the backward pass needs the core more
+            try:
+                self._results.put(self._reducer.exchange_bucket(number, self._all_used, Said(weight)))
+            except BaseException as error:  # the step raises it
+                self._results.put(error)

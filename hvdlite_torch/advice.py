@@ -1,0 +1,81 @@
+"""What goes wrong quietly: ranks that start apart, that read the same data, or that keep the learning rate of one process.
+
+Looked for once, at the first step; said once, by the first rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import hvdlite
+from hvdlite import ReduceOp
+from hvdlite.api import world
+from hvdlite_torch.tensor import ADAPTER
+
+
+class Advice:
+    """The advice for one optimizer, on one rank.
+
+    Args:
+        optimizer: Whose parameters and learning rate are looked at.
+        op: How its gradients are combined.
+        gather: Makes a list of the objects of all ranks.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, op: ReduceOp, gather: Callable[[Any], list[Any]]) -> None:
+        self._optimizer = optimizer
+        self._op = op
+        self._gather = gather
+        self._given = not world().config.advice
+
+    def before_exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The gradients of this rank alone are there. Every rank calls this at each step."""
+        if self._given:
+            return
+        self._given = True
+        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        everybody = self._gather((_checksum(parameters), _checksum(gradients) if gradients else None))
+        if len(everybody) == 1 or hvdlite.rank() != 0:
+            return
+        if len({weights for weights, _ in everybody}) > 1:
+            _say(
+                "the ranks start with different parameters, so they will stay different: call "
+                "hvd.broadcast_parameters(model.state_dict()) before training."
+            )
+        elif len({gradients for _, gradients in everybody}) == 1 and everybody[0][1] is not None:
+            _say(
+                f"the first gradients are the same, bit for bit, on all {len(everybody)} ranks: they read the same data with "
+                "the same seed, and more ranks teach nothing more. Give each its share, for example by "
+                "DistributedSampler(data, hvd.size(), hvd.rank())."
+            )
+        if self._op is hvdlite.Average and self._has_default_lr():
+            _say(
+                f"the learning rate is {type(self._optimizer).__name__}'s default, and a step now averages the batches of "
+                f"{len(everybody)} ranks. hvd.scale_lr(optimizer) scales it for that."
+            )
+
+    def _has_default_lr(self) -> bool:
+        parameter = inspect.signature(type(self._optimizer).__init__).parameters.get("lr")
+        default = None if parameter is None else parameter.default
+        return isinstance(default, float) and all(group.get("lr") == default for group in self._optimizer.param_groups)
+
+
+def _checksum(tensors: Sequence[torch.Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        memory = ADAPTER.to_array(tensor.detach().contiguous(), wide=False).reshape(-1).view("u1")
+        checksum = zlib.crc32(memory.data, checksum)
+    return checksum
+
+
+def _say(text: str) -> None:
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("hvdlite_torch", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"hvdlite: {text} (HVDLITE_ADVICE=0 says nothing.)", RuntimeWarning, stacklevel=level)

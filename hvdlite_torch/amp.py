@@ -1,0 +1,33 @@
+"""torch's GradScaler on several ranks: all of them must find the same overflows, and skip the same steps.
+
+`GradScaler.unscale_` looks for infinities in ``p.grad``. It must see the combined gradients, which are the same everywhere,
+so those of a distributed optimizer are exchanged before. torch offers no hook there; this is the one place where hvdlite
+changes a class of torch, and optimizers that are not distributed do not notice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+
+def teach_grad_scaler() -> None:
+    """Let every GradScaler of this process ask distributed optimizers before and after. More calls do nothing."""
+    scaler = torch.amp.GradScaler
+    unscale = scaler._unscale_grads_
+    if hasattr(unscale, "_hvdlite"):
+        return
+
+    @functools.wraps(unscale)
+    def exchange_and_unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(optimizer, "_hvdlite_exchange"):
+            return unscale(self, optimizer, *args, **kwargs)
+        optimizer._hvdlite_before_unscale()  # type: ignore[attr-defined]
+        infinities = unscale(self, optimizer, *args, **kwargs)
+        optimizer._hvdlite_after_unscale(infinities.values())  # type: ignore[attr-defined]
+        return infinities
+
+    exchange_and_unscale._hvdlite = True  # type: ignore[attr-defined]
+    scaler._unscale_grads_ = exchange_and_unscale  # type: ignore[method-assign]

@@ -1,0 +1,72 @@
+"""torch's fused step, where the choice of implementation is left to torch.
+
+It goes through memory once where the others go several times, on CPUs too; the results differ in the last bit. It goes
+through it without a look at strides, so that parameter, gradient and state must lie in the same order, or the result is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers that have one."""
+
+
+class FusedStep:
+    """Switches an optimizer's groups to the fused implementation, and back.
+
+    Args:
+        optimizer: Any.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._applies = isinstance(optimizer, FUSED)
+        self._switched: list[dict[str, object]] = []
+        self._state_is_plain: bool | None = None
+        if self._applies:
+            optimizer.register_load_state_dict_post_hook(self._forget)
+
+    def _forget(self, optimizer: torch.optim.Optimizer) -> None:
+        self._state_is_plain = None  # what torch makes itself is like the parameter, what was loaded may not be
+
+    def switch(self) -> None:
+        """Let the next step be fused, in the groups for which nothing was chosen and whose tensors are plain."""
+        if not self._applies:
+            return
+        if self._state_is_plain is None:
+            values = (value for state in self._optimizer.state.values() for value in state.values())
+            self._state_is_plain = all(value.is_contiguous() for value in values if isinstance(value, torch.Tensor))
+        if not self._state_is_plain:
+            return
+        for group in self._optimizer.param_groups:
+            chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+            if not chosen and all(map(_is_plain, group["params"])) and self._is_supported(group):
+                group["fused"] = True
+                self._switched.append(group)
+
+    def _is_supported(self, group: dict[str, Any]) -> bool:
+        """Whether torch's fused step can do it: SGD's cannot if parameters have had their first gradient in different steps."""
+        if not isinstance(self._optimizer, torch.optim.SGD) or not group["momentum"]:
+            return True
+        state = self._optimizer.state
+        stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+        return len({state[p].get("momentum_buffer") is None if p in state else True for p in stepped}) <= 1
+
+    def back(self) -> None:
+        """Leave the choice to torch again."""
+        for group in self._switched:
+            group["fused"] = None
+        self._switched.clear()
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    return (
+        parameter.is_floating_point()
+        and parameter.is_cpu
+        and parameter.is_contiguous()
+        and (gradient is None or gradient.is_contiguous())
+    )

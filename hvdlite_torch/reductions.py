@@ -1,0 +1,180 @@
+"""allreduce in all its forms.
+
+The names, and the order and defaults of the arguments, are Horovod's. Blocking forms that return a new tensor are
+differentiable for Sum and Average; forms in place and asynchronous ones are not, and take tensors that require a gradient
+as they take others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+
+import hvdlite
+from hvdlite import Handle, ProcessSet, ReduceOp
+from hvdlite.compression import Compression, Compressor
+from hvdlite_torch.arguments import check_linear, choose_op, factors, group_of
+from hvdlite_torch.differentiable import Tensors, differentiable
+
+T = TypeVar("T")
+Everybody = hvdlite.global_process_set
+
+
+def allreduce(
+    tensor: T,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = Everybody,
+    *,
+    algorithm: str | None = None,
+) -> T:
+    """Reduce a tensor elementwise over the ranks. Differentiable for Sum and Average.
+
+    The gradient is the same allreduce of the ranks' gradients: that of the sum of all ranks' losses.
+
+    Args:
+        tensor: Any shape and dtype, the same on every rank; or a list of tensors, exchanged as one.
+        average: An old spelling of `op`: True for Average, False for Sum.
+        name: Calls of equal name belong together on all ranks; without names, calls belong together by their order.
+        compression: How the tensor travels; see `Compression`.
+        op: Sum, Average, Min, Max, Product or Adasum; Average by default. See `hvdlite.allreduce`.
+        prescale_factor: Multiplies each rank's values before they are reduced.
+        postscale_factor: Multiplies the result.
+        process_set: The ranks that take part.
+        algorithm: As in `hvdlite.allreduce`.
+
+    Returns:
+        A new tensor (or a list) of the same dtype and shape.
+
+    Raises:
+        ArgumentError: `average` and `op` are both given, or are none of those.
+        UnsupportedTensorError: `tensor` is none, or `op` is not defined for its dtype.
+        MismatchError: The ranks' calls do not belong together; raised on all of them.
+        DuplicateNameError: `name` is in flight.
+    """
+    chosen = choose_op(op, average)
+    options = factors(prescale_factor, postscale_factor, process_set) | {"algorithm": algorithm}
+
+    def backward(gradients: Tensors) -> Tensors:
+        check_linear("allreduce", chosen)
+        return allreduce(gradients, op=chosen, **options)
+
+    def forward(tensors: Tensors) -> Tensors:
+        return hvdlite.allreduce(tensors, chosen, name, **options)
+
+    reduced: T = differentiable(tensor, forward, backward, compression)
+    return reduced
+
+
+def allreduce_async(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = Everybody,
+) -> Handle:
+    """Start `allreduce`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
+    options = factors(prescale_factor, postscale_factor, process_set)
+    return hvdlite.allreduce_async(tensor, choose_op(op, average), name, **options)
+
+
+def allreduce_(
+    tensor: T,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = Everybody,
+) -> T:
+    """Overwrite `tensor` with what `allreduce` returns. Not recorded by autograd.
+
+    Returns:
+        `tensor`.
+    """
+    options = factors(prescale_factor, postscale_factor, process_set)
+    return hvdlite.allreduce(tensor, choose_op(op, average), name, inplace=True, **options)
+
+
+def allreduce_async_(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = Everybody,
+) -> Handle:
+    """Start `allreduce_`; after `synchronize` of what this returns, `tensor` is overwritten."""
+    options = factors(prescale_factor, postscale_factor, process_set)
+    return hvdlite.allreduce_async(tensor, choose_op(op, average), name, inplace=True, **options)
+
+
+def grouped_allreduce(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = Everybody,
+) -> list[torch.Tensor]:
+    """`allreduce` of several tensors at once, of any dtypes and shapes. Arguments as there; returns a list."""
+    chosen = choose_op(op, average)
+    options = factors(prescale_factor, postscale_factor, process_set)
+    return allreduce(group_of(tensors), None, name, compression, chosen, **options)
+
+
+def grouped_allreduce_async(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = Everybody,
+) -> Handle:
+    """Start `grouped_allreduce`; `synchronize` of what this returns waits for the list of results."""
+    options = factors(prescale_factor, postscale_factor, process_set)
+    return hvdlite.allreduce_async(group_of(tensors), choose_op(op, average), name, **options)
+
+
+def grouped_allreduce_(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = Everybody,
+) -> list[torch.Tensor]:
+    """Overwrite several tensors with what `grouped_allreduce` returns. Not recorded by autograd.
+
+    Returns:
+        `tensors`, as a list.
+    """
+    options = factors(prescale_factor, postscale_factor, process_set)
+    return hvdlite.allreduce(group_of(tensors), choose_op(op, average), name, inplace=True, **options)
+
+
+def grouped_allreduce_async_(
+    tensors: Iterable[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = Everybody,
+) -> Handle:
+    """Start `grouped_allreduce_`; after `synchronize` of what this returns, `tensors` are overwritten."""
+    options = factors(prescale_factor, postscale_factor, process_set)
+    return hvdlite.allreduce_async(group_of(tensors), choose_op(op, average), name, inplace=True, **options)

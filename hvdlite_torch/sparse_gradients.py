@@ -1,0 +1,72 @@
+"""The gradients of embeddings with ``sparse=True``: only the rows that were looked up travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.errors import HvdliteError, MismatchError
+
+_DENSE = -1
+"""What a rank says of a dense gradient in place of the number of sparse dimensions."""
+
+
+@torch.no_grad()
+def combine_sparse(
+    parameters: Sequence[torch.Tensor], weight: float, average: bool, process_set: ProcessSet | None
+) -> None:
+    """Replace the sparse gradients of parameters by those of all ranks. Every rank calls this.
+
+    Args:
+        parameters: Their ``grad`` is sparse (COO), dense, or None, which counts as nothing.
+        weight: Share of this rank in an average.
+        average: Divide by the sum of the weights.
+        process_set: The ranks that take part.
+
+    Raises:
+        HvdliteError: The weights of all ranks are 0, and there is something to average.
+        MismatchError: The ranks' gradients of one parameter have different numbers of sparse dimensions.
+    """
+    own = [parameter.grad for parameter in parameters]
+    # Who has none, or a dense one, learns from the others which dimensions are sparse.
+    about: tuple[float, list[int | None]] = weight, [None if each is None else _sparse_dim(each) for each in own]
+    everybody = hvdlite.allgather_object(about, "optimizer.sparse", process_set=process_set)
+    total = sum(share for share, _ in everybody)
+    for number, (parameter, gradient) in enumerate(zip(parameters, own, strict=True)):
+        said = {dimension for _, dimensions in everybody if (dimension := dimensions[number]) is not None}
+        if not said:
+            parameter.grad = None
+            continue
+        found = said - {_DENSE} or {1}
+        if len(found) > 1:
+            raise MismatchError(
+                f"the ranks' gradients of a parameter of shape {tuple(parameter.shape)} have {sorted(found)} sparse "
+                "dimensions: every rank needs the same."
+            )
+        (sparse_dim,) = found
+        if gradient is None:
+            indices = torch.zeros(0, sparse_dim, dtype=torch.int64)
+            values = parameter.new_zeros(0, *parameter.shape[sparse_dim:], requires_grad=False)
+        else:
+            entries = (gradient if gradient.is_sparse else gradient.to_sparse(sparse_dim)).coalesce()
+            indices, values = entries.indices().t().contiguous(), entries.values()
+        indices, values = hvdlite.allgather(
+            [indices, values * weight if average else values],
+            f"optimizer.sparse.{number}",
+            process_set=process_set,
+        )
+        if average:
+            if total <= 0:
+                raise HvdliteError("the weights of all ranks add up to 0, so their sparse gradients have no average.")
+            values = values / total
+        parameter.grad = None  # whose layout may be another
+        parameter.grad = torch.sparse_coo_tensor(
+            indices.t(), values, parameter.shape, check_invariants=False
+        ).coalesce()
+
+
+def _sparse_dim(gradient: torch.Tensor) -> int:
+    return gradient.sparse_dim() if gradient.layout is torch.sparse_coo else _DENSE

@@ -1,0 +1,160 @@
+"""What a rank waits for: operations in flight, and the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hvdlite
+from hvdlite import Handle, ProcessSet
+from hvdlite.api import world
+from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite_torch.movements import broadcast_
+from hvdlite_torch.state import broadcast_optimizer_state
+
+
+class CompositeHandle:
+    """Several operations in flight that make one result. It can be called, too: that is what Horovod's programs do.
+
+    Args:
+        parts: The operations.
+        combine: Makes the result from theirs.
+    """
+
+    def __init__(self, parts: list[Handle], combine: Callable[..., Any]) -> None:
+        self._parts = parts
+        self._combine = combine
+        self._results: list[Any] = []
+
+    def poll(self) -> bool:
+        """Whether all parts are over, so that `wait` returns (or raises) at once."""
+        return all([part.poll() for part in self._parts])  # all of them, for each call drives one
+
+    def wait(self) -> Any:
+        """Wait until all parts are over.
+
+        Returns:
+            The result that they make.
+
+        Raises:
+            CommunicationError: As `hvdlite.Handle.wait`.
+        """
+        if not self._results:
+            failure: HvdliteError | None = None
+            results = []
+            for part in self._parts:  # all of them, so that all their names can be used again
+                try:
+                    results.append(part.wait())
+                except HvdliteError as error:
+                    failure = failure or error
+            if failure is not None:
+                raise failure
+            self._results = [self._combine(*results)]
+        return self._results[0]
+
+    __call__ = wait
+
+
+def poll(handle: Handle | CompositeHandle) -> bool:
+    """Whether an operation is over, so that `synchronize` returns (or raises) at once.
+
+    Args:
+        handle: What an asynchronous operation returned.
+    """
+    return _checked(handle).poll()
+
+
+def synchronize(handle: Handle | CompositeHandle) -> Any:
+    """Wait until an operation is over.
+
+    Args:
+        handle: What an asynchronous operation returned.
+
+    Returns:
+        Its result: what the blocking form returns, without compression. For `alltoall` always a pair. It can be asked for
+        again.
+
+    Raises:
+        CommunicationError: The ranks' calls do not belong together, or a rank has left.
+    """
+    return _checked(handle).wait()
+
+
+def _checked(handle: Any) -> Handle | CompositeHandle:
+    if not isinstance(handle, Handle | CompositeHandle):
+        raise ArgumentError(
+            f"expected what an asynchronous operation returned; got {type(handle).__name__} {handle!r}."
+        )
+    return handle
+
+
+def barrier(process_set: ProcessSet = hvdlite.global_process_set) -> None:
+    """Return when every rank has called it.
+
+    Args:
+        process_set: The ranks that take part.
+
+    Raises:
+        CommunicationError: As `synchronize`.
+    """
+    hvdlite.barrier(process_set=process_set)
+
+
+def join(device: int = -1, *, process_set: ProcessSet = hvdlite.global_process_set) -> int:
+    """Say that this rank has no more data, and take part in what the others still do until all have said so.
+
+    The others train on: an average of gradients is one of those who have data. In the end every rank has the parameters and
+    the optimizer state of the one that joined last. Buffers of the model are not known here: broadcast them, if they matter,
+    by ``broadcast_parameters(model.state_dict(), last)``. See `hvdlite.join` for what this rank adds to other operations.
+
+    Args:
+        device: Where Horovod makes the zeros that it contributes. Nothing has to be made here; any number will do.
+        process_set: The ranks that take part.
+
+    Returns:
+        The rank that joined last; its rank in the job, with a process set too.
+
+    Raises:
+        HvdliteError: As `hvdlite.join`.
+    """
+    here = world("join()")
+    exchanges = [exchange for exchange in here.exchanges if exchange.belongs_to(process_set)]
+    context = contextvars.copy_context()
+    # Daemons: if this wait fails, the process is to end.
+    threads = [
+        threading.Thread(target=context.copy().run, args=(exchange.stand_in,), name="hvdlite-join", daemon=True)
+        for exchange in exchanges
+    ]
+    for thread in threads:
+        thread.start()
+    last = hvdlite.join(process_set)
+    for thread in threads:
+        thread.join()
+    last_rank = here.ranks(process_set)[last]
+    for exchange in exchanges:
+        if exchange.falls_behind:
+            parameters = [p.detach() for group in exchange.optimizer.param_groups for p in group["params"]]
+            broadcast_(parameters, last_rank, process_set=process_set)
+            broadcast_optimizer_state(exchange.optimizer, last_rank, process_set=process_set)
+    return last_rank
+
+
+@contextlib.contextmanager
+def uneven(process_set: ProcessSet = hvdlite.global_process_set) -> Iterator[None]:
+    """For a with statement around an epoch: ranks may have different numbers of batches. As `join` at its end::
+
+        with hvd.uneven():
+            for x, y in loader:
+                ...
+                optimizer.step()
+
+    A body that fails does not join: the error ends the job.
+
+    Args:
+        process_set: The ranks that take part.
+    """
+    yield
+    join(process_set=process_set)
