@@ -372,7 +372,7 @@ def _allreduce(
     Args:
         tensor: Any shape, the same on every rank; or a list of tensors, exchanged as one.
         op: Sum, Average, Min, Max, Product or Adasum. float16 and bfloat16 are reduced as float32; averages of integers are
-            rounded towards zero; for bool, Min is 'all' and Max is 'any'. Adasum averages tensors that point the same way and
+            rounded down; for bool, Min is 'all' and Max is 'any'. Adasum averages tensors that point the same way and
             adds orthogonal ones (arXiv:2006.02924); each tensor of a list by itself; floating-point numbers only.
         name: Calls of equal name belong together on all ranks; without names, calls belong together by their order.
         inplace: Overwrite `tensor` with the result.

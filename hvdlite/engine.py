@@ -53,8 +53,14 @@ class Handle:
         self._result: Any = None
         self._error: BaseException | None = None
 
+    def __del__(self) -> None:
+        self._engine.release_name(self)  # nobody can wait for it any more
+
     def poll(self) -> bool:
-        """Whether the operation is over, so that `wait` returns (or raises) at once."""
+        """Whether the operation is over, so that `wait` returns (or raises) at once.
+
+        This call may drive it a step; what that brings is seen by the next call.
+        """
         return self._engine.poll(self)
 
     def wait(self) -> Any:
@@ -115,7 +121,7 @@ class Engine:
         self._submit_lock = threading.Lock()
         self._inbox: deque[Key] = deque()
         self._in_flight: dict[Key, tuple[Operation, Handle]] = {}
-        self._names: set[Key] = set()
+        self._names: dict[Key, int] = {}  # in use, and by which handle
         self._sequence = 0
         self._submitters = Threads()
         self._waiting: dict[int, float] = {}  # thread -> since when
@@ -153,8 +159,9 @@ class Engine:
                 )
             else:
                 key = name
-                self._names.add(name)
             handle = self._put(key, operation)
+            if name is not None:
+                self._names[name] = id(handle)
         if background:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
@@ -209,14 +216,20 @@ class Engine:
 
     def poll(self, handle: Handle) -> bool:
         """Whether `handle` is done; drives the engine a step if nobody does."""
-        if not handle.done and self._drive_lock.acquire(blocking=False):
+        done = handle.done
+        if done:
+            self.release_name(handle)
+        elif self._drive_lock.acquire(blocking=False):
             try:
                 self._drive()
             finally:
                 self._drive_lock.release()
-        if handle.done:
-            self._names.discard(handle.key)
-        return handle.done
+        return done
+
+    def release_name(self, handle: Handle) -> None:
+        """The name of `handle` may be used again: its result has been seen, or nobody can ask for it."""
+        if self._names.get(handle.key) == id(handle):
+            self._names.pop(handle.key, None)
 
     def wait(self, handle: Handle) -> None:
         """Drive the engine until `handle` is done."""
@@ -258,7 +271,7 @@ class Engine:
                     self._watch.end(watched)
                 if begin and handle.record is not None:
                     self._timeline.add(Row.PROGRAM, "WAIT", handle.record.name, begin)
-        self._names.discard(handle.key)
+        self.release_name(handle)
 
     def abandon(self, error: HvdliteError) -> None:
         """Fail everything in flight, and whatever comes: the group is no longer whole."""

@@ -76,6 +76,6 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> int:
 
 def _say(text: str) -> None:
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("hvdlite_torch", "torch"):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("hvdlite", "hvdlite_torch", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(f"hvdlite: {text} (HVDLITE_ADVICE=0 says nothing.)", RuntimeWarning, stacklevel=level)

@@ -106,11 +106,7 @@ def DistributedOptimizer(
     else:
         exchange = (ShardedExchange if shard else GradientExchange)(optimizer, options)
     plain = type(optimizer)
-    mixin = Sharded if shard else Distributed
-    # Same name, so that whoever prints or saves the class sees what the user wrote.
-    optimizer.__class__ = type(
-        plain.__name__, (*_anchor(plain), mixin, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    )
+    add_to_class(optimizer, Sharded if shard else Distributed)
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     exchange.attach()
@@ -193,6 +189,15 @@ class Sharded(Distributed):
         raise ArgumentError(
             "a sharded optimizer cannot be copied or pickled: each rank has its share. Use state_dict()."
         )
+
+
+def add_to_class(optimizer: torch.optim.Optimizer, mixin: type) -> None:
+    """Let this one object have the methods of `mixin` before those of its class, whose name it keeps."""
+    plain = type(optimizer)
+    # Same name, so that whoever prints or saves the class sees what the user wrote.
+    optimizer.__class__ = type(
+        plain.__name__, (*_anchor(plain), mixin, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
+    )
 
 
 def _anchor(plain: type) -> tuple[type, ...]:

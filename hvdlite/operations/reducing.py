@@ -27,7 +27,7 @@ class Allreduce(TensorOperation):
     """Reduce tensors elementwise over the ranks; several tensors, or several of these, share one exchange.
 
     float16 and bfloat16 are summed as float32 and rounded once at the end. Averages of integers are summed in 64 bits and
-    rounded towards zero.
+    rounded down, as ``//`` does.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class _Arithmetic:
 
 def _scale(flat: Array, factor: float) -> None:
     if factor != 1.0:
-        # Integers are scaled as float64 and rounded towards zero, which a cast does.
+        # Integers are scaled as float64 and cast back.
         np.multiply(flat, factor, out=flat, casting="unsafe")
 
 
@@ -217,9 +217,7 @@ def _divide(flat: Array, size: int) -> None:
     if flat.dtype.kind not in "iu":
         np.divide(flat, size, out=flat)
         return
-    negative = (flat < 0) & (flat % size != 0)
     np.floor_divide(flat, size, out=flat)
-    flat += negative.astype(flat.dtype)  # from rounding down to rounding towards zero
 
 
 @functools.cache

@@ -5,6 +5,7 @@
 import itertools
 import os
 import unittest
+import warnings
 
 import horovod.torch as hvd
 import numpy as np
@@ -149,6 +150,55 @@ class OperationsTest(unittest.TestCase):
                 torch.optim.SGD(model.parameters(), lr=0.1),
                 named_parameters=[("same", parameter) for parameter in model.parameters()],
             )
+
+    def test_gradients_are_there_from_the_start_and_zero_grad_keeps_them(self):
+        models = [torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)]
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=0.1), named_parameters=m.named_parameters())
+            for m in models
+        ]
+        for step in range(4):
+            for number, model in enumerate(models):
+                for parameter in model.parameters():
+                    self.assertIsNotNone(parameter.grad)
+                    parameter.requires_grad_(step % 2 == number)
+                optimizers[number].zero_grad()
+            models[1](models[0](torch.ones(5, 2))).sum().backward()
+            for number, model in enumerate(models):
+                for parameter in model.parameters():
+                    self.assertEqual(bool(parameter.grad.abs().max() > 0), step % 2 == number)
+            optimizers[step % 2].step()
+
+    def test_a_step_after_synchronize_warns(self):
+        model = torch.nn.Linear(1, 1)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), named_parameters=model.named_parameters()
+        )
+        for skip, said in ((False, 1), (True, 0)):
+            optimizer.zero_grad()
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.synchronize()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                if skip:
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+                else:
+                    optimizer.step()
+            self.assertEqual(len(caught), said)
+            self.assertTrue(all("called without optimizer.skip_synchronize()" in str(each.message) for each in caught))
+
+    def test_names_in_flight(self):
+        for function in (hvd.allreduce_async, hvd.allgather_async):
+            function(torch.ones(17, 17), name="the same name")  # nobody waits for it, so it is free when it is done
+            with self.assertRaises(ValueError):
+                for _ in range(10):
+                    function(torch.ones(17, 17), name="the same name")
+            hvd.barrier()
+        self.assertEqual(hvd.synchronize(hvd.broadcast_async(torch.ones(2), 0, name="the same name")).tolist(), [1, 1])
+
+    def test_poll_is_false_at_first(self):
+        self.assertFalse(hvd.poll(hvd.allreduce_async(torch.ones(3))))
 
     def test_join(self):
         if hvd.rank() > 0:

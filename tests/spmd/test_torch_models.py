@@ -411,7 +411,8 @@ def test_a_gradient_under_way_is_never_looked_for_elsewhere(ranks: Any, monkeypa
             F.cross_entropy(model(X[rows]), Y[rows]).backward()
             optimizer.step()
             assert all(len(places[id(stretch)]) <= 1 for stretch in stretches)
-        assert any(places[id(stretch)] for stretch in stretches)
+        if hvd.local_size() == hvd.size():  # between hosts, gradients are exchanged where they are copied to
+            assert any(places[id(stretch)] for stretch in stretches)
 
     ranks(check)
 
