@@ -18,6 +18,9 @@ from hvdlite import ReduceOp
 from hvdlite.api import world
 from hvdlite_torch.tensor import ADAPTER
 
+_NOT_THE_USERS = ("hvdlite", "hvdlite_torch", "torch")
+"""Packages whose lines a warning should not point at."""
+
 
 class Advice:
     """The advice for one optimizer, on one rank.
@@ -76,6 +79,6 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> int:
 
 def _say(text: str) -> None:
     level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("hvdlite", "hvdlite_torch", "torch"):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
     warnings.warn(f"hvdlite: {text} (HVDLITE_ADVICE=0 says nothing.)", RuntimeWarning, stacklevel=level)
