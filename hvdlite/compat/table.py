@@ -102,7 +102,7 @@ MODULES: dict[str, Module] = {
     "horovod.common.util": Module((f"{_HERE}.common.util", "hvdlite.built"), _UTIL),
     "horovod.common.elastic": Module((f"{_HERE}.common.elastic",), words("State ObjectState run_fn")),
     "horovod.torch": Module(
-        (f"{_HERE}.torch_optimizer", "hvdlite_torch"),
+        ("hvdlite_torch.horovod", "hvdlite_torch"),
         (
             *_COMMON,
             *_TORCH_OPERATIONS,
@@ -117,7 +117,7 @@ MODULES: dict[str, Module] = {
         ("hvdlite_torch", "hvdlite.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
     ),
     "horovod.torch.functions": Module(("hvdlite_torch",), _TORCH_FUNCTIONS),
-    "horovod.torch.optimizer": Module((f"{_HERE}.torch_optimizer",), ("DistributedOptimizer",)),
+    "horovod.torch.optimizer": Module(("hvdlite_torch.horovod",), ("DistributedOptimizer",)),
     "horovod.torch.sync_batch_norm": Module(("hvdlite_torch",), ("SyncBatchNorm",)),
     "horovod.torch.elastic": Module(
         ("hvdlite_torch.elastic", f"{_HERE}.common.elastic"),

@@ -1,4 +1,5 @@
-"""Horovod's DistributedOptimizer, with the habits of its time that programs rely on and hvdlite does not share."""
+"""What ``import horovod.torch`` gives under `hvdlite.compat` in the place of our own: with the habits of Horovod's time, which
+programs rely on and hvdlite does not share."""
 
 from __future__ import annotations
 
@@ -10,16 +11,15 @@ from typing import Any
 
 import torch
 
-import hvdlite_torch
-from hvdlite_torch.optimizer import add_to_class
+from hvdlite_torch import optimizer as own
 
 __all__ = ["DistributedOptimizer"]
 
 
-@functools.wraps(hvdlite_torch.DistributedOptimizer)
+@functools.wraps(own.DistributedOptimizer)
 def DistributedOptimizer(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-    distributed = hvdlite_torch.DistributedOptimizer(optimizer, *args, **kwargs)
-    add_to_class(distributed, _Habits)
+    distributed = own.DistributedOptimizer(optimizer, *args, **kwargs)
+    own.add_to_class(distributed, _Habits)
     if not isinstance(distributed, torch.optim.SparseAdam):
         for group in distributed.param_groups:
             for parameter in group["params"]:
