@@ -16,7 +16,8 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.exchange import Options, replace_closure
+from hvdlite_torch.closures import closure_of, replace_closure
+from hvdlite_torch.options import Options
 
 
 class AdasumExchange:
@@ -84,7 +85,7 @@ class AdasumExchange:
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is not None:  # evaluated first, from the parameters that all have
             with torch.enable_grad():
                 loss = closure()

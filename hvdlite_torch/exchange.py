@@ -6,16 +6,16 @@ import contextlib
 import functools
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import hvdlite
-from hvdlite import ProcessSet, ReduceOp
+from hvdlite import ProcessSet
 from hvdlite.api import world
-from hvdlite.errors import ArgumentError, HvdliteError, UnsupportedTensorError
+from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.overlap import Overlap
 from hvdlite.planner import Planner
 from hvdlite.protocols import Plan
@@ -23,37 +23,12 @@ from hvdlite.reducer import Postponed, Reducer
 from hvdlite_torch.advice import Advice
 from hvdlite_torch.agreement import check_agreement
 from hvdlite_torch.allocator import keep_freed_memory
+from hvdlite_torch.closures import Closure, closure_of, joined_loss, replace_closure
 from hvdlite_torch.fused import FusedStep
-from hvdlite_torch.slot import Codec, Slot, wire_tensor
+from hvdlite_torch.options import Options
+from hvdlite_torch.slot import Slot, wire_tensor
 from hvdlite_torch.sparse_gradients import combine_sparse
 from hvdlite_torch.tensor import ADAPTER
-
-Closure = Callable[[], Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """How gradients are exchanged: the arguments of `DistributedOptimizer`, checked.
-
-    Attributes:
-        op: Average or Sum.
-        process_set: The ranks that take part; all if None.
-        overlap: Exchange while the backward pass goes on; if None, as the setting of that name says.
-        codec: How gradients are compressed; None if they are not.
-        sparse_as_dense: Make sparse gradients dense.
-        passes: Backward passes before a step, at most; 1 for any number.
-        max_grad_norm: Clip the combined gradients to this norm; None to leave them.
-        names: Of parameters, by their ``id``, for messages and to see that all ranks mean the same.
-    """
-
-    op: ReduceOp = hvdlite.Average
-    process_set: ProcessSet | None = None
-    overlap: bool | None = None
-    codec: Codec | None = None
-    sparse_as_dense: bool = False
-    passes: int = 1
-    max_grad_norm: float | None = None
-    names: Mapping[int, str] = field(default_factory=dict)
 
 
 class GradientExchange:
@@ -217,7 +192,7 @@ class GradientExchange:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The step hook. `args` begin with the optimizer; returns those to call `step` with instead."""
         self._fused.back()  # a step that failed may have left it
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             self._before_plain_step()
         if not self._sparse:
@@ -250,12 +225,7 @@ class GradientExchange:
             self._weight = weight
             self._exchange()
             self._clip()
-            value = torch.as_tensor(loss, dtype=torch.float64).detach()
-            share, total = hvdlite.allreduce(
-                [value * weight, torch.tensor(weight, dtype=torch.float64)], hvdlite.Sum, process_set=self._process_set
-            )
-            joined = share / total if self._options.op is hvdlite.Average else share
-            return joined.to(loss) if isinstance(loss, torch.Tensor) else float(joined)
+            return joined_loss(loss, weight, self._options.op is hvdlite.Average, self._process_set)
 
         return evaluate
 
@@ -436,29 +406,12 @@ class GradientExchange:
             used[slot.index] = gradient is not None
 
     def _checked(self, slot: Slot, gradient: torch.Tensor, news: list[int]) -> torch.Tensor | None:
-        """A gradient that can be exchanged as a dense one; None if it cannot, and is among the news.
-
-        Raises:
-            UnsupportedTensorError: It cannot be exchanged at all.
-            ArgumentError: It is not like the parameter once was.
-        """
-        if gradient.layout is not torch.strided:
-            if gradient.layout is not torch.sparse_coo:
-                raise UnsupportedTensorError(
-                    f"a gradient of layout {gradient.layout} for a parameter of shape {tuple(slot.shape)}: expected a dense "
-                    "one, or one of layout torch.sparse_coo."
-                )
-            if not self._options.sparse_as_dense:
-                self._check_sparse(slot)
-                news.append(slot.index)
-                return None
-            gradient = gradient.to_dense()
-        if gradient.shape != slot.shape or gradient.dtype is not slot.dtype:
-            raise ArgumentError(
-                f"a parameter of {slot.dtype} and shape {tuple(slot.shape)} has become one of {gradient.dtype} and shape "
-                f"{tuple(gradient.shape)} since the optimizer was made distributed: change models before that."
-            )
-        return gradient
+        """A gradient that can be exchanged as a dense one; None if it cannot, and is among the news."""
+        dense = slot.dense(gradient, self._options.sparse_as_dense)
+        if dense is None:
+            self._check_sparse(slot)
+            news.append(slot.index)
+        return dense
 
     def _check_sparse(self, slot: Slot) -> None:
         """Raise if sparse gradients are not supported."""
@@ -475,8 +428,3 @@ class GradientExchange:
         for slot, parameter in zip(self._small, self._small_parameters, strict=True):
             if anywhere[slot.index]:
                 parameter.grad = slot.result
-
-
-def replace_closure(args: Any, kwargs: Any, closure: Closure) -> tuple[Any, Any]:
-    """The arguments of a step, the first of them the optimizer, with another closure."""
-    return ((args[0], closure, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": closure})

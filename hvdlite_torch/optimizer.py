@@ -20,7 +20,8 @@ from hvdlite.compression import Compression, Compressor
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.adasum import AdasumExchange
 from hvdlite_torch.amp import teach_grad_scaler
-from hvdlite_torch.exchange import GradientExchange, Options
+from hvdlite_torch.exchange import GradientExchange
+from hvdlite_torch.options import Options
 from hvdlite_torch.sharded import ShardedExchange
 from hvdlite_torch.slot import Codec
 

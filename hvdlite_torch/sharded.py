@@ -29,7 +29,9 @@ from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.layout import Piece
 from hvdlite.protocols import Plan
 from hvdlite.sharded_reducer import ShardedReducer
-from hvdlite_torch.exchange import GradientExchange, Options, replace_closure
+from hvdlite_torch.closures import closure_of, replace_closure
+from hvdlite_torch.exchange import GradientExchange
+from hvdlite_torch.options import Options
 from hvdlite_torch.slot import Slot, as_tensor
 from hvdlite_torch.tensor import ADAPTER
 
@@ -114,7 +116,7 @@ class ShardedExchange(GradientExchange):
             self._put_in()
             self._fused.switch()
             return None
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        closure = closure_of(args, kwargs)
         if closure is None:
             self._exchange()
             self._clip()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hvdlite.compression import Compressor
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import Array
 from hvdlite.reducer import Reducer
 
@@ -106,6 +107,29 @@ class Slot:
         if self._codec is not None:
             gradient, self._context = self._codec.encode(gradient)
         self.memory.copy_(gradient)
+
+    def dense(self, gradient: torch.Tensor, sparse_as_dense: bool) -> torch.Tensor | None:
+        """A gradient as a dense one; None if it is sparse and is to stay so.
+
+        Raises:
+            UnsupportedTensorError: It cannot be exchanged at all.
+            ArgumentError: It is not like the parameter once was.
+        """
+        if gradient.layout is not torch.strided:
+            if gradient.layout is not torch.sparse_coo:
+                raise UnsupportedTensorError(
+                    f"a gradient of layout {gradient.layout} for a parameter of shape {tuple(self.shape)}: expected a dense "
+                    "one, or one of layout torch.sparse_coo."
+                )
+            if not sparse_as_dense:
+                return None
+            gradient = gradient.to_dense()
+        if gradient.shape != self.shape or gradient.dtype is not self.dtype:
+            raise ArgumentError(
+                f"a parameter of {self.dtype} and shape {tuple(self.shape)} has become one of {gradient.dtype} and shape "
+                f"{tuple(gradient.shape)} since the optimizer was made distributed: change models before that."
+            )
+        return gradient
 
     def own_part(self) -> torch.Tensor:
         """The elements of `gradient` that were not copied."""

@@ -163,15 +163,21 @@ def test_sparse_adam_and_rows_of_one_rank_alone(ranks: Any) -> None:
     ranks(check)
 
 
+def clipped_alone() -> torch.nn.Module:
+    """Six steps in one process, the gradients clipped."""
+    model = copy.deepcopy(MODEL)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    return model
+
+
 @pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "sharded"])
 def test_clipping(ranks: Any, options: Any) -> None:
-    single = copy.deepcopy(MODEL)
-    alone = OPTIMIZERS["sgd"](single.parameters())
-    for _ in range(6):
-        alone.zero_grad()
-        F.cross_entropy(single(X), Y).backward()
-        torch.nn.utils.clip_grad_norm_(single.parameters(), 0.05)
-        alone.step()
+    single = clipped_alone()
 
     def check() -> None:
         model = copy.deepcopy(MODEL)
@@ -183,13 +189,7 @@ def test_clipping(ranks: Any, options: Any) -> None:
 
 
 def test_clipping_as_horovod_does_it(ranks: Any) -> None:
-    single = copy.deepcopy(MODEL)
-    alone = OPTIMIZERS["sgd"](single.parameters())
-    for _ in range(6):
-        alone.zero_grad()
-        F.cross_entropy(single(X), Y).backward()
-        torch.nn.utils.clip_grad_norm_(single.parameters(), 0.05)
-        alone.step()
+    single = clipped_alone()
 
     def check() -> None:
         model = copy.deepcopy(MODEL)

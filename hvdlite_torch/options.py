@@ -1,0 +1,35 @@
+"""How the gradients of one optimizer are exchanged: the arguments of `DistributedOptimizer`, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import hvdlite
+from hvdlite import ProcessSet, ReduceOp
+from hvdlite_torch.slot import Codec
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are exchanged: the arguments of `DistributedOptimizer`, checked.
+
+    Attributes:
+        op: Average or Sum.
+        process_set: The ranks that take part; all if None.
+        overlap: Exchange while the backward pass goes on; if None, as the setting of that name says.
+        codec: How gradients are compressed; None if they are not.
+        sparse_as_dense: Make sparse gradients dense.
+        passes: Backward passes before a step, at most; 1 for any number.
+        max_grad_norm: Clip the combined gradients to this norm; None to leave them.
+        names: Of parameters, by their ``id``, for messages and to see that all ranks mean the same.
+    """
+
+    op: ReduceOp = hvdlite.Average
+    process_set: ProcessSet | None = None
+    overlap: bool | None = None
+    codec: Codec | None = None
+    sparse_as_dense: bool = False
+    passes: int = 1
+    max_grad_norm: float | None = None
+    names: Mapping[int, str] = field(default_factory=dict)
