@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,9 @@ from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.timeline import BucketRecord, Row, Timeline
 from hvdlite.watch import Watch
+
+_CLOSE_SECONDS = 1.0
+"""How long a thread may take to notice that its exchange is given up."""
 
 
 class Postponed(Exception):
@@ -58,6 +62,7 @@ class Reducer:
         self._ranks = ranks
         self._watch = watch
         self.timeline = timeline
+        self._busy = threading.Lock()
         self._watching = watch.exchanging(self._name, ranks)
         self._steps = 1
         self._count = len(infos)
@@ -104,8 +109,11 @@ class Reducer:
 
     def close(self) -> None:
         """Release the memory and the channels. Every rank does this; the reducer is not used again."""
-        self.buckets, self._bucket_of = [], {}
-        self._collectives.close()
+        self._collectives.layers.host.stop()
+        # A thread may be in the middle of an exchange that never ends, since no step came after a backward pass.
+        if self._busy.acquire(timeout=_CLOSE_SECONDS):
+            self.buckets, self._bucket_of = [], {}
+            self._collectives.close()
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +192,7 @@ class Reducer:
         bucket, record = self.buckets[number], None
         if self.timeline.on:
             record = BucketRecord(self.timeline, f"bucket {number}", self._steps, bucket.nbytes, self._ranks)
-        with self._watching, np.errstate(all="ignore"):
+        with self._busy, self._watching, np.errstate(all="ignore"):
             told = bucket.exchange(used, said, record)
         if record is not None:
             record.done()

@@ -68,8 +68,8 @@ def test_all_parts(tmp_path: Path) -> None:
         assert figure["median"] >= figure["minimum"] > 0
         assert figure["ratio"] > 0
     for figure in steps:  # who trains alone ends elsewhere: the weights that are compared are trained ones
-        assert (figure["deviation"] > WEIGHT_TOLERANCE) == (figure["variant"] == "no exchange"), figure
-        assert (figure["rank_spread"] > WEIGHT_TOLERANCE) == (figure["variant"] == "no exchange"), figure
+        assert (figure["deviation"] > WEIGHT_TOLERANCE) == figure["variant"].startswith("no exchange"), figure
+        assert (figure["rank_spread"] > WEIGHT_TOLERANCE) == figure["variant"].startswith("no exchange"), figure
 
     assert "compared with the true sum" in done.stdout
     for name in results["allreduce"]["skipped"] | results["steps"]["skipped"]:

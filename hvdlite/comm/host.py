@@ -16,6 +16,7 @@ import numpy as np
 
 from hvdlite.algorithms.barrier import dissemination_barrier
 from hvdlite.comm.shared_memory import PAGE, share
+from hvdlite.errors import HvdliteError
 from hvdlite.protocols import Array, Transport
 
 _LINE = 8
@@ -48,6 +49,7 @@ class Host:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._stopped = False
         self.patient = False
         self.rank = transport.rank
         self.size = transport.size
@@ -126,8 +128,14 @@ class Host:
         while board[place] < count:
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
+            if self._stopped:
+                raise HvdliteError("the ranks of this host do not meet any more: hvdlite has been shut down.")
             # Raises if it is known that a rank has left. (Nobody posts letters here.)
             self._transport.poll()
+
+    def stop(self) -> None:
+        """Fail every wait here, of whatever thread, from now on."""
+        self._stopped = True
 
     def close(self) -> None:
         """Release the transport. Local."""
