@@ -294,8 +294,10 @@ def join(process_set: ProcessSet | None = None) -> int:
     - `barrier`: it counts as present.
 
     What it had started before (``…_async``) it takes part in for real. What needs every rank fails on those that call it:
-    `add_process_set`, `remove_process_set`, and the making of a `DistributedOptimizer`'s buffers. The exchange of gradients
-    in a `DistributedOptimizer`'s step is none of these operations: `hvdlite_torch.join` takes part in those too.
+    `add_process_set`, `remove_process_set`, and the making of a `DistributedOptimizer`'s buffers.
+
+    It also takes part in the steps of a `DistributedOptimizer`: an average of gradients is one of the ranks that have data. In
+    the end every rank has the parameters and the optimizer state of the one that joined last.
 
     Args:
         process_set: Take part in what the ranks of this set do; all ranks by default. Each set is joined by itself.
@@ -308,7 +310,7 @@ def join(process_set: ProcessSet | None = None) -> int:
             joined and other ranks have not.
         PeerLeftError: A rank has left the job without joining.
     """
-    return world("join()").engine(process_set).join()
+    return world("join()").join(process_set)
 
 
 # Operations: each is written once, as a function that prepares a call, and made into its two forms.

@@ -342,7 +342,7 @@ class Bucket:
         total = self._total
         if self.layers.hosts > 1:
             np.copyto(total, mine)
-            self.collectives.flat.allreduce(total, ReduceOp.SUM)
+            self.host.wait_until(self.collectives.flat.start_sum(total))
         else:
             np.copyto(total, self._headers[0])
             for header in self._headers[1:]:

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Sequence
 
 from hvdlite.bucket import Exchanged, Said
+from hvdlite.comm.host import PATIENT
 from hvdlite.reducer import Reducer
 from hvdlite.timeline import Row
 
@@ -123,7 +124,7 @@ class Overlap:
             if isinstance(result, BaseException):
                 raise result
             told.append(result)
-        self._host.patient = False
+        self._host.patience = 0.0
         for number in range(self._launched, self._last):
             told.append(self._reducer.exchange_bucket(number, used, Said(weight)))
         lost = (
@@ -151,7 +152,7 @@ class Overlap:
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
             number, weight = order
-            self._host.patient = True  # the backward pass needs the core more
+            self._host.patience = PATIENT  # the backward pass needs the core more
             try:
                 self._results.put(self._reducer.exchange_bucket(number, self._all_used, Said(weight)))
             except BaseException as error:  # the step raises it

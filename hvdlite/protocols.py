@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from hvdlite.process_set import ProcessSet
 
 Array = NDArray[Any]
 """A NumPy array. Between the layers it is one-dimensional and C-contiguous unless said otherwise."""
@@ -100,6 +103,14 @@ class Collectives(Protocol):
 
     def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
         """Reduce `data` over the ranks, in place."""
+        ...
+
+    def start_sum(self, data: Array) -> Callable[[], bool]:
+        """Begin to sum a small array over the ranks, in place.
+
+        Returns:
+            What tells whether it is over, and is to be asked until it is: the caller decides how to wait.
+        """
         ...
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
@@ -244,3 +255,23 @@ def numpy_combine(op: ReduceOp) -> Combine:
         ufunc(into, other, out=into)
 
     return combine
+
+
+class Exchange(Protocol):
+    """What an adapter has made to exchange gradients, for `hvdlite.join`."""
+
+    def belongs_to(self, process_set: ProcessSet | None) -> bool:
+        """Whether the ranks of this set, and no others, exchange here."""
+        ...
+
+    def stand_in(self) -> None:
+        """Take part in the exchanges of the others with nothing, until all ranks have joined."""
+        ...
+
+    def catch_up(self, last: int) -> None:
+        """Make up for the steps that were not taken meanwhile. All ranks call this.
+
+        Args:
+            last: The rank that joined last; its rank in the job.
+        """
+        ...

@@ -9,6 +9,7 @@ import numpy as np
 
 from hvdlite.bucket import Bucket, Exchanged, Said
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.comm.host import VERY_PATIENT
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.timeline import BucketRecord, Row, Timeline
@@ -173,12 +174,12 @@ class Reducer:
         """
         nothing = [False] * self._count
         numbers = range(len(self.buckets))
-        self.buckets[-1].host.patient = True  # it may take the others a whole step
+        self.buckets[-1].host.patience = VERY_PATIENT  # it may take the others a whole step
         said = Said(0.0, joined=True)
         told = [self.exchange_bucket(number, nothing, said) for number in numbers]
         if told[-1].again and not told[-1].news:
             told = [self.exchange_bucket(number, nothing, said) for number in numbers]
-        self.buckets[-1].host.patient = False
+        self.buckets[-1].host.patience = 0.0
         self.next_step()
         return None if told[-1].joined == self._collectives.size else self.outcome(told)
 

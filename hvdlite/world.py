@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,7 +21,7 @@ from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.operations import Agreement
 from hvdlite.planner import Planner
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import Plan, ReduceOp, TensorInfo, Transport
+from hvdlite.protocols import Exchange, Plan, ReduceOp, TensorInfo, Transport
 from hvdlite.reducer import Reducer
 from hvdlite.sharded_reducer import ShardedReducer
 from hvdlite.timeline import Timeline
@@ -63,8 +65,8 @@ class World:
         self._sets: dict[int, ProcessSet] = {}
         self._next_set_id = 1
         self._reducers: list[Reducer] = []
-        self.exchanges: list[Any] = []
-        """What adapters have made to exchange gradients, in the same order on all ranks; for `join`."""
+        self.exchanges: list[Exchange] = []
+        """What adapters have made to exchange gradients, in the same order on all ranks."""
         if config.timeline not in ("", "DYNAMIC"):
             self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
@@ -144,6 +146,31 @@ class World:
         del self._sets[process_set.process_set_id]
         process_set.bind(None, None)
         return True
+
+    def join(self, process_set: ProcessSet | None = None) -> int:
+        """Take part with nothing in what the others do, until all ranks of the set have called this.
+
+        Returns:
+            The number, within the set, of the rank that was the last.
+
+        Raises:
+            HvdliteError: As `Engine.join`.
+        """
+        exchanges = [exchange for exchange in self.exchanges if exchange.belongs_to(process_set)]
+        context = contextvars.copy_context()
+        # Daemons: if this wait fails, the process is to end.
+        threads = [
+            threading.Thread(target=context.copy().run, args=(exchange.stand_in,), name="hvdlite-join", daemon=True)
+            for exchange in exchanges
+        ]
+        for thread in threads:
+            thread.start()
+        last = self.engine(process_set).join()
+        for thread in threads:
+            thread.join()
+        for exchange in exchanges:
+            exchange.catch_up(self.ranks(process_set)[last])
+        return last
 
     def plan(self) -> Plan:
         """How gradients are exchanged if nothing more is known about them."""

@@ -23,15 +23,10 @@ from hvdlite_torch.options import Options
 class AdasumExchange:
     """Combines the steps of the ranks. Has the methods of `GradientExchange` that an optimizer calls.
 
-    Attributes:
-        falls_behind: A rank that has joined takes no steps, and has to catch up afterwards.
-
     Args:
         optimizer: Its step hooks are made by `attach`.
         options: Of which the process set and the codec are used.
     """
-
-    falls_behind = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
         for name in ("overlap", "max_grad_norm"):
@@ -43,7 +38,7 @@ class AdasumExchange:
         self._ranks = here.ranks(options.process_set)
         self.optimizer = optimizer
         self._options = options
-        here.exchanges.append(self)
+        self.process_set = options.process_set
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def attach(self) -> None:
@@ -64,7 +59,7 @@ class AdasumExchange:
     def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
         """A GradScaler has counted infinities: all ranks skip a step, or none does."""
         for found in infinities:
-            hvdlite.allreduce(found, hvdlite.Max, inplace=True, process_set=self._options.process_set)
+            hvdlite.allreduce(found, hvdlite.Max, inplace=True, process_set=self.process_set)
 
     def synchronize(self) -> None:
         """Nothing: gradients stay each rank's own, and its step is combined when it has been made."""
@@ -76,7 +71,7 @@ class AdasumExchange:
 
     quiet = skip
 
-    def belongs_to(self, process_set: ProcessSet) -> bool:
+    def belongs_to(self, process_set: ProcessSet | None) -> bool:
         """Whether these ranks exchange here."""
         return self._ranks == world().ranks(process_set)
 
@@ -104,7 +99,7 @@ class AdasumExchange:
         changes = [parameter - start for parameter, start in self._start]
         encoded = [(change, None) if codec is None else codec.encode(change) for change in changes]
         combined = hvdlite.allreduce(
-            [change for change, _ in encoded], hvdlite.Adasum, "optimizer.adasum", process_set=self._options.process_set
+            [change for change, _ in encoded], hvdlite.Adasum, "optimizer.adasum", process_set=self.process_set
         )
         for (parameter, start), (_, context), change in zip(self._start, encoded, combined, strict=True):
             parameter.copy_(start + (change if codec is None else codec.decode(change, context)))

@@ -43,8 +43,6 @@ class GradientExchange:
         options: What the user asked for.
     """
 
-    falls_behind = True
-    """A rank that stands in takes no steps, and has to catch up afterwards."""
     _adapts = True
     """Other plans for the exchange may be followed."""
 
@@ -52,7 +50,7 @@ class GradientExchange:
         self._world = world("DistributedOptimizer()")
         self.optimizer = optimizer
         self._options = options
-        self._process_set = options.process_set
+        self.process_set = options.process_set
         self._weight = 1.0
         self._synchronized = False
         self._skip = False
@@ -73,10 +71,9 @@ class GradientExchange:
         if not self._trainable():
             raise ArgumentError("this optimizer has no parameters that require a gradient.")
         arguments = {"max_grad_norm": options.max_grad_norm, "op": options.op, "shard": not self._adapts}
-        ranks = self._world.ranks(self._process_set)
+        ranks = self._world.ranks(self.process_set)
         check_agreement(self._trainable(), options.names, arguments, ranks, self._gather)
         self._prepare(self._trainable())
-        self._world.exchanges.append(self)
 
     def attach(self) -> None:
         """Have the optimizer call this at each step."""
@@ -92,11 +89,11 @@ class GradientExchange:
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
         """Exchange the dense gradients of these parameters from now on."""
         infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
-        self._planner = self._world.planner(infos, self._process_set, self._gather, self._adapts, self._options.overlap)
+        self._planner = self._world.planner(infos, self.process_set, self._gather, self._adapts, self._options.overlap)
         self._follow(self._planner.plan, parameters)
 
     def _gather(self, value: Any) -> list[Any]:
-        return hvdlite.allgather_object(value, "optimizer.plan", process_set=self._process_set)
+        return hvdlite.allgather_object(value, "optimizer.plan", process_set=self.process_set)
 
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
         """Make memory and hooks for `parameters`."""
@@ -132,7 +129,7 @@ class GradientExchange:
 
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> Reducer:
         infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
-        return self._world.reducer(infos, self._options.op, self._process_set, plan, self._planner.settings)
+        return self._world.reducer(infos, self._options.op, self.process_set, plan, self._planner.settings)
 
     # What the user says
 
@@ -225,13 +222,13 @@ class GradientExchange:
             self._weight = weight
             self._exchange()
             self._clip()
-            return joined_loss(loss, weight, self._options.op is hvdlite.Average, self._process_set)
+            return joined_loss(loss, weight, self._options.op is hvdlite.Average, self.process_set)
 
         return evaluate
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        self._world.engine(self._process_set)  # raises if the set has been removed
+        self._world.engine(self.process_set)  # raises if the set has been removed
         while True:
             dense = self._find_dense()
             self._check_parameters()
@@ -257,7 +254,7 @@ class GradientExchange:
         self._check_step(anywhere)
         if self._sparse:
             average = self._options.op is hvdlite.Average
-            combine_sparse(self._sparse, weight, average, self._process_set)
+            combine_sparse(self._sparse, weight, average, self.process_set)
         self._synchronized = True
         self._passes.clear()
         if self._reducer.joined == 0:  # who has joined counts no steps, and could not follow another plan
@@ -265,11 +262,11 @@ class GradientExchange:
             if plan is not None:
                 self._follow(plan, dense)
 
-    # This rank has run out of data, and others have not (`hvdlite_torch.join`)
+    # This rank has run out of data, and others have not (`hvdlite.join`)
 
-    def belongs_to(self, process_set: ProcessSet) -> bool:
+    def belongs_to(self, process_set: ProcessSet | None) -> bool:
         """Whether these ranks exchange here."""
-        return self._world.ranks(self._process_set) == self._world.ranks(process_set)
+        return self._world.ranks(self.process_set) == self._world.ranks(process_set)
 
     def stand_in(self) -> None:
         """Take part in the exchanges of the others with nothing, until all ranks have joined."""

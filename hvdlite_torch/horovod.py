@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hvdlite_torch import optimizer as own
+from hvdlite_torch.distributed import add_to_class
 
 __all__ = ["DistributedOptimizer"]
 
@@ -19,7 +20,7 @@ __all__ = ["DistributedOptimizer"]
 @functools.wraps(own.DistributedOptimizer)
 def DistributedOptimizer(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     distributed = own.DistributedOptimizer(optimizer, *args, **kwargs)
-    own.add_to_class(distributed, _Habits)
+    add_to_class(distributed, _Habits)
     if not isinstance(distributed, torch.optim.SparseAdam):
         for group in distributed.param_groups:
             for parameter in group["params"]:

@@ -16,7 +16,7 @@ class Options:
 
     Attributes:
         op: Average or Sum.
-        process_set: The ranks that take part; all if None.
+        process_set: The ranks that take part.
         overlap: Exchange while the backward pass goes on; if None, as the setting of that name says.
         codec: How gradients are compressed; None if they are not.
         sparse_as_dense: Make sparse gradients dense.
@@ -26,7 +26,7 @@ class Options:
     """
 
     op: ReduceOp = hvdlite.Average
-    process_set: ProcessSet | None = None
+    process_set: ProcessSet = hvdlite.global_process_set
     overlap: bool | None = None
     codec: Codec | None = None
     sparse_as_dense: bool = False

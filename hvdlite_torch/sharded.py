@@ -53,7 +53,6 @@ class ShardedExchange(GradientExchange):
         optimizer, options: As for `GradientExchange`.
     """
 
-    falls_behind = False
     _adapts = False
     _reducer: ShardedReducer
 
@@ -83,9 +82,9 @@ class ShardedExchange(GradientExchange):
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
         reducer = self._world.sharded_reducer(
-            infos, self._options.op, self._process_set, plan, whole=not self._elementwise
+            infos, self._options.op, self.process_set, plan, whole=not self._elementwise
         )
-        hvdlite.broadcast(parameters, 0, inplace=True, process_set=self._process_set)
+        hvdlite.broadcast(parameters, 0, inplace=True, process_set=self.process_set)
         shared = [as_tensor(reducer.parameters_of(n), parameter) for n, parameter in enumerate(parameters)]
         for parameter, memory in zip(parameters, shared, strict=True):
             memory.copy_(parameter)  # the same values, from every rank of the host
@@ -158,7 +157,7 @@ class ShardedExchange(GradientExchange):
         for slot in self._large:
             slot.gradient = None  # which has changed, though torch does not count that as a new version
         for found in infinities:
-            hvdlite.allreduce(found, hvdlite.Max, inplace=True, process_set=self._process_set)
+            hvdlite.allreduce(found, hvdlite.Max, inplace=True, process_set=self.process_set)
 
     @torch.no_grad()
     def stand_in(self) -> None:
@@ -249,7 +248,7 @@ class ShardedExchange(GradientExchange):
         ]
         pieces = set(self._pieces.values())
         whole: dict[Any, dict[str, Any]] = {key: values for key, values in state.items() if key not in pieces}
-        everybody = hvdlite.allgather_object(mine, name="optimizer.state_dict()", process_set=self._process_set)
+        everybody = hvdlite.allgather_object(mine, name="optimizer.state_dict()", process_set=self.process_set)
         for piece, values in (item for share in everybody for item in share):
             parameter = self._parameters[piece.tensor]
             target = whole.setdefault(parameter, {})

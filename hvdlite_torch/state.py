@@ -13,8 +13,8 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.arguments import rank_in, root_within
+from hvdlite_torch.distributed import Sharded
 from hvdlite_torch.movements import broadcast_
-from hvdlite_torch.optimizer import Sharded
 
 T = TypeVar("T")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,8 +10,6 @@ import hvdlite
 from hvdlite import Handle, ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError
-from hvdlite_torch.movements import broadcast_
-from hvdlite_torch.state import broadcast_optimizer_state
 
 
 class CompositeHandle:
@@ -120,26 +116,7 @@ def join(device: int = -1, *, process_set: ProcessSet = hvdlite.global_process_s
     Raises:
         HvdliteError: As `hvdlite.join`.
     """
-    here = world("join()")
-    exchanges = [exchange for exchange in here.exchanges if exchange.belongs_to(process_set)]
-    context = contextvars.copy_context()
-    # Daemons: if this wait fails, the process is to end.
-    threads = [
-        threading.Thread(target=context.copy().run, args=(exchange.stand_in,), name="hvdlite-join", daemon=True)
-        for exchange in exchanges
-    ]
-    for thread in threads:
-        thread.start()
-    last = hvdlite.join(process_set)
-    for thread in threads:
-        thread.join()
-    last_rank = here.ranks(process_set)[last]
-    for exchange in exchanges:
-        if exchange.falls_behind:
-            parameters = [p.detach() for group in exchange.optimizer.param_groups for p in group["params"]]
-            broadcast_(parameters, last_rank, process_set=process_set)
-            broadcast_optimizer_state(exchange.optimizer, last_rank, process_set=process_set)
-    return last_rank
+    return world("join()").ranks(process_set)[hvdlite.join(process_set)]
 
 
 @contextlib.contextmanager

@@ -34,7 +34,13 @@ LAYERS = (
     {"__main__"},
 )
 # Also allowed: point_to_point and mpi use algorithms; errors are for everybody.
-EXCEPTIONS = {("config", "errors"), ("protocols", "errors"), ("process_set", "errors"), ("topology", "errors")}
+EXCEPTIONS = {
+    ("config", "errors"),
+    ("protocols", "errors"),
+    ("protocols", "process_set"),
+    ("process_set", "errors"),
+    ("topology", "errors"),
+}
 LAUNCH_MAY_IMPORT = {"errors", "config", "control", "launch"}
 
 

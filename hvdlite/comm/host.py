@@ -27,6 +27,9 @@ _OFFERS_SECONDS = 2e-3
 """How long it offers its core between looks before it sleeps. A sleep lasts 0.1 ms longer than is asked for, which makes
 this rank the late one at the next meeting, and the other one sleep: the blocks of a large tensor would all take so long."""
 _FIRST_NAP, _LONGEST_NAP = 20e-6, 200e-6
+_NAP_GROWTH = 1.2
+"""So a nap is a fifth of what has been waited, at most, and so is the time lost when the others come."""
+PATIENT, VERY_PATIENT = _LONGEST_NAP, 5e-3
 _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -41,7 +44,8 @@ class Host:
         transport: Over them, for the use of this object alone.
 
     Attributes:
-        patient: Sleep while waiting: another thread of this rank has something to do.
+        patience: Seconds. If not 0, sleep while waiting, up to so long at a time: `PATIENT` if another thread of this rank
+            has something to do, `VERY_PATIENT` if it may take the others long and many threads wait.
 
     Raises:
         SharedMemoryError: They cannot share memory. Raised on all of them.
@@ -50,7 +54,7 @@ class Host:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._stopped = False
-        self.patient = False
+        self.patience = 0.0
         self.rank = transport.rank
         self.size = transport.size
         self._count = 0
@@ -115,19 +119,28 @@ class Host:
 
     def _wait(self, place: int, count: int) -> None:
         board = self._board
-        if not self.patient:
+        if not self.patience:
             for _ in range(self._spins):
                 if board[place] >= count:
                     return
+        self.wait_until(lambda: board[place] >= count)
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Return when `done` says so, which it is asked again and again, without keeping a core busy for long.
+
+        Raises:
+            HvdliteError: `stop` was called.
+        """
+        if not self.patience:
             until = time.monotonic() + _OFFERS_SECONDS
             while time.monotonic() < until:
-                self._offer()
-                if board[place] >= count:
+                if done():
                     return
-        nap = _FIRST_NAP
-        while board[place] < count:
+                self._offer()
+        nap, longest = _FIRST_NAP, self.patience or _LONGEST_NAP
+        while not done():
             time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
+            nap = min(_NAP_GROWTH * nap, longest)
             if self._stopped:
                 raise HvdliteError("the ranks of this host do not meet any more: hvdlite has been shut down.")
             # Raises if it is known that a rank has left. (Nobody posts letters here.)

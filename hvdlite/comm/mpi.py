@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -106,6 +106,10 @@ class MpiCollectives:
             raise ArgumentError(
                 f"algorithm={algorithm!r}: expected one of 'auto', 'mpi', {', '.join(map(repr, ALGORITHMS))}."
             )
+
+    def start_sum(self, data: Array) -> Callable[[], bool]:
+        request = self._comm.Iallreduce(MPI.IN_PLACE, data, MPI.SUM)
+        return lambda: bool(request.Test())
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         sizes = [count * data.itemsize for count in counts]

@@ -60,6 +60,15 @@ class PointToPointCollectives:
             )
         ALGORITHMS[algorithm](self.transport, data, self._combine(op))
 
+    def start_sum(self, data: Array) -> Callable[[], bool]:
+        """Sum `data` over the ranks, in place.
+
+        Returns:
+            What says that it is over, as it is: nothing goes on by itself under these collectives.
+        """
+        self.allreduce(data, ReduceOp.SUM)
+        return lambda: True
+
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         """Concatenate the ranks' `data` (``counts[r]`` elements from rank r) in `out`.
 
