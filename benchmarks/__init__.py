@@ -8,8 +8,11 @@
     allreduce  ┐                        ┌ collectives  hvdlite, MPI, gloo, Horovod, memcpy: each sums one tensor
     steps      ├ run on the ranks, with ┤ variants     hvdlite, DDP, flat MPI, Horovod: each trains one model
     memory     ┘                        └ models       what is trained, the optimizers and the data
+    keras_steps  the same for Keras' fit, by itself
     backends   starts gloo and Horovod beside hvdlite
     checks     results are right, or there are no figures
     figures    from samples to medians and minima; `machine` is what they belong to
     report     figures as text; `plots` as pictures
+
+``python -m benchmarks.gpu`` is another program: training steps on a GPU, next to DDP; `gpu_pair` is its part for two ranks.
 """

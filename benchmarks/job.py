@@ -25,25 +25,37 @@ class JobFailed(Exception):
     """A job did not come to its end; what it said is on stderr."""
 
 
-def run(module: str, ranks: int, settings: Mapping[str, Any]) -> Any:
+def run(
+    module: str,
+    ranks: int,
+    settings: Mapping[str, Any],
+    environ: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+) -> Any:
     """Call ``measure(**settings)`` of a module of this package on each of `ranks` ranks.
 
     Args:
         module: Such as "allreduce".
         ranks: How many; the launcher places them without binding, and lets waiting ranks yield where cores are short.
         settings: Keyword arguments, as JSON can carry them.
+        environ: More for the environment.
+        timeout: Seconds that the job may take.
 
     Returns:
         What rank 0 returned, by way of JSON.
 
     Raises:
-        JobFailed: A rank failed.
+        JobFailed: A rank failed, or it took too long.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         command = [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--no-tag-output"]
         command += [sys.executable, "-m", "benchmarks.job", f"benchmarks.{module}", json.dumps(settings), str(result)]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, **ONE_THREAD}, stdin=subprocess.DEVNULL)
+        env = {**os.environ, **ONE_THREAD, **(environ or {})}
+        try:
+            done = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise JobFailed(f"{module} on {ranks} ranks was not done after {timeout:g} s.") from None
         if done.returncode != 0:
             raise JobFailed(f"{module} on {ranks} ranks ended with code {done.returncode}.")
         return json.loads(result.read_text())

@@ -13,11 +13,17 @@ then summed over the hosts by the ranks of equal number (see `hvdlite.comm.layer
 What may differ between ranks is told first, in a short header: which tensors have a gradient, and how many samples they are
 the mean of. The weighted sum of the gradients divided by the sum of the weights is the gradient of the joined batch whatever
 the shares of the ranks, nothing included.
+
+Results lie where the gradients do; or apart from them, so that an exchange can be repeated; or in memory that is lent to a
+framework, which reads it without a copy for as long as it likes (`Room`). All ranks of a host read the same lent memory, so
+each writes its part once. There are a few such rooms. The header tells which of them somebody on this rank still looks at, and
+all ranks take the first that is free everywhere.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -33,9 +39,8 @@ LARGE_BYTES = 2**14
 """A smaller tensor is sooner copied than looked at: those lie side by side, and are summed together."""
 
 _EXTRA = 5
-_WEIGHT = -_EXTRA
-"""The end of a header: the weight, how far it is from 1, whether this exchange has to be repeated or put off, and whether the
-rank has run out of data."""
+"""What is in a header after the tensors: the weight, how far it is from 1, whether this exchange has to be repeated or put off,
+and whether the rank has run out of data. Then, for each room to be lent, whether it is still in use."""
 
 
 class Said(NamedTuple):
@@ -154,6 +159,36 @@ class Stretch:
         self.result = result if gradient is None or not keep else gradient
 
 
+class Room:
+    """A place for the results of a bucket.
+
+    Args:
+        memories: Of each block.
+        stretches: What this rank answers for, with results here.
+        lent: Arrays of results are views of these; empty if results are not lent. Whoever holds such a view holds a reference
+            to the array behind it, as NumPy leads the view of a view back to that.
+    """
+
+    def __init__(self, memories: list[Memory], stretches: list[Stretch], rank: int, lent: Sequence[Array] = ()) -> None:
+        self.memories = memories
+        self.stretches = stretches
+        self.result_of = {
+            index: memory.results[rank][span.start : span.stop]
+            for memory in memories
+            for index, span in memory.block.spans.items()
+        }
+        self._lent = lent
+        self._own: int | None = None
+
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody holds an array of this room. First asked before one is given away."""
+        references = sum(map(sys.getrefcount, self._lent))
+        if self._own is None:
+            self._own = references
+        return references > self._own
+
+
 class Bucket:
     """Gradients that are exchanged together. All ranks make one, with equal arguments.
 
@@ -165,10 +200,12 @@ class Bucket:
         chunk_bytes: What is summed at a time: as many bytes of each rank as stay in a core's cache.
         message_bytes: Bytes that are exchanged between hosts at a time.
         separate: Keep results apart from gradients, so that an exchange can be repeated.
+        lend: In how many rooms there are results to be lent.
 
     Attributes:
         tensors: In the order in which they lie.
         large: Those of at least `LARGE_BYTES`.
+        lent: Nobody writes into the results of the last exchange as long as somebody holds them (see `result_of`).
     """
 
     _shares_results = True
@@ -183,6 +220,7 @@ class Bucket:
         chunk_bytes: int,
         message_bytes: int,
         separate: bool = False,
+        lend: int = 0,
     ) -> None:
         self.large = {index for index in tensors if nbytes_of(infos[index]) >= LARGE_BYTES}
         self.tensors = sorted(tensors, key=lambda index: index not in self.large)
@@ -190,49 +228,91 @@ class Bucket:
         self.layers = collectives.layers
         self.host = collectives.layers.host
         self._average = average
-        self._separate = separate
+        self._separate = separate or lend > 0
         self._chunk_bytes = chunk_bytes if self.layers.hosts == 1 else message_bytes
         self._factors: list[float] | None = None
         self._divisor = 1.0
-        self._headers = [part.view(np.float64) for part in self.host.allocate(8 * (len(self.tensors) + _EXTRA))]
+        self._weight_at = len(self.tensors)
+        header = self.host.allocate(8 * (len(self.tensors) + _EXTRA + lend))
+        self._headers = [part.view(np.float64) for part in header]
         self._total = np.empty_like(self._headers[0])
         self._told: list[bool] | None = None
         blocks = lay_out(infos, self._parts(), self._whole, self.tensors)
-        self.memories = [self._allocate(block) for block in blocks]
+        gradients = [self._allocate(block) for block in blocks]
         self._gradient_of: dict[int, Array] = {}
-        self._result_of: dict[int, Array] = {}
-        for memory in self.memories:
-            for index, span in memory.block.spans.items():
-                self._gradient_of[index] = memory.gradients[self.host.rank][span.start : span.stop]
-                self._result_of[index] = memory.results[self.host.rank][span.start : span.stop]
-        self._parts_of_large: dict[int, tuple[Stretch, int, int]] = {}
-        self.stretches = [stretch for memory in self.memories for stretch in self._stretches_of(memory)]
+        for block, arrays in zip(blocks, gradients, strict=True):
+            for index, span in block.spans.items():
+                self._gradient_of[index] = arrays[self.host.rank][span.start : span.stop]
+        self._parts_of_large: dict[int, list[tuple[Stretch, int, int]]] = {}
+        if lend:  # and one more, for copies, if all are in use
+            self._rooms = [self._lendable_room(blocks, gradients) for _ in range(lend + 1)]
+        else:
+            results = [self._allocate(block) for block in blocks] if separate else gradients
+            self._rooms = [self._room(blocks, gradients, results, self._shares_results)]
+        self._room_now = self._rooms[0]
+        self.lent = False
         wanted = max((s.kernel.wide.itemsize * s.cuts[0].part.stop for s in self.stretches), default=0)
         self._scratch = np.empty((2, -(-wanted // 16) * 16), np.uint8)
+
+    @property
+    def memories(self) -> list[Memory]:
+        """Where the gradients, and the results of the last exchange, lie."""
+        return self._room_now.memories
+
+    @property
+    def stretches(self) -> list[Stretch]:
+        """What this rank answers for."""
+        return self._room_now.stretches
 
     def _parts(self) -> int:
         return self.layers.owners
 
     def _part_of(self, block: Block) -> tuple[int, int]:
         """What this rank sums, on its host."""
-        number = self.host.rank
-        return (block.bounds[number], block.bounds[number + 1]) if number < self.layers.owners else (0, 0)
+        number, owners = self.host.rank, self.layers.owners
+        if number >= owners:
+            return 0, 0
+        each = self._parts() // owners
+        return block.bounds[number * each], block.bounds[(number + 1) * each]
 
-    def _allocate(self, block: Block) -> Memory:
-        kernel = arithmetic(block.dtype, ReduceOp.SUM)
-        nbytes = block.length * kernel.storage.itemsize
-        gradients = [piece.view(kernel.storage) for piece in self.host.allocate(nbytes)]
-        results = gradients
-        if self._separate:
-            results = [piece.view(kernel.storage) for piece in self.host.allocate(nbytes)]
-        return Memory(block, kernel, gradients, results)
+    def _allocate(self, block: Block) -> list[Array]:
+        """Memory of each rank for a block."""
+        storage = arithmetic(block.dtype, ReduceOp.SUM).storage
+        return [piece.view(storage) for piece in self.host.allocate(block.length * storage.itemsize)]
 
-    def _stretches_of(self, memory: Memory) -> Iterator[Stretch]:
+    def _room(
+        self,
+        blocks: Sequence[Block],
+        gradients: Sequence[list[Array]],
+        results: Sequence[list[Array]],
+        share: bool,
+        lent: Sequence[Array] = (),
+    ) -> Room:
+        memories = [
+            Memory(block, arithmetic(block.dtype, ReduceOp.SUM), *arrays)
+            for block, *arrays in zip(blocks, gradients, results, strict=True)
+        ]
+        stretches = [stretch for memory in memories for stretch in self._stretches_of(memory, share)]
+        return Room(memories, stretches, self.host.rank, lent)
+
+    def _lendable_room(self, blocks: Sequence[Block], gradients: Sequence[list[Array]]) -> Room:
+        """One memory for all ranks of the host, which each of them can give away by itself."""
+        results, lent = [], []
+        for block in blocks:
+            storage = arithmetic(block.dtype, ReduceOp.SUM).storage
+            memory = self.host.allocate_together(block.length * storage.itemsize)
+            # A view of this array refers to it and not to what is behind it, as that is a memoryview and no array.
+            counted = np.frombuffer(memoryview(memory), storage)  # type: ignore[arg-type]
+            lent.append(counted)
+            results.append([counted] * self.host.size)
+        return self._room(blocks, gradients, results, False, lent)
+
+    def _stretches_of(self, memory: Memory, share: bool) -> Iterator[Stretch]:
         begin, end = self._part_of(memory.block)
         length = max(1, self._chunk_bytes // memory.kernel.storage.itemsize)
 
         def stretch(start: int, stop: int) -> Stretch:
-            return Stretch(memory, start, stop, self.host.rank, length, self._shares_results)
+            return Stretch(memory, start, stop, self.host.rank, length, share)
 
         if self.layers.hosts > 1:  # few and long messages
             if begin < end:
@@ -250,7 +330,7 @@ class Bucket:
                 yield stretch(*small)
                 small = None
             large = stretch(start, stop)
-            self._parts_of_large[index] = large, start - span.start, stop - span.start
+            self._parts_of_large.setdefault(index, []).append((large, start - span.start, stop - span.start))
             yield large
         if small:
             yield stretch(*small)
@@ -267,8 +347,13 @@ class Bucket:
         return self._gradient_of[index]
 
     def result_of(self, index: int) -> Array:
-        """The flat memory where the combined gradient of tensor `index` is afterwards."""
-        return self._result_of[index]
+        """The flat memory where the combined gradient of tensor `index` is after the last exchange.
+
+        If the bucket lends results, an array that is counted: the memory is left alone while this array, or a view of it, is
+        there, if `lent`; until the next exchange, if not.
+        """
+        result = self._room_now.result_of[index]
+        return result[:] if len(self._rooms) > 1 else result
 
     def part_of(self, index: int) -> tuple[int, int]:
         """Which elements of tensor `index` only this rank reads of its own gradient, so that `place` may be called for them.
@@ -277,7 +362,7 @@ class Bucket:
         """
         if index not in self._parts_of_large:
             return 0, 0
-        _, start, stop = self._parts_of_large[index]
+        _, start, stop = self._parts_of_large[index][0]
         return start, stop
 
     def stays(self, index: int) -> bool:
@@ -292,7 +377,8 @@ class Bucket:
             index: A tensor that has a part of its own.
             gradient: Shape ``(stop - start,)``, of the dtype of `memory_of`.
         """
-        self._parts_of_large[index][0].place(gradient, self._keeps(index))
+        for stretch, _, _ in self._parts_of_large[index]:
+            stretch.place(gradient, self._keeps(index))
 
     def _keeps(self, index: int) -> bool:
         return self.stays(index)
@@ -315,11 +401,13 @@ class Bucket:
 
     def alone(self, used: Sequence[bool]) -> None:
         """What `exchange` does if there is one rank only."""
+        self._choose_room([room.in_use for room in self._rooms[:-1]])
         for index in self.tensors:
             if not used[index]:
                 self._forget(index)
             elif self._separate:
-                self._result_of[index][:] = self._gradient_of[index]
+                whole = self._parts_of_large.get(index)  # one rank answers for all of it
+                self.result_of(index)[:] = whole[0][0].gradient if whole else self._gradient_of[index]
 
     def _forget(self, index: int) -> None:
         if index in self._parts_of_large:
@@ -329,11 +417,13 @@ class Bucket:
     def _tell(self, used: Sequence[bool], said: Said) -> Exchanged:
         """Exchange headers. Afterwards the gradients of all ranks may be read."""
         mine = self._headers[self.host.rank]
+        at = self._weight_at
         if used != self._told:
-            mine[:_WEIGHT] = used
+            mine[:at] = used
             self._told = list(used)
         weight, again, news, joined = said
-        mine[_WEIGHT:] = weight, abs(weight - 1.0), again, news, joined
+        mine[at : at + _EXTRA] = weight, abs(weight - 1.0), again, news, joined
+        mine[at + _EXTRA :] = [room.in_use for room in self._rooms[:-1]]
         if not all(used):
             for index, there in zip(self.tensors, used, strict=True):
                 if not there:
@@ -347,9 +437,16 @@ class Bucket:
             np.copyto(total, self._headers[0])
             for header in self._headers[1:]:
                 np.add(total, header, out=total)
-        *sums, self._divisor, oddity, agains, newses, joins = total.tolist()
-        self._factors = [float(header[_WEIGHT]) for header in self._headers] if oddity > 0 else None
+        *sums, self._divisor, oddity, agains, newses, joins = total[: at + _EXTRA].tolist()
+        self._factors = [float(header[at]) for header in self._headers] if oddity > 0 else None
+        self._choose_room(total[at + _EXTRA :].tolist())
         return Exchanged([each > 0 for each in sums], self._divisor, agains > 0, newses > 0, int(joins))
+
+    def _choose_room(self, in_use: Sequence[float]) -> None:
+        """Put results where no rank looks; in the last room, which is never lent, if all others are in use."""
+        number = next((number for number, ranks in enumerate(in_use) if not ranks), len(in_use))
+        self._room_now = self._rooms[number]
+        self.lent = number < len(in_use)
 
     def _reduce(self) -> None:
         cross = self.layers.cross

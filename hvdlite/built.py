@@ -1,12 +1,21 @@
-"""What this version of hvdlite can use, as Horovod's programs ask for it.
+"""What hvdlite can use here, as Horovod's programs ask for it.
 
-Nothing is compiled when hvdlite is installed, so these say what its own code uses, whatever else the machine has.
-``hvdliterun --check-build`` lists what is installed.
+Nothing is compiled when hvdlite is installed, so these look for what is there when they are called. Whether there is a GPU is
+another question: ``torch.cuda.is_available()``.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from hvdlite.comm import nccl
+from hvdlite.config import Config
+from hvdlite.errors import DeviceError
 
 
 def mpi_built() -> bool:
@@ -29,9 +38,14 @@ def gloo_enabled() -> bool:
     return False
 
 
+@functools.cache
 def nccl_built() -> int:
-    """0, the version of NCCL: it is not used, for tensors have to be in host memory."""
-    return 0
+    """The version of NCCL (or RCCL) that GPU tensors are exchanged by, such as 22809 for 2.28.9; 0 if none can be loaded."""
+    try:
+        library = nccl.load(Config.from_env().nccl_library)
+    except DeviceError:
+        return 0
+    return 0 if library is None else library.version
 
 
 def ddl_built() -> bool:
@@ -45,10 +59,23 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """False: tensors have to be in host memory."""
-    return False
+    """Whether a torch for CUDA, or CuPy, is installed, whose tensors can be exchanged where they are."""
+    return _torch_version().cuda is not None or (importlib.util.find_spec("cupy") is not None and not rocm_built())
 
 
 def rocm_built() -> bool:
-    """False: tensors have to be in host memory."""
-    return False
+    """Whether a torch for ROCm is installed, whose tensors can be exchanged where they are."""
+    return _torch_version().hip is not None
+
+
+def _torch_version() -> Any:
+    """``torch.version``, without importing torch: the file holds constants only."""
+    if "torch" in sys.modules:
+        return sys.modules["torch"].version
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return SimpleNamespace(cuda=None, hip=None)
+    path = Path(spec.origin).with_name("version.py")
+    module = ModuleType("torch.version")
+    exec(compile(path.read_text(), str(path), "exec"), module.__dict__)
+    return module

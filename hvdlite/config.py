@@ -33,6 +33,11 @@ class Config:
         stall_shutdown_time_seconds: After so many seconds in one wait, end the job; 0 means never.
         deadlock_time_seconds: Seconds after which ranks that all wait, each for an operation that
             another rank has not submitted, are told so by an error.
+        nccl: Exchange GPU tensors by NCCL (or RCCL) where it is installed; if not, through host memory.
+        nccl_library: A file to load it from, in place of what is found.
+        nccl_start_seconds: How long the ranks try to connect by it.
+        mpi_gpu: Hand GPU tensors to MPI, which must have been built for that, in place of NCCL.
+        share_gpu: Several ranks may use one GPU.
         control: ``host:port:token`` of the launcher that started this process; set by hvdliterun.
     """
 
@@ -50,6 +55,11 @@ class Config:
     stall_check_time_seconds: float = 60.0
     stall_shutdown_time_seconds: float = 1800.0
     deadlock_time_seconds: float = 2.0
+    nccl: bool = True
+    nccl_library: str = ""
+    nccl_start_seconds: float = 120.0
+    mpi_gpu: bool = False
+    share_gpu: bool = False
     control: str = ""
 
     def __post_init__(self) -> None:

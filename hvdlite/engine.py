@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,7 @@ _GRACE = 200e-6
 class Handle:
     """An operation in flight."""
 
-    __slots__ = ("_engine", "_error", "_result", "done", "key", "record")
+    __slots__ = ("_engine", "_error", "_hand_over", "_result", "done", "key", "record")
 
     def __init__(self, engine: Engine, key: Key) -> None:
         self.key = key
@@ -51,6 +51,7 @@ class Handle:
         """Engine only: what the timeline knows of it; None if it was submitted while none was kept."""
         self._engine = engine
         self._result: Any = None
+        self._hand_over: Callable[[Any], Any] | None = None
         self._error: BaseException | None = None
 
     def __del__(self) -> None:
@@ -76,11 +77,19 @@ class Handle:
         self._engine.wait(self)
         if self._error is not None:
             raise self._error
+        if self._hand_over is not None:
+            return self._hand_over(self._result)
         return self._result
 
-    def finish(self, result: Any, error: BaseException | None) -> None:
-        """Engine only: the operation is over."""
-        self._result, self._error = result, error
+    def finish(self, result: Any, error: BaseException | None, hand_over: Callable[[Any], Any] | None = None) -> None:
+        """Engine only: the operation is over.
+
+        Args:
+            result: What `wait` returns.
+            error: What it raises in its place.
+            hand_over: Makes the former of `result`, in the thread that has waited, where that cannot be done before.
+        """
+        self._result, self._error, self._hand_over = result, error, hand_over
         self.done = True
 
     def __repr__(self) -> str:
@@ -146,7 +155,10 @@ class Engine:
         Raises:
             DuplicateNameError: An operation of this name has not been waited for yet.
             HvdliteError: This rank has joined.
+            DeviceError: Its tensors lie on another GPU than those of earlier operations.
         """
+        if operation.device is not None and self._collectives.devices is not None:
+            self._collectives.devices.choose(operation.device)
         with self._submit_lock:
             self._check_open(operation.signature)
             if name is None:
@@ -303,6 +315,8 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
         del self._watch.lacks[tuple(self._ranks)]
+        if self._collectives.devices is not None:
+            self._collectives.devices.close()
         self._collectives.close()
         self._transport.close()
 
@@ -403,7 +417,8 @@ class Engine:
         if self._timeline.on:
             records = [handle.record for _, handle in entries]
             run = RunRecord(self._timeline, records, self._decided, self._runs, self._ranks)
-            collectives = run.timed(collectives)
+            if operations[0].device_kind is None:  # else the host takes no part in the exchange, and all is launching
+                collectives = run.timed(collectives)
         try:
             self._running = decision.keys[0]
             with self._watching:
@@ -415,7 +430,7 @@ class Engine:
             run.done()
         for key, (operation, handle), result in zip(decision.keys, entries, results, strict=True):
             del self._in_flight[key]
-            handle.finish(operation.outcome(result), None)
+            handle.finish(operation.outcome(result), None, operation.hand_over)
         self._watch.completed(partial(_in_words, decision.keys[-1], operations[-1].signature))
 
     def _fail(self, keys: Sequence[Key], error: Exception) -> None:

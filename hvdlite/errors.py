@@ -7,9 +7,16 @@ that one too.
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HvdliteError(RuntimeError):
     """Base of all errors of this package."""
+
+
+# TensorFlow makes exceptions that pass through a function which it has translated anew, with the lines of the function in their
+# text; of classes that are made like this. Others come out as its own StagingError.
+HvdliteError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
 class NotInitializedError(HvdliteError, ValueError):
@@ -55,6 +62,14 @@ class PeerLeftError(CommunicationError):
     """A rank left the job while this rank was waiting for it."""
 
 
+class DeviceError(HvdliteError):
+    """A GPU, or the library by which GPUs speak to each other, is not there or cannot be used as it was asked to."""
+
+
+class NcclError(CommunicationError):
+    """A call of NCCL (or RCCL) failed, or what it had started did; the text has its own words."""
+
+
 class MissingPackageError(HvdliteError, ModuleNotFoundError):
     """A package that an extra of hvdlite brings is not installed."""
 
@@ -72,3 +87,24 @@ class LaunchError(HvdliteError):
 
 class NotYetError(HvdliteError, NotImplementedError):
     """A name that Horovod has, for something that hvdlite does not do yet."""
+
+
+def not_yet(name: str) -> type[Any]:
+    """What stands for a name of Horovod's that hvdlite does not have yet, so that programs can import it.
+
+    Args:
+        name: With the module that it is in, such as "hvdlite_tf.elastic.run".
+
+    Returns:
+        A class, which can be subclassed; called, as a class or as a function, it raises `NotYetError`.
+    """
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        raise NotYetError(
+            f"{name} is not there yet: the number of ranks is fixed while a job runs. Save checkpoints, and start the job "
+            "again with hvdliterun when a rank fails."
+        )
+
+    module, _, short = name.rpartition(".")
+    text = f"Raises `NotYetError` when it is called: elastic training is not there yet. Horovod's ``{short}``."
+    return type(short, (), {"__init__": __init__, "__doc__": text, "__module__": module})

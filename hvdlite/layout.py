@@ -88,6 +88,17 @@ def lay_out(
     return blocks
 
 
+def with_equal_parts(block: Block) -> Block:
+    """A block in parts of equal length, which suit libraries best: what the last ones have too much belongs to no tensor.
+
+    Args:
+        block: Of `lay_out`, not with `whole`.
+    """
+    parts = len(block.bounds) - 1
+    each = -(-block.length // (parts * ALIGNMENT)) * ALIGNMENT
+    return block._replace(length=parts * each, bounds=[part * each for part in range(parts + 1)])
+
+
 def pieces(block: Block, part: int) -> list[Piece]:
     """What part `part` of a block holds of its tensors; nothing of those that are empty."""
     begin, end = block.bounds[part], block.bounds[part + 1]

@@ -36,23 +36,26 @@ def has_free_core(local_size: int) -> bool:
     return len(os.sched_getaffinity(0)) >= 2 * local_size
 
 
-def plan_buckets(order: Sequence[int], nbytes: Sequence[int], bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
+def plan_buckets(
+    order: Sequence[int], nbytes: Sequence[int], bucket_bytes: int, first_bytes: int | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Deal tensors out to buckets.
 
     Args:
         order: Tensors in the order in which the backward pass has their gradients, each once; maybe not all.
         nbytes: Bytes of each tensor of the model.
         bucket_bytes: Of a bucket, about: no tensor is cut.
+        first_bytes: Of the first bucket, if it is to be of another size.
 
     Returns:
         Buckets in the order of their exchanges. What is not in `order` is in the last one. Empty if one bucket is all.
     """
     buckets: list[list[int]] = [[]]
-    held = 0
+    held, wanted = 0, bucket_bytes if first_bytes is None else first_bytes
     for index in order:
-        if held >= bucket_bytes:
+        if held >= wanted:
             buckets.append([])
-            held = 0
+            held, wanted = 0, bucket_bytes
         buckets[-1].append(index)
         held += nbytes[index]
     buckets[-1] += sorted(set(range(len(nbytes))).difference(order))
@@ -136,7 +139,7 @@ class Overlap:
         told.append(self._reducer.exchange_bucket(self._last, used, Said(weight, lost, news)))
         if told[-1].again and not told[-1].news:
             self.lost += told[-1].joined == 0  # those who have joined do not count it
-            told = [self._reducer.exchange_bucket(number, used, Said(weight)) for number in range(self._last + 1)]
+            told = self._reducer.exchange_buckets(used, Said(weight))
         self._begin_step()
         self._reducer.next_step()
         return self._reducer.outcome(told)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -161,11 +162,13 @@ class Plan(NamedTuple):
         chunk_bytes: What is summed at a time: as many bytes of each rank as stay in a core's cache.
         message_bytes: Bytes that go between hosts at a time.
         buckets: The numbers of the tensors that are exchanged together, in the order of the exchanges; all at once if empty.
+        lend: If not 0, results lie apart from gradients and may be kept by a framework, those of so many exchanges at a time.
     """
 
     chunk_bytes: int = 2**18
     message_bytes: int = 25 * 2**20
     buckets: tuple[tuple[int, ...], ...] = ()
+    lend: int = 0
 
 
 class TensorAdapter(Protocol[T]):
@@ -274,4 +277,166 @@ class Exchange(Protocol):
         Args:
             last: The rank that joined last; its rank in the job.
         """
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work on a device. What is on one stream is done in its order; streams wait for each other by events only."""
+
+    @property
+    def handle(self) -> int:
+        """The driver's handle of it (``cudaStream_t``), for libraries such as NCCL."""
+        ...
+
+    def record(self) -> Any:
+        """An event: it happens when all that is on this stream by now has been done."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """Let what is put on this stream from now on begin after `event`. The host does not wait."""
+        ...
+
+    def synchronize(self) -> None:
+        """Let the host wait until all that is on this stream has been done."""
+        ...
+
+
+class Device(Protocol):
+    """The memory of one accelerator, and the streams that work on it, as a framework has them.
+
+    Its tensors are the framework's own. Methods that compute or copy put that on the stream that is current in the calling
+    thread (`on`) and return at once, if they do not say otherwise; tensors that they make belong to that stream. Dtypes are
+    names as in `TensorInfo`, and ``"float8_e4m3fn"`` and ``"float8_e5m2"``.
+    """
+
+    @property
+    def kind(self) -> str:
+        """What must be the same on all ranks: ``"cuda"`` (AMD's too)."""
+        ...
+
+    @property
+    def index(self) -> int:
+        """The number by which the framework knows it."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """What no other accelerator of this host has, whatever each process calls it."""
+        ...
+
+    @property
+    def visible(self) -> int:
+        """How many of its kind this process sees."""
+        ...
+
+    def current(self) -> Stream:
+        """The stream on which the calling thread works."""
+        ...
+
+    def side(self) -> Stream:
+        """A new stream of high priority."""
+        ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[None]:
+        """For a with statement: the calling thread works on this device and on `stream`."""
+        ...
+
+    def keep(self, tensor: Any, stream: Stream) -> None:
+        """Do not give away the memory of `tensor` before what is on `stream` now has been done. Called once that is there."""
+        ...
+
+    def pointer(self, tensor: Any) -> int:
+        """The address of the first element of a contiguous tensor."""
+        ...
+
+    def dtype(self, tensor: Any) -> str:
+        """The name of the dtype of a tensor."""
+        ...
+
+    def count(self, tensor: Any) -> int:
+        """The number of elements of a tensor."""
+        ...
+
+    def is_plain(self, tensor: Any) -> bool:
+        """Whether the elements of a tensor lie side by side, as its values: what works on addresses can use it as it is."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        """A new contiguous tensor without values.
+
+        Raises:
+            Exception: The framework's own, if there is no memory.
+        """
+        ...
+
+    def flat(self, tensor: Any) -> Any:
+        """`tensor` with one dimension and its elements side by side: a view if it can be, else a copy."""
+        ...
+
+    def shaped(self, tensor: Any, shape: Sequence[int]) -> Any:
+        """A contiguous tensor in another shape, as a view."""
+        ...
+
+    def view(self, tensor: Any, dtype: str) -> Any:
+        """The bytes of a flat contiguous tensor as elements of another dtype: a view."""
+        ...
+
+    def cast(self, tensor: Any, dtype: str) -> Any:
+        """The values of a tensor in another dtype: a new tensor."""
+        ...
+
+    def copy(self, source: Any, into: Any) -> None:
+        """Overwrite the values of `into` with those of `source`, of equal shape, cast to its dtype."""
+        ...
+
+    def pack(self, tensors: Sequence[Any], into: Any) -> None:
+        """Copy tensors of any shapes one after the other into a flat one of the same dtype."""
+        ...
+
+    def unpack(self, flat: Any, tensors: Sequence[Any]) -> None:
+        """Copy a flat tensor back into tensors of any shapes (which need not be contiguous): the reverse of `pack`."""
+        ...
+
+    def fill(self, tensor: Any, value: float) -> None:
+        """Give every element the same value."""
+        ...
+
+    def scale(self, tensor: Any, factor: float) -> None:
+        """Multiply floating-point (or complex) elements in place."""
+        ...
+
+    def divide(self, tensor: Any, divisor: int) -> None:
+        """Divide in place; integers are rounded down, as ``//`` does."""
+        ...
+
+    def to_host(self, tensor: Any) -> Array:
+        """The values of a flat tensor in (pinned) host memory of its own; bfloat16 as its bits in uint16. The host waits."""
+        ...
+
+    def from_host(self, array: Array, tensor: Any) -> None:
+        """Overwrite a flat tensor with what `to_host` gave. `array` may be changed when the call returns."""
+        ...
+
+
+class DeviceAdapter(TensorAdapter[T], Protocol[T]):
+    """A `TensorAdapter` of tensors that may lie on an accelerator. Of these, `to_array` and `from_array` copy."""
+
+    def device_kind(self, tensor: T) -> str | None:
+        """`Device.kind` of where the tensor lies; None for host memory."""
+        ...
+
+    def device(self, tensor: T) -> Device:
+        """Where a tensor lies of which `device_kind` is not None.
+
+        Raises:
+            DeviceError: What is needed to work on it is not there.
+        """
+        ...
+
+    def to_device(self, tensor: T) -> Any:
+        """The same memory as a tensor of `device`, of the same shape; ready on the calling thread's current stream."""
+        ...
+
+    def from_device(self, native: Any, like: T) -> T:
+        """The reverse, of the kind of `like`."""
         ...

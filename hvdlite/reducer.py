@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 
@@ -23,6 +24,16 @@ class Postponed(Exception):
     """Some rank had news (see `Reducer.exchange`). Raised on all of them; nothing was exchanged."""
 
 
+def check_combinable(op: ReduceOp) -> None:
+    """Let an operation pass by which gradients can be combined.
+
+    Raises:
+        ArgumentError: It is neither SUM nor AVERAGE.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ArgumentError(f"op={op!r}: gradients are combined by Average or Sum.")
+
+
 class Reducer:
     """The gradients of one model on one rank. All ranks make one, with equal arguments.
 
@@ -40,6 +51,7 @@ class Reducer:
         timeline: As given.
         divisor: The sum of the weights of all ranks, in the last exchange.
         joined: How many ranks had run out of data then.
+        stood_in: How many exchanges of others this rank has taken part in with nothing.
 
     Raises:
         ArgumentError: Another `op`.
@@ -56,19 +68,20 @@ class Reducer:
         watch: Watch,
         timeline: Timeline,
     ) -> None:
-        if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
-            raise ArgumentError(f"op={op!r}: gradients are combined by Average or Sum.")
+        check_combinable(op)
         self._collectives = collectives
         self._average = op is ReduceOp.AVERAGE
         self._ranks = ranks
         self._watch = watch
         self.timeline = timeline
         self._busy = threading.Lock()
-        self._watching = watch.exchanging(self._name, ranks)
+        self._watching = watch.exchanging(self._name, ranks, channel=watch.new_channel(ranks))
         self._steps = 1
         self._count = len(infos)
+        self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
         self.divisor = 1.0
         self.joined = 0
+        self.stood_in = 0
         self.buckets = self._make_buckets(infos, plan)
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.tensors}
 
@@ -76,7 +89,14 @@ class Reducer:
         groups = plan.buckets or (tuple(range(len(infos))),)
         return [
             Bucket(
-                infos, group, self._collectives, self._average, plan.chunk_bytes, plan.message_bytes, len(groups) > 1
+                infos,
+                group,
+                self._collectives,
+                self._average,
+                plan.chunk_bytes,
+                plan.message_bytes,
+                len(groups) > 1,
+                plan.lend,
             )
             for group in groups
         ]
@@ -89,8 +109,15 @@ class Reducer:
         return self._bucket_of[index].memory_of(index)
 
     def result_of(self, index: int) -> Array:
-        """The flat memory where the combined gradient of tensor `index` is after an exchange; `memory_of` if it is in place."""
+        """The flat memory where the combined gradient of tensor `index` is after an exchange; `memory_of` if it is in place.
+
+        With ``plan.lend`` see `Bucket.result_of`, and ask for it after each exchange.
+        """
         return self._bucket_of[index].result_of(index)
+
+    def is_lent(self, index: int) -> bool:
+        """Whether the combined gradient of tensor `index` may be kept where it is. See `Bucket.lent`."""
+        return self._bucket_of[index].lent
 
     def is_large(self, index: int) -> bool:
         """Whether tensor `index` is so large that copying it is worth some thought."""
@@ -149,9 +176,7 @@ class Reducer:
             told = [Exchanged([used[i] for i in bucket.tensors], weight) for bucket in self.buckets]
         else:
             with self.timeline.span(Row.PROGRAM, "WAIT", "gradients"):
-                told = [
-                    self.exchange_bucket(number, used, Said(weight, news=news)) for number in range(len(self.buckets))
-                ]
+                told = self.exchange_buckets(used, Said(weight, news=news))
         self.next_step()
         return self.outcome(told)
 
@@ -173,15 +198,17 @@ class Reducer:
             As `exchange`.
         """
         nothing = [False] * self._count
-        numbers = range(len(self.buckets))
         self.buckets[-1].host.patience = VERY_PATIENT  # it may take the others a whole step
         said = Said(0.0, joined=True)
-        told = [self.exchange_bucket(number, nothing, said) for number in numbers]
+        told = self.exchange_buckets(nothing, said)
         if told[-1].again and not told[-1].news:
-            told = [self.exchange_bucket(number, nothing, said) for number in numbers]
+            told = self.exchange_buckets(nothing, said)
         self.buckets[-1].host.patience = 0.0
         self.next_step()
-        return None if told[-1].joined == self._collectives.size else self.outcome(told)
+        if told[-1].joined == self._collectives.size:
+            return None
+        self.stood_in += 1
+        return self.outcome(told)
 
     def next_step(self) -> None:
         """The exchanges from now on are those of another step."""
@@ -199,8 +226,12 @@ class Reducer:
             record.done()
         return told
 
+    def exchange_buckets(self, used: Sequence[bool], said: Said) -> list[Exchanged]:
+        """A whole exchange, with the same words in all headers."""
+        return [self.exchange_bucket(number, used, said) for number in range(len(self.buckets))]
+
     def _name(self) -> str:
-        return f"gradient exchange {self._steps}"
+        return f"gradient exchange {self._steps} of {self._about}"
 
     def outcome(self, told: Sequence[Exchanged]) -> list[bool]:
         """What `exchange` returns and raises, from what each bucket has told."""

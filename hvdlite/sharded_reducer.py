@@ -39,12 +39,6 @@ class _ShardedBucket(Bucket):
     def _parts(self) -> int:
         return self.layers.owners * self.layers.hosts
 
-    def _part_of(self, block: Block) -> tuple[int, int]:
-        number, hosts = self.host.rank, self.layers.hosts
-        if number >= self.layers.owners:
-            return 0, 0
-        return block.bounds[number * hosts], block.bounds[(number + 1) * hosts]
-
     def _keeps(self, index: int) -> bool:
         return True
 

@@ -1,7 +1,8 @@
 """Two ranks that wait for each other, each for something else, so that neither can go on.
 
 Operations of one group of ranks are compared by their controller; this is about waits that no controller sees together: a
-gradient exchange and an operation, operations of different process sets, `join` and a gradient exchange.
+gradient exchange and an operation, exchanges of different gradients, operations of different process sets, `join` and an
+exchange.
 
 A rank is stuck if all of its threads that use hvdlite wait, and have for some time. It tells rank 0 what it needs.
 Rank 0 introduces ranks to each other that are stuck in different things, and these find out whether it is true. A rank
@@ -23,14 +24,17 @@ class Need(NamedTuple):
     Attributes:
         ranks: The world ranks that must take part, each of them.
         operation: The key of an operation; None for an exchange of gradients.
-        number: Of an operation: the plans that its controller has followed. Of an exchange: its number among those of `ranks`.
+        number: Of an operation: the plans that its controller has followed. Of an exchange: its number among those of `ranks`
+            in its channel.
         text: It in words.
+        channel: Of an exchange: which gradients; all ranks exchange those of one channel in the same order.
     """
 
     ranks: tuple[int, ...]
     operation: str | int | None
     number: int
     text: str
+    channel: int = 0
 
 
 Needs = tuple[Need, ...]
@@ -112,9 +116,9 @@ class Standoff:
         self._stuck[rank] = number, needs
 
 
-def _places(needs: Needs) -> frozenset[tuple[tuple[int, ...], bool]]:
-    """Where a rank waits: groups of ranks, and whether in an operation there."""
-    return frozenset((need.ranks, need.operation is not None) for need in needs)
+def _places(needs: Needs) -> frozenset[tuple[tuple[int, ...], bool, int]]:
+    """Where a rank waits: groups of ranks, and whether in an operation there, or in which exchange."""
+    return frozenset((need.ranks, need.operation is not None, need.channel) for need in needs)
 
 
 def _may_wait_for_each_other(rank: int, needs: Needs, other: int, theirs: Needs) -> bool:

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite import devices
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite.protocols import Array, TensorAdapter, TensorInfo
+from hvdlite.protocols import Array, Device, TensorAdapter, TensorInfo
 
 HALF_DTYPES = frozenset({"float16", "bfloat16"})
 """The dtypes that are reduced as float32."""
@@ -133,7 +134,7 @@ class NumpyAdapter:
 
 
 class ArrayApiAdapter:
-    """Arrays of any library that has DLPack and the array API (https://data-apis.org/array-api), in host memory."""
+    """Arrays of any library that has DLPack and the array API (https://data-apis.org/array-api), in host memory or on a GPU."""
 
     def __init__(self) -> None:
         self._numpy = NumpyAdapter()
@@ -157,7 +158,24 @@ class ArrayApiAdapter:
             f"arrays of {library} cannot be changed in place; use the form that returns a new one."
         )
 
+    def device_kind(self, tensor: Any) -> str | None:
+        return devices.device_kind(tensor)
+
+    def device(self, tensor: Any) -> Device:
+        return devices.device_of(tensor)
+
+    def to_device(self, tensor: Any) -> Any:
+        return devices.borrow(tensor)
+
+    def from_device(self, native: Any, like: Any) -> Any:
+        return devices.lend(native, like)
+
     def to_array(self, tensor: Any, *, wide: bool) -> Array:
+        if self.device_kind(tensor) is not None:
+            device = self.device(tensor)
+            flat = device.to_host(device.flat(self.to_device(tensor))).reshape(tensor.shape)
+            bits = flat.dtype == np.uint16 and self.dtype(tensor) == "bfloat16"
+            return widen_bits(flat) if bits and wide else self._numpy.to_array(flat, wide=wide)
         try:
             array = np.from_dlpack(tensor)
         except (BufferError, RuntimeError, ValueError, TypeError) as error:
@@ -181,6 +199,13 @@ class ArrayApiAdapter:
 
     def assign(self, tensor: Any, array: Array) -> None:
         self.check_writable(tensor)
+
+
+def device_kind_of(tensor: Any, adapter: Any) -> str | None:
+    """`Device.kind` of where a tensor lies; None for host memory, which is all that a plain `TensorAdapter` reads."""
+    ask = getattr(adapter, "device_kind", None)
+    kind: str | None = None if ask is None else ask(tensor)
+    return kind
 
 
 def register_adapter(kind: type, adapter: TensorAdapter[Any]) -> None:

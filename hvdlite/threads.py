@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Container
+from collections.abc import Collection
+from types import CodeType
+
+_calls_that_wait: set[CodeType] = set()
+
+
+def waits_in(code: CodeType) -> None:
+    """Tell that a thread whose innermost frame runs `code` waits for threads of a framework, which do its work meanwhile.
+
+    For adapters of frameworks that call hvdlite from threads of their own. Each such thread that waits for other ranks is then
+    taken to be at work for one that is inside of the call.
+    """
+    _calls_that_wait.add(code)
 
 
 class Threads:
     """Threads that have used something, as far as they are still alive.
 
     A thread's number is used again when the thread has ended, so the threads themselves are kept. Those that Python did not
-    start and has not met (a framework's own) count as ended.
+    start (a framework's own) count as ended.
     """
 
     def __init__(self) -> None:
@@ -23,12 +36,19 @@ class Threads:
             self._noted.here = True
             number = threading.get_ident()
             # Not current_thread(): that would enter a framework's thread in Python's list for good.
-            self._known[number] = next((each for each in threading.enumerate() if each.ident == number), None)
+            found = next((each for each in threading.enumerate() if each.ident == number), None)
+            self._known[number] = None if isinstance(found, threading._DummyThread) else found
 
-    def are_all_among(self, waiting: Container[int]) -> bool:
-        """Whether all that are alive are `waiting` (thread numbers)."""
-        return all(
-            number in waiting
+    def are_all_among(self, waiting: Collection[int]) -> bool:
+        """Whether all that are alive are `waiting` (thread numbers), or have a framework's thread wait for them."""
+        others = [
+            number
             for number, thread in list(self._known.items())
-            if thread is not None and thread.is_alive()
-        )
+            if number not in waiting and thread is not None and thread.is_alive()
+        ]
+        if not others:
+            return True
+        if not _calls_that_wait or len(others) > sum(self._known.get(number) is None for number in waiting):
+            return False
+        frames = sys._current_frames()
+        return all(number in frames and frames[number].f_code in _calls_that_wait for number in others)

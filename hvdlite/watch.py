@@ -12,9 +12,10 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError, MismatchError, PeerLeftError
@@ -52,6 +53,27 @@ class Wait:
     thread: int = field(default_factory=threading.get_ident)
 
 
+class Launches(Protocol):
+    """What goes on on a GPU after the calls that began it have returned: `hvdlite.comm.device.DeviceCollectives`."""
+
+    @property
+    def launched(self) -> int:
+        """How many calls there have been."""
+        ...
+
+    def look(self) -> None:
+        """Find out whether something has failed, and if so end it."""
+        ...
+
+    def fail(self, error: HvdliteError) -> None:
+        """End all that goes on."""
+        ...
+
+
+Group = tuple[tuple[int, ...], int]
+"""The ranks of a group, and how many times something was made for these ranks before: a name that all of them know."""
+
+
 @dataclass
 class _Question:
     """A report being gathered."""
@@ -65,23 +87,26 @@ class Exchanging:
     """For with statements, one after the other: it stands around every exchange, so it is made once and does little.
 
     Args:
-        watch, what, ranks, remember: See `Watch.exchanging`.
+        watch, what, ranks, remember, channel: See `Watch.exchanging`.
     """
 
-    __slots__ = ("_number", "_ranks", "_remember", "_watch", "_what")
+    __slots__ = ("_channel", "_number", "_ranks", "_remember", "_watch", "_what")
 
-    def __init__(self, watch: Watch, what: Callable[[], str], ranks: Sequence[int], remember: bool) -> None:
+    def __init__(
+        self, watch: Watch, what: Callable[[], str], ranks: Sequence[int], remember: bool, channel: int
+    ) -> None:
         self._watch, self._what, self._ranks, self._remember = watch, what, tuple(ranks), remember
+        self._channel = channel
 
     def __enter__(self) -> None:
         watch = self._watch
         wait = Wait(self._what, self._ranks, watch.fail)
         if self._remember:
-            wait.need = partial(self._need, watch.begin_exchange(self._ranks))
+            wait.need = partial(self._need, watch.begin_exchange(self._ranks, self._channel))
         self._number = watch.begin(wait)
 
     def _need(self, number: int) -> Need:
-        return Need(self._ranks, None, number, self._what())
+        return Need(self._ranks, None, number, self._what(), self._channel)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._watch.end(self._number)
@@ -109,13 +134,17 @@ class Watch:
         self.users.add()
         self.lacks: dict[tuple[int, ...], Callable[[str | int, int], bool]] = {}
         """By the ranks of each engine: `Standoff`'s question, of an operation's key and number."""
-        self._exchanges: dict[tuple[int, ...], int] = {}  # of gradients, begun
+        self._exchanges: dict[tuple[tuple[int, ...], int], int] = {}  # of gradients, begun; by channel
+        self._channels: dict[tuple[int, ...], int] = {}
         self._standoff = Standoff(transport.rank, self._post, self._lacks)
         self._waits: dict[int, Wait] = {}
         self._numbers = itertools.count()
         self._completed: tuple[Callable[[], str], float] | None = None
         self._questions: dict[int, _Question] = {}
         self._left: dict[int, float] = {}
+        self._launches: dict[Group, Launches] = {}
+        self._made: dict[tuple[int, ...], int] = {}
+        self._launched_by: dict[int, Mapping[Group, int]] = {}  # what the ranks that have left had launched
         self._stopped = False
         self._wake = threading.Event()
         self._all_left = threading.Event()
@@ -124,7 +153,14 @@ class Watch:
             self._thread = threading.Thread(target=self._run, name="hvdlite-watch", daemon=True)
             self._thread.start()
 
-    def exchanging(self, what: Callable[[], str], ranks: Sequence[int], remember: bool = True) -> Exchanging:
+    def new_channel(self, ranks: Sequence[int]) -> int:
+        """A number for exchanges of the same gradients. All of these ranks call this, in the same order."""
+        number = self._channels[tuple(ranks)] = self._channels.get(tuple(ranks), 0) + 1
+        return number
+
+    def exchanging(
+        self, what: Callable[[], str], ranks: Sequence[int], remember: bool = True, channel: int = 0
+    ) -> Exchanging:
         """Watch the body, which is inside of a collective: no exception reaches it there, so it can only end with the job.
 
         Args:
@@ -132,21 +168,52 @@ class Watch:
             ranks: The world ranks that must take part.
             remember: It is an exchange of its own, not part of an operation: call `completed` at its end. All ranks make the
                 same such exchanges, in the same order.
+            channel: What `new_channel` gave for these gradients.
         """
-        return Exchanging(self, what, ranks, remember)
+        return Exchanging(self, what, ranks, remember, channel)
 
     def completed(self, what: Callable[[], str]) -> None:
         """This rank has completed `what` (in words, asked for later if at all): reports name the latest."""
         self._completed = (what, time.monotonic())
 
+    def launches_on(self, ranks: Sequence[int], launches: Launches) -> Callable[[], None]:
+        """Watch what a group launches on its GPUs. All its ranks call this, in the same order.
+
+        Nobody waits for a launch here, so a rank that leaves says how many it has made: what another has made beyond that can
+        never end.
+
+        Args:
+            ranks: The world ranks that must take part.
+            launches: This rank's end.
+
+        Returns:
+            What ends this.
+        """
+        group = tuple(ranks), self._made.get(tuple(ranks), 0)
+        self._made[group[0]] = group[1] + 1
+        self._launches[group] = launches
+        return lambda: self._forget(group)
+
+    def _forget(self, group: Group) -> None:
+        self._launches.pop(group, None)
+
+    def _check_launches(self) -> None:
+        for group, launches in list(self._launches.items()):
+            launches.look()
+            for rank in group[0]:
+                if launches.launched > self._launched_by.get(rank, {}).get(group, launches.launched):
+                    launches.fail(
+                        PeerLeftError(f"rank {rank} has left the job, and this rank needs it for what it has launched.")
+                    )
+
     def fail(self, error: HvdliteError) -> None:
         """End the job, since a wait within a collective can never end."""
         self._end_job(str(error))
 
-    def begin_exchange(self, ranks: tuple[int, ...]) -> int:
-        """This thread begins an exchange of gradients. Returns how many there have been among `ranks`."""
+    def begin_exchange(self, ranks: tuple[int, ...], channel: int) -> int:
+        """This thread begins an exchange of gradients. Returns how many there have been among `ranks` in `channel`."""
         self.users.add()
-        number = self._exchanges[ranks] = self._exchanges.get(ranks, 0) + 1
+        number = self._exchanges[ranks, channel] = self._exchanges.get((ranks, channel), 0) + 1
         return number
 
     def begin(self, wait: Wait) -> int:
@@ -164,8 +231,9 @@ class Watch:
         """Say goodbye to the other ranks, and stay to answer them until all have said it."""
         if self._thread is None:
             return
+        launched = {group: launches.launched for group, launches in list(self._launches.items())}
         for rank in range(self._transport.size):
-            self._transport.post(pickle.dumps(("left",)), rank)
+            self._transport.post(pickle.dumps(("left", launched)), rank)
         self._wake.set()
         while not self._all_left.wait(1.0):
             if not self._thread.is_alive():
@@ -192,6 +260,7 @@ class Watch:
                 if now - before > _SUSPENDED_SECONDS:
                     self._forgive(now - before)
                 before = now
+                self._check_launches()
                 for wait in list(self._waits.values()):
                     self._check(wait, now)
                 if (text := self._standoff.look(self._needs(now))) is not None:
@@ -210,6 +279,7 @@ class Watch:
             kind, *content = pickle.loads(letter)
             if kind == "left":
                 self._left[sender] = time.monotonic()
+                self._launched_by[sender] = content[0]
                 if len(self._left) == self._transport.size:
                     self._all_left.set()
             elif kind == "where":
@@ -237,7 +307,8 @@ class Watch:
     def _lacks(self, need: Need) -> bool:
         """Whether this rank has not done its part of what another needs."""
         if need.operation is None:
-            return self._transport.rank in need.ranks and self._exchanges.get(need.ranks, 0) < need.number
+            begun = self._exchanges.get((need.ranks, need.channel), 0)
+            return self._transport.rank in need.ranks and begun < need.number
         lacks = self.lacks.get(need.ranks)
         return lacks is not None and lacks(need.operation, need.number)
 

@@ -13,15 +13,17 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from hvdlite.arithmetic import nbytes_of
+from hvdlite.comm.device import DeviceCollectives
+from hvdlite.comm.devices import DeviceGroup, Devices
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.layers import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.engine import Engine
 from hvdlite.errors import ArgumentError, HvdliteError
-from hvdlite.operations import Agreement
+from hvdlite.operations import Agreement, AllgatherObject
 from hvdlite.planner import Planner
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import Exchange, Plan, ReduceOp, TensorInfo, Transport
+from hvdlite.protocols import Device, Exchange, Plan, ReduceOp, TensorInfo, Transport
 from hvdlite.reducer import Reducer
 from hvdlite.sharded_reducer import ShardedReducer
 from hvdlite.timeline import Timeline
@@ -58,6 +60,7 @@ class World:
         self._letters = transport.duplicate()
         self.watch = Watch(self._letters, config, end_job)
         self.timeline = Timeline(transport.rank, transport.size)
+        self.devices = Devices(config, hosts, self.watch.launches_on)
         self._everybody = tuple(range(transport.size))
         self._engines: dict[tuple[int, ...], Engine | None] = {
             self._everybody: self._engine(transport.duplicate(), self._everybody)
@@ -67,6 +70,8 @@ class World:
         self._reducers: list[Reducer] = []
         self.exchanges: list[Exchange] = []
         """What adapters have made to exchange gradients, in the same order on all ranks."""
+        self.stood_in = 0
+        """How many exchanges of others this rank has taken part in with nothing, without a reducer."""
         if config.timeline not in ("", "DYNAMIC"):
             self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
@@ -74,6 +79,7 @@ class World:
         collectives = HierarchicalCollectives(
             transport.duplicate(), [self._hosts[rank] for rank in ranks], self._make_flat, self.config.shared_memory
         )
+        collectives.devices = DeviceGroup(self.devices, ranks)
         return Engine(transport, collectives, ranks, self.watch, self.config, self.timeline)
 
     def engine(self, process_set: ProcessSet | None = None) -> Engine:
@@ -95,6 +101,21 @@ class World:
     def ranks(self, process_set: ProcessSet | None = None) -> tuple[int, ...]:
         """The world ranks of a process set; all if None."""
         return self._everybody if process_set is None else process_set.ranks
+
+    def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
+        """The world ranks of the process set of a number; of all for 0.
+
+        Raises:
+            ArgumentError: No set that is in effect has this number.
+        """
+        if process_set_id == 0:
+            return self._everybody
+        if process_set_id not in self._sets:
+            raise ArgumentError(
+                f"process_set_id={process_set_id!r}: expected the number of a process set that is in effect, one of "
+                f"{', '.join(map(str, [0, *self._sets]))}."
+            )
+        return self._sets[process_set_id].ranks
 
     def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         """Put a process set into effect. All ranks of the job call this, with equal ranks.
@@ -143,6 +164,8 @@ class World:
                 engine.close()
 
         self.engine().run(Agreement("remove_process_set", [("ranks", process_set.ranks)], remove))
+        # One of the same ranks may be put into effect again, and begins anew.
+        self.exchanges = [exchange for exchange in self.exchanges if not exchange.belongs_to(process_set)]
         del self._sets[process_set.process_set_id]
         process_set.bind(None, None)
         return True
@@ -163,14 +186,24 @@ class World:
             threading.Thread(target=context.copy().run, args=(exchange.stand_in,), name="hvdlite-join", daemon=True)
             for exchange in exchanges
         ]
+        before = self._stood_in()
         for thread in threads:
             thread.start()
         last = self.engine(process_set).join()
         for thread in threads:
             thread.join()
+        if exchanges:
+            # Letters that say who has joined may arrive in another order than gradients, which go other ways.
+            missed = self._stood_in() - before
+            missed_by = self.engine(process_set).run(AllgatherObject(missed))
+            fewest = min(missed_by)
+            last = last if missed_by[last] == fewest else missed_by.index(fewest)
         for exchange in exchanges:
             exchange.catch_up(self.ranks(process_set)[last])
         return last
+
+    def _stood_in(self) -> int:
+        return self.stood_in + sum(reducer.stood_in for reducer in self._reducers)
 
     def plan(self) -> Plan:
         """How gradients are exchanged if nothing more is known about them."""
@@ -279,6 +312,31 @@ class World:
         self._reducers.append(reducer)
         return reducer
 
+    def device_collectives(self, process_set: ProcessSet | None, device: Device) -> DeviceCollectives:
+        """New collectives on the GPUs of a process set, for the caller alone. All its ranks call this.
+
+        The caller closes them, as all ranks do at the same point; `shutdown` closes what is left.
+
+        Args:
+            process_set: The ranks that take part; all if None.
+            device: This rank's.
+
+        Raises:
+            MismatchError: The ranks do not all do this.
+            DeviceError: A rank cannot take part, or this one has used another GPU before.
+            NcclError: NCCL could not connect the ranks. Raised on all of them.
+        """
+        ranks = self.ranks(process_set)
+        self.devices.choose(device)
+
+        def create(collectives: HierarchicalCollectives) -> DeviceCollectives:
+            return self.devices.connect(collectives.duplicate(), ranks, device.kind, device)
+
+        made: DeviceCollectives = self.engine(process_set).run(
+            Agreement("device collectives", [("device", device.kind)], create)
+        )
+        return made
+
     def release(self, reducer: Reducer) -> None:
         """Close a reducer that is not used again. All ranks of its set do this."""
         self._reducers.remove(reducer)
@@ -313,6 +371,7 @@ class World:
                 print(f"hvdlite: {error}", file=sys.stderr, flush=True)
         for reducer in self._reducers:
             reducer.close()
+        self.devices.close()
         for engine in self._engines.values():
             if engine is not None:
                 engine.close()

@@ -16,6 +16,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.amp import share_infinities
 from hvdlite_torch.closures import closure_of, replace_closure
 from hvdlite_torch.options import Options
 
@@ -58,8 +59,7 @@ class AdasumExchange:
 
     def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
         """A GradScaler has counted infinities: all ranks skip a step, or none does."""
-        for found in infinities:
-            hvdlite.allreduce(found, hvdlite.Max, inplace=True, process_set=self.process_set)
+        share_infinities(infinities, self.process_set)
 
     def synchronize(self) -> None:
         """Nothing: gradients stay each rank's own, and its step is combined when it has been made."""

@@ -8,9 +8,13 @@ changes a class of torch, and optimizers that are not distributed do not notice.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+
+import hvdlite
+from hvdlite import ProcessSet
 
 
 def teach_grad_scaler() -> None:
@@ -31,3 +35,14 @@ def teach_grad_scaler() -> None:
 
     exchange_and_unscale._hvdlite = True  # type: ignore[attr-defined]
     scaler._unscale_grads_ = exchange_and_unscale  # type: ignore[method-assign]
+
+
+def share_infinities(found: Iterable[torch.Tensor], process_set: ProcessSet) -> None:
+    """Let all ranks skip a step if one of them does, where each looked at gradients of its own.
+
+    Args:
+        found: What a GradScaler has counted on this rank, for each device; overwritten.
+        process_set: The ranks that step together.
+    """
+    for count in found:
+        hvdlite.allreduce(count, hvdlite.Max, inplace=True, process_set=process_set)

@@ -38,7 +38,7 @@ def joined_loss(loss: Any, weight: float, average: bool, process_set: ProcessSet
     """
     value = torch.as_tensor(loss, dtype=torch.float64).detach()
     share, total = hvdlite.allreduce(
-        [value * weight, torch.tensor(weight, dtype=torch.float64)], hvdlite.Sum, process_set=process_set
+        [value * weight, torch.full_like(value, weight)], hvdlite.Sum, process_set=process_set
     )
     joined = share / total if average else share
     return joined.to(loss) if isinstance(loss, torch.Tensor) else float(joined)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hvdlite.arguments import as_list
 from hvdlite.compression import Compression, Compressor
 from hvdlite.errors import ArgumentError
 
@@ -63,8 +64,3 @@ def differentiable(
         results = forward(tensors)
     whole = [compression.decompress(result, context) for result, (_, context) in zip(results, pairs, strict=True)]
     return whole if isinstance(given, list | tuple) else whole[0]
-
-
-def as_list(given: Any) -> list[Any]:
-    """A list or tuple as a list, anything else as a list of one."""
-    return list(given) if isinstance(given, list | tuple) else [given]

@@ -10,11 +10,11 @@ import torch
 
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.adasum import AdasumExchange
-from hvdlite_torch.exchange import GradientExchange
-from hvdlite_torch.sharded import ShardedExchange
+from hvdlite_torch.share_steps import SharedSteps
+from hvdlite_torch.stepping import SteppingExchange
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-Exchange = GradientExchange | AdasumExchange
+Exchange = SteppingExchange | AdasumExchange
 
 
 class Distributed:
@@ -75,7 +75,7 @@ class Distributed:
 class Sharded(Distributed):
     """What `DistributedOptimizer` with ``shard=True`` adds to an optimizer's class."""
 
-    _hvdlite_exchange: ShardedExchange
+    _hvdlite_exchange: SharedSteps
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as an optimizer that is not sharded has it. Every rank calls this."""

@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any
 
 import torch
 
 import hvdlite
-from hvdlite import ProcessSet
-from hvdlite.api import world
-from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.errors import HvdliteError
 from hvdlite.overlap import Overlap
 from hvdlite.planner import Planner
 from hvdlite.protocols import Plan
 from hvdlite.reducer import Postponed, Reducer
-from hvdlite_torch.advice import Advice
-from hvdlite_torch.agreement import check_agreement
 from hvdlite_torch.allocator import keep_freed_memory
-from hvdlite_torch.closures import Closure, closure_of, joined_loss, replace_closure
-from hvdlite_torch.fused import FusedStep
 from hvdlite_torch.options import Options
 from hvdlite_torch.slot import Slot, wire_tensor
 from hvdlite_torch.sparse_gradients import combine_sparse
+from hvdlite_torch.stepping import SteppingExchange
 from hvdlite_torch.tensor import ADAPTER
 
 
-class GradientExchange:
+class GradientExchange(SteppingExchange):
     """Exchanges the gradients of an optimizer's parameters before it steps.
 
     A large gradient is copied into the reducer's memory as soon as a backward pass has it, while it is in the cache: what
@@ -43,57 +34,19 @@ class GradientExchange:
         options: What the user asked for.
     """
 
-    _adapts = True
-    """Other plans for the exchange may be followed."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        self._world = world("DistributedOptimizer()")
-        self.optimizer = optimizer
-        self._options = options
-        self.process_set = options.process_set
-        self._weight = 1.0
-        self._synchronized = False
-        self._skip = False
-        self._quiet = False
-        self._passes: dict[int, int] = {}
-        self._parameters: list[torch.Tensor] = []
-        self._sparse: list[torch.Tensor] = []
-        """Parameters that have sparse gradients on some rank."""
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._sees_all = options.passes > 1
-        """Small gradients are noticed during backward passes, too."""
+        super().__init__(optimizer, options)
         self._reducer: Reducer | None = None
         self._overlap: Overlap | None = None
         self._planner: Planner
-        self._fused = FusedStep(optimizer)
-        self._advice = Advice(optimizer, options.op, self._gather)
         keep_freed_memory()
-        if not self._trainable():
-            raise ArgumentError("this optimizer has no parameters that require a gradient.")
-        arguments = {"max_grad_norm": options.max_grad_norm, "op": options.op, "shard": not self._adapts}
-        ranks = self._world.ranks(self.process_set)
-        check_agreement(self._trainable(), options.names, arguments, ranks, self._gather)
         self._prepare(self._trainable())
-
-    def attach(self) -> None:
-        """Have the optimizer call this at each step."""
-        before = self.optimizer.register_step_pre_hook(self._before_step)
-        after = self.optimizer.register_step_post_hook(self._after_step)
-        # Other hooks (clipping, logging) are to see the combined gradients and the new parameters, those registered before too.
-        self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
-        self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-
-    def _trainable(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
         """Exchange the dense gradients of these parameters from now on."""
         infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
         self._planner = self._world.planner(infos, self.process_set, self._gather, self._adapts, self._options.overlap)
         self._follow(self._planner.plan, parameters)
-
-    def _gather(self, value: Any) -> list[Any]:
-        return hvdlite.allgather_object(value, "optimizer.plan", process_set=self.process_set)
 
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
         """Make memory and hooks for `parameters`."""
@@ -123,7 +76,7 @@ class GradientExchange:
         for slot in self._slots:
             large = self._reducer.is_large(slot.index)
             if large or self._sees_all:
-                hook = functools.partial(self._take if large else self._see, slot)
+                hook = functools.partial(self._take, slot) if large else functools.partial(self._count_pass, slot.index)
                 parameter = self._parameters[slot.index]
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
@@ -131,100 +84,7 @@ class GradientExchange:
         infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
         return self._world.reducer(infos, self._options.op, self.process_set, plan, self._planner.settings)
 
-    # What the user says
-
-    def set_weight(self, weight: float) -> None:
-        """The number of samples that the gradients of the next step are the mean of."""
-        if self._options.op is not hvdlite.Average:
-            raise ArgumentError(f"a batch weight has no meaning for op={self._options.op!r}: it is for averages.")
-        if not weight >= 0:
-            raise ArgumentError(f"set_batch_weight({weight!r}): expected the number of this rank's samples, 0 or more.")
-        self._weight = float(weight)
-
-    def synchronize(self) -> None:
-        """Exchange the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
-        self._see_all()  # a step left out after this one must not spare the next its exchange
-        self._exchange()
-
-    def set_passes(self, passes: int) -> None:
-        """How many backward passes there are before a step, at most; 1 for any number."""
-        if passes < 1:
-            raise ArgumentError(f"backward_passes_per_step={passes}: expected 1 or more.")
-        self._options = replace(self._options, passes=passes)
-        self._see_all()
-
-    def _see_all(self) -> None:
-        if not self._sees_all:
-            self._sees_all = True
-            self._make_hooks()
-
-    def before_unscale(self) -> None:
-        """A GradScaler is about to look for infinities: in the combined gradients, so that all ranks find the same."""
-        if not self._synchronized and not self._skip:
-            self.synchronize()
-
-    def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
-        """A GradScaler has counted infinities."""
-
-    @contextlib.contextmanager
-    def skip(self) -> Iterator[None]:
-        """Steps within the body do not exchange."""
-        self._skip = True
-        try:
-            yield
-        finally:
-            self._skip = False
-
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        """Backward passes within the body are not the last ones before a step: their gradients are left alone."""
-        self._quiet = True
-        try:
-            yield
-        finally:
-            self._quiet = False
-
     # A step
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The step hook. `args` begin with the optimizer; returns those to call `step` with instead."""
-        self._fused.back()  # a step that failed may have left it
-        closure = closure_of(args, kwargs)
-        if closure is None:
-            self._before_plain_step()
-        if not self._sparse:
-            self._fused.switch()
-        return None if closure is None else replace_closure(args, kwargs, self._together(closure))
-
-    def _before_plain_step(self) -> None:
-        if not self._skip:
-            if not self._synchronized:
-                self._exchange()
-            self._clip()
-        self._synchronized = False
-
-    def _clip(self) -> None:
-        """Clip the combined gradients, which are the same on all ranks."""
-        if self._options.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._trainable(), self._options.max_grad_norm)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._fused.back()
-
-    def _together(self, closure: Closure) -> Closure:
-        """A closure that all ranks evaluate together, to equal gradients and an equal loss."""
-
-        weight, self._weight = self._weight, 1.0  # of the batch, however often it is evaluated
-
-        def evaluate() -> Any:
-            self._weight = weight
-            loss = closure()
-            self._weight = weight
-            self._exchange()
-            self._clip()
-            return joined_loss(loss, weight, self._options.op is hvdlite.Average, self.process_set)
-
-        return evaluate
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -251,7 +111,7 @@ class GradientExchange:
                 self._set_aside(news)
         seconds = time.perf_counter() - begin
         self._deliver(anywhere)
-        self._check_step(anywhere)
+        self._check_step(any(anywhere), self._reducer.divisor)
         if self._sparse:
             average = self._options.op is hvdlite.Average
             combine_sparse(self._sparse, weight, average, self.process_set)
@@ -264,15 +124,6 @@ class GradientExchange:
 
     # This rank has run out of data, and others have not (`hvdlite.join`)
 
-    def belongs_to(self, process_set: ProcessSet | None) -> bool:
-        """Whether these ranks exchange here."""
-        return self._world.ranks(self.process_set) == self._world.ranks(process_set)
-
-    def stand_in(self) -> None:
-        """Take part in the exchanges of the others with nothing, until all ranks have joined."""
-        while self._stand_in_once() is not None:
-            pass
-
     def _stand_in_once(self) -> list[bool] | None:
         """As `Reducer.stand_in`; empty if the others' step has failed, or is put off."""
         assert self._reducer is not None
@@ -283,29 +134,11 @@ class GradientExchange:
 
     def _find_dense(self) -> list[torch.Tensor]:
         """The parameters whose gradients go through the reducer, which is made anew if they are others than before."""
-        parameters = self._trainable()
-        if self._sparse:
-            apart = set(map(id, self._sparse))
-            parameters = [parameter for parameter in parameters if id(parameter) not in apart]
-        if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
-            # A group was added, or a parameter frozen or thawed: on every rank, or they disagree.
+        parameters = self._dense_parameters()
+        if not self._are_known(parameters):  # on every rank, or they disagree
             self._drain()
             self._prepare(parameters)
         return parameters
-
-    def _check_step(self, anywhere: list[bool]) -> None:
-        """Raise on all ranks if a step has nothing to do though there were samples."""
-        assert self._reducer is not None
-        if not self._sparse and not any(anywhere) and self._reducer.divisor > 0:
-            raise ArgumentError(
-                "a step without gradients: no parameter of this optimizer has one on any rank. Call loss.backward() before "
-                "optimizer.step(); for a step without samples on all ranks, optimizer.set_batch_weight(0)."
-            )
-
-    def _set_aside(self, news: list[int]) -> None:
-        """Take the parameters that have sparse gradients on any rank out of the reducer."""
-        found = {index for indices in self._gather(news) for index in indices}
-        self._sparse = [*self._sparse, *(self._parameters[index] for index in sorted(found))]
 
     def _drain(self) -> None:
         """End what the backward pass has begun to exchange, and forget it."""
@@ -321,21 +154,9 @@ class GradientExchange:
 
     # Gradients, to the reducer
 
-    def _see(self, slot: Slot, parameter: torch.Tensor) -> None:
-        """The hook of a small parameter, where it has one: a backward pass has added to its gradient."""
-        # A step that was left out after synchronize(), as GradScaler does, must not spare the next one its exchange.
-        self._synchronized = False
-        if self._options.passes > 1:
-            passes = self._passes[slot.index] = self._passes.get(slot.index, 0) + 1
-            if passes > self._options.passes:
-                raise ArgumentError(
-                    f"{passes} backward passes without a step, and backward_passes_per_step={self._options.passes}: raise "
-                    "that number, or leave it out, which allows any."
-                )
-
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The hook of a large parameter."""
-        self._see(slot, parameter)
+        self._count_pass(slot.index)
         gradient = parameter.grad
         slot.gradient = None
         if gradient is None or self._quiet:

@@ -14,9 +14,9 @@ import torch
 
 import hvdlite
 from hvdlite import Handle, ProcessSet
+from hvdlite.arguments import as_list, group_of, rank_in, root_within, size_of
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.arguments import group_of, rank_in, root_within, size_of
-from hvdlite_torch.differentiable import Tensors, as_list, differentiable
+from hvdlite_torch.differentiable import Tensors, differentiable
 from hvdlite_torch.reductions import allreduce
 
 T = TypeVar("T")
@@ -116,7 +116,9 @@ def broadcast(tensor: T, root_rank: int, name: str | None = None, process_set: P
         if rank_in(process_set) == root:
             return summed
         # Zeros that are still a function of the sums, for every rank must run the backward pass of this one too.
-        return [gradient.masked_fill(torch.tensor(True), 0) for gradient in summed]
+        return [
+            gradient.masked_fill(torch.ones((), dtype=torch.bool, device=gradient.device), 0) for gradient in summed
+        ]
 
     def forward(tensors: Tensors) -> Tensors:
         return hvdlite.broadcast(tensors, root, name, process_set=process_set)

@@ -19,6 +19,9 @@ from hvdlite.compression import Compression, Compressor
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.adasum import AdasumExchange
 from hvdlite_torch.amp import teach_grad_scaler
+from hvdlite_torch.device import device_kind
+from hvdlite_torch.device_exchange import DeviceExchange
+from hvdlite_torch.device_sharded import ShardedDeviceExchange
 from hvdlite_torch.distributed import Distributed, Exchange, Opt, Sharded, add_to_class
 from hvdlite_torch.exchange import GradientExchange
 from hvdlite_torch.options import Options
@@ -68,7 +71,8 @@ def DistributedOptimizer(
         shard: Let each rank step its share of the parameters only, and hold only that share of the optimizer's state: less
             time, less memory, the same result. See `hvdlite_torch.sharded` for what differs.
         overlap: Exchange gradients while the backward pass goes on (see `hvdlite.overlap`). By default where each rank has a
-            core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off".
+            core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". Of parameters on a GPU: by default always, if nothing
+            changes them between the last backward pass and `step`; see docs/gpu.md.
         max_grad_norm: Clip the combined gradients so that their norm over all parameters is at most this.
 
     Returns:
@@ -103,7 +107,7 @@ def DistributedOptimizer(
             )
         exchange = AdasumExchange(optimizer, options)
     else:
-        exchange = (ShardedExchange if shard else GradientExchange)(optimizer, options)
+        exchange = _kind_of_exchange(optimizer, shard)(optimizer, options)
     plain = type(optimizer)
     add_to_class(optimizer, Sharded if shard else Distributed)
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
@@ -112,6 +116,14 @@ def DistributedOptimizer(
     world().exchanges.append(StandIn(exchange, falls_behind=not shard))
     teach_grad_scaler()
     return optimizer
+
+
+def _kind_of_exchange(optimizer: torch.optim.Optimizer, shard: bool) -> type[Exchange]:
+    """The exchange for where the parameters lie."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if any([device_kind(parameter) is not None for parameter in parameters]):
+        return ShardedDeviceExchange if shard else DeviceExchange
+    return ShardedExchange if shard else GradientExchange
 
 
 def _check_names(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.nn.Parameter]]) -> None:

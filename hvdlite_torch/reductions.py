@@ -14,8 +14,8 @@ import torch
 
 import hvdlite
 from hvdlite import Handle, ProcessSet, ReduceOp
+from hvdlite.arguments import check_linear, choose_op, factors, group_of
 from hvdlite.compression import Compression, Compressor
-from hvdlite_torch.arguments import check_linear, choose_op, factors, group_of
 from hvdlite_torch.differentiable import Tensors, differentiable
 
 T = TypeVar("T")

@@ -13,9 +13,9 @@ import torch
 
 import hvdlite
 from hvdlite import Handle, ProcessSet, ReduceOp
+from hvdlite.arguments import as_list, check_linear, factors, group_of, rank_in, size_of
 from hvdlite.compression import Compression, Compressor
-from hvdlite_torch.arguments import check_linear, factors, group_of, rank_in, size_of
-from hvdlite_torch.differentiable import Tensors, as_list, differentiable
+from hvdlite_torch.differentiable import Tensors, differentiable
 from hvdlite_torch.reductions import allreduce
 
 T = TypeVar("T")

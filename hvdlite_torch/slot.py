@@ -19,21 +19,24 @@ class Codec:
         compressor: Makes them smaller.
         divisor: Gradients are divided by it before they are compressed, and multiplied by it afterwards, so that sums stay
             within the range of a small dtype.
+
+    Attributes:
+        compressor, divisor: As given.
     """
 
     def __init__(self, compressor: Compressor, divisor: float) -> None:
-        self._compressor = compressor
-        self._divisor = divisor
+        self.compressor = compressor
+        self.divisor = divisor
 
     def encode(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A gradient as it is exchanged, and what `decode` needs."""
-        encoded, context = self._compressor.compress(gradient if self._divisor == 1.0 else gradient / self._divisor)
+        encoded, context = self.compressor.compress(gradient if self.divisor == 1.0 else gradient / self.divisor)
         return encoded, context
 
     def decode(self, result: torch.Tensor, context: Any) -> torch.Tensor:
         """A combined gradient as the optimizer wants it."""
-        decoded: torch.Tensor = self._compressor.decompress(result, context)
-        return decoded if self._divisor == 1.0 else decoded * self._divisor
+        decoded: torch.Tensor = self.compressor.decompress(result, context)
+        return decoded if self.divisor == 1.0 else decoded * self.divisor
 
 
 class Slot:
@@ -109,27 +112,8 @@ class Slot:
         self.memory.copy_(gradient)
 
     def dense(self, gradient: torch.Tensor, sparse_as_dense: bool) -> torch.Tensor | None:
-        """A gradient as a dense one; None if it is sparse and is to stay so.
-
-        Raises:
-            UnsupportedTensorError: It cannot be exchanged at all.
-            ArgumentError: It is not like the parameter once was.
-        """
-        if gradient.layout is not torch.strided:
-            if gradient.layout is not torch.sparse_coo:
-                raise UnsupportedTensorError(
-                    f"a gradient of layout {gradient.layout} for a parameter of shape {tuple(self.shape)}: expected a dense "
-                    "one, or one of layout torch.sparse_coo."
-                )
-            if not sparse_as_dense:
-                return None
-            gradient = gradient.to_dense()
-        if gradient.shape != self.shape or gradient.dtype is not self.dtype:
-            raise ArgumentError(
-                f"a parameter of {self.dtype} and shape {tuple(self.shape)} has become one of {gradient.dtype} and shape "
-                f"{tuple(gradient.shape)} since the optimizer was made distributed: change models before that."
-            )
-        return gradient
+        """See `as_dense`."""
+        return as_dense(gradient, self.shape, self.dtype, sparse_as_dense)
 
     def own_part(self) -> torch.Tensor:
         """The elements of `gradient` that were not copied."""
@@ -144,6 +128,37 @@ class Slot:
         if self._strides is None:
             return result
         return torch.empty_strided(self.shape, self._strides, dtype=self.dtype).copy_(result)
+
+
+def as_dense(
+    gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype, sparse_as_dense: bool
+) -> torch.Tensor | None:
+    """A gradient as a dense one; None if it is sparse and is to stay so.
+
+    Args:
+        gradient: As backward left it.
+        shape, dtype: Of the parameter, when the optimizer was made distributed.
+        sparse_as_dense: What is sparse is not to stay so.
+
+    Raises:
+        UnsupportedTensorError: It cannot be exchanged at all.
+        ArgumentError: It is not like the parameter once was.
+    """
+    if gradient.layout is not torch.strided:
+        if gradient.layout is not torch.sparse_coo:
+            raise UnsupportedTensorError(
+                f"a gradient of layout {gradient.layout} for a parameter of shape {tuple(shape)}: expected a dense "
+                "one, or one of layout torch.sparse_coo."
+            )
+        if not sparse_as_dense:
+            return None
+        gradient = gradient.to_dense()
+    if gradient.shape != shape or gradient.dtype is not dtype:
+        raise ArgumentError(
+            f"a parameter of {dtype} and shape {tuple(shape)} has become one of {gradient.dtype} and shape "
+            f"{tuple(gradient.shape)} since the optimizer was made distributed: change models before that."
+        )
+    return gradient
 
 
 def wire_tensor(parameter: torch.Tensor, codec: Codec | None) -> torch.Tensor:

@@ -6,8 +6,8 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.arguments import size_of
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite_torch.arguments import size_of
 from hvdlite_torch.waiting import CompositeHandle
 
 

@@ -48,7 +48,7 @@ def combine_sparse(
             )
         (sparse_dim,) = found
         if gradient is None:
-            indices = torch.zeros(0, sparse_dim, dtype=torch.int64)
+            indices = torch.zeros(0, sparse_dim, dtype=torch.int64, device=parameter.device)
             values = parameter.new_zeros(0, *parameter.shape[sparse_dim:], requires_grad=False)
         else:
             entries = (gradient if gradient.is_sparse else gradient.to_sparse(sparse_dim)).coalesce()

@@ -11,8 +11,8 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.arguments import rank_in, root_within
 from hvdlite_torch.distributed import Sharded
 from hvdlite_torch.movements import broadcast_
 
@@ -47,7 +47,7 @@ def broadcast_parameters(
                 f"expected tensors by name, as model.state_dict() has them; {name!r} is a {type(value).__name__}."
             )
         tensors.append(value)
-    broadcast_(tensors, root_rank, process_set=process_set)
+    _broadcast(tensors, root_rank, process_set)
 
 
 def broadcast_optimizer_state(
@@ -75,15 +75,24 @@ def broadcast_optimizer_state(
     if rank == root:
         buffer = io.BytesIO()
         _Pickler(buffer, tensors).dump(state)
-        message = (buffer.getvalue(), [(tuple(tensor.shape), tensor.dtype) for tensor in tensors])
+        message = (buffer.getvalue(), [(tuple(t.shape), t.dtype, t.device.type) for t in tensors])
     skeleton, layout = hvdlite.broadcast_object(message, root, process_set=process_set)  # type: ignore[misc]
     if rank == root:
         tensors = [tensor.detach().contiguous() for tensor in tensors]
     else:
-        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in layout]
-    broadcast_(tensors, root_rank, process_set=process_set)
+        # Without a number: on this rank's own GPU, if it is one.
+        tensors = [torch.empty(shape, dtype=dtype, device=kind) for shape, dtype, kind in layout]
+    _broadcast(tensors, root_rank, process_set)
     if rank != root or isinstance(optimizer, Sharded):
         optimizer.load_state_dict(_Unpickler(io.BytesIO(skeleton), tensors).load())
+
+
+def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
+    """Those in host memory, then those on the GPU: a model may have both (and the step of an optimizer is in host memory)."""
+    for on_host in (True, False):
+        some = [tensor for tensor in tensors if tensor.is_cpu is on_host]
+        if some or (on_host and not tensors):  # a rank that has none says so
+            broadcast_(some, root_rank, process_set=process_set)
 
 
 def broadcast_object(

@@ -8,21 +8,13 @@ import numpy as np
 import torch
 
 from hvdlite.errors import UnsupportedTensorError
-from hvdlite.protocols import Array, TensorInfo
+from hvdlite.protocols import Array, Device, TensorInfo
 from hvdlite.tensors import HALF_DTYPES
-
-_DTYPES: dict[torch.dtype, str] = {
-    getattr(torch, name): name
-    for name in (
-        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
-        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
-    )
-}
-_TORCH: dict[str, torch.dtype] = {name: dtype for dtype, name in _DTYPES.items()}
+from hvdlite_torch.device import DTYPES, FLOAT8, TORCH, device_kind, device_of
 
 
 class TorchAdapter:
-    """Dense torch tensors in host memory."""
+    """Dense torch tensors, in host memory or on a GPU: `hvdlite.protocols.DeviceAdapter`."""
 
     def info(self, tensor: torch.Tensor) -> TensorInfo:
         if tensor.layout is not torch.strided:
@@ -32,14 +24,16 @@ class TorchAdapter:
                 f"expected a tensor in host memory; got one of shape {tuple(tensor.shape)} on meta, which has no values. Give "
                 'its module memory by module.to_empty(device="cpu"), and values, before.'
             )
-        if not tensor.is_cpu:
+        if not tensor.is_cpu and device_kind(tensor) is None:
             raise UnsupportedTensorError(
-                f"expected a tensor in host memory; got one on {tensor.device}. Use tensor.cpu()."
+                f"expected a tensor in host memory or on a CUDA (or ROCm) GPU; got one on {tensor.device}. Use tensor.cpu()."
             )
         return TensorInfo(self.dtype(tensor), tuple(tensor.shape))
 
     def dtype(self, tensor: torch.Tensor) -> str:
-        name = _DTYPES.get(tensor.dtype)
+        name = DTYPES.get(tensor.dtype)
+        if name is None and device_kind(tensor) is not None:
+            name = FLOAT8.get(tensor.dtype)
         if name is None:
             raise UnsupportedTensorError(
                 f"tensors of dtype {tensor.dtype} cannot be exchanged; cast them to another dtype."
@@ -47,7 +41,7 @@ class TorchAdapter:
         return name
 
     def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-        return tensor.to(_TORCH[dtype])
+        return tensor.to(TORCH[dtype])
 
     def check_writable(self, tensor: torch.Tensor) -> None:
         if tensor.is_contiguous():
@@ -58,14 +52,32 @@ class TorchAdapter:
                     "an expanded tensor cannot be changed in place: its elements share memory; use .clone()."
                 )
 
+    def device_kind(self, tensor: torch.Tensor) -> str | None:
+        return device_kind(tensor)
+
+    def device(self, tensor: torch.Tensor) -> Device:
+        return device_of(tensor)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def from_device(self, native: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return native
+
     def to_array(self, tensor: torch.Tensor, *, wide: bool) -> Array:
+        if tensor.dtype in FLOAT8:
+            raise UnsupportedTensorError(
+                f"{tensor.dtype} is reduced by NCCL 2.24 or later only, not in host memory; cast it to float16."
+            )
         if tensor.requires_grad:
             tensor = tensor.detach()
+        if not tensor.is_cpu:
+            tensor = tensor.cpu()
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         if tensor.is_complex() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
-        if wide and _DTYPES[tensor.dtype] in HALF_DTYPES:
+        if wide and DTYPES[tensor.dtype] in HALF_DTYPES:
             return tensor.float().numpy()
         if tensor.dtype is torch.bfloat16:
             return tensor.view(torch.uint16).numpy()
@@ -75,16 +87,16 @@ class TorchAdapter:
     def from_array(self, array: Array, dtype: str, like: torch.Tensor) -> torch.Tensor:
         # A 0-d result of NumPy arithmetic may be a scalar, which torch does not take.
         result = torch.from_numpy(np.asarray(array))
-        wanted = _TORCH[dtype]
+        wanted = TORCH[dtype]
         if wanted is torch.bfloat16 and result.dtype is torch.uint16:
-            return result.view(wanted)
-        return result.to(wanted)
+            result = result.view(wanted)
+        return result.to(like.device, wanted)
 
     def assign(self, tensor: torch.Tensor, array: Array) -> None:
         if array.size and torch.from_numpy(array).data_ptr() == tensor.data_ptr():
             return
         with torch.no_grad():
-            tensor.copy_(self.from_array(array, _DTYPES[tensor.dtype], tensor))
+            tensor.copy_(self.from_array(array, DTYPES[tensor.dtype], tensor))
 
     def half_converter(self, dtype: str) -> TorchHalf:
         """Arithmetic on halves in NumPy arrays: see `hvdlite.protocols.HalfConverter`."""
@@ -99,13 +111,24 @@ _FUNCTIONS: dict[np.ufunc, Callable[..., torch.Tensor]] = {
 }
 
 
+class _Exposed:
+    """A read-only array as a writable one, for torch, which warns of others; it is only read. (TensorFlow's are read-only.)"""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array  # kept alive
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
 class TorchHalf:
     """float16, or bfloat16 as bits, with torch's vector instructions."""
 
     def __init__(self, dtype: str) -> None:
-        self._dtype = _TORCH[dtype]
+        self._dtype = TORCH[dtype]
 
     def _half(self, array: Array) -> torch.Tensor:
+        if not array.flags.writeable:
+            array = np.asarray(_Exposed(array))
         return torch.from_numpy(array).view(self._dtype)
 
     def widen(self, half: Array, wide: Array) -> None:

@@ -28,6 +28,12 @@ UNDER_MPI = "HVDLITE_TEST_MPI" in os.environ
 THREAD_RANKS = (1, 2, 3)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`pytest -m gpu` does not look at other tests: a machine with a GPU may lack what they import."""
+    only_gpu = config.option.markexpr == "gpu"
+    return True if only_gpu and collection_path.is_file() and collection_path.parent.name != "gpu" else None
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ranks" in metafunc.fixturenames:
         if UNDER_MPI:

@@ -12,9 +12,14 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     # lowest first; modules of one row do not import each other, those of one folder may
     {"protocols", "errors", "config", "process_set", "topology"},
-    {"control", "tensors", "algorithms", "extras", "built", "threads", "timeline"},
+    {"control", "devices", "algorithms", "extras", "threads", "timeline"},
+    {"tensors"},
     {"arithmetic", "layout", "compression"},
-    {"comm.local", "comm.mpi", "comm.point_to_point", "comm.shared_memory"},
+    {"comm.local", "comm.mpi", "comm.point_to_point", "comm.shared_memory", "comm.nccl", "comm.objects", "comm.patience"},
+    {"comm.device", "built"},
+    {"comm.device_mpi"},
+    {"comm.device_setup"},
+    {"comm.devices"},
     {"comm.host"},
     {"comm.host_collectives", "comm.layers"},
     {"comm.hierarchical"},
@@ -29,7 +34,7 @@ LAYERS = (
     {"planner"},
     {"world"},
     {"api"},
-    {"testing", "launch", "command"},
+    {"testing", "launch", "command", "arguments"},
     {"compat"},
     {"__main__"},
 )

@@ -9,10 +9,12 @@ import numpy as np
 from hvdlite.algorithms.adasum import adasum, check_adasum
 from hvdlite.algorithms.slices import slices
 from hvdlite.arithmetic import Arithmetic, arithmetic
+from hvdlite.comm.device import DeviceCollectives
+from hvdlite.comm.devices import DeviceGroup
 from hvdlite.comm.host_collectives import HostCollectives
 from hvdlite.comm.layers import Layers, MakeCollectives
-from hvdlite.errors import ArgumentError
-from hvdlite.protocols import Array, Collectives, Finish, ReduceOp, Transport
+from hvdlite.errors import ArgumentError, DeviceError
+from hvdlite.protocols import Array, Collectives, Device, Finish, ReduceOp, Transport
 
 _TINY_BYTES = 2**12
 """Up to here a message is there sooner than Python has looked at its memory."""
@@ -43,6 +45,22 @@ class HierarchicalCollectives:
         if self.layers.hosts < self.size:
             self._here = HostCollectives(self.layers.host)
         self._one_host = self.layers.hosts == 1 and self._here is not None
+        self.devices: DeviceGroup | None = None
+        """The GPUs of the group; None where nobody has said which they are."""
+
+    def on_device(self, kind: str, device: Device | None) -> DeviceCollectives:
+        """The same group on its GPUs, for named operations. The first time all ranks make the call at once.
+
+        Args:
+            kind: `Device.kind`.
+            device: This rank's; None if it has joined and has no tensors.
+
+        Raises:
+            DeviceError, NcclError: A rank cannot take part. Raised on all ranks.
+        """
+        if self.devices is None:
+            raise DeviceError("these collectives are of host memory only.")
+        return self.devices.shared(self, kind, device)
 
     def allreduce(
         self,

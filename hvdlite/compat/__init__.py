@@ -8,7 +8,7 @@
                                 modules.py  makes the module ◀─ table.py ─▶ status.py  supported, changed or missing
                                     │
                                     ▼
-                     hvdlite_torch, hvdlite_tf, and here: common/, runner.py, elastic.py
+                     hvdlite_torch, hvdlite_tf, and here: common/, runner.py
 
 Nothing on disk is changed, and a Horovod that is installed is left alone: ours is found first.
 """

@@ -13,7 +13,7 @@ from hvdlite.compat import status
 from hvdlite.compat.settings_table import FLAGS, VARIABLES
 from hvdlite.compat.shell import of_shell
 from hvdlite.compat.status import Kind, Status
-from hvdlite.compat.table import MODULES
+from hvdlite.compat.table import MODULES, NOTES
 from hvdlite.compat.usage import Use, of_python
 from hvdlite.errors import ArgumentError
 
@@ -149,7 +149,7 @@ def markdown() -> str:
     ]
     parts = [f"### `{module}`\n\n{_section(states, module)}" for module, states in names]
     elsewhere = {
-        name: status.of_name(name) for name in ("horovod.data", "horovod.mxnet", "horovod.ray", "horovod.spark")
+        name: status.of_name(name) for name, note in NOTES.items() if note.status == "missing" and name not in MODULES
     }
     parts.append(f"### Other modules\n\n{_section(elsewhere, '')}")
     variables = {name: status.of_variable(name) for name in sorted({*VARIABLES, *_settings()})}

@@ -17,7 +17,9 @@ PLACE_VARIABLES = words("""
 _NO_CYCLE = Note("changed", "no effect: there is no cycle, operations run when all ranks are ready")
 _NO_GLOO = Note("changed", "no effect: there is no Gloo, ranks speak by MPI")
 _NO_BUILD = Note("changed", "no effect: nothing is compiled")
-_NO_GPU = Note("changed", "no effect: there is no NCCL yet")
+_STREAMS = Note(
+    "changed", "no effect: GPU tensors have a stream of their own, and NCCL's settings decide the rest (docs/gpu.md)"
+)
 _HIERARCHICAL = Note("changed", "no effect: exchanges go inside hosts first wherever that can be")
 _LOG = Note("changed", "no effect: hvdlite writes no log, problems are raised or printed")
 _AUTOTUNE = Note("changed", "no effect: the search has no such parameter")
@@ -34,10 +36,10 @@ VARIABLES: dict[str, Note] = {
     "HOROVOD_HIERARCHICAL_ALLREDUCE": _HIERARCHICAL,
     "HOROVOD_HIERARCHICAL_ALLGATHER": _HIERARCHICAL,
     "HOROVOD_TORUS_ALLREDUCE": _HIERARCHICAL,
-    "HOROVOD_BATCH_D2D_MEMCOPIES": _NO_GPU,
-    "HOROVOD_NUM_NCCL_STREAMS": _NO_GPU,
-    "HOROVOD_ENABLE_ASYNC_COMPLETION": _NO_GPU,
-    "HOROVOD_DISABLE_NVTX_RANGES": _NO_GPU,
+    "HOROVOD_BATCH_D2D_MEMCOPIES": _STREAMS,
+    "HOROVOD_NUM_NCCL_STREAMS": _STREAMS,
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": _STREAMS,
+    "HOROVOD_DISABLE_NVTX_RANGES": _STREAMS,
     "HOROVOD_ENABLE_XLA_OPS": Note("missing", "XLA cannot compile the exchange: pass jit_compile=False"),
     "HOROVOD_DISABLE_GROUP_FUSION": Note("changed", "no effect: set HVDLITE_FUSION_THRESHOLD=0 to fuse nothing"),
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": Note("changed", "no effect"),
@@ -124,7 +126,7 @@ FLAGS: dict[str, Flag] = {
     **_flags("--mpi-threads-disable --no-mpi-threads-disable", Note("changed", "leave it out; no effect")),
     **_flags("--tcp", Note("changed", "leave it out: on one machine that is so, else choose with --mpi-args")),
     **_flags("--binding-args", Note("changed", "put its value into --mpi-args"), takes_value=True),
-    **_flags("--num-nccl-streams", Note("changed", f"leave it out; {_NO_GPU.text}"), takes_value=True),
+    **_flags("--num-nccl-streams", Note("changed", f"leave it out; {_STREAMS.text}"), takes_value=True),
     **_flags("--thread-affinity", Note("changed", "leave it out; no effect"), takes_value=True),
     **_flags("--gloo-timeout-seconds", Note("changed", f"leave it out; {_NO_GLOO.text}"), takes_value=True),
     **_flags("--log-level", Note("changed", f"leave it out; {_LOG.text}"), takes_value=True),

@@ -73,6 +73,15 @@ _TF_OPERATIONS = words("""
 _TF_FUNCTIONS = words("""
     broadcast_variables broadcast_object broadcast_object_fn allgather_object broadcast_global_variables
 """)
+_TF_HELPERS = words("""
+    is_homogeneous handle_average_backwards_compatibility check_num_rank_power_of_2 vars_to_refs refs_to_vars
+""")
+_TF_PRIVATE = words("_executing_eagerly _make_subgraph _cache")
+_TF_AGGREGATION = words("LocalGradientAggregationHelper LocalGradientAggregationHelperEager")
+_TF_WRAPPERS = words("""
+    Compression DistributedOptimizer DistributedGradientTape PartialDistributedGradientTape BroadcastGlobalVariablesHook
+    SyncBatchNormalization
+""")
 _KERAS = words("""
     DistributedOptimizer PartialDistributedOptimizer broadcast_global_variables allreduce allgather broadcast reducescatter
     load_model Compression
@@ -127,37 +136,46 @@ MODULES: dict[str, Module] = {
     "horovod.torch.elastic.state": Module(("hvdlite_torch.elastic",), _TORCH_STATE),
     "horovod.torch.elastic.sampler": Module(("hvdlite_torch.elastic",), ("ElasticSampler",)),
     "horovod.tensorflow": Module(
-        ("hvdlite_tf",),
+        ("hvdlite_tf.horovod", "hvdlite_tf"),
         (
             *_COMMON,
             *_TF_OPERATIONS,
             *_TF_FUNCTIONS,
-            *words("""
-                is_homogeneous Compression DistributedOptimizer DistributedGradientTape PartialDistributedGradientTape
-                BroadcastGlobalVariablesHook SyncBatchNormalization LocalGradientAggregationHelper
-                handle_average_backwards_compatibility check_num_rank_power_of_2 vars_to_refs refs_to_vars
-            """),
+            *_TF_HELPERS,
+            "LocalGradientAggregationHelper",
+            *_TF_WRAPPERS,
+            *_TF_PRIVATE,
         ),
         whole=True,
-        loads=("elastic", "functions", "mpi_ops"),
+        loads=words("compression elastic functions gradient_aggregation mpi_ops sync_batch_norm util"),
     ),
-    "horovod.tensorflow.mpi_ops": Module(("hvdlite_tf",), (*_COMMON, *_TF_OPERATIONS)),
+    "horovod.tensorflow.mpi_ops": Module(("hvdlite_tf",), (*_COMMON, *_TF_OPERATIONS, *_TF_HELPERS[:3])),
     "horovod.tensorflow.functions": Module(("hvdlite_tf",), _TF_FUNCTIONS),
     "horovod.tensorflow.compression": Module(
         ("hvdlite_tf", "hvdlite.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
     ),
+    "horovod.tensorflow.gradient_aggregation": Module(("hvdlite_tf",), _TF_AGGREGATION),
+    "horovod.tensorflow.gradient_aggregation_eager": Module(("hvdlite_tf",), _TF_AGGREGATION),
     "horovod.tensorflow.sync_batch_norm": Module(("hvdlite_tf",), ("SyncBatchNormalization",)),
+    "horovod.tensorflow.util": Module(("hvdlite_tf.horovod", "hvdlite_tf"), (*_TF_HELPERS[3:], *_TF_PRIVATE)),
     "horovod.tensorflow.elastic": Module(
-        (f"{_HERE}.elastic",), words("run State ObjectState TensorFlowState TensorFlowKerasState")
+        ("hvdlite_tf.elastic", f"{_HERE}.common.elastic"),
+        words("run State ObjectState TensorFlowState TensorFlowKerasState"),
     ),
-    "horovod.tensorflow.keras": Module(
-        ("hvdlite_tf",), (*_COMMON, *_KERAS), whole=True, loads=("callbacks", "elastic")
-    ),
-    "horovod.tensorflow.keras.callbacks": Module(("hvdlite_tf",), _KERAS_CALLBACKS),
-    "horovod.tensorflow.keras.elastic": Module((f"{_HERE}.elastic",), _KERAS_ELASTIC),
-    "horovod.keras": Module(("hvdlite_tf",), (*_COMMON, *_KERAS), whole=True, loads=("callbacks", "elastic")),
-    "horovod.keras.callbacks": Module(("hvdlite_tf",), _KERAS_CALLBACKS),
-    "horovod.keras.elastic": Module((f"{_HERE}.elastic",), _KERAS_ELASTIC),
+    **{
+        name: module
+        for package in ("horovod.tensorflow.keras", "horovod.keras")
+        for name, module in {
+            package: Module(
+                ("hvdlite_tf.keras.horovod", "hvdlite_tf.keras"),
+                (*_COMMON, *_KERAS),
+                whole=True,
+                loads=("callbacks", "elastic"),
+            ),
+            f"{package}.callbacks": Module(("hvdlite_tf.keras.callbacks",), _KERAS_CALLBACKS),
+            f"{package}.elastic": Module(("hvdlite_tf.keras.elastic",), _KERAS_ELASTIC),
+        }.items()
+    },
 }
 
 RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -165,12 +183,21 @@ RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "hvdlite_torch.optimizer.Distributed",
         words("synchronize skip_synchronize set_backward_passes_per_step"),
     ),
+    **{
+        f"horovod.{module}.DistributedOptimizer": ("hvdlite_tf.keras_optimizer.Distributed", ("register_local_var",))
+        for module in ("tensorflow", "tensorflow.keras", "keras")
+    },
+    **{
+        f"horovod.tensorflow.{name}": (
+            "hvdlite_tf.tape.Distributed",
+            words("register_local_source get_local_and_global_gradients"),
+        )
+        for name in words("DistributedGradientTape PartialDistributedGradientTape")
+    },
 }
 """What the results of calls have that Horovod adds: by function, our class and the names."""
 
 _ELASTIC = Note("missing", "no elastic jobs yet: the name is there, and raises when used. A failed rank ends the job")
-_TENSORFLOW = "TensorFlow's part is not complete yet"
-_OWN_ARGUMENTS = "arguments are hvdlite's: (tensor, op, name)"
 
 NOTES: dict[str, Note] = {
     "horovod.common.elastic": _ELASTIC,
@@ -190,19 +217,15 @@ NOTES: dict[str, Note] = {
         "changed", "nothing is compiled: passes where the framework is installed"
     ),
     "horovod.common.util.check_installed_version": Note("changed", "always passes: no framework's version is built in"),
-    "horovod.tensorflow": Note("missing", _TENSORFLOW),
-    **{
-        f"horovod.{module}.{name}": Note("changed", _OWN_ARGUMENTS)
-        for module in ("tensorflow", "tensorflow.mpi_ops", "tensorflow.keras", "keras")
-        for name in ("allreduce", "reducescatter")
-    },
-    "horovod.tensorflow.broadcast_variables": Note("changed", "writes into the variables, as with inplace=True"),
-    "horovod.tensorflow.DistributedOptimizer": Note("changed", "for Keras 3 optimizers; takes op and process_set"),
-    "horovod.tensorflow.keras.DistributedOptimizer": Note(
-        "changed", "for Keras 3 optimizers; takes op and process_set"
+    "horovod.keras.DistributedOptimizer": Note("changed", "num_groups and groups have no effect, and another place"),
+    "horovod.keras.callbacks.BestModelCheckpoint": Note(
+        "changed", "as in horovod.tensorflow.keras: give mode and save_freq by name"
     ),
-    "horovod.keras.DistributedOptimizer": Note("changed", "for Keras 3 optimizers; takes op and process_set"),
-    "horovod.keras": Note("missing", _TENSORFLOW),
+    "horovod._keras": Note(
+        "missing",
+        "inner parts of Horovod: subclass hvd.callbacks.…, wrap with hvd.DistributedOptimizer",
+    ),
+    "horovod.tensorflow.data": Note("missing", "use tf.data.experimental.service, or hvd.shard(dataset) of hvdlite_tf"),
     "horovod.data": Note("missing", "use the framework's own loaders, such as torch.utils.data.DataLoader"),
     "horovod.mxnet": Note(
         "missing", "MXNet is not supported (its development has ended); arrays work with hvdlite itself"

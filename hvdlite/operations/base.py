@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.comm.device import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.operations.nothing import Nothing
-from hvdlite.protocols import Array
-from hvdlite.tensors import adapter_for
+from hvdlite.operations.placed import Place, on_device
+from hvdlite.protocols import Array, Device
+from hvdlite.tensors import adapter_for, device_kind_of
 
 Signature = tuple[str, tuple[tuple[str, tuple[int | None, ...]], ...], tuple[tuple[str, Any], ...]]
 """What must be the same on all ranks: kind, (dtype, shape) of each tensor, other arguments by name.
@@ -39,11 +41,17 @@ class Operation:
         fusion_key: Operations with equal keys (not None) may run as one, by `run_together`.
         nbytes: Bytes that travel; decides how many operations share one exchange.
         single: The caller gave one tensor and gets one result, not a list.
+        device_kind: `Device.kind` of where all its tensors lie, the same on all ranks; None for host memory.
+        device: The GPU that they lie on; None for host memory, and for a rank that has joined.
+        hand_over: What makes the caller's result of `outcome`, in his thread; None if that is it already.
     """
 
     fusion_key: Hashable = None
     nbytes: int = 0
     single: bool = False
+    device_kind: str | None = None
+    device: Device | None = None
+    hand_over: Callable[[Any], Any] | None = None
     signature: Signature
 
     def run(self, collectives: HierarchicalCollectives) -> Any:
@@ -67,8 +75,12 @@ class TensorOperation(Operation):
         given: This rank's tensor, or a list of them.
         inplace: The results overwrite the tensors.
 
+    Attributes:
+        place: Its own part of what is done on a GPU; None in host memory, and for a rank that has joined.
+
     Raises:
-        UnsupportedTensorError: One of them is no tensor, has no numbers in it, or cannot be overwritten.
+        UnsupportedTensorError: One of them is no tensor, has no numbers in it, or cannot be overwritten; or they do not lie
+            together.
     """
 
     def __init__(self, given: Any, inplace: bool = False) -> None:
@@ -80,6 +92,51 @@ class TensorOperation(Operation):
         if inplace:
             for adapter, tensor in zip(self.adapters, self.tensors, strict=True):
                 adapter.check_writable(tensor)
+        kinds = {device_kind_of(*each) for each in zip(self.tensors, self.adapters, strict=True)} or {None}
+        if len(kinds) > 1:
+            raise UnsupportedTensorError(
+                "some tensors of this list are in host memory and others on a GPU: exchange each kind by a call of its own, or "
+                "move them to one place."
+            )
+        (self.device_kind,) = kinds
+        self.place: Place | None = None
+        if self.device_kind is not None and not isinstance(self.tensors[0], Nothing):
+            self.place = Place(self.tensors, self.adapters)
+            self.device = self.place.device
+
+    @property
+    def where(self) -> tuple[tuple[str, Any], ...]:
+        """What the signature says of where the tensors lie: nothing of host memory."""
+        return () if self.device_kind is None else (("device", self.device_kind),)
+
+    def run(self, collectives: HierarchicalCollectives) -> Any:
+        return self.run_together([self], collectives)[0]
+
+    @classmethod
+    def run_together(cls, operations: Sequence[Any], collectives: HierarchicalCollectives) -> list[Any]:
+        if operations[0].device_kind is None:
+            return cls.run_on_host(operations, collectives)
+        return on_device(operations, collectives)
+
+    @classmethod
+    def run_on_host(cls, operations: Sequence[Any], collectives: HierarchicalCollectives) -> list[Any]:
+        """As `run_together`, by way of NumPy arrays: of tensors that lie on a GPU these are copies."""
+        return [operation.exchange(collectives) for operation in operations]
+
+    @classmethod
+    def run_on_device(
+        cls, operations: Sequence[Any], collectives: HierarchicalCollectives, channel: DeviceCollectives
+    ) -> list[Any]:
+        """As `run_together`, where the tensors lie; the results are tensors of `Device`, and None for those of `Nothing`."""
+        return [operation.exchange_on_device(collectives, channel) for operation in operations]
+
+    def exchange(self, collectives: HierarchicalCollectives) -> Any:
+        """What `run_on_host` does for one operation."""
+        raise NotImplementedError
+
+    def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> Any:
+        """What `run_on_device` does for one operation."""
+        raise NotImplementedError
 
 
 class Part:

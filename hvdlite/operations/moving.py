@@ -7,10 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.comm.device import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.operations.base import Part, TensorOperation, check_root
+from hvdlite.operations.placed_moving import allgather_on_device, alltoall_on_device, broadcast_on_device
 from hvdlite.protocols import Array
+from hvdlite.tensors import adapter_for, device_kind_of
 
 
 class Allgather(TensorOperation):
@@ -18,9 +21,12 @@ class Allgather(TensorOperation):
 
     def __init__(self, given: Any) -> None:
         super().__init__(given)
-        self.signature = ("allgather", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), ())
+        self.signature = ("allgather", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), self.where)
 
-    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
+    def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
+        return allgather_on_device(self, collectives, channel)
+
+    def exchange(self, collectives: HierarchicalCollectives) -> list[Any]:
         arrays = [
             np.atleast_1d(adapter.to_array(tensor, wide=False))
             for adapter, tensor in zip(self.adapters, self.tensors, strict=True)
@@ -43,9 +49,12 @@ class Broadcast(TensorOperation):
     def __init__(self, given: Any, root: int, size: int, inplace: bool = False) -> None:
         self.root = check_root(root, size)
         super().__init__(given, inplace)
-        self.signature = ("broadcast", tuple(self.infos), (("root_rank", self.root),))
+        self.signature = ("broadcast", tuple(self.infos), (("root_rank", self.root), *self.where))
 
-    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
+    def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
+        return broadcast_on_device(self, collectives, channel)
+
+    def exchange(self, collectives: HierarchicalCollectives) -> list[Any]:
         results = []
         for tensor, adapter, (dtype, _) in zip(self.tensors, self.adapters, self.infos, strict=True):
             array = adapter.to_array(tensor, wide=False)
@@ -72,9 +81,12 @@ class Alltoall(TensorOperation):
                 )
         self.even = splits is None
         self.splits = [_check_splits(splits, info.shape[0], size) for info in self.infos]
-        self.signature = ("alltoall", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), ())
+        self.signature = ("alltoall", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), self.where)
 
-    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
+    def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
+        return alltoall_on_device(self, collectives, channel)
+
+    def exchange(self, collectives: HierarchicalCollectives) -> list[Any]:
         return [
             self._run_one(*one, collectives)
             for one in zip(self.tensors, self.adapters, self.infos, self.splits, strict=True)
@@ -102,6 +114,8 @@ def _check_splits(splits: Any, rows: int, size: int) -> Array:
                 f"alltoall without splits needs a first dimension that {size} ranks divide; got {rows}. Pass splits."
             )
         return np.full(size, rows // size, np.int64)
+    if not isinstance(splits, np.ndarray | list | tuple) and device_kind_of(splits, adapter_for(splits)) is not None:
+        splits = adapter_for(splits).to_array(splits, wide=False)
     given = np.asarray(splits)
     if given.dtype.kind not in "iu" and given.size:
         raise ArgumentError(f"splits={splits!r}: expected {size} whole numbers.")

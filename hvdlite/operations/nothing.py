@@ -15,23 +15,27 @@ from hvdlite.tensors import HALF_DTYPES, register_adapter
 
 
 class Nothing(NamedTuple):
-    """A tensor without values; its dtype is a name as in `TensorInfo`."""
+    """A tensor without values; its dtype is a name as in `TensorInfo`, its place a `Device.kind`."""
 
     dtype: str
     shape: tuple[int, ...]
+    place: str | None = None
 
 
 class _NothingAdapter:
     """Reads `Nothing`, as a `TensorAdapter`."""
 
     def info(self, tensor: Nothing) -> TensorInfo:
-        return TensorInfo(*tensor)
+        return TensorInfo(tensor.dtype, tensor.shape)
 
     def dtype(self, tensor: Nothing) -> str:
         return tensor.dtype
 
     def cast(self, tensor: Nothing, dtype: str) -> Nothing:
-        return Nothing(dtype, tensor.shape)
+        return tensor._replace(dtype=dtype)
+
+    def device_kind(self, tensor: Nothing) -> str | None:
+        return tensor.place
 
     def check_writable(self, tensor: Nothing) -> None:
         pass

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.comm.objects import allgather_bytes
 from hvdlite.operations.base import Operation, check_root
 from hvdlite.protocols import Array
 
@@ -43,11 +44,7 @@ class AllgatherObject(Operation):
 
     def receive(self, collectives: HierarchicalCollectives) -> list[Array]:
         """The objects, pickled: for each rank uint8, shape ``(n,)``."""
-        lengths = np.empty(collectives.size, np.int64)
-        collectives.allgather(np.array([self.pickled.size], np.int64), lengths, [1] * collectives.size)
-        out = np.empty(int(lengths.sum()), np.uint8)
-        collectives.allgather(self.pickled, out, lengths.tolist())
-        return np.split(out, np.cumsum(lengths)[:-1])
+        return allgather_bytes(collectives, self.pickled)
 
     def run(self, collectives: HierarchicalCollectives) -> list[Any]:
         return [pickle.loads(data.tobytes()) for data in self.receive(collectives)]

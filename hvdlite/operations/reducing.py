@@ -13,10 +13,13 @@ import numpy as np
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.algorithms.adasum import check_adasum
 from hvdlite.arithmetic import arithmetic as kernel_of
+from hvdlite.comm.device import DeviceCollectives, Wire
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.operations.base import Part, Signature, TensorOperation
 from hvdlite.operations.nothing import Nothing, neutral_element
+from hvdlite.operations.placed import agree
+from hvdlite.operations.placed_reducing import DevicePiece, DeviceReduction, Scaling
 from hvdlite.protocols import Array, ReduceOp, TensorInfo
 from hvdlite.tensors import HALF_DTYPES
 
@@ -46,51 +49,106 @@ class Allreduce(TensorOperation):
             raise ArgumentError(f"algorithm={algorithm!r}: Adasum has one algorithm only; leave the argument out.")
         super().__init__(given, inplace)
         self.signature, self.arithmetic, self.nbytes, self.fusion_key = _plan_allreduce(
-            tuple(self.infos), op, float(prescale), float(postscale), algorithm
+            tuple(self.infos), op, float(prescale), float(postscale), algorithm, self.where
         )
 
-    def run(self, collectives: HierarchicalCollectives) -> Any:
-        return self.run_together([self], collectives)[0]
-
     @classmethod
-    def run_together(cls, operations: Sequence[Allreduce], collectives: HierarchicalCollectives) -> list[Any]:
-        parts = [
-            Part(tensor, adapter, info.dtype, operation.inplace)
-            for operation in operations
-            for tensor, adapter, info in zip(operation.tensors, operation.adapters, operation.infos, strict=True)
-        ]
+    def run_on_host(cls, operations: Sequence[Allreduce], collectives: HierarchicalCollectives) -> list[Any]:
+        parts = _parts_of(operations)
         arithmetic = operations[0].arithmetic
         if len(parts) == len(operations) == 1:
             return [_reduce_parts(parts, parts[0].dtype, arithmetic, collectives)]
         results: list[Any] = [None] * len(parts)
-        by_dtype: dict[str, list[int]] = {}
-        for index, part in enumerate(parts):
-            by_dtype.setdefault(part.dtype, []).append(index)
-        for dtype, indices in by_dtype.items():
+        for dtype, indices in _by_dtype(parts).items():
             reduced = _reduce_parts([parts[i] for i in indices], dtype, arithmetic, collectives)
             for index, result in zip(indices, reduced, strict=True):
                 results[index] = result
-        grouped, start = [], 0
-        for operation in operations:
-            grouped.append(results[start : start + len(operation.tensors)])
-            start += len(operation.tensors)
-        return grouped
+        return _of_each(operations, results)
+
+    @classmethod
+    def run_on_device(
+        cls, operations: Sequence[Allreduce], collectives: HierarchicalCollectives, channel: DeviceCollectives
+    ) -> list[Any]:
+        parts = _parts_of(operations)
+        natives = [
+            native
+            for operation in operations
+            for native in (operation.place.natives if operation.place else [None] * len(operation.tensors))
+        ]
+        shapes = [info.shape for operation in operations for info in operation.infos]
+        arithmetic = operations[0].arithmetic
+        scaling = arithmetic.scaling
+        results: list[Any] = [None] * len(parts)
+        reductions: list[tuple[list[int], DeviceReduction]] = []
+        on_host: list[tuple[str, list[int]]] = []
+        problem: Exception | None = None
+        try:
+            for dtype, indices in _by_dtype(parts).items():
+                wire = arithmetic.wire(dtype, channel)
+                if wire is None:
+                    on_host.append((dtype, indices))
+                    continue
+                pieces = [DevicePiece(natives[i], shapes[i], parts[i].inplace) for i in indices]
+                reductions.append((indices, DeviceReduction(pieces, dtype, wire, scaling, channel)))
+        except Exception as error:  # most of all: no memory; the others must hear of it
+            problem = error
+        agree(collectives, problem)
+        for dtype, indices in on_host:
+            for index, result in zip(
+                indices, _reduce_parts([parts[i] for i in indices], dtype, arithmetic, collectives), strict=True
+            ):
+                results[index] = result
+        for indices, reduction in reductions:
+            for index, result in zip(indices, reduction.allreduce(), strict=True):
+                results[index] = parts[index].tensor if parts[index].inplace else result
+        return _of_each(operations, results)
+
+
+def _parts_of(operations: Sequence[Allreduce]) -> list[Part]:
+    return [
+        Part(tensor, adapter, info.dtype, operation.inplace)
+        for operation in operations
+        for tensor, adapter, info in zip(operation.tensors, operation.adapters, operation.infos, strict=True)
+    ]
+
+
+def _by_dtype(parts: Sequence[Part]) -> dict[str, list[int]]:
+    """The numbers of the parts of each dtype."""
+    by_dtype: dict[str, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_dtype.setdefault(part.dtype, []).append(index)
+    return by_dtype
+
+
+def _of_each(operations: Sequence[Allreduce], results: list[Any]) -> list[Any]:
+    """The results of all parts, as a list for each operation."""
+    grouped, start = [], 0
+    for operation in operations:
+        grouped.append(results[start : start + len(operation.tensors)])
+        start += len(operation.tensors)
+    return grouped
 
 
 @functools.lru_cache(maxsize=4096)  # a program makes the same few calls again and again
 def _plan_allreduce(
-    infos: tuple[TensorInfo, ...], op: ReduceOp, prescale: float, postscale: float, algorithm: str
+    infos: tuple[TensorInfo, ...],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    algorithm: str,
+    where: tuple[tuple[str, Any], ...],
 ) -> tuple[Signature, _Arithmetic, int, Hashable]:
     """What of an allreduce depends on its arguments alone: signature, arithmetic, bytes, fusion key."""
     dtypes = {info.dtype for info in infos}
     for dtype in dtypes:
         check_reducible(dtype, op)
     arithmetic = _Arithmetic(op, prescale, postscale, algorithm)
-    nbytes = sum(_wire_dtype(info.dtype, op).itemsize * math.prod(info.shape) for info in infos)
+    nbytes = sum(_wire_bytes(info.dtype, op) * math.prod(info.shape) for info in infos)
     arguments: list[tuple[str, Any]] = [("op", op.value)]
     if (prescale, postscale, algorithm) != (1.0, 1.0, "auto"):
         arguments += [("prescale", prescale), ("postscale", postscale), ("algorithm", algorithm)]
-    fusion_key = (next(iter(dtypes)), arithmetic) if len(dtypes) == 1 else None
+    arguments += where
+    fusion_key = (next(iter(dtypes)), arithmetic, where) if len(dtypes) == 1 else None
     return ("allreduce", infos, tuple(arguments)), arithmetic, nbytes, fusion_key
 
 
@@ -150,6 +208,14 @@ class _Arithmetic:
         self.scales_first = prescale != 1.0
         self._reduces = ReduceOp.SUM if op is ReduceOp.AVERAGE else op
         self._finishes = op is ReduceOp.AVERAGE or postscale != 1.0
+        self.scaling = Scaling(op, prescale, postscale)
+
+    def wire(self, dtype: str, channel: DeviceCollectives) -> Wire | None:
+        """How a dtype is reduced on a GPU; None if through the host, as its own algorithms and integers times a factor are."""
+        scales = self._prescale != 1.0 or self._postscale != 1.0
+        if self._algorithm != "auto" or (scales and dtype.startswith(("int", "uint", "bool"))):
+            return None
+        return channel.wire(dtype, self.op)
 
     def _key(self) -> Hashable:
         return self.op, self._algorithm, self._prescale, self._postscale
@@ -233,6 +299,10 @@ def _wire_dtype(dtype: str, op: ReduceOp) -> np.dtype[Any]:
     return wire
 
 
+def _wire_bytes(dtype: str, op: ReduceOp) -> int:
+    return 1 if dtype.startswith("float8") else _wire_dtype(dtype, op).itemsize
+
+
 def check_op(op: ReduceOp) -> None:
     """Let a ReduceOp pass.
 
@@ -274,10 +344,40 @@ class Reducescatter(TensorOperation):
                     "reducescatter splits the first dimension among the ranks; a 0-d tensor has none."
                 )
         self.arithmetic = _Arithmetic(op, float(prescale), float(postscale), "auto")
-        arguments = (("op", op.value), ("prescale", prescale), ("postscale", postscale))
+        arguments = (("op", op.value), ("prescale", prescale), ("postscale", postscale), *self.where)
         self.signature = ("reducescatter", tuple(self.infos), arguments)
 
-    def run(self, collectives: HierarchicalCollectives) -> list[Any]:
+    def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
+        natives = self.place.natives if self.place else [None] * len(self.tensors)
+        counts = []
+        reductions: list[DeviceReduction | None] = []
+        problem: Exception | None = None
+        for info in self.infos:
+            rows = split_rows(info.shape[0], collectives.size)
+            counts.append([n * math.prod(info.shape[1:]) for n in rows])
+        try:
+            for native, info, mine in zip(natives, self.infos, counts, strict=True):
+                wire = self.arithmetic.wire(info.dtype, channel)
+                piece = DevicePiece(native, info.shape, False)
+                reductions.append(
+                    None
+                    if wire is None
+                    else DeviceReduction([piece], info.dtype, wire, self.arithmetic.scaling, channel, mine)
+                )
+        except Exception as error:
+            problem = error
+        agree(collectives, problem)
+        results: list[Any] = []
+        for index, reduction in enumerate(reductions):
+            if reduction is None:
+                results.append(self._run_one(self.tensors[index], self.adapters[index], self.infos[index], collectives))
+                continue
+            kept = reduction.reduce_scatter()
+            rows = split_rows(self.infos[index].shape[0], collectives.size)
+            results.append(channel.device.shaped(kept, (rows[collectives.rank], *self.infos[index].shape[1:])))
+        return results
+
+    def exchange(self, collectives: HierarchicalCollectives) -> list[Any]:
         return [self._run_one(*one, collectives) for one in zip(self.tensors, self.adapters, self.infos, strict=True)]
 
     def _run_one(self, tensor: Any, adapter: Any, info: Any, collectives: HierarchicalCollectives) -> Any:

@@ -24,10 +24,12 @@ def stand_in(signature: Signature, rank: int, size: int) -> Operation:
         rank: This rank in the group.
         size: The number of ranks in the group.
     """
-    kind, tensors, arguments = signature
+    kind, tensors, given = signature
+    arguments = dict(given)
+    place = arguments.pop("device", None)
     # Where lengths may differ from rank to rank, this one has no rows.
-    nothing = [Nothing(dtype, tuple(length or 0 for length in shape)) for dtype, shape in tensors]
-    return _MAKERS[kind](nothing, dict(arguments), rank, size)
+    nothing = [Nothing(dtype, tuple(length or 0 for length in shape), place) for dtype, shape in tensors]
+    return _MAKERS[kind](nothing, arguments, rank, size)
 
 
 def why_not_without(signature: Signature, joined: Sequence[int]) -> str | None:

@@ -1,4 +1,4 @@
-"""Arguments as Horovod has them, in the terms of hvdlite's core."""
+"""Arguments as Horovod has them, in the terms of hvdlite: for the adapters."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import warnings
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
-import hvdlite
-from hvdlite import ProcessSet, ReduceOp
-from hvdlite.api import world
+from hvdlite.api import Average, Sum, global_process_set, world
 from hvdlite.errors import ArgumentError
+from hvdlite.process_set import ProcessSet
+from hvdlite.protocols import ReduceOp
 
 
-def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+def choose_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) -> ReduceOp:
     """The operation that `op` and its old spelling `average` ask for together; Average by default.
+
+    Args:
+        op, average: As the caller gave them.
+        stacklevel: How far up, from here, the line is that called the operation: the warning points there.
 
     Raises:
         ArgumentError: Both are given, or `average` is no truth value.
@@ -23,7 +25,7 @@ def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     if isinstance(average, ReduceOp):
         raise ArgumentError(f"average={average!r}: the operation has a parameter of its own; write op=hvd.{average!r}.")
     if average is None:
-        return hvdlite.Average if op is None else op
+        return Average if op is None else op
     if op is not None:
         raise ArgumentError(
             f"op={op!r} and average={average!r}: give `op` alone, which has taken the place of `average`."
@@ -31,9 +33,9 @@ def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     warnings.warn(
         f"average={average!r} is an old spelling: write op=hvd.{'Average' if average else 'Sum'}.",
         DeprecationWarning,
-        stacklevel=3,  # the line that called the operation
+        stacklevel=stacklevel,
     )
-    return hvdlite.Average if average else hvdlite.Sum
+    return Average if average else Sum
 
 
 def root_within(process_set: ProcessSet | None, root_rank: int) -> int:
@@ -42,7 +44,7 @@ def root_within(process_set: ProcessSet | None, root_rank: int) -> int:
     Raises:
         ArgumentError: It is not in the set.
     """
-    if process_set is None or process_set is hvdlite.global_process_set:
+    if process_set is None or process_set is global_process_set:
         return root_rank
     if root_rank not in process_set.ranks:
         raise ArgumentError(
@@ -54,35 +56,43 @@ def root_within(process_set: ProcessSet | None, root_rank: int) -> int:
 
 def rank_in(process_set: ProcessSet | None) -> int:
     """This process's number within a process set that it is in."""
-    return world().engine(process_set).rank
+    return world("rank()").engine(process_set).rank
 
 
 def size_of(process_set: ProcessSet | None) -> int:
     """The number of ranks of a process set that this process is in."""
-    return world().engine(process_set).size
+    return world("size()").engine(process_set).size
 
 
-def group_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+def group_of(tensors: Iterable[Any]) -> list[Any]:
     """The tensors of a grouped operation as a list.
 
     Raises:
         ArgumentError: It is one tensor, or nothing to go through.
     """
-    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+    if hasattr(tensors, "shape") or not isinstance(tensors, Iterable):
         raise ArgumentError(f"a grouped operation takes a list of tensors; got one {type(tensors).__name__}.")
     return list(tensors)
 
 
 def factors(prescale_factor: float, postscale_factor: float, process_set: ProcessSet) -> dict[str, Any]:
-    """The arguments of a reduction that the core names alike."""
+    """The arguments of a reduction that hvdlite's core names alike."""
     return {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
 
 
 def check_linear(call: str, op: ReduceOp) -> None:
-    """Let an operation pass that autograd can go through.
+    """Let an operation pass that has a gradient.
 
     Raises:
         ArgumentError: It is not a linear one.
     """
-    if op not in (hvdlite.Sum, hvdlite.Average):
-        raise ArgumentError(f"{call} is differentiable for Sum and Average, not for {op!r}: detach() its input.")
+    if op not in (Sum, Average):
+        raise ArgumentError(
+            f"{call} is differentiable for Sum and Average, not for {op!r}: cut its input off "
+            "(torch: detach(), TensorFlow: tf.stop_gradient())."
+        )
+
+
+def as_list(given: Any) -> list[Any]:
+    """A list or tuple as a list, anything else as a list of one."""
+    return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,0 +1,231 @@
+"""Which `Device` works on arrays of other libraries: CuPy's on its own, torch's or CuPy's on those lent by DLPack (JAX)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.errors import DeviceError, UnsupportedTensorError
+from hvdlite.protocols import Array, Device, Stream
+
+_ON_GPU = {2, 10, 13}
+"""DLPack's numbers of CUDA, ROCm and managed CUDA memory (dlpack.h, ``DLDeviceType``)."""
+
+
+def device_kind(array: Any) -> str | None:
+    """`Device.kind` of where an array with DLPack lies; None for host memory."""
+    return "cuda" if int(array.__dlpack_device__()[0]) in _ON_GPU else None
+
+
+def device_of(array: Any) -> Device:
+    """What works on an array of which `device_kind` is not None.
+
+    Raises:
+        DeviceError: Nothing that could is installed.
+    """
+    index = int(array.__dlpack_device__()[1])
+    if type(array).__module__.partition(".")[0] == "cupy":
+        return _cupy_device(index)
+    library = _library()
+    if library == "cupy":
+        return _cupy_device(index)
+    found: Device = importlib.import_module("hvdlite_torch.device").lending_device(index)
+    return found
+
+
+def find_device(kind: str) -> Device:
+    """The GPU that this process has chosen, by the library that it uses.
+
+    Raises:
+        DeviceError: There is none, or no library that knows.
+    """
+    if _library() == "cupy":
+        cupy = importlib.import_module("cupy")
+        return _cupy_device(int(cupy.cuda.runtime.getDevice()))
+    found: Device = importlib.import_module("hvdlite_torch.device").current_device()
+    return found
+
+
+def _library() -> str:
+    """torch or cupy: the one that this process has loaded; else the one that is installed."""
+    for present in (sys.modules.__contains__, lambda name: importlib.util.find_spec(name) is not None):
+        for name in ("torch", "cupy"):
+            if present(name):
+                return name
+    raise DeviceError(
+        "GPU arrays are exchanged by way of torch or CuPy, and neither is installed here: pip install torch, or the CuPy for "
+        "your CUDA (cupy-cuda13x)."
+    )
+
+
+def borrow(array: Any) -> Any:
+    """An array as a tensor of `device_of`, which shares its memory."""
+    if type(array).__module__.partition(".")[0] == "cupy":
+        return array
+    return importlib.import_module(_library()).from_dlpack(array)
+
+
+def lend(native: Any, like: Any) -> Any:
+    """The reverse of `borrow`: an array of the kind of `like`."""
+    if type(native) is type(like):
+        return native
+    return like.__array_namespace__().from_dlpack(native)
+
+
+class Held:
+    """Tensors whose memory must not be given away yet, where the library cannot be told so."""
+
+    def __init__(self) -> None:
+        self._held: deque[tuple[Any, Any]] = deque()
+
+    def until(self, event: Any, tensor: Any, is_over: Any) -> None:
+        """Hold `tensor` until some time after `event`, and let go of those whose time has come."""
+        self._held.append((event, tensor))
+        while self._held and is_over(self._held[0][0]):
+            self._held.popleft()
+
+
+class CupyStream:
+    """A stream of CuPy's.
+
+    Args:
+        raw: The stream.
+    """
+
+    def __init__(self, raw: Any) -> None:
+        self.raw = raw
+
+    @property
+    def handle(self) -> int:
+        return int(self.raw.ptr)
+
+    def record(self) -> Any:
+        return self.raw.record()
+
+    def wait(self, event: Any) -> None:
+        self.raw.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+
+@functools.cache
+def _cupy_device(index: int) -> CupyDevice:
+    return CupyDevice(index)
+
+
+class CupyDevice:
+    """A GPU by CuPy, as `hvdlite.protocols.Device`.
+
+    Args:
+        index: Its number.
+    """
+
+    kind = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self._cupy: Any = importlib.import_module("cupy")
+        self.index = index
+        self._held = Held()
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """As torch writes it, so that ranks with torch and ranks with CuPy can be compared."""
+        digits = bytes(self._cupy.cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()
+        return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+    @property
+    def visible(self) -> int:
+        return int(self._cupy.cuda.runtime.getDeviceCount())
+
+    def current(self) -> Stream:
+        with self._cupy.cuda.Device(self.index):
+            return CupyStream(self._cupy.cuda.get_current_stream())
+
+    def side(self) -> Stream:
+        with self._cupy.cuda.Device(self.index):
+            return CupyStream(self._cupy.cuda.Stream(non_blocking=True, priority=-1))
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        with self._cupy.cuda.Device(self.index), stream.raw:
+            yield
+
+    def keep(self, tensor: Any, stream: Any) -> None:
+        self._held.until(stream.record(), tensor, lambda event: event.done)
+
+    def pointer(self, tensor: Any) -> int:
+        return int(tensor.data.ptr)
+
+    def dtype(self, tensor: Any) -> str:
+        return str(tensor.dtype.name)
+
+    def count(self, tensor: Any) -> int:
+        return int(tensor.size)
+
+    def is_plain(self, tensor: Any) -> bool:
+        return bool(tensor.flags.c_contiguous)
+
+    def empty(self, shape: Sequence[int], dtype: str) -> Any:
+        return self._cupy.empty(tuple(shape), self._dtype(dtype))
+
+    def _dtype(self, name: str) -> Any:
+        try:
+            return np.dtype(name)
+        except TypeError:
+            raise UnsupportedTensorError(f"CuPy arrays have no dtype {name}: install torch, or cast.") from None
+
+    def flat(self, tensor: Any) -> Any:
+        return tensor.reshape(-1)
+
+    def shaped(self, tensor: Any, shape: Sequence[int]) -> Any:
+        return tensor.reshape(tuple(shape))
+
+    def view(self, tensor: Any, dtype: str) -> Any:
+        return tensor.view(self._dtype(dtype))
+
+    def cast(self, tensor: Any, dtype: str) -> Any:
+        return tensor.astype(self._dtype(dtype))
+
+    def copy(self, source: Any, into: Any) -> None:
+        into[...] = source
+
+    def pack(self, tensors: Sequence[Any], into: Any) -> None:
+        start = 0
+        for tensor in tensors:
+            into[start : start + tensor.size].reshape(tensor.shape)[...] = tensor
+            start += tensor.size
+
+    def unpack(self, flat: Any, tensors: Sequence[Any]) -> None:
+        start = 0
+        for tensor in tensors:
+            tensor[...] = flat[start : start + tensor.size].reshape(tensor.shape)
+            start += tensor.size
+
+    def fill(self, tensor: Any, value: float) -> None:
+        tensor.fill(value)
+
+    def scale(self, tensor: Any, factor: float) -> None:
+        tensor *= tensor.dtype.type(factor)
+
+    def divide(self, tensor: Any, divisor: int) -> None:
+        if tensor.dtype.kind in "iu":
+            tensor //= tensor.dtype.type(divisor)
+        else:
+            tensor /= tensor.dtype.type(divisor)
+
+    def to_host(self, tensor: Any) -> Array:
+        array: Array = self._cupy.asnumpy(tensor, stream=self.current().raw)  # type: ignore[attr-defined]
+        return array
+
+    def from_host(self, array: Array, tensor: Any) -> None:
+        tensor.set(np.ascontiguousarray(array))
+        self.current().synchronize()

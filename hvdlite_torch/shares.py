@@ -1,0 +1,256 @@
+"""This rank's share of the parameters and of the optimizer's state: the pieces that a sharded optimizer steps.
+
+For the time of a step the optimizer's groups hold the pieces; for the time of ``state_dict()`` its state is that of whole
+parameters, from all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.layout import Piece
+from hvdlite_torch.options import Options
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+"""Optimizers that treat each element by itself."""
+
+UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+
+def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> None:
+    """Raise if ``shard=True`` cannot be done, or has no meaning with other arguments.
+
+    Raises:
+        ArgumentError: The text says which.
+    """
+    if isinstance(optimizer, UNSHARDABLE):
+        raise ArgumentError(
+            f"{type(optimizer).__name__} cannot be sharded: its step needs all gradients at once. Leave out shard=True."
+        )
+    if options.codec is not None:
+        raise ArgumentError("compression and shard=True cannot be used together yet: leave out one of them.")
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a parameter may be cut in two, for each element is stepped by itself."""
+    return type(optimizer) in ELEMENTWISE
+
+
+def refuse_sparse(shape: Sequence[int]) -> None:
+    """Raise for a parameter of this shape.
+
+    Raises:
+        UnsupportedTensorError: Always.
+    """
+    raise UnsupportedTensorError(
+        f"a parameter of shape {tuple(shape)} has sparse gradients, which cannot be sharded: pass "
+        "sparse_as_dense=True, use sparse=False in the embedding, or leave out shard=True."
+    )
+
+
+def refuse_synchronize() -> None:
+    """Raise.
+
+    Raises:
+        ArgumentError: Always.
+    """
+    raise ArgumentError(
+        "synchronize() has no meaning with shard=True: no rank ever has all combined gradients. To clip them, pass "
+        "max_grad_norm to DistributedOptimizer."
+    )
+
+
+class Shares:
+    """What this rank steps of one optimizer's parameters.
+
+    Args:
+        optimizer: Whose groups and state are changed.
+        process_set: The ranks that share.
+
+    Attributes:
+        pieces: This rank's, each with the parameter that the optimizer steps: a view of the whole one's memory.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
+        self._optimizer = optimizer
+        self._process_set = process_set
+        self._parameters: Sequence[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._whole_groups: list[list[torch.Tensor]] | None = None
+        self.pieces: dict[Piece, torch.nn.Parameter] = {}
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Make the optimizer's state that of whole parameters, before shares are dealt out anew. Every rank calls this."""
+        if self._parameters:
+            state = self._gather_state()
+            self.pieces = {}
+            self._optimizer.state.clear()
+            self._optimizer.state.update(state)
+
+    @torch.no_grad()
+    def deal(self, parameters: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
+        """Take a share.
+
+        Args:
+            parameters: All that are trained; contiguous. From now on they may not be given other memory.
+            pieces: This rank's.
+        """
+        self._parameters = list(parameters)
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
+        self.pieces = {piece: torch.nn.Parameter(cut(parameters[piece.tensor].data, piece)) for piece in pieces}
+        self.take_share_of_state()
+
+    def check_memory(self) -> None:
+        """Raise if a parameter is not where it was.
+
+        Raises:
+            ArgumentError: It has moved.
+        """
+        for parameter, address in zip(self._parameters, self._addresses, strict=True):
+            if parameter.data_ptr() != address:
+                raise ArgumentError(
+                    f"a parameter of shape {tuple(parameter.shape)} was given other memory (by p.data = …, model.to(…) or "
+                    "the like) after the optimizer was sharded: change models before that."
+                )
+
+    def put_in(self) -> None:
+        """Let the optimizer's groups hold this rank's pieces, until `put_back`. Nothing if nothing has been dealt out."""
+        if not self._parameters:
+            return
+        groups = self._optimizer.param_groups
+        self._whole_groups = [group["params"] for group in groups]
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        for group in groups:
+            mine = {numbers[id(parameter)] for parameter in group["params"] if id(parameter) in numbers}
+            group["params"] = [parameter for piece, parameter in self.pieces.items() if piece.tensor in mine]
+
+    def put_back(self) -> None:
+        """Let the groups hold whole parameters again, if they do not."""
+        if self._whole_groups is not None:
+            for group, parameters in zip(self._optimizer.param_groups, self._whole_groups, strict=True):
+                group["params"] = parameters
+            self._whole_groups = None
+
+    def drop_gradients(self) -> None:
+        """What ``zero_grad()`` frees is to be free."""
+        for parameter in self.pieces.values():
+            parameter.grad = None
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the pieces that have one."""
+        return [parameter.grad for parameter in self.pieces.values() if parameter.grad is not None]
+
+    # The optimizer's state: of pieces here, of whole parameters for everybody else
+
+    @contextlib.contextmanager
+    def whole_state(self) -> Iterator[None]:
+        """Let the optimizer have the state of whole parameters, for the body of a with statement. Every rank calls this."""
+        self.put_back()
+        optimizer = self._optimizer
+        share = dict(optimizer.state)
+        whole = self._gather_state()
+        try:
+            optimizer.state.clear()
+            optimizer.state.update(whole)
+            yield
+        finally:
+            optimizer.state.clear()
+            optimizer.state.update(share)
+
+    def forget_state(self) -> None:
+        """Drop the state of this rank's pieces."""
+        self.put_back()
+        self._optimizer.state.clear()
+
+    @torch.no_grad()
+    def take_share_of_state(self) -> None:
+        """Cut the state of whole parameters, and keep what belongs to this rank's pieces."""
+        optimizer = self._optimizer
+        whole = dict(optimizer.state)
+        dealt_out = set(self._parameters)
+        kept: dict[Any, Any] = {key: state for key, state in whole.items() if key not in dealt_out}
+        for piece, parameter in self.pieces.items():
+            of = self._parameters[piece.tensor]
+            if of in whole:
+                kept[parameter] = {
+                    name: cut(value.contiguous(), piece).clone() if _is_elementwise(value, of) else _copy(value)
+                    for name, value in whole[of].items()
+                }
+        optimizer.state.clear()
+        optimizer.state.update(kept)
+
+    def _gather_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state of whole parameters, from all ranks. Collective."""
+        state = self._optimizer.state
+        mine = [
+            (piece, {name: _to_send(value, parameter) for name, value in state[parameter].items()})
+            for piece, parameter in self.pieces.items()
+            if parameter in state
+        ]
+        pieces = set(self.pieces.values())
+        whole: dict[Any, dict[str, Any]] = {key: values for key, values in state.items() if key not in pieces}
+        everybody = hvdlite.allgather_object(mine, name="optimizer.state_dict()", process_set=self._process_set)
+        for piece, values in (item for share in everybody for item in share):
+            parameter = self._parameters[piece.tensor]
+            target = whole.setdefault(parameter, {})
+            shape = cut(parameter.data, piece).shape
+            for name, (value, follows) in values.items():
+                device = parameter.device if follows else None
+                if isinstance(value, torch.Tensor) and value.shape == shape and shape:
+                    if name not in target:
+                        target[name] = torch.empty(parameter.shape, dtype=value.dtype, device=device)
+                    cut(target[name], piece).copy_(value)
+                else:
+                    target[name] = value.to(device) if follows else value
+        return whole
+
+
+def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece of a parameter, or of something of its shape: a view. In its shape, if it is the whole."""
+    if piece.stop - piece.start == tensor.numel():
+        return tensor
+    return tensor.view(-1)[piece.start : piece.stop]
+
+
+def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
+    """The sum of the squares of all elements, in double precision."""
+    return sum((_norm(gradient) ** 2 for gradient in gradients), 0.0)
+
+
+def _norm(gradient: torch.Tensor) -> float:
+    wide = torch.complex128 if gradient.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(gradient, dtype=wide))
+
+
+def clip_factor(squares: float, max_grad_norm: float) -> float:
+    """By what gradients are multiplied so that their norm, the root of `squares`, is at most `max_grad_norm`."""
+    return min(1.0, max_grad_norm / (math.sqrt(squares) + 1e-6))
+
+
+def _to_send(value: Any, parameter: torch.Tensor) -> tuple[Any, bool]:
+    """A piece of state in host memory, and whether it belongs where the parameter is."""
+    if not isinstance(value, torch.Tensor):
+        return value, False
+    return value.cpu(), value.device == parameter.device
+
+
+def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,250 @@
+"""What goes on around a step of a distributed optimizer, wherever its gradients lie.
+
+The optimizer calls this before and after each step; the user says what there is to say about the next one. How gradients
+become those of all ranks is a subclass's business: `hvdlite_torch.exchange` for host memory, `hvdlite_torch.device_exchange`
+for a GPU's.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.api import world
+from hvdlite.errors import ArgumentError
+from hvdlite_torch.advice import Advice
+from hvdlite_torch.agreement import check_agreement
+from hvdlite_torch.closures import Closure, closure_of, joined_loss, replace_closure
+from hvdlite_torch.fused import FusedStep
+from hvdlite_torch.options import Options
+
+
+class SteppingExchange(abc.ABC):
+    """The gradients of one optimizer, on one rank: exchanged before it steps.
+
+    Args:
+        optimizer: Its step hooks are made by `attach`.
+        options: What the user asked for.
+
+    Raises:
+        ArgumentError: The optimizer has nothing to train.
+        MismatchError: The ranks have different parameters. Raised on all of them.
+    """
+
+    _adapts = True
+    """Other plans for the exchange may be followed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
+        self._world = world("DistributedOptimizer()")
+        self.optimizer = optimizer
+        self._options = options
+        self.process_set = options.process_set
+        self._weight = 1.0
+        self._synchronized = False
+        self._skip = False
+        self._quiet = False
+        self._passes: dict[int, int] = {}
+        self._parameters: list[torch.Tensor] = []
+        """Those whose gradients are dense on all ranks."""
+        self._sparse: list[torch.Tensor] = []
+        """Parameters that have sparse gradients on some rank."""
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._sees_all = options.passes > 1
+        """All gradients are noticed during backward passes."""
+        self._fused = FusedStep(optimizer)
+        self._advice = Advice(optimizer, options.op, self._gather)
+        if not self._trainable():
+            raise ArgumentError("this optimizer has no parameters that require a gradient.")
+        arguments = {"max_grad_norm": options.max_grad_norm, "op": options.op, "shard": not self._adapts}
+        ranks = self._world.ranks(self.process_set)
+        check_agreement(self._trainable(), options.names, arguments, ranks, self._gather)
+
+    def attach(self) -> None:
+        """Have the optimizer call this at each step."""
+        before = self.optimizer.register_step_pre_hook(self._before_step)
+        after = self.optimizer.register_step_post_hook(self._after_step)
+        # Other hooks (clipping, logging) are to see the combined gradients and the new parameters, those registered before too.
+        self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
+        self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+
+    def _trainable(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def _gather(self, value: Any) -> list[Any]:
+        return hvdlite.allgather_object(value, "optimizer.plan", process_set=self.process_set)
+
+    @abc.abstractmethod
+    def _exchange(self) -> None:
+        """Let every rank's ``p.grad`` be the combined one, or None if no rank has one. Every rank calls this."""
+
+    @abc.abstractmethod
+    def _make_hooks(self) -> None:
+        """Have parameters call `_count_pass` after each backward pass: all of them if `_sees_all`."""
+
+    # What the user says
+
+    def set_weight(self, weight: float) -> None:
+        """The number of samples that the gradients of the next step are the mean of."""
+        if self._options.op is not hvdlite.Average:
+            raise ArgumentError(f"a batch weight has no meaning for op={self._options.op!r}: it is for averages.")
+        if not weight >= 0:
+            raise ArgumentError(f"set_batch_weight({weight!r}): expected the number of this rank's samples, 0 or more.")
+        self._weight = float(weight)
+
+    def synchronize(self) -> None:
+        """Exchange the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
+        self._see_all()  # a step left out after this one must not spare the next its exchange
+        self._exchange()
+
+    def set_passes(self, passes: int) -> None:
+        """How many backward passes there are before a step, at most; 1 for any number."""
+        if passes < 1:
+            raise ArgumentError(f"backward_passes_per_step={passes}: expected 1 or more.")
+        self._options = replace(self._options, passes=passes)
+        self._see_all()
+
+    def _see_all(self) -> None:
+        if not self._sees_all:
+            self._sees_all = True
+            self._make_hooks()
+
+    def before_unscale(self) -> None:
+        """A GradScaler is about to look for infinities: in the combined gradients, so that all ranks find the same."""
+        if not self._synchronized and not self._skip:
+            self.synchronize()
+
+    def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:  # noqa: B027  # nothing is the right thing to do
+        """A GradScaler has counted infinities."""
+
+    @contextlib.contextmanager
+    def skip(self) -> Iterator[None]:
+        """Steps within the body do not exchange."""
+        self._skip = True
+        try:
+            yield
+        finally:
+            self._skip = False
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Backward passes within the body are not the last ones before a step: their gradients are left alone."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+    # A step
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """The step hook. `args` begin with the optimizer; returns those to call `step` with instead."""
+        self._fused.back()  # a step that failed may have left it
+        closure = closure_of(args, kwargs)
+        if closure is None:
+            self._before_plain_step()
+        if not self._sparse:
+            self._fused.switch()
+        return None if closure is None else replace_closure(args, kwargs, self._together(closure))
+
+    def _before_plain_step(self) -> None:
+        if not self._skip:
+            if not self._synchronized:
+                self._exchange()
+            self._clip()
+        self._synchronized = False
+
+    def _clip(self) -> None:
+        """Clip the combined gradients, which are the same on all ranks."""
+        if self._options.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._trainable(), self._options.max_grad_norm)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._fused.back()
+
+    def _together(self, closure: Closure) -> Closure:
+        """A closure that all ranks evaluate together, to equal gradients and an equal loss."""
+
+        weight, self._weight = self._weight, 1.0  # of the batch, however often it is evaluated
+
+        def evaluate() -> Any:
+            self._weight = weight
+            loss = closure()
+            self._weight = weight
+            self._exchange()
+            self._clip()
+            return joined_loss(loss, weight, self._options.op is hvdlite.Average, self.process_set)
+
+        return evaluate
+
+    # What subclasses have in common
+
+    def _dense_parameters(self) -> list[torch.Tensor]:
+        """The parameters that are trained, without those that have sparse gradients."""
+        parameters = self._trainable()
+        if self._sparse:
+            apart = set(map(id, self._sparse))
+            parameters = [parameter for parameter in parameters if id(parameter) not in apart]
+        return parameters
+
+    def _are_known(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether these are what is exchanged already. They are not if a group was added, or a parameter frozen or thawed."""
+        known = self._parameters
+        return len(parameters) == len(known) and all(map(operator.is_, parameters, known))
+
+    def _set_aside(self, news: list[int]) -> None:
+        """Take the parameters that have sparse gradients on any rank out of the dense exchange. Every rank calls this."""
+        found = {index for indices in self._gather(news) for index in indices or ()}
+        self._sparse = [*self._sparse, *(self._parameters[index] for index in sorted(found))]
+
+    def _check_step(self, anywhere: bool, divisor: float) -> None:
+        """Raise on all ranks if a step has nothing to do though there were samples.
+
+        Args:
+            anywhere: Some rank has a dense gradient.
+            divisor: The sum of the weights.
+        """
+        if not self._sparse and not anywhere and divisor > 0:
+            raise ArgumentError(
+                "a step without gradients: no parameter of this optimizer has one on any rank. Call loss.backward() before "
+                "optimizer.step(); for a step without samples on all ranks, optimizer.set_batch_weight(0)."
+            )
+
+    def _count_pass(self, index: int, parameter: torch.Tensor | None = None) -> None:
+        """A backward pass has added to the gradient of parameter `index`. Can be its hook."""
+        # A step that was left out after synchronize(), as GradScaler does, must not spare the next one its exchange.
+        self._synchronized = False
+        if self._options.passes > 1:
+            passes = self._passes[index] = self._passes.get(index, 0) + 1
+            if passes > self._options.passes:
+                raise ArgumentError(
+                    f"{passes} backward passes without a step, and backward_passes_per_step={self._options.passes}: raise "
+                    "that number, or leave it out, which allows any."
+                )
+
+    # This rank has run out of data, and others have not (`hvdlite.join`)
+
+    def belongs_to(self, process_set: ProcessSet | None) -> bool:
+        """Whether these ranks exchange here."""
+        return self._world.ranks(self.process_set) == self._world.ranks(process_set)
+
+    def stand_in(self) -> None:
+        """Take part in the exchanges of the others with nothing, until all ranks have joined."""
+        while self._stand_in_once() is not None:
+            pass
+
+    @abc.abstractmethod
+    def _stand_in_once(self) -> list[bool] | None:
+        """Take part in one step of the others.
+
+        Returns:
+            For each of `_parameters`, whether any rank has a gradient of it; empty if the others' step has failed, or is put
+            off; None if all ranks have run out of data.
+        """

@@ -1,0 +1,170 @@
+"""Named operations on a real GPU: `pytest -m gpu`. All else about them is tested without one, by tests/fake_device.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hvdlite
+import hvdlite_torch as hvd
+from hvdlite.comm import nccl
+from hvdlite.comm.device import NcclCollectives
+from hvdlite.devices import CupyDevice
+from hvdlite.protocols import Device
+from hvdlite.testing import on_ranks
+from hvdlite_torch.device import TorchDevice
+from tests.jobs import PROGRAMS, ROOT, mpirun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+]
+
+
+def devices() -> list[Any]:
+    return [pytest.param("torch"), pytest.param("cupy")]
+
+
+def make_device(library: str) -> Device:
+    if library == "cupy":
+        pytest.importorskip("cupy")
+        return CupyDevice(0)
+    return TorchDevice(torch.device("cuda", 0))
+
+
+@pytest.fixture(scope="module")
+def library() -> nccl.Nccl:
+    found = nccl.load()
+    assert found is not None, "there is a GPU and no NCCL: pip install nvidia-nccl-cu13"
+    return found
+
+
+@pytest.mark.parametrize("kind", devices())
+def test_nccl_of_one_rank(library: nccl.Nccl, kind: str) -> None:
+    """Every call of the library, with the real one: sums of one rank are what it has."""
+    device = make_device(kind)
+    stream = device.side()
+    with device.on(stream):
+        communicator = library.connect(library.unique_id(), 1, 0)
+        channel = NcclCollectives(device, 0, 1, communicator, library.version)
+        for dtype in ("float32", "float16", "float64", "int64", "uint8", "complex64"):
+            values = np.arange(1, 9).astype(dtype)
+            x, out = device.empty([8], dtype), device.empty([8], dtype)
+            device.from_host(values, x)
+            for op in (hvdlite.Sum, hvdlite.Min, hvdlite.Max, hvdlite.Product):
+                if channel.wire(dtype, op) is None or (dtype == "complex64" and op is not hvdlite.Sum):
+                    continue
+                device.fill(out, 0)
+                channel.allreduce(x, op, stream, out)
+                np.testing.assert_array_equal(device.to_host(out), values)
+            for call in (
+                lambda x, out: channel.reduce_scatter(x, out, [8], hvdlite.Sum, stream),
+                lambda x, out: channel.allgather(x, out, [8], stream),
+                lambda x, out: channel.alltoall(x, [8], out, [8], stream),
+            ):
+                device.fill(out, 0)
+                call(x, out)
+                np.testing.assert_array_equal(device.to_host(out), values)
+            channel.broadcast(x, 0, stream)
+            np.testing.assert_array_equal(device.to_host(x), values)
+        channel.check()
+        channel.close()
+
+
+def test_float8_by_nccl(library: nccl.Nccl) -> None:
+    if library.version < nccl.FLOAT8_SINCE:
+        pytest.skip(f"NCCL {nccl.in_words(library.version)} has no float8")
+    device = make_device("torch")
+    stream = device.side()
+    with device.on(stream):
+        channel = NcclCollectives(device, 0, 1, library.connect(library.unique_id(), 1, 0), library.version)
+        x = torch.ones(16, device="cuda").to(torch.float8_e4m3fn)
+        channel.allreduce(x, hvdlite.Max, stream)
+        assert x.float().tolist() == [1.0] * 16
+        channel.close()
+
+
+@pytest.mark.parametrize("kind", devices())
+def test_arithmetic_of_devices(kind: str) -> None:
+    device = make_device(kind)
+    stream = device.side()
+    with device.on(stream):
+        parts = [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(4, np.float32)]
+        tensors = [device.empty(part.shape, "float32") for part in parts]
+        for part, tensor in zip(parts, tensors, strict=True):
+            device.from_host(part.reshape(-1), device.flat(tensor))
+        flat = device.empty([10], "float32")
+        device.pack(tensors, flat)
+        device.scale(flat, 3.0)
+        device.divide(flat, 2)
+        device.unpack(flat, tensors)
+        for part, tensor in zip(parts, tensors, strict=True):
+            np.testing.assert_allclose(device.to_host(device.flat(tensor)).reshape(part.shape), part * 1.5)
+        whole = device.cast(flat, "int64")
+        device.fill(whole, -7)
+        device.divide(whole, 2)
+        assert device.to_host(whole).tolist() == [-4] * 10
+        assert device.count(device.view(flat, "uint8")) == 40
+        device.keep(flat, stream)
+    assert device.identity and device.visible >= 1
+    assert device.identity == TorchDevice(torch.device("cuda", 0)).identity
+
+
+def test_one_rank_alone() -> None:
+    def check() -> None:
+        x = torch.arange(4.0, device="cuda")
+        result = hvd.allreduce(x)
+        assert result.tolist() == x.tolist() and result.device == x.device
+        assert hvd.allgather(x).tolist() == x.tolist()
+        assert hvd.broadcast(x, 0).tolist() == x.tolist()
+        y = x.clone().requires_grad_()
+        hvd.allreduce(y, op=hvd.Sum).sum().backward()
+        assert y.grad is not None and y.grad.tolist() == [1.0] * 4
+
+    on_ranks(1, check)
+
+
+@pytest.mark.parametrize("name", ["jax", "cupy"])
+def test_arrays_by_dlpack(name: str) -> None:
+    module = pytest.importorskip("jax.numpy" if name == "jax" else "cupy")
+
+    def check() -> None:
+        x = module.arange(6, dtype=module.float32).reshape(2, 3)
+        for result in (hvdlite.allreduce(x, hvdlite.Sum), hvdlite.allgather(x), hvdlite.broadcast(x, 0)):
+            assert type(result) is type(x) and result.shape == (2, 3)
+            np.testing.assert_array_equal(
+                np.asarray(result.get() if name == "cupy" else result), np.arange(6).reshape(2, 3)
+            )
+        handles = [hvdlite.allreduce_async(x + n, hvdlite.Sum, f"n{n}") for n in range(5)]
+        for n, handle in enumerate(handles):
+            np.testing.assert_array_equal(np.asarray(module.sum(handle.wait())), 15 + 6 * n)
+
+    on_ranks(1, check)
+
+
+@pytest.mark.parametrize("way", ["nccl", "staged"])
+def test_two_ranks_on_one_gpu(way: str) -> None:
+    done = mpirun(
+        2,
+        str(PROGRAMS / "gpu_operations.py"),
+        way,
+        timeout=120,
+        PYTHONPATH=str(ROOT),
+        HVDLITE_SHARE_GPU="1",
+        HVDLITE_NCCL="1" if way == "nccl" else "0",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all right") == 2
+
+
+def test_two_ranks_on_one_gpu_without_leave() -> None:
+    program = (
+        "import torch, hvdlite_torch as hvd; hvd.init()\n"
+        "try: hvd.allreduce(torch.ones(3, device='cuda:0'))\n"
+        "except hvd.HvdliteError as error: print(error, flush=True)"
+    )
+    done = mpirun(2, "-c", program, timeout=60, PYTHONPATH=str(ROOT))
+    assert done.stdout.count("use the same GPU") == 2, done.stdout + done.stderr

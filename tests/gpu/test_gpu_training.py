@@ -1,0 +1,306 @@
+"""Training on a real GPU: `pytest -m gpu`. The same logic is tested without one in tests/spmd/test_device_training.py.
+
+There is one rank, for which hvdlite does nothing by itself; so it is told not to spare it, and to use NCCL nevertheless.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import hvdlite_torch as hvd
+import hvdlite_torch.device_exchange
+from hvdlite.api import world
+from hvdlite.comm import nccl
+from hvdlite.comm.device import NcclCollectives
+from hvdlite.config import Config
+from hvdlite.errors import HvdliteError
+from hvdlite.testing import on_ranks
+from hvdlite_torch.device import TorchDevice
+from tests.jobs import PROGRAMS, ROOT, mpirun
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+    pytest.mark.filterwarnings("default"),  # of profilers and compilers, which differ from torch to torch
+]
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
+    """``one_rank(check)`` calls `check` on a rank that exchanges with itself, by NCCL, in buckets of 64 KiB."""
+    monkeypatch.setattr(hvdlite_torch.device_exchange, "SPARE_ONE_RANK", False)
+    library = nccl.load()
+    assert library is not None, "there is a GPU and no NCCL: pip install nvidia-nccl-cu13"
+
+    def with_nccl(check: Callable[[], Any]) -> Any:
+        made = []
+
+        def connect(*_: Any) -> NcclCollectives:
+            device = TorchDevice(torch.device("cuda", 0))
+            made.append(NcclCollectives(device, 0, 1, library.connect(library.unique_id(), 1, 0), library.version))
+            return made[-1]
+
+        world().device_collectives = connect  # type: ignore[method-assign]
+        try:
+            return check()
+        finally:
+            torch.cuda.synchronize()
+            for each in made:
+                each.close()
+
+    def run(check: Callable[[], Any]) -> Any:
+        return on_ranks(1, with_nccl, check, config=Config(bucket_bytes=2**16, advice=False), timeout=200)[0]
+
+    return run
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    layers = [torch.nn.Linear(128, 128) if n % 2 == 0 else torch.nn.Tanh() for n in range(12)]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(128, 10)).cuda()
+
+
+def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(64, 128, generator=generator).cuda(), torch.randint(0, 10, (64,), generator=generator).cuda()
+
+
+def train(model: Any, optimizer: Any, steps: int, clip: float | None = None) -> None:
+    for number in range(steps):
+        x, y = batch(number)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+
+
+def distance(model: torch.nn.Module, other: torch.nn.Module) -> float:
+    mine, theirs = (torch.cat([p.detach().double().flatten() for p in each.parameters()]) for each in (model, other))
+    return float((mine - theirs).abs().max() / theirs.abs().max())
+
+
+def adam(model: torch.nn.Module, **options: Any) -> Any:
+    return torch.optim.Adam(model.parameters(), 1e-3, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"overlap": False}, {"shard": True}, {"max_grad_norm": 0.1}], ids=str)
+def test_equals_plain_training(one_rank: Any, options: Any) -> None:
+    def check() -> None:
+        plain, model = make_model(), make_model()
+        train(plain, adam(plain), 8, options.get("max_grad_norm"))
+        optimizer = hvd.DistributedOptimizer(adam(model), **options)
+        train(model, optimizer, 8)
+        assert distance(model, plain) <= 1e-5
+        exchange = optimizer._hvdlite_exchange
+        assert len(exchange._buckets) > 4
+        assert exchange._launches_early == options.get("overlap", True)
+
+    one_rank(check)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+def test_compression(one_rank: Any, compression: Any) -> None:
+    def check() -> None:
+        parameter = torch.nn.Parameter(torch.zeros(1000, device="cuda"))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], 1.0), compression=compression)
+        gradient = torch.randn(1000, device="cuda")
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        dtype = getattr(torch, compression.DTYPE)
+        assert torch.equal(parameter.grad, gradient.to(dtype).float())
+
+    one_rank(check)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
+def test_loss_scaling(one_rank: Any, options: Any) -> None:
+    def scaled(model: torch.nn.Module, optimizer: Any) -> None:
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        for number in range(6):
+            x, y = batch(number)
+            optimizer.zero_grad()
+            loss = scaler.scale(F.cross_entropy(model(x), y))
+            (loss * torch.inf if number in (1, 4) else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**8
+
+    def check() -> None:
+        plain, model = make_model(), make_model()
+        scaled(plain, adam(plain))
+        scaled(model, hvd.DistributedOptimizer(adam(model), **options))
+        assert distance(model, plain) <= 1e-5
+
+    one_rank(check)
+
+
+def profile(step: Callable[[], None], steps: int, file: Path) -> list[dict[str, Any]]:
+    """The events of some steps, each within an annotation "a step"."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(steps):
+            with torch.profiler.record_function("a step"):
+                step()
+        torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(file))
+    events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def test_the_host_never_waits_and_buckets_overlap_with_backward(one_rank: Any, tmp_path: Path) -> None:
+    def check() -> None:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(adam(model, foreach=True))
+        train(model, optimizer, 5)
+        x, y = batch(0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        step()
+        torch.cuda.set_sync_debug_mode("error")  # torch itself says if the host waits for the GPU
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        events = profile(step, 4, tmp_path / "trace.json")
+        spans = [event for event in events if event["name"] == "a step" and event["cat"] == "user_annotation"]
+        assert len(spans) == 4
+        inside = [
+            event["name"]
+            for event in events
+            if any(span["ts"] <= event["ts"] <= span["ts"] + span["dur"] for span in spans)
+        ]
+        assert "cudaLaunchKernel" in inside
+        assert [name for name in inside if name in WAITS] == []
+        kernels = [event for event in events if event["cat"] == "kernel"]
+        by_stream: dict[int, list[float]] = {}
+        for kernel in kernels:
+            by_stream.setdefault(kernel["args"]["stream"], []).append(kernel["ts"])
+        assert len(by_stream) == 2
+        communication, compute = sorted(by_stream.values(), key=len)
+        assert len(communication) >= 4 * len(optimizer._hvdlite_exchange._buckets)
+        # In each step, something of it begins while backward still has kernels to begin.
+        first, *_ = sorted(communication)
+        assert any(first < start for start in compute)
+
+    one_rank(check)
+
+
+def test_one_rank_costs_nothing(tmp_path: Path) -> None:
+    """Without being told otherwise, hvdlite adds no kernel and no copy."""
+
+    def check() -> list[int]:
+        counts = []
+        for distributed in (False, True):
+            model = make_model()
+            optimizer = adam(model)
+            if distributed:
+                optimizer = hvd.DistributedOptimizer(optimizer)
+            train(model, optimizer, 4)
+            x, y = batch(0)
+
+            def step(model: Any = model, optimizer: Any = optimizer, x: Any = x, y: Any = y) -> None:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+
+            events = profile(step, 2, tmp_path / f"{distributed}.json")
+            counts.append(sum(event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") for event in events))
+        return counts
+
+    without, with_hvdlite = on_ranks(1, check, config=Config(advice=False))[0]
+    assert without == with_hvdlite > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)
+def test_a_whole_step_in_a_cuda_graph(one_rank: Any, options: Any) -> None:
+    def check() -> None:
+        plain, model = make_model(), make_model()
+        one = adam(plain)
+        train(plain, one, 9, options.get("max_grad_norm"))
+        optimizer = hvd.DistributedOptimizer(adam(model, capturable=True), **options)
+        x, y = batch(0)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for number in range(5):
+                for static, new in zip((x, y), batch(number), strict=True):
+                    static.copy_(new)
+                step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        for number in range(5, 9):
+            for static, new in zip((x, y), batch(number), strict=True):
+                static.copy_(new)
+            graph.replay()
+        assert distance(model, plain) <= 1e-5
+        del graph
+
+    one_rank(check)
+
+
+def test_a_compiled_model(one_rank: Any) -> None:
+    def check() -> None:
+        plain, model = make_model(), make_model()
+        train(plain, adam(plain), 6)
+        train(torch.compile(model), hvd.DistributedOptimizer(adam(model)), 6)
+        assert distance(model, plain) <= 1e-4  # fused kernels round otherwise
+
+    one_rank(check)
+
+
+def test_no_room(one_rank: Any) -> None:
+    def check() -> None:
+        parameter = torch.nn.Parameter(torch.zeros(2**26, device="cuda"))
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total + 2**20 / total)
+        try:
+            with pytest.raises(HvdliteError, match="rank 0: no room for 268435456 bytes of gradients on cuda:0"):
+                hvd.DistributedOptimizer(torch.optim.SGD([parameter], 1.0))
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+
+    one_rank(check)
+
+
+@pytest.mark.parametrize("way", ["nccl", "staged"])
+def test_two_ranks_on_one_gpu(way: str) -> None:
+    done = mpirun(
+        2,
+        str(PROGRAMS / "gpu_training.py"),
+        timeout=120,
+        PYTHONPATH=str(ROOT),
+        HVDLITE_SHARE_GPU="1",
+        HVDLITE_NCCL="1" if way == "nccl" else "0",
+        HVDLITE_ADVICE="0",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all right") == 2

@@ -1,0 +1,22 @@
+"""Two ranks and the real NCCL, up to the first call that needs a GPU: each prints the error that it gets.
+
+mpirun -n 2 python gpu_bootstrap.py <library>
+"""
+
+import sys
+from functools import partial
+
+import hvdlite
+from hvdlite.comm import nccl
+from hvdlite.errors import NcclError
+from tests.fake_device import FakeDevice
+
+hvdlite.init()
+world = hvdlite.api.world()
+world.devices.load = partial(nccl.load, sys.argv[1])
+try:
+    world.device_collectives(None, FakeDevice(world.topology.local_rank))
+except NcclError as error:
+    texts = hvdlite.allgather_object(str(error))  # the ranks go on together
+    assert texts[0] == texts[1], texts
+    print(f"rank {hvdlite.rank()} of {hvdlite.size()}: {error}", flush=True)

@@ -1,0 +1,375 @@
+"""NCCL's library: how it is found, loaded and called. The real one where it is installed; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import importlib.metadata
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvdlite import built, devices
+from hvdlite.comm import device_mpi, nccl
+from hvdlite.comm.device import wire_of
+from hvdlite.comm.nccl import Nccl
+from hvdlite.comm.patience import Attempt
+from hvdlite.devices import CupyDevice
+from hvdlite.errors import DeviceError, NcclError, UnsupportedTensorError
+from hvdlite.protocols import ReduceOp
+from tests.jobs import PROGRAMS, ROOT, mpirun
+
+
+class Function:
+    """What ctypes gives for a name in a library: it can be called, and given types."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        self.argtypes: list[Any] = []
+        self.restype: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        assert len(arguments) == len(self.argtypes)
+        for argument, kind in zip(arguments, self.argtypes, strict=True):
+            kind.from_param(argument)  # raises where C would get something else
+        return self.call(*arguments)
+
+
+class Stub:
+    """A library with NCCL's functions, which note how they are called."""
+
+    def __init__(self, version: int = 22809, without: str = "") -> None:
+        self.version, self.without = version, without
+        self.calls: list[tuple[Any, ...]] = []
+        self.states: list[int] = []  # what ncclCommGetAsyncError says, one after the other; then success
+        self.results: dict[str, int] = {}
+        self.functions: dict[str, Function] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self.without or not name.startswith("nccl"):
+            raise AttributeError(f"undefined symbol: {name}")
+        if name not in self.functions:
+            special = {
+                "ncclGetVersion": lambda out: self.write(out, self.version),
+                "ncclCommInitRankConfig": self.connect,
+                "ncclCommGetAsyncError": lambda comm, out: self.write(out, self.states.pop(0) if self.states else 0),
+                "ncclGetErrorString": lambda code: f"error {code}".encode(),
+                "ncclGetLastError": lambda comm: b"the last words",
+            }
+            self.functions[name] = Function(special.get(name, lambda *arguments: self.note(name, arguments)))
+        return self.functions[name]
+
+    def write(self, out: Any, value: int) -> int:
+        out._obj.value = value
+        return 0
+
+    def connect(self, handle: Any, size: int, unique_id: Any, rank: int, config: Any) -> int:
+        handle._obj.value = 4711
+        made = config._obj
+        self.calls.append(("connect", size, ctypes.string_at(ctypes.byref(unique_id), 128), rank, made.blocking))
+        assert made.size == ctypes.sizeof(made) and made.magic == 0xCAFEBEEF
+        return self.results.get("connect", 0)
+
+    def note(self, name: str, arguments: tuple[Any, ...]) -> int:
+        self.calls.append((name, *arguments))
+        return self.results.get(name, 0)
+
+
+def test_too_old_or_no_nccl_at_all() -> None:
+    with pytest.raises(DeviceError, match=r"stub is NCCL 2\.4\.8; expected at least 2\.18\.0\. Install NCCL"):
+        Nccl(Stub(20408), "stub")
+    with pytest.raises(
+        DeviceError, match="stub is no NCCL that can be used here: undefined symbol: ncclCommInitRankConfig"
+    ):
+        Nccl(Stub(without="ncclCommInitRankConfig"), "stub")
+    assert Nccl(Stub(), "stub").version == 22809
+
+
+def test_calls_reach_the_library() -> None:
+    stub = Stub()
+    library = Nccl(stub, "stub")
+    unique_id = bytes(range(128))
+    comm = library.connect(unique_id, 3, 1)
+    assert stub.calls.pop() == ("connect", 3, unique_id, 1, 1)
+    comm.all_reduce(1, 2, 3, 7, 0, 99)
+    comm.reduce(1, 2, 3, 7, 0, 2, 99)
+    comm.broadcast(1, 2, 3, 7, 2, 99)
+    comm.all_gather(1, 2, 3, 7, 99)
+    comm.reduce_scatter(1, 2, 3, 7, 0, 99)
+    with comm.group():
+        comm.send(1, 2, 7, 2, 99)
+        comm.recv(1, 2, 7, 2, 99)
+    assert stub.calls == [
+        ("ncclAllReduce", 1, 2, 3, 7, 0, 4711, 99),
+        ("ncclReduce", 1, 2, 3, 7, 0, 2, 4711, 99),
+        ("ncclBroadcast", 1, 2, 3, 7, 2, 4711, 99),
+        ("ncclAllGather", 1, 2, 3, 7, 4711, 99),
+        ("ncclReduceScatter", 1, 2, 3, 7, 0, 4711, 99),
+        ("ncclGroupStart",),
+        ("ncclSend", 1, 2, 7, 2, 4711, 99),
+        ("ncclRecv", 1, 2, 7, 2, 4711, 99),
+        ("ncclGroupEnd",),
+    ]
+
+
+def test_errors_have_the_librarys_words() -> None:
+    stub = Stub()
+    comm = Nccl(stub, "stub").connect(bytes(128), 2, 0)
+    stub.results["ncclAllReduce"] = 5
+    with pytest.raises(NcclError, match=r"ncclAllReduce failed: error 5 \(the last words\)"):
+        comm.all_reduce(1, 2, 3, 7, 0, 99)
+    assert comm.error() is None
+    stub.states = [6]
+    assert comm.error() == "error 6 (the last words)"
+
+
+def test_a_group_ends_also_after_an_error() -> None:
+    stub = Stub()
+    comm = Nccl(stub, "stub").connect(bytes(128), 2, 0)
+    stub.results["ncclSend"] = 4
+    with pytest.raises(NcclError, match="ncclSend"), comm.group():
+        comm.send(1, 2, 7, 1, 99)
+    assert stub.calls[-1] == ("ncclGroupEnd",)
+
+
+def test_calls_that_do_not_wait_are_waited_for() -> None:
+    """Where the environment says NCCL_COMM_BLOCKING=0, calls return before they are done."""
+    stub = Stub()
+    comm = Nccl(stub, "stub").connect(bytes(128), 2, 0)
+    stub.results["ncclAllReduce"], stub.states = 7, [7, 7, 0]
+    comm.all_reduce(1, 2, 3, 7, 0, 99)
+    assert not stub.states
+    stub.states = [7, 2]
+    with pytest.raises(NcclError, match="ncclAllReduce failed: error 2"):
+        comm.all_reduce(1, 2, 3, 7, 0, 99)
+    with comm.group():
+        comm.all_reduce(1, 2, 3, 7, 0, 99)  # inside of a group there is nothing to wait for: it would be for ever
+    assert [call[0] for call in stub.calls[-3:]] == ["ncclGroupStart", "ncclAllReduce", "ncclGroupEnd"]
+
+
+@pytest.mark.parametrize(("method", "function"), [("abort", "ncclCommAbort"), ("destroy", "ncclCommDestroy")])
+def test_nothing_is_called_after_the_end(method: str, function: str) -> None:
+    stub = Stub()
+    comm = Nccl(stub, "stub").connect(bytes(128), 2, 0)
+    for _ in range(2):
+        getattr(comm, method)()
+    assert [call for call in stub.calls if call[0] == function] == [(function, 4711)]
+    with pytest.raises(NcclError, match="ncclAllReduce cannot be called: this communicator was given up"):
+        comm.all_reduce(1, 2, 3, 7, 0, 99)
+    assert comm.error() is None
+
+
+def test_which_library_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The user's choice; that of the wheel; one that is loaded already; the system's."""
+    wheel = tmp_path / "nvidia/nccl"
+    (wheel / "lib").mkdir(parents=True)
+    (wheel / "lib/libnccl.so.2").touch()
+    spec = SimpleNamespace(submodule_search_locations=[str(wheel)])
+    loaded: list[str] = []
+    monkeypatch.setattr(nccl, "_loaded", lambda: loaded)
+    monkeypatch.setattr(nccl, "_check_wheels", lambda path: None)
+    monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: spec)
+    assert nccl.find("/my/libnccl.so") == "/my/libnccl.so"
+    assert nccl.find() == str(wheel / "lib/libnccl.so.2")
+    loaded.append("/torch/lib/librccl.so.1")
+    assert nccl.find() == "/torch/lib/librccl.so.1"
+    loaded.append(str(wheel / "lib/libnccl.so.2"))
+    assert nccl.find() == str(wheel / "lib/libnccl.so.2")
+    loaded.clear()
+    monkeypatch.setattr(nccl.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(nccl.ctypes.util, "find_library", lambda name: {"rccl": "librccl.so.1"}.get(name))
+    assert nccl.find() == "librccl.so.1"
+    monkeypatch.setattr(nccl.ctypes.util, "find_library", lambda name: None)
+    assert nccl.find() is None and nccl.load() is None
+
+
+def test_a_library_that_is_loaded_is_seen(tmp_path: Path) -> None:
+    """By the kernel's list: any library will do, under NCCL's name."""
+    path = tmp_path / "libnccl.so.2"
+    shutil.copy(_ctypes.__file__, path)
+    library = ctypes.CDLL(str(path))
+    assert str(path) in nccl._loaded()
+    _ctypes.dlclose(library._handle)
+    assert str(path) not in nccl._loaded()
+
+
+def test_two_wheels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"nvidia-nccl-cu12": "2.27.3", "nvidia-nccl-cu13": "2.28.9"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(
+        DeviceError, match=r"nvidia-nccl-cu12 2\.27\.3 and nvidia-nccl-cu13 2\.28\.9 are installed together"
+    ):
+        nccl._check_wheels("/site/nvidia/nccl/lib/libnccl.so.2")
+    del versions["nvidia-nccl-cu12"]
+    nccl._check_wheels("/site/nvidia/nccl/lib/libnccl.so.2")
+
+
+def test_what_cannot_be_loaded(tmp_path: Path) -> None:
+    broken = tmp_path / "libnccl.so.2"
+    broken.write_text("no library")
+    with pytest.raises(DeviceError, match=r"libnccl\.so\.2 cannot be loaded: .*Install NCCL"):
+        nccl.load(str(broken))
+
+
+def test_how_dtypes_travel() -> None:
+    new, old = nccl.FLOAT8_SINCE, nccl.FLOAT8_SINCE - 1
+    assert wire_of("bfloat16", ReduceOp.SUM, new) == ("bfloat16", False)
+    assert wire_of("bool", ReduceOp.MAX, new) == ("uint8", False)
+    assert wire_of("complex64", ReduceOp.AVERAGE, new) == ("float32", False)
+    assert wire_of("complex128", ReduceOp.PRODUCT, new) is None
+    assert wire_of("uint16", ReduceOp.SUM, new) == ("int32", True)
+    assert wire_of("int32", ReduceOp.AVERAGE, new) == ("int64", True)
+    assert wire_of("uint64", ReduceOp.AVERAGE, new) is None
+    assert wire_of("float8_e5m2", ReduceOp.SUM, new) == ("float8_e5m2", False)
+    assert wire_of("float8_e5m2", ReduceOp.SUM, old) is None
+    assert wire_of("float32", ReduceOp.ADASUM, new) is None
+
+
+def test_a_call_that_never_comes_back_is_left_behind() -> None:
+    release = threading.Event()
+    attempt = Attempt(release.wait, "test")
+    assert not attempt.is_over(0.0)
+    release.set()
+    assert attempt.is_over(20.0) and attempt.result() is True
+
+    def fails() -> None:
+        raise NcclError("as asked for")
+
+    failing = Attempt(fails, "test")
+    assert failing.is_over(20.0)
+    with pytest.raises(NcclError, match="as asked for"):
+        failing.result()
+
+
+def test_what_is_built() -> None:
+    assert built.cuda_built() is (torch.version.cuda is not None)
+    assert built.rocm_built() is (torch.version.hip is not None)
+    without_torch = {name: module for name, module in sys.modules.items() if name != "torch"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(built, "sys", SimpleNamespace(modules=without_torch))
+        assert built.cuda_built() is (torch.version.cuda is not None)
+
+
+# GPUs by other libraries, and none at all
+
+
+class Lent:
+    """An array on GPU 1, as DLPack says it."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 1
+
+
+def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(DeviceError, match="was built for the CPU only"):
+        devices.find_device("cuda")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceError, match="sees no GPU: is CUDA_VISIBLE_DEVICES empty"):
+        devices.find_device("cuda")
+    assert devices.device_kind(Lent()) == "cuda"
+    monkeypatch.setattr(devices, "sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DeviceError, match="neither is installed"):
+        devices.device_of(Lent())
+
+
+def test_cupys_arithmetic_on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's arrays have NumPy's methods, so NumPy's stand for them where there is no GPU."""
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(empty=np.empty))
+    device = CupyDevice(0)
+    parts = [np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((3, 2), np.float32).T, np.float32(5).reshape(())]
+    flat = device.empty([13], "float32")
+    device.pack(parts, flat)
+    np.testing.assert_array_equal(flat, np.concatenate([part.reshape(-1) for part in parts]))
+    device.scale(flat, 3.0)
+    device.divide(flat, 2)
+    out = [device.empty(part.shape, "float32") for part in parts]
+    device.unpack(flat, out)
+    for part, result in zip(parts, out, strict=True):
+        np.testing.assert_array_equal(result, part * 1.5)
+    whole = device.cast(np.array([-7.0, 7.0]), "int64")
+    device.divide(whole, 2)
+    assert whole.tolist() == [-4, 3] and device.dtype(whole) == "int64"
+    assert device.is_plain(parts[0]) and not device.is_plain(parts[1])
+    assert device.count(device.view(flat, "uint8")) == 52
+    with pytest.raises(UnsupportedTensorError, match="CuPy arrays have no dtype bfloat16"):
+        device.empty([1], "bfloat16")
+
+
+# The real library
+
+
+@pytest.fixture(scope="module")
+def real() -> Nccl:
+    found = nccl.load()
+    if found is None:
+        pytest.skip("NCCL is not installed: pip install nvidia-nccl-cu13 (no GPU is needed)")
+    return found
+
+
+def test_the_real_library(real: Nccl) -> None:
+    assert real.version >= nccl.OLDEST
+    first, second = real.unique_id(), real.unique_id()
+    assert len(first) == len(second) == 128 and first != second
+    assert built.nccl_built() == real.version
+
+
+def test_the_real_library_up_to_the_gpu(real: Nccl) -> None:
+    """Two ranks meet over MPI, agree on the library, and start NCCL, which says on both that there is no GPU."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    else:
+        pytest.skip("there is a GPU driver here: tests/gpu goes further")
+    done = mpirun(2, str(PROGRAMS / "gpu_bootstrap.py"), real.path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
+    assert len(lines) == 2 and all("could not connect the ranks" in line for line in lines), done.stdout
+    assert done.stdout.count("ranks 0, 1: ncclCommInitRankConfig failed: unhandled cuda error") == 2
+
+
+# MPI on device memory
+
+
+def test_mpi_without_cuda_is_refused() -> None:
+    program = (
+        "import hvdlite; from hvdlite.config import Config; from tests.fake_device import FakeDevice\n"
+        "hvdlite.init(); world = hvdlite.api.world()\n"
+        "try: world.device_collectives(None, FakeDevice(world.topology.local_rank))\n"
+        "except hvdlite.HvdliteError as error: print(error, flush=True)"
+    )
+    done = mpirun(2, "-c", program, PYTHONPATH=str(ROOT), HVDLITE_MPI_GPU="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("HVDLITE_MPI_GPU=1: Open MPI") == 2 and "without CUDA" in done.stdout
+
+
+def test_mpi_takes_addresses() -> None:
+    """The collectives that hand MPI addresses of device memory, on host memory: MPI cannot tell."""
+    done = mpirun(3, str(PROGRAMS / "mpi_addresses.py"), PYTHONPATH=str(ROOT), HVDLITE_MPI_GPU="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all right") == 3
+
+
+def test_memory_by_address() -> None:
+    memory = device_mpi.Memory(1000, 8, "float32")
+    part = memory[2:5]
+    assert part.__cuda_array_interface__["data"] == (1008, False) and part.size == 3
+    assert part.view(None).size == 12 and part.view(None).itemsize == 1
