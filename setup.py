@@ -30,6 +30,7 @@ EXTRAS["test"] = [
     "hypothesis",
     "pytest",
     "pytest-timeout",
+    "tf_keras",
 ]
 EXTRAS["dev"] = [*EXTRAS["test"], "mypy", "ruff", "types-tqdm"]
 EXTRAS["all"] = sorted(

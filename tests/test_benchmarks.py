@@ -78,6 +78,19 @@ def test_all_parts(tmp_path: Path) -> None:
         assert (tmp_path / f"p-{part}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_keras(tmp_path: Path) -> None:
+    command = [*(sys.executable, "-m", "benchmarks", "keras", "--tiny", "--rounds", "1"), "--json", str(tmp_path / "f")]
+    done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((tmp_path / "f").read_text())["keras"]["figures"]
+    for workload in ("Keras MLP, SGD momentum", "Keras MLP, Adam"):
+        assert {f["variant"] for f in figures if f["workload"] == workload} >= {"no exchange", "hvdlite"}
+    for figure in figures:
+        assert figure["median"] >= figure["minimum"] > 0
+        for what in ("deviation", "rank_spread"):
+            assert (figure[what] > WEIGHT_TOLERANCE) == figure["variant"].endswith("no exchange"), figure
+
+
 def test_memory() -> None:
     result = job.run("memory", 2, {"name": "MLP, Adam", "variant": "MPI, flat", "tiny": False})
     weights = 4 * result["parameters"]

@@ -26,13 +26,27 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_digits(size: int) -> None:
-    out = run("-m", "hvdlite.launch", "-np", str(size), "python", "examples/torch_digits.py")
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("torch_digits", 1), ("torch_digits", 2), ("torch_digits", 3), ("keras_digits", 2), ("tf_custom_loop", 3)],
+)
+def test_digits(name: str, size: int) -> None:
+    out = run("-m", "hvdlite.launch", "-np", str(size), "python", f"examples/{name}.py")
     accuracy = re.search(r"test accuracy: ([\d.]+) % of 360 images", out)
     assert accuracy, out
     assert float(accuracy[1]) >= 97
     assert f"weights: identical on {size} rank" in out
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_keras_strategy(size: int) -> None:
+    out = run("-m", "hvdlite.launch", "-np", str(size), "python", "examples/keras_strategy.py")
+    accuracy = re.search(r"test accuracy: ([\d.]+) % of 360 images", out)
+    wrong = re.search(r"wrong guesses: (\d+)", out)
+    assert accuracy and wrong, out
+    assert float(accuracy[1]) >= 97
+    assert float(accuracy[1]) == pytest.approx(100 * (1 - int(wrong[1]) / 360), abs=0.01)
+    assert f"weights: identical on {size} ranks" in out
 
 
 def test_large_batch() -> None:

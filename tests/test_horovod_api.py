@@ -1,101 +1,245 @@
-"""hvdlite_torch has Horovod's names with Horovod's arguments, by the table that the project keeps of them."""
+"""hvdlite_torch and hvdlite_tf have Horovod's names with Horovod's arguments, by the table that the project keeps of them."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
 
-import hvdlite_torch as hvd
+import hvdlite_tf
+import hvdlite_tf.keras
+import hvdlite_tf.keras.callbacks
+import hvdlite_tf.tape
+import hvdlite_tf.v1
+import hvdlite_torch
+from hvdlite.compat.table import MODULES
+from hvdlite.errors import NotYetError
 
 ROOT = Path(__file__).parent.parent
-TABLE = json.loads((ROOT / "tests/data/horovod_api.json").read_text())
+TABLE: dict[str, Any] = json.loads((ROOT / "tests/data/horovod_api.json").read_text())
+API: dict[str, Any] = TABLE["modules"]
 
-RELAXED = {("broadcast_parameters", "root_rank"), ("broadcast_optimizer_state", "root_rank")}
-"""Parameters that Horovod requires and that have a default here."""
 
-EXPORTS: list[str] = TABLE["exports"]["horovod.torch"]
-BASICS: dict[str, Any] = TABLE["modules"]["horovod.common.basics"]["HorovodBasics"]["methods"]
-FUNCTIONS: dict[str, Any] = {
-    name: entry
-    for module in ("mpi_ops", "functions", "optimizer", "sync_batch_norm")
-    for name, entry in TABLE["modules"][f"horovod.torch.{module}"].items()
-    if not name.startswith("_")
+class Relaxed(NamedTuple):
+    """A parameter in which ours differs on purpose.
+
+    Attributes:
+        function, parameter: Horovod's names.
+        how: "default": ours has another one, or one where Horovod has none. "moved": others of ours come before it. "more":
+            only ours has it.
+    """
+
+    function: str
+    parameter: str
+    how: str
+
+
+RELAXED = {
+    # A root that is not given is rank 0.
+    Relaxed("horovod.torch.broadcast_parameters", "root_rank", "default"),
+    Relaxed("horovod.torch.broadcast_optimizer_state", "root_rank", "default"),
+    Relaxed("horovod.tensorflow.broadcast_variables", "root_rank", "default"),
+    *(
+        Relaxed(f"horovod.{module}.callbacks.BroadcastGlobalVariablesCallback", "root_rank", "default")
+        for module in ("keras", "tensorflow.keras")
+    ),
+    # One module serves both; it has the parameters of horovod.tensorflow.keras, where there are more.
+    Relaxed("horovod.keras.DistributedOptimizer", "num_groups", "moved"),
+    Relaxed("horovod.keras.DistributedOptimizer", "process_set", "more"),
+    Relaxed("horovod.keras.DistributedOptimizer", "scale_local_gradients", "more"),
+    Relaxed("horovod.keras.allreduce", "average", "default"),  # None means the same
+    Relaxed("horovod.keras.callbacks.BestModelCheckpoint", "mode", "moved"),
+    # unconnected_gradients comes before it, as in tf.GradientTape.
+    Relaxed("horovod.tensorflow._DistributedGradientTape.gradient", "use_generic_names", "moved"),
+    Relaxed("horovod.tensorflow._DistributedGradientTape.get_local_and_global_gradients", "use_generic_names", "moved"),
 }
-SIGNATURES: dict[str, Any] = {
-    **{name: entry for name, entry in BASICS.items() if name in EXPORTS},
+
+OURS: dict[str, ModuleType] = {
+    "horovod.torch": hvdlite_torch,
+    "horovod.tensorflow": hvdlite_tf,
+    "horovod.tensorflow.keras": hvdlite_tf.keras,
+    "horovod.tensorflow.keras.callbacks": hvdlite_tf.keras.callbacks,
+    "horovod.keras": hvdlite_tf.keras,
+    "horovod.keras.callbacks": hvdlite_tf.keras.callbacks,
+}
+PARTS = {
+    "horovod.torch": ("mpi_ops", "functions", "optimizer", "sync_batch_norm"),
+    "horovod.tensorflow": ("mpi_ops", "functions", "gradient_aggregation", "sync_batch_norm"),
+}
+"""Modules below, whose names the module has too."""
+
+NAMES = {module: {name for name in MODULES[module].names if not name.startswith("_")} for module in OURS}
+"""What each module has, by the compatibility table."""
+
+
+def signatures(module: str) -> dict[str, Any]:
+    """The entries of the functions and classes that a module has, by their names."""
+    found: dict[str, Any] = {}
+    if not module.endswith(".callbacks"):
+        basics = API["horovod.common.basics"]["HorovodBasics"]["methods"]
+        found |= {name: entry for name, entry in basics.items() if name in NAMES[module]}
+        found |= API["horovod.common.process_sets"]
+    for part in (module, *(f"{module}.{part}" for part in PARTS.get(module, ()))):
+        found |= {name: entry for name, entry in API.get(part, {}).items() if not name.startswith("_")}
     # Some only hand their arguments on, to functions that are listed too.
-    **{n: e for n, e in FUNCTIONS.items() if "VAR_POSITIONAL" not in {p.get("kind") for p in e["parameters"]}},
-    **TABLE["modules"]["horovod.common.process_sets"],
-}
+    return {name: entry for name, entry in found.items() if not takes_anything(entry)}
 
 
-def value_of(default: str) -> Any:
+def takes_anything(entry: dict[str, Any]) -> bool:
+    return "VAR_POSITIONAL" in {parameter.get("kind") for parameter in entry["parameters"]}
+
+
+SIGNATURES = {module: signatures(module) for module in OURS}
+
+
+def value_of(module: str, default: str) -> Any:
     """A default as Horovod's source writes it, here."""
-    return eval(default, {"__builtins__": {}}, vars(hvd))
+    return eval(default, {"__builtins__": {}}, {**vars(hvdlite_tf), **vars(OURS[module])})
 
 
-def differences(name: str) -> list[str]:
-    """How the signature of a name differs from Horovod's."""
-    if not hasattr(hvd, name):
-        return ["it does not exist"]
-    ours = list(inspect.signature(getattr(hvd, name)).parameters.values())
-    theirs = SIGNATURES[name]["parameters"]
-    found = []
-    for number, parameter in enumerate(theirs):
-        kind = parameter.get("kind", "POSITIONAL_OR_KEYWORD")
-        if number >= len(ours) or (ours[number].name, ours[number].kind.name) != (parameter["name"], kind):
-            return [f"parameter {number} should be {parameter['name']} ({kind})"]
-        own = ours[number].default
-        wanted = value_of(parameter["default"]) if "default" in parameter else inspect.Parameter.empty
-        if (name, parameter["name"]) not in RELAXED and (own is not wanted and own != wanted):
-            found.append(f"the default of {parameter['name']} is {own!r} and should be {wanted!r}")
-    found += [f"{p.name} is not Horovod's" for p in ours[len(theirs) :] if p.kind is not p.KEYWORD_ONLY]
-    return found
+def how_relaxed(function: str, parameter: str) -> set[str]:
+    return {relaxation.how for relaxation in RELAXED if relaxation[:2] == (function, parameter)}
 
 
-def test_the_table_has_what_the_issue_is_about() -> None:
-    assert {"allreduce", "sparse_allreduce_async", "SyncBatchNorm", "Compression", "elastic", "poll"} <= set(EXPORTS)
-    assert len(SIGNATURES) > 50
-    assert [p["name"] for p in SIGNATURES["allreduce"]["parameters"]][:3] == ["tensor", "average", "name"]
-    assert SIGNATURES["join"]["parameters"] == [{"name": "device", "default": "-1"}]
+def differences(module: str, name: str, ours: Any, theirs: list[dict[str, str]]) -> Iterator[str]:
+    """How the signature of one of ours differs from Horovod's."""
+    parameters = list(inspect.signature(ours).parameters.values())
+    if parameters and parameters[0].name == "self":
+        del parameters[0]
+    keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    expected = 0
+    for wanted in theirs:
+        place, kind = wanted["name"], wanted.get("kind", "POSITIONAL_OR_KEYWORD")
+        relaxed = how_relaxed(f"{module}.{name}", place)
+        if kind.startswith("VAR_"):
+            if kind == "VAR_KEYWORD" and not keywords:
+                yield f"it should take **{place}"
+            continue
+        found = [number for number, each in enumerate(parameters) if (each.name, each.kind.name) == (place, kind)]
+        if not found or (found[0] != expected and "moved" not in relaxed):
+            yield f"parameter {expected} should be {place} ({kind})"
+            return
+        expected = found[0] + 1
+        own = parameters[found[0]].default
+        default = value_of(module, wanted["default"]) if "default" in wanted else inspect.Parameter.empty
+        if own is not default and own != default and "default" not in relaxed:
+            yield f"the default of {place} is {own!r} and should be {default!r}"
+    for parameter in parameters[expected:]:
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and "more" not in how_relaxed(
+            f"{module}.{name}", parameter.name
+        ):
+            yield f"{parameter.name} is not Horovod's"
 
 
-@pytest.mark.parametrize("name", sorted(EXPORTS))
-def test_every_name_is_there(name: str) -> None:
-    assert hasattr(hvd, name)
-    assert name in hvd.__all__
+def test_the_table_has_what_the_issues_are_about() -> None:
+    assert {"allreduce", "sparse_allreduce_async", "SyncBatchNorm", "Compression", "elastic", "poll"} <= set(
+        TABLE["exports"]["horovod.torch"]
+    )
+    for module, exports in TABLE["exports"].items():
+        assert set(exports) - {"elastic"} <= NAMES[module]  # those are modules
+    assert {module: len(found) for module, found in SIGNATURES.items()} == {
+        "horovod.torch": 55,
+        "horovod.tensorflow": 51,
+        "horovod.tensorflow.keras": 31,
+        "horovod.tensorflow.keras.callbacks": 5,
+        "horovod.keras": 32,
+        "horovod.keras.callbacks": 5,
+    }
+    assert [p["name"] for p in SIGNATURES["horovod.torch"]["allreduce"]["parameters"]][:3] == [
+        "tensor",
+        "average",
+        "name",
+    ]
+    assert SIGNATURES["horovod.torch"]["join"]["parameters"] == [{"name": "device", "default": "-1"}]
 
 
-@pytest.mark.parametrize("name", sorted(SIGNATURES))
-def test_every_signature_is_horovods(name: str) -> None:
-    assert differences(name) == []
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module in OURS for name in sorted(NAMES[module])])
+def test_every_name_is_there(module: str, name: str) -> None:
+    assert hasattr(OURS[module], name)
+    assert name in OURS[module].__all__
 
 
 @pytest.mark.parametrize(
-    ("kind", "entry"), [(hvd.ProcessSet, TABLE["modules"]["horovod.common.process_sets"]["ProcessSet"])]
+    ("module", "name"), [(module, name) for module, found in SIGNATURES.items() for name in sorted(found)]
 )
-def test_methods(kind: type, entry: dict[str, Any]) -> None:
-    for name, method in entry["methods"].items():
-        parameters = list(inspect.signature(getattr(kind, name)).parameters)
+def test_every_signature_is_horovods(module: str, name: str) -> None:
+    ours, theirs = getattr(OURS[module], name), SIGNATURES[module][name]["parameters"]
+    assert list(differences(module, name, ours, theirs)) == []
+
+
+def test_every_relaxation_is_needed() -> None:
+    used = {*RELAXED}
+    for relaxation in used:
+        RELAXED.remove(relaxation)
+        module = max((name for name in OURS if relaxation.function.startswith(f"{name}.")), key=len)
+        name = relaxation.function[len(module) + 1 :]
+        ours, theirs = METHODS[name] if name in METHODS else (getattr(OURS[module], name), SIGNATURES[module][name])
+        assert list(differences(module, name, ours, theirs["parameters"])), relaxation
+        RELAXED.add(relaxation)
+
+
+METHODS = {
+    f"{kind}.{name}": (getattr(ours, name), entry)
+    for kind, ours in (
+        ("_DistributedGradientTape", hvdlite_tf.tape.Distributed),
+        ("_DistributedOptimizer", hvdlite_tf.v1.DistributedV1),
+        ("BroadcastGlobalVariablesHook", hvdlite_tf.v1.BroadcastGlobalVariablesHook),
+    )
+    for name, entry in API["horovod.tensorflow"][kind]["methods"].items()
+    if not takes_anything(entry)
+} | {
+    f"{kind}.{name}": (getattr(getattr(hvdlite_tf, kind), name), entry)
+    for kind in ("LocalGradientAggregationHelper", "LocalGradientAggregationHelperEager")
+    for name, entry in API["horovod.tensorflow.gradient_aggregation"][kind]["methods"].items()
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_what_is_returned(name: str) -> None:
+    ours, entry = METHODS[name]
+    if takes_anything(entry):
+        entry = {"parameters": [each for each in entry["parameters"] if not each.get("kind", "").startswith("VAR_")]}
+    assert list(differences("horovod.tensorflow", name, ours, entry["parameters"])) == []
+
+
+@pytest.mark.parametrize("hvd", [hvdlite_torch, hvdlite_tf, hvdlite_tf.keras])
+def test_methods(hvd: Any) -> None:
+    for name, method in API["horovod.common.process_sets"]["ProcessSet"]["methods"].items():
+        parameters = list(inspect.signature(getattr(hvd.ProcessSet, name)).parameters)
         assert parameters == ["self", *(p["name"] for p in method["parameters"])]
 
 
-@pytest.mark.parametrize("name", TABLE["modules"]["horovod.torch.compression"])
-def test_compressors(name: str) -> None:
-    compressor = value_of(name)
+@pytest.mark.parametrize("hvd", [hvdlite_torch, hvdlite_tf, hvdlite_tf.keras])
+@pytest.mark.parametrize("name", [name.rpartition(".")[2] for name in API["horovod.torch.compression"]])
+def test_compressors(hvd: Any, name: str) -> None:
+    compressor = getattr(hvd.Compression, name)
     assert list(inspect.signature(compressor.compress).parameters) == ["tensor"]
     assert list(inspect.signature(compressor.decompress).parameters) == ["tensor", "ctx"]
 
 
-@pytest.mark.parametrize("name", TABLE["modules"]["horovod.torch.elastic"])
-def test_elastic_names_say_that_they_are_not_there_yet(name: str) -> None:
-    with pytest.raises(hvd.NotYetError, match=rf"elastic\.{name} is not there yet"):
-        getattr(hvd.elastic, name)(None)
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        (module, name)
+        for theirs, module in (
+            ("horovod.torch", "hvdlite_torch.elastic"),
+            ("horovod.tensorflow", "hvdlite_tf.elastic"),
+            ("horovod.tensorflow.keras", "hvdlite_tf.keras.elastic"),
+            ("horovod.keras", "hvdlite_tf.keras.elastic"),
+        )
+        for name in API[f"{theirs}.elastic"]
+    ],
+)
+def test_elastic_names_say_that_they_are_not_there_yet(module: str, name: str) -> None:
+    with pytest.raises(NotYetError, match=rf"elastic\.{name} is not there yet"):
+        getattr(importlib.import_module(module), name)(None)
 
 
 # The script that makes the table

@@ -26,7 +26,7 @@ model.fit(
     callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
 )
 _, accuracy = model.evaluate(images[1437:], labels[1437:], verbose=0)
-weights = hvd.allgather(np.concatenate([weight.ravel() for weight in model.get_weights()])[None])
+weights = hvd.allgather(np.concatenate([weight.ravel() for weight in model.get_weights()])[None]).numpy()
 if hvd.rank() == 0:
     same = bool((weights == weights[0]).all())
     print(f"ranks {hvd.size()} accuracy {accuracy:.4f} models {1 if same else 'differ'}")

@@ -1,0 +1,28 @@
+"""Callbacks for `fit`, of Keras 3 and of tf_keras: Horovod's, and one that does the usual things at once::
+
+    Distributed ─┬─ start.py        the same start on every rank
+                 ├─ elements.py     data of one kind
+                 ├─ uneven.py       ranks with different numbers of batches end each epoch together
+                 ├─ metrics.py      metrics of all ranks' data
+                 └─ agreement.py    training stops on all ranks or on none
+
+learning_rate.py has schedules and warm-up, checkpoint.py files on one rank; base.py and optimizers.py what both Kerases need,
+and where they differ.
+"""
+
+from hvdlite_tf.callbacks.checkpoint import BestModelCheckpoint
+from hvdlite_tf.callbacks.distributed import Distributed
+from hvdlite_tf.callbacks.learning_rate import LearningRateScheduleCallback, LearningRateWarmupCallback
+from hvdlite_tf.callbacks.metrics import MetricAverageCallback
+from hvdlite_tf.callbacks.start import BroadcastGlobalVariablesCallback
+from hvdlite_tf.callbacks.uneven import UnevenDataCallback
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "Distributed",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+    "UnevenDataCallback",
+]

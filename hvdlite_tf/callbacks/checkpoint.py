@@ -1,0 +1,70 @@
+"""Files on one rank."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import keras
+
+import hvdlite
+from hvdlite.errors import ArgumentError
+from hvdlite_tf.callbacks.base import ForBothKerases
+
+
+class BestModelCheckpoint(ForBothKerases, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]  # mypy does not see Keras
+    """Saves the best model so far, on rank 0. On every rank, after MetricAverageCallback or Distributed.
+
+    Args:
+        monitor: The metric that says what is best.
+        verbose: 1 to print, on rank 0.
+        save_weights_only: Save ``model.save_weights``, and not the whole model.
+        mode: "min", "max", or "auto": by the metric's name.
+        save_freq: "epoch", or after how many batches.
+        filepath: Where to: ends with ``.keras`` (or ``.weights.h5`` with `save_weights_only`), and may contain ``{epoch}`` and
+            names of metrics. Horovod's class takes none; ``callback.filepath = …`` before `fit` does it there and here.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: str | int = "epoch",
+        *,
+        filepath: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super().__init__(
+            filepath=f"unset{'.weights.h5' if save_weights_only else '.keras'}" if filepath is None else filepath,
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Check.
+
+        Raises:
+            ArgumentError: There is no file to save to.
+        """
+        if self.filepath is None:
+            raise ArgumentError(
+                'BestModelCheckpoint has no file to save to: pass filepath="best.keras", or set callback.filepath.'
+            )
+        super().on_train_begin(logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Save on rank 0, if it is time and the model is the best."""
+        if hvdlite.rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Save on rank 0, if it is time and the model is the best."""
+        if hvdlite.rank() == 0:
+            super().on_epoch_end(epoch, logs)

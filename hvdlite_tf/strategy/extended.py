@@ -1,0 +1,170 @@
+"""The inside of a strategy, which TensorFlow and Keras call: that of one device, whose replicas are the ranks.
+
+`tf.distribute.OneDeviceStrategy` has all that goes on within one process. What is different here is what crosses ranks: their
+number, reductions and gathering, the values that variables begin with, and datasets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+
+# Not the class of `tf.distribute.OneDeviceStrategy("/cpu:0").extended`: that starts TensorFlow's runtime, which a program may
+# still want to configure.
+from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
+
+import hvdlite
+from hvdlite import ReduceOp
+from hvdlite.errors import ArgumentError
+from hvdlite_tf.exchange import GradientExchange, Options
+from hvdlite_tf.movements import allgather
+from hvdlite_tf.reductions import grouped_allreduce
+from hvdlite_tf.strategy.context import Replica, Share
+from hvdlite_tf.strategy.dataset import DistributedDataset, distribute
+from hvdlite_tf.strategy.variables import create_variable
+
+_LARGE_BYTES = 2**16
+_OPS = {"SUM": hvdlite.Sum, "MEAN": hvdlite.Average}
+
+
+class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see TensorFlow
+    """See `tf.distribute.StrategyExtended`.
+
+    Args:
+        strategy: The strategy.
+        rank, size: Which rank this is, of how many.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._share: Share | None = None
+        super().__init__(strategy, "/cpu:0")
+
+    # Who there is
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._size
+
+    def _in_multi_worker_mode(self) -> bool:
+        return True
+
+    @property
+    def _task_id(self) -> int:  # tf_keras names folders after it
+        return self._rank
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this rank writes checkpoints."""
+        return self._rank == 0
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this rank writes summaries."""
+        return self._rank == 0
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: Any) -> int:
+        return 0
+
+    # Running
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    @contextmanager
+    def step_of(self, share: Share) -> Iterator[None]:
+        """While the body runs, replicas know of which batch their step is."""
+        self._share = share
+        try:
+            yield
+        finally:
+            self._share = None
+
+    def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        with tf.device(self._device), Replica(self._container_strategy(), self._rank, self._share):
+            return fn(*args, **kwargs)
+
+    def _replica_ctx_update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
+        return self._update(var, fn, args, kwargs or {}, group)
+
+    # Across ranks
+
+    def over_ranks(self, reduce_op: Any, tensors: Sequence[Any]) -> list[Any]:
+        """Tensors, variables or tf.IndexedSlices reduced over the ranks, as one exchange."""
+        context = tf.distribute.get_replica_context()
+        if isinstance(context, Replica) and context.optimizes:
+            return list(tensors)
+        op, own = op_over_ranks(reduce_op), [_own(tensor) for tensor in tensors]
+        if op is hvdlite.Sum and _are_large(own):  # the gradients of an optimizer that is left alone
+            return GradientExchange(Options(op=op)).combine(own, own)
+        return list(grouped_allreduce(own, op=op))
+
+    def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        flat = tf.nest.flatten(value)
+        return tf.nest.pack_sequence_as(value, self.over_ranks(reduce_op, flat))
+
+    def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> list[Any]:
+        return self.over_ranks(reduce_op, [value for value, _ in value_destination_pairs])
+
+    def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
+        return tf.nest.pack_sequence_as(value, self.over_ranks(reduce_op, tf.nest.flatten(value)))
+
+    def _gather_to_implementation(self, value: Any, destinations: Any, axis: int, options: Any) -> Any:
+        return gather(_own(value), axis)
+
+    # Variables and data
+
+    def _create_variable(self, next_creator: Any, **kwargs: Any) -> tf.Variable:
+        def create(**settings: Any) -> tf.Variable:
+            return OneDeviceExtended._create_variable(self, next_creator, **settings)
+
+        return create_variable(create, kwargs)
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> DistributedDataset:
+        return distribute(dataset, self._rank, self._size)
+
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> DistributedDataset:
+        return DistributedDataset(dataset_fn(tf.distribute.InputContext(self._size, self._rank, self._size)))
+
+    def _experimental_distribute_values_from_function(self, value_fn: Any) -> Any:
+        return value_fn(tf.distribute.experimental.ValueContext(self._rank, self._size))
+
+
+def op_over_ranks(reduce_op: Any) -> ReduceOp:
+    """What TensorFlow's reduction, or its name, is called here.
+
+    Raises:
+        ArgumentError: It is neither "SUM" nor "MEAN".
+    """
+    name = str(getattr(reduce_op, "value", reduce_op)).upper()
+    if name not in _OPS:
+        raise ArgumentError(f'a reduction over replicas is "SUM" or "MEAN"; got {reduce_op!r}.')
+    return _OPS[name]
+
+
+def gather(tensor: Any, axis: int = 0) -> tf.Tensor:
+    """The tensors of all ranks, one after the other along `axis`. They may differ in length there."""
+    tensor = tf.convert_to_tensor(tensor)
+    if axis == 0:
+        gathered: tf.Tensor = allgather(tensor)
+        return gathered
+    dimensions = list(range(tensor.shape.rank))
+    there = [dimensions.pop(axis), *dimensions]
+    return tf.transpose(allgather(tf.transpose(tensor, there)), tf.math.invert_permutation(there))
+
+
+def _are_large(tensors: Sequence[Any]) -> bool:
+    """Whether these are dense floating-point numbers, so many that memory of their own makes up for the agreement on it."""
+    if not all(tf.is_tensor(each) and each.dtype.is_floating and each.shape.is_fully_defined() for each in tensors):
+        return False
+    nbytes: int = sum(each.shape.num_elements() * each.dtype.size for each in tensors)
+    return nbytes >= _LARGE_BYTES
+
+
+def _own(value: Any) -> Any:
+    """This rank's value, also of a variable that would be read for all ranks."""
+    return value.read_value() if isinstance(value, tf.Variable) else value

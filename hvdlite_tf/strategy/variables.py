@@ -1,0 +1,70 @@
+"""Variables of a strategy: the same on every rank at first, and sums over the ranks where they count something."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+import hvdlite
+from hvdlite.errors import ArgumentError
+from hvdlite_tf.reductions import allreduce
+
+_OWN = ("seed_generator_state", "hvdlite_")
+"""In the names of variables that each rank has for itself: the state of Keras' random numbers, since with one for all the
+ranks' dropout would leave out the same places; and what hvdlite_tf makes for the process."""
+
+_OVER_RANKS = {tf.VariableAggregation.SUM: hvdlite.Sum, tf.VariableAggregation.MEAN: hvdlite.Average}
+
+
+def create_variable(create: Callable[..., tf.Variable], settings: dict[str, Any]) -> tf.Variable:
+    """Make a variable with rank 0's value. Every rank calls this.
+
+    Args:
+        create: Makes this rank's.
+        settings: Arguments for it, as `tf.variable_creator_scope` passes them.
+
+    Raises:
+        ArgumentError: In a tf.function, where there are no values to share.
+    """
+    name = settings.get("name") or ""
+    own = any(each in name for each in _OWN)
+    if not own and not tf.executing_eagerly():
+        raise ArgumentError(
+            f"the variable {name} is made in a tf.function, where ranks cannot agree on its value: make it "
+            "before, within strategy.scope() (build the model and its optimizer there)."
+        )
+    variable = create(**settings)
+    if not own:
+        hvdlite.broadcast(variable, 0, inplace=True)
+    on_read = settings.get("synchronization") == tf.VariableSynchronization.ON_READ
+    if on_read and settings.get("aggregation") in _OVER_RANKS:
+        plain: Any = type(variable)
+        variable.__class__ = _joined(plain)
+    return variable
+
+
+@functools.cache
+def _joined(plain: Any) -> type[Any]:
+    """Of a class of variables, the one whose value outside of `Strategy.run` is that of all ranks.
+
+    Metrics count in such variables: each rank its own batches within `run`; ``metric.result()`` outside of it is of all ranks.
+    Ways of looking at a variable that saving uses (`numpy`, `read_value`) give the rank's own, so that one rank can save alone.
+    """
+
+    def value(self: Any) -> tf.Tensor:
+        own = plain.value(self)
+        # In a replica context of ours this is None or another one's: then it is this rank's own value that is wanted.
+        if not reads_for_all(self._distribute_strategy):
+            return own
+        return allreduce(own, op=_OVER_RANKS[self.aggregation])
+
+    return type(plain.__name__, (plain,), {"__module__": plain.__module__, "__doc__": plain.__doc__, "value": value})
+
+
+def reads_for_all(strategy: tf.distribute.Strategy) -> bool:
+    """Whether the code that runs is for all ranks together: not within `run` of this strategy."""
+    context = tf.distribute.get_replica_context()
+    return context is None or context.strategy is not strategy

@@ -1,0 +1,172 @@
+"""`hvd.shard`: shares that are disjoint and complete, and steps that are equal on all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hvdlite_tf as hvd
+from hvdlite.errors import ArgumentError, MismatchError, NotInitializedError, UnsupportedTensorError
+from hvdlite_tf.data import part_of_batch
+from tests.conftest import UNDER_MPI
+
+if not UNDER_MPI:
+    tf.config.threading.set_inter_op_parallelism_threads(8)
+
+FEW = settings(max_examples=6)  # each runs pipelines of TensorFlow
+TOTALS = st.integers(0, 14)
+
+
+def rows_of(dataset: Any) -> list[int]:
+    return [int(row) for element in dataset.as_numpy_iterator() for row in np.ravel(element)]
+
+
+def all_shares(dataset: Any) -> list[list[int]]:
+    shares: list[list[int]] = hvd.allgather_object(rows_of(dataset))
+    return shares
+
+
+@FEW
+@given(total=TOTALS, batch=st.integers(1, 6), by=st.sampled_from(["examples", "batches"]))
+def check_shares(total: int, batch: int, by: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    dataset = tf.data.Dataset.range(total)
+    whole = Counter(range(total))
+    batches = 1
+    if by == "batches":
+        dataset, batches = dataset.batch(batch), -(-total // batch)
+
+    exactly = all_shares(hvd.shard(dataset, by, "uneven"))
+    assert sum(map(Counter, exactly), Counter()) == whole
+    assert max(map(len, exactly)) - min(map(len, exactly)) <= batches
+
+    repeated = all_shares(hvd.shard(dataset, by, "repeat"))
+    assert len(set(map(len, repeated))) == 1
+    seen = sum(map(Counter, repeated), Counter())
+    assert seen.keys() == whole.keys()
+    assert seen.total() - total < size * max(batches, 1)
+
+    dropped = all_shares(hvd.shard(dataset, by, "drop"))
+    assert len(set(map(len, dropped))) == 1
+    seen = sum(map(Counter, dropped), Counter())
+    assert seen <= whole
+    assert total - seen.total() < size * max(batches, 1)
+
+    # The same steps on all ranks, as one process would make them.
+    if by == "batches":
+        steps = [np.asarray(element).tolist() for element in hvd.shard(dataset, by, "uneven").as_numpy_iterator()]
+        for step, parts in enumerate(zip(*hvd.allgather_object(steps), strict=True)):
+            joined = [row for part in parts for row in part]
+            assert joined == list(range(step * batch, min(total, step * batch + batch)))
+    else:
+        assert exactly[rank] == list(range(rank, total, size))
+
+
+def test_shares(ranks: Any) -> None:
+    ranks(check_shares)
+
+
+def test_shuffled_together(ranks: Any) -> None:
+    """In another order in each epoch, all ranks in the same."""
+
+    def check() -> None:
+        size = hvd.size()
+        for seed in (None, 5):
+            dataset = hvd.shard(tf.data.Dataset.range(50), shuffle=50, seed=seed)
+            epochs = [hvd.allgather_object(rows_of(dataset)) for _ in range(3)]
+            for shares in epochs:
+                seen = sum(map(Counter, shares), Counter())
+                assert seen.keys() == set(range(50))
+                assert seen.total() == -(-50 // size) * size
+            assert len({tuple(shares[0]) for shares in epochs}) == 3
+        before = tf.data.Dataset.range(51).shuffle(51, seed=1)
+        if 51 % size:
+            with pytest.raises(ArgumentError, match=r"let shard\(\) shuffle"):
+                hvd.shard(before)
+        for _ in range(2):
+            shares = all_shares(hvd.shard(before, remainder="drop"))
+            assert max(sum(map(Counter, shares), Counter()).values()) == 1
+
+    ranks(check)
+
+
+def test_a_process_set_shares(ranks: Any) -> None:
+    def check() -> None:
+        size = hvd.size()
+        if size < 3:
+            return
+        pair = hvd.add_process_set([0, size - 1])
+        if pair.included():
+            share = hvd.shard(tf.data.Dataset.range(6), process_set=pair)
+            assert rows_of(share) == ([0, 2, 4] if hvd.rank() == 0 else [1, 3, 5])
+        hvd.barrier()
+        hvd.remove_process_set(pair)
+
+    ranks(check)
+
+
+def test_bad_use(ranks: Any) -> None:
+    if not UNDER_MPI:
+        with pytest.raises(NotInitializedError, match="shard"):
+            hvd.shard(tf.data.Dataset.range(3))
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        numbers = tf.data.Dataset.range(8)
+        with pytest.raises(ArgumentError, match="expected a tf.data.Dataset|expects a tf.data.Dataset; got list"):
+            hvd.shard([1, 2])
+        with pytest.raises(ArgumentError, match="by='rows'"):
+            hvd.shard(numbers, by="rows")  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match="remainder='keep'"):
+            hvd.shard(numbers, remainder="keep")  # type: ignore[arg-type]
+        unknown = numbers.filter(lambda x: x > 2)
+        with pytest.raises(ArgumentError, match="cannot know how many"):
+            hvd.shard(unknown)
+        assert sorted(sum(map(Counter, all_shares(hvd.shard(unknown, remainder="uneven"))), Counter())) == [
+            3,
+            4,
+            5,
+            6,
+            7,
+        ]
+        endless = hvd.shard(numbers.repeat())
+        assert rows_of(endless.take(2)) == [rank % 8, (rank + size) % 8]
+        if size == 1:
+            return
+        with pytest.raises(UnsupportedTensorError, match="got scalars"):
+            hvd.shard(numbers, by="batches")
+        with pytest.raises(MismatchError, match="different numbers of elements"):
+            hvd.shard(tf.data.Dataset.range(8 + rank))
+        with pytest.raises(ArgumentError, match="in different orders"):
+            hvd.shard(numbers.shuffle(8, seed=rank + 1))
+
+    ranks(check)
+
+
+@pytest.mark.skipif(UNDER_MPI, reason="nothing of it is about ranks")
+@given(rows=st.integers(1, 9), size=st.integers(1, 4))
+@settings(max_examples=15)
+def test_parts_of_batches_of_all_kinds(rows: int, size: int) -> None:
+    """Dense, ragged and sparse tensors and None in one structure; static shapes where they are known."""
+    table = np.arange(rows * 2).reshape(rows, 2) + 1
+    batch = {
+        "dense": tf.constant(table),
+        "ragged": tf.RaggedTensor.from_row_lengths(np.arange(rows * (rows + 1) // 2), np.arange(rows) + 1),
+        "sparse": tf.sparse.from_dense(table),
+        "nothing": None,
+        "scalar": tf.constant(7),
+    }
+    parts = [part_of_batch(batch, rank, size) for rank in range(size)]
+    assert np.array_equal(np.concatenate([part["dense"] for part in parts]), table)
+    assert tf.concat([part["ragged"] for part in parts], 0).to_list() == batch["ragged"].to_list()
+    assert np.array_equal(np.concatenate([tf.sparse.to_dense(part["sparse"]) for part in parts]), table)
+    assert all(part["nothing"] is None and part["scalar"] == 7 for part in parts)
+
+    spec = tf.data.Dataset.from_tensors(batch["dense"]).map(lambda x: part_of_batch(x, size - 1, size)).element_spec
+    assert spec.shape == (rows // size, 2)

@@ -1,0 +1,362 @@
+"""`hvd.Strategy`: what it trains, measures and predicts is what one process does with the global batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvdlite_tf as hvd
+from hvdlite.errors import ArgumentError, MismatchError, NotInitializedError
+from hvdlite_tf.strategy import Strategy
+from tests.conftest import UNDER_MPI
+
+if not UNDER_MPI:
+    # As in test_keras_training.py: a thread of TensorFlow's for each rank that waits.
+    tf.config.threading.set_inter_op_parallelism_threads(8)
+
+_rng = np.random.default_rng(11)
+ROWS, BATCH = 52, 12  # the last batch has 4 rows, which 3 ranks share as 2, 1, 1
+X = _rng.standard_normal((ROWS, 6)).astype("float32")
+Y = _rng.integers(0, 3, ROWS)
+WEIGHTS = [_rng.standard_normal(shape).astype("float32") * 0.5 for shape in [(6, 8), (8,), (8, 3), (3,)]]
+MEAN, SUM = tf.distribute.ReduceOp.MEAN, tf.distribute.ReduceOp.SUM
+
+
+def make_model(library: Any, optimizer: Any, *, normalized: bool = False, **options: Any) -> Any:
+    """Of Keras 3 or tf_keras, with the same weights on every rank."""
+    normalization = [library.layers.BatchNormalization(synchronized=True)] if normalized else []
+    model = library.Sequential(
+        [
+            library.layers.Input((6,)),
+            library.layers.Dense(8, activation="tanh"),
+            *normalization,
+            library.layers.Dense(3),
+        ]
+    )
+    for layer, pair in zip((model.layers[0], model.layers[-1]), (WEIGHTS[:2], WEIGHTS[2:]), strict=True):
+        layer.set_weights(pair)
+    loss = library.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **options)
+    return model
+
+
+def flat(model: Any) -> np.ndarray:
+    return np.concatenate([np.ravel(weight) for weight in model.get_weights()])
+
+
+def distance(got: Any, expected: Any) -> float:
+    return float(np.abs(np.subtract(got, expected)).max() / np.abs(expected).max())
+
+
+def everything(model: Any, epochs: int) -> dict[str, np.ndarray]:
+    """What `fit`, `evaluate` and `predict` leave behind."""
+    history = model.fit(
+        X, Y, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, validation_data=(X[:13], Y[:13])
+    ).history
+    return {
+        "weights": flat(model),
+        **{name: np.array(values) for name, values in history.items()},
+        "evaluation": np.array(model.evaluate(X[:31], Y[:31], batch_size=BATCH, verbose=0)),
+        "predictions": model.predict(X[:31], batch_size=BATCH, verbose=0),
+    }
+
+
+CASES = {
+    "clipped": lambda library: library.optimizers.Adam(1e-2, global_clipnorm=0.05),
+    "accumulated": lambda library: library.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=2),
+}
+
+
+@functools.cache
+def alone(library: Any, kind: str, normalized: bool) -> dict[str, np.ndarray]:
+    return everything(make_model(library, CASES[kind](library), normalized=normalized), 4)
+
+
+@pytest.mark.parametrize(("kind", "normalized"), [("clipped", True), ("accumulated", False)])
+def test_keras_does_what_one_process_does(ranks: Any, kind: str, normalized: bool) -> None:
+    """20 steps: 4 epochs of 5 batches, the last one uneven."""
+    sizes = {"clipped": {2, 3} if UNDER_MPI else {3}, "accumulated": {3} if UNDER_MPI else {2}}
+    check_everything(ranks, sizes[kind], keras, kind, normalized)
+
+
+def test_tf_keras_does_what_one_process_does(ranks: Any) -> None:
+    tf_keras = pytest.importorskip("tf_keras")
+    check_everything(ranks, {2}, tf_keras, "clipped", False)
+
+
+def check_everything(ranks: Any, sizes: set[int], library: Any, kind: str, normalized: bool) -> None:
+    """It takes seconds, so only ranks of some numbers do it."""
+    if UNDER_MPI and hvd.size() not in sizes:
+        return
+    expected = alone(library, kind, normalized)
+
+    def check() -> None:
+        if hvd.size() not in sizes:
+            return
+        strategy = Strategy()
+        with strategy.scope():
+            model = make_model(library, CASES[kind](library), normalized=normalized)
+        got = everything(model, 4)
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert got[name].shape == value.shape, name
+            assert distance(got[name], value) <= 1e-5, name
+        assert all(np.array_equal(got["weights"], other) for other in hvd.allgather_object(got["weights"]))
+
+    ranks(check)
+
+
+def test_a_loop_of_ones_own(ranks: Any) -> None:
+    """Losses divided by the size of the global batch; gradients clipped together, in one loop over the dataset in a graph."""
+
+    def train(strategy: Any, dataset: Any, optimizer: Any, make: Any) -> tuple[np.ndarray, float]:
+        with strategy.scope():
+            variable = make()
+            metric = keras.metrics.Mean()
+
+        def step(batch: Any) -> Any:
+            x, y, size = batch
+            with tf.GradientTape() as tape:
+                error = tf.linalg.matvec(x, variable) - y
+                loss = tf.nn.compute_average_loss(error**2, global_batch_size=size)
+            metric.update_state(error**2)
+            optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+            return loss
+
+        @tf.function
+        def epoch() -> Any:
+            total = 0.0
+            for batch in dataset:
+                total += strategy.reduce(SUM, strategy.run(step, args=(batch,)), axis=None)
+            return total
+
+        total = sum(float(epoch()) for _ in range(4))
+        return np.append(variable.numpy(), total), float(metric.result())
+
+    def pipeline() -> Any:
+        rows = tf.data.Dataset.from_tensor_slices((X, X[:, 0] ** 2)).batch(BATCH)
+        return rows.map(lambda x, y: (x, y, tf.shape(x)[0]))
+
+    def optimizer() -> Any:
+        return keras.optimizers.SGD(0.2, clipnorm=0.3)
+
+    default = tf.distribute.get_strategy()
+    expected, error = train(default, pipeline(), optimizer(), lambda: tf.Variable(WEIGHTS[0][:, 0]))
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        strategy = Strategy()
+        assert strategy.num_replicas_in_sync == size
+        with strategy.scope():
+            own = strategy.distribute_optimizer(optimizer())
+        assert strategy.distribute_optimizer(own) is own
+        dataset = strategy.experimental_distribute_dataset(pipeline())
+        assert dataset.cardinality == 5
+        got, mean = train(strategy, dataset, own, lambda: tf.Variable(WEIGHTS[0][:, 0] + rank))  # rank 0's counts
+        assert distance(got, expected) <= 1e-5
+        assert mean == pytest.approx(error, rel=1e-5)
+
+    ranks(check)
+
+
+def test_ranks_skip_the_same_steps(ranks: Any) -> None:
+    """A loss scale looks at the gradients of all ranks, in a model's step as elsewhere."""
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        strategy = Strategy()
+        with strategy.scope():
+            optimizer = strategy.distribute_optimizer(
+                keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), initial_scale=4.0)
+            )
+            variable = keras.Variable([1.0])
+            optimizer.build([variable])
+
+        @tf.function
+        def step(gradient: Any) -> None:
+            strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)]))
+
+        step(tf.constant([np.inf if rank == size - 1 else 1.0]))
+        assert variable.numpy() == 1
+        assert optimizer.dynamic_scale.numpy() == 2
+        step(tf.constant([2.0 * rank]))
+        assert variable.numpy() == 1 - size * (size - 1) / 2
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_an_optimizer_that_is_left_alone(ranks: Any, clip: float | None) -> None:
+    """It asks the strategy for sums, after it has clipped; large gradients and rows of an embedding."""
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        strategy = Strategy()
+        with strategy.scope():
+            table = tf.Variable(tf.zeros([20_000]))
+            optimizer = keras.optimizers.SGD(1.0, clipvalue=clip)
+            optimizer.build([table])
+
+        def step() -> None:
+            optimizer.apply_gradients([(tf.fill([20_000], rank + 1.0), table)])
+            rows = tf.IndexedSlices(tf.constant([rank + 1.0]), tf.constant([rank % 2]), tf.constant([20_000]))
+            if clip is None:
+                optimizer.apply_gradients([(rows, table)])
+
+        for run in (step, tf.function(step)):
+            strategy.run(run)
+        own = np.arange(1.0, size + 1)
+        expected = np.full(20_000, -2 * (own if clip is None else np.minimum(own, clip)).sum())
+        if clip is None:
+            expected[0] -= 2 * own[::2].sum()
+            expected[1] -= 2 * own[1::2].sum()
+        assert np.allclose(table.numpy(), expected)
+
+    ranks(check)
+
+
+def test_reductions(ranks: Any) -> None:
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        strategy = Strategy()
+        rows = np.arange(2.0 * rank, 2.0 * rank + 2 + rank)  # 2, 3, 4 … of them
+        table = tf.constant([rows, rows + 1])
+        everybody = np.concatenate([np.arange(2.0 * r, 2.0 + 3 * r) for r in range(size)])
+        for graph in (False, True):
+            call: Any = tf.function if graph else lambda function: function
+            assert call(lambda: strategy.reduce("sum", tf.constant(rank + 1), axis=None))().numpy() == sum(
+                range(size + 1)
+            )
+            assert call(lambda: strategy.reduce("MEAN", tf.constant(rank + 1.0), axis=None))() == (size + 1) / 2
+            assert call(lambda: strategy.reduce(SUM, rows, axis=0))() == everybody.sum()
+            assert np.isclose(call(lambda: strategy.reduce(MEAN, rows, axis=0))(), everybody.mean())
+            both = call(lambda: strategy.reduce(MEAN, {"a": rows, "b": rows + 1}, axis=0))()
+            assert np.allclose([both["a"], both["b"]], [everybody.mean(), everybody.mean() + 1])
+            assert np.array_equal(call(lambda: strategy.gather(tf.constant(rows), axis=0))(), everybody)
+            assert np.array_equal(call(lambda: strategy.gather(table, axis=1))(), [everybody, everybody + 1])
+            assert np.array_equal(call(lambda: strategy.gather(table, axis=-1))(), [everybody, everybody + 1])
+
+    ranks(check)
+
+
+def test_what_a_replica_sees(ranks: Any) -> None:
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        strategy = Strategy()
+
+        def step(value: Any) -> Any:
+            context = tf.distribute.get_replica_context()
+            assert context.num_replicas_in_sync == size
+            assert context.replica_id_in_sync_group == rank
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                total, mean = context.all_reduce("sum", value), context.all_reduce(MEAN, [value, value])[1]
+                loss = (rank + 1) * total * mean
+            return total, mean, tape.gradient(loss, value), context.all_gather(value[None], axis=0)
+
+        values = np.arange(1.0, size + 1)
+        total, mean, gradient, gathered = strategy.run(step, args=(tf.constant(rank + 1.0),))
+        assert total == values.sum()
+        assert mean == values.mean()
+        # of the sum of all ranks' losses: Σ (r + 1) · 2 · total · d(mean)
+        assert np.isclose(gradient, values.sum() * 2 * values.sum() / size)
+        assert np.array_equal(gathered, values)
+
+        own = strategy.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        assert own == rank
+
+        def dataset_of(context: Any) -> Any:
+            assert context.num_replicas_in_sync == context.num_input_pipelines == size
+            share = tf.data.Dataset.range(2 * size).shard(context.num_input_pipelines, context.input_pipeline_id)
+            return share.batch(context.get_per_replica_batch_size(2 * size))
+
+        (batch,) = strategy.distribute_datasets_from_function(dataset_of)
+        assert batch.numpy().tolist() == [rank, rank + size]
+        rest = strategy.experimental_distribute_dataset(hvd.shard(tf.data.Dataset.range(2 * size)).batch(2))
+        assert next(iter(rest)).numpy().tolist() == [rank, rank + size]  # left as it was
+
+    ranks(check)
+
+
+def test_variables(ranks: Any) -> None:
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        strategy = Strategy()
+        with strategy.scope():
+            variable = tf.Variable([float(rank + 5)])
+            half = keras.Variable([rank + 5], dtype="bfloat16")
+            random = keras.random.SeedGenerator(seed=rank)
+            metric = keras.metrics.Mean()
+        assert variable.numpy() == 5
+        assert np.asarray(half.numpy(), float) == 5
+        assert len({tuple(state) for state in hvd.allgather_object(random.state.numpy().tolist())}) == size
+        strategy.run(lambda: metric.update_state([rank, rank + 2.0]))
+        assert metric.result() == 1 + (size - 1) / 2  # of all ranks
+        assert metric.total.numpy() == 2 * rank + 2  # one rank can look at its own, and save it
+        assert strategy.run(metric.result) == rank + 1
+        metric.reset_state()
+        assert metric.result() == 0
+
+    ranks(check)
+
+
+def test_data_that_ranks_shuffle_differently_is_refused(ranks: Any) -> None:
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        strategy = Strategy()
+        alike = tf.data.Dataset.range(64).shuffle(64, seed=3).batch(16)
+        seen = [[int(x) for batch in strategy.experimental_distribute_dataset(alike) for x in batch] for _ in range(2)]
+        everybody = hvd.allgather_object(seen)
+        for epoch in range(2):
+            assert sorted(x for each in everybody for x in each[epoch]) == list(range(64))
+        if size == 1:
+            return
+        with pytest.raises(ArgumentError, match="in different orders.*pass the same seed"):
+            strategy.experimental_distribute_dataset(tf.data.Dataset.range(64).shuffle(64, seed=rank).batch(16))
+        with pytest.raises(MismatchError, match="different numbers of elements"):
+            strategy.experimental_distribute_dataset(tf.data.Dataset.range(64 + 16 * rank).batch(16))
+        other = tf.data.Dataset.range(64).map(lambda x: tf.cast(x, tf.int32 if rank else tf.int64))
+        with pytest.raises(MismatchError, match="different elements"):
+            strategy.experimental_distribute_dataset(other.batch(16))
+
+    ranks(check)
+
+
+def test_bad_use(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not UNDER_MPI:
+        with pytest.raises(NotInitializedError, match="Strategy"):
+            Strategy()
+
+    def check() -> None:
+        strategy, other = Strategy(), Strategy()
+        with strategy.scope():
+            with pytest.raises(ArgumentError, match="do not nest"):
+                other.scope()
+            with pytest.raises(ArgumentError, match="do not nest"):
+                Strategy()
+            twice = make_model(keras, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+        outside = make_model(keras, keras.optimizers.SGD(0.1))
+        with pytest.raises(ArgumentError, match="exchanges gradients by itself"):
+            twice.fit(X, Y, batch_size=ROWS, verbose=0)
+        with strategy.scope(), pytest.raises(ArgumentError, match="was made outside of this strategy"):
+            outside.fit(X, Y, batch_size=ROWS, verbose=0)
+        with strategy.scope(), pytest.raises(ArgumentError, match="made in a tf.function"):
+            tf.function(lambda: tf.Variable(1.0), autograph=False)()
+        with pytest.raises(ArgumentError, match="call it within strategy.run"):
+            strategy.distribute_optimizer(keras.optimizers.SGD(0.1)).apply([tf.ones(1)], [keras.Variable([1.0])])
+        with pytest.raises(ArgumentError, match="expected an optimizer"):
+            strategy.distribute_optimizer("sgd")
+
+    ranks(check)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: ["GPU:0"])
+
+    def with_gpu() -> None:
+        with pytest.raises(ArgumentError, match="CPUs only so far"):
+            Strategy()
+
+    ranks(with_gpu)
