@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,7 +53,8 @@ class AdasumExchange:
         raise ArgumentError("a batch weight has no meaning for op=Adasum: it is for averages.")
 
     def set_passes(self, passes: int) -> None:
-        """Nothing: there may be any number of backward passes before a step."""
+        """There may be any number of backward passes before a step."""
+        self._options = replace(self._options, passes=passes)
 
     def before_unscale(self) -> None:
         """Nothing: gradients are each rank's own."""

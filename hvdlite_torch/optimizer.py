@@ -88,8 +88,6 @@ def DistributedOptimizer(
     if named_parameters is not None:
         _check_names(optimizer, named)
     _check_groups(optimizer, groups if groups is not None else num_groups)
-    if backward_passes_per_step < 1:
-        raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: expected 1 or more.")
     if gradient_predivide_factor != 1.0 and op is not hvdlite.Average:
         raise ArgumentError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average; got {op!r}.")
     if not gradient_predivide_factor > 0:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.errors import ArgumentError
 from hvdlite_torch.slot import Codec
 
 
@@ -23,6 +24,9 @@ class Options:
         passes: Backward passes before a step, at most; 1 for any number.
         max_grad_norm: Clip the combined gradients to this norm; None to leave them.
         names: Of parameters, by their ``id``, for messages and to see that all ranks mean the same.
+
+    Raises:
+        ArgumentError: `passes` is less than 1.
     """
 
     op: ReduceOp = hvdlite.Average
@@ -33,3 +37,7 @@ class Options:
     passes: int = 1
     max_grad_norm: float | None = None
     names: Mapping[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.passes < 1:
+            raise ArgumentError(f"backward_passes_per_step={self.passes}: expected 1 or more.")

@@ -106,8 +106,6 @@ class SteppingExchange(abc.ABC):
 
     def set_passes(self, passes: int) -> None:
         """How many backward passes there are before a step, at most; 1 for any number."""
-        if passes < 1:
-            raise ArgumentError(f"backward_passes_per_step={passes}: expected 1 or more.")
         self._options = replace(self._options, passes=passes)
         self._see_all()
 
