@@ -25,7 +25,9 @@ from hvdlite.arithmetic import arithmetic
 from hvdlite.errors import HvdliteError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.reducer import Postponed, Reducer
+from hvdlite.tensors import adapter_for
 from hvdlite.world import World
+from hvdlite_tf.tensor import has_value
 
 ROOMS = 3
 """How many steps' gradients may be held without a copy. TensorFlow lets go of one step's while the next is exchanged; and a
@@ -214,7 +216,7 @@ class Registry:
         """Let an optimizer's variables be broadcast by `catch_up`. Every rank calls this, for the optimizers in the same order.
 
         Args:
-            optimizer: It has `hvdlite_variables`, which lists TensorFlow's variables. It is not kept alive.
+            optimizer: It has `hvdlite_variables`, which lists its backend's variables. It is not kept alive.
         """
         if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
@@ -233,8 +235,12 @@ class Registry:
             self._buckets[key] = self._buckets.pop(key)
         found = [(number, known()) for number, known in enumerate(self._optimizers)]
         variables = {number: optimizer.hvdlite_variables() for number, optimizer in found if optimizer is not None}
-        about = {number: [(v.dtype.name, tuple(v.shape)) for v in each] for number, each in variables.items()}
-        # Each rank forgets optimizers when it pleases.
+        # Each rank forgets optimizers when it pleases; where a function failed while it was traced, they have no values.
+        about = {
+            number: [adapter_for(v).info(v) for v in each]
+            for number, each in variables.items()
+            if all(map(has_value, each))
+        }
         everybody = hvdlite.allgather_object(about, process_set=self._process_set)
         for number, what in sorted(about.items()):
             if what and all(other.get(number) == what for other in everybody):

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 import hvdlite
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite_tf import keras_backends
 from hvdlite_tf.buckets import Registry
-from hvdlite_tf.exchange import GradientExchange, Options
+from hvdlite_tf.exchange import Options
 from hvdlite_tf.local_variables import LocalVariables
 from hvdlite_tf.tensor import plain_variable
 from hvdlite_tf.wire import as_dense
@@ -45,7 +45,8 @@ def distribute_keras(
         scale_local_gradients: Divide the gradients of local variables by the number of ranks.
 
     Raises:
-        ArgumentError: It is no optimizer of Keras 3 on TensorFlow, or distributed already, or the arguments do not fit.
+        ArgumentError: It is no optimizer of Keras 3, or Keras' backend is not served, or it is distributed already, or the
+            arguments do not fit.
     """
     _check(optimizer)
     state = _State(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
@@ -65,16 +66,14 @@ class _State:
 
     def __init__(self, options: Options, passes: int, average_passes: bool, scale_local_gradients: bool) -> None:
         self.options = options
-        self.exchange = GradientExchange(options, lasting=True)
+        backend = keras_backends.current()
+        self.exchange = backend.exchange(options)
         self.local = LocalVariables(scale_local_gradients, options.process_set)
         self.factor = 1 if average_passes else passes
         """Keras divides the sum over several passes by their number: this makes it a sum again."""
         self.accumulated: list[Any] = []
         """The variables whose accumulated gradients are being applied."""
-        self.weight: tf.Variable | None = None
-        if options.op is hvdlite.Average:
-            with tf.init_scope(), tf.device("CPU:0"):
-                self.weight = tf.Variable(1.0, dtype=tf.float64, trainable=False, name="hvdlite_weight")
+        self.weight = backend.weight() if options.op is hvdlite.Average else None
 
     def combine(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """The gradients of all ranks, dense."""
@@ -128,7 +127,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         self._hvdlite.weight.assign(weight)
 
     def hvdlite_variables(self) -> list[Any]:
-        """TensorFlow's variables that are alike on all ranks: the model's trainable ones, and the optimizer's."""
+        """The backend's variables that are alike on all ranks: the model's trainable ones, and the optimizer's."""
         local = [variable in self._hvdlite.local for variable in self._trainable_variables]
         apart = set()
         # Keras' optimizers have lists of slots, in the order of the variables.
@@ -137,7 +136,6 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
                 apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
         return [plain_variable(v) for v in [*self._trainable_variables, *self.variables] if id(v) not in apart]
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Combine the gradients over the ranks and update the variables with them. Arguments as Keras has them."""
         gradients = list(grads)
@@ -167,7 +165,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         if accumulates:
             state.accumulated = [variables[i] for i in chosen if found[i] is not None]
         elif state.factor != 1:  # a LossScaleOptimizer, and the one inside accumulates
-            found = [None if each is None else each * tf.cast(state.factor, each.dtype) for each in found]
+            found = [None if each is None else each * state.factor for each in found]
         return [found[i] for i in chosen], [variables[i] for i in chosen]
 
     def _clip_gradients(self, grads: list[Any]) -> Any:
@@ -176,7 +174,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
             state = self._hvdlite
             grads = state.combine(state.accumulated, grads)
             if state.factor != 1:
-                grads = [each * tf.cast(state.factor, each.dtype) for each in grads]
+                grads = [each * state.factor for each in grads]
         return super()._clip_gradients(grads)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -210,7 +208,12 @@ def _wrap(optimizer: Any, state: _State) -> None:
         (Distributed, plain),
         # `obj.__class__` is what Keras serializes: saved files and pickles then have no trace of hvdlite, and any process
         # loads them. `type(obj)` and `isinstance` still know better.
-        {"__module__": plain.__module__, "__doc__": plain.__doc__, "__class__": property(lambda self: plain)},
+        {
+            "__module__": plain.__module__,
+            "__doc__": plain.__doc__,
+            "__class__": property(lambda self: plain),
+            "apply": keras_backends.current().untraced(Distributed.apply),
+        },
     )
     # Not by plain assignment: Keras would look into it for variables.
     object.__setattr__(optimizer, "_hvdlite", state)
@@ -245,11 +248,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
 def _check(optimizer: Any) -> None:
     if isinstance(optimizer, Distributed):
         raise ArgumentError("this optimizer is distributed already: wrap it once.")
-    if keras.backend.backend() != "tensorflow":
-        raise ArgumentError(
-            f"hvdlite_tf needs Keras on TensorFlow; its backend is {keras.backend.backend()}. "
-            "Set KERAS_BACKEND=tensorflow before Keras is imported."
-        )
+    keras_backends.current()
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         kind = type(optimizer)
         raise ArgumentError(

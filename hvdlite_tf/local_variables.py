@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvdlite import ProcessSet
@@ -52,7 +53,7 @@ class LocalVariables:
             ArgumentError: It is neither.
         """
         plain = plain_variable(var)
-        if not isinstance(plain, tf.Variable | tf.Tensor):
+        if not isinstance(plain, tf.Variable | tf.Tensor) and not isinstance(var, keras.Variable):
             raise ArgumentError(f"expected a variable to keep local; got {type(var).__name__}.")
         self._registered[id(plain)] = plain
 

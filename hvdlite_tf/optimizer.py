@@ -47,7 +47,7 @@ def DistributedOptimizer(
     in it.
 
     Args:
-        optimizer: Of Keras 3 on its TensorFlow backend, of tf_keras (also its legacy ones), or below
+        optimizer: Of Keras 3 on its TensorFlow or torch backend, of tf_keras (also its legacy ones), or below
             ``tf.compat.v1.train.Optimizer``; it is changed and returned. A LossScaleOptimizer goes inside or outside.
         name, use_locking, device_dense, device_sparse: Horovod's, without effect.
         compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of yours whose results may be

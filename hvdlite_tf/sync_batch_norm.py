@@ -12,6 +12,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite_tf.keras_backends import need_tensorflow
 from hvdlite_tf.reductions import allreduce
 
 # Keras 3, or tf_keras where TF_USE_LEGACY_KERAS=1 makes that tf.keras.
@@ -35,7 +36,9 @@ class JoinedMoments:
                 "SyncBatchNormalization: renorm, virtual_batch_size and synchronized (over a tf.distribute.Strategy) are other "
                 "ways to choose the statistics; leave them out."
             )
-        if not isinstance(self, keras.layers.Layer):
+        if isinstance(self, keras.layers.Layer):
+            need_tensorflow("SyncBatchNormalization")
+        else:
             kwargs["fused"] = False  # tf_keras would take its fused form
         super().__init__(**kwargs)
         self.process_set = process_set
@@ -75,7 +78,8 @@ class SyncBatchNormalization(JoinedMoments, _Plain):  # type: ignore[misc]  # my
         **kwargs: As for `keras.layers.BatchNormalization`: axis, momentum, epsilon, …
 
     Raises:
-        ArgumentError: Another `fused`, or `renorm`, `virtual_batch_size` or `synchronized`.
+        ArgumentError: Another `fused`, or `renorm`, `virtual_batch_size` or `synchronized`; or Keras 3 has another backend than
+            TensorFlow.
         NotInitializedError: It trains before `init`.
     """
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
-from hvdlite.tensors import NumpyAdapter, check_dtype
+from hvdlite.tensors import NumpyAdapter, adapter_for, check_dtype
 
 
 class TensorFlowAdapter:
@@ -58,8 +58,21 @@ class TensorFlowAdapter:
 
 
 def plain_variable(variable: Any) -> Any:
-    """TensorFlow's variable inside of a Keras variable; anything else as it is."""
+    """The backend's variable inside of a Keras variable; anything else as it is."""
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def has_value(variable: Any) -> bool:
+    """Whether a backend's variable is initialized: one of TensorFlow that was made in a function may not be, if that failed."""
+    return not isinstance(variable, tf.Variable) or bool(variable.is_initialized())
+
+
+def zeros_like(tensor: Any) -> Any:
+    """Zeros like a tensor or variable of any framework that is in memory: of its shape and dtype, where it is."""
+    adapter = adapter_for(tensor)
+    info = adapter.info(tensor)
+    zeros = np.zeros(info.shape, np.uint16 if info.dtype == "bfloat16" else info.dtype)
+    return adapter.from_array(zeros, info.dtype, tensor)
 
 
 def _name(dtype: tf.DType) -> str:

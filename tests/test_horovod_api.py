@@ -110,7 +110,9 @@ def how_relaxed(function: str, parameter: str) -> set[str]:
 
 def differences(module: str, name: str, ours: Any, theirs: list[dict[str, str]]) -> Iterator[str]:
     """How the signature of one of ours differs from Horovod's."""
-    parameters = list(inspect.signature(ours).parameters.values())
+    # Of Keras' layers, early versions of Python 3.11 would show that of __new__.
+    function = ours.__init__ if isinstance(ours, type) else ours
+    parameters = list(inspect.signature(function).parameters.values())
     if parameters and parameters[0].name == "self":
         del parameters[0]
     keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -16,7 +16,8 @@ class SameElementsCallback(Callback):
     """Compares the ranks' batches before the first step of `fit`: their structure, dtypes and numbers of dimensions.
 
     A callback does not see the data; Keras hands it to ``model.train_function``, which is another one until it has been called
-    once. Sizes may differ: of batches, and of what a model takes in any size. A rank without data is not asked.
+    once. On TensorFlow that is an iterator, which says what it yields; on torch it is the batch. Sizes may differ: of batches,
+    and of what a model takes in any size. A rank without data is not asked.
 
     Args:
         process_set: The ranks that train together; all by default.
@@ -39,13 +40,11 @@ class SameElementsCallback(Callback):
         if self._train is not None:
             self.model.train_function, self._train = self._train, None
 
-    def _check_and_train(self, iterator: Any) -> Any:
+    def _check_and_train(self, data: Any) -> Any:
         train = self._train
         self._restore()
-        specs = [
-            None if spec is None else (type(spec).__name__, spec.dtype.name, spec.shape.rank)
-            for spec in tf.nest.flatten(getattr(iterator, "element_spec", None))
-        ]
+        batch = None if hasattr(data, "__next__") else data
+        specs = [_spec(each) for each in tf.nest.flatten(getattr(data, "element_spec", batch))]
         everybody = hvdlite.allgather_object(specs, process_set=self._process_set)
         known = [(rank, other) for rank, other in enumerate(everybody) if other is not None]
         first, wanted = known[0]
@@ -55,7 +54,15 @@ class SameElementsCallback(Callback):
                     f"the ranks have data of different kinds: a batch is {_describe(wanted)} on rank {first}, and "
                     f"{_describe(other)} on rank {rank}."
                 )
-        return train(iterator)
+        return train(data)
+
+
+def _spec(tensor: Any) -> tuple[str, str, int | None] | None:
+    """What the ranks have to agree on; the number of dimensions is None if it is not known."""
+    if tensor is None or not hasattr(tensor, "shape"):
+        return None
+    dimensions = tensor.shape.rank if isinstance(tensor.shape, tf.TensorShape) else len(tensor.shape)
+    return type(tensor).__name__, str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch."), dimensions
 
 
 def _describe(specs: list[Any]) -> str:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import tensorflow as tf
-
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.tensor import plain_variable, zeros_like
 
 
 def innermost(optimizer: Any) -> Any:
@@ -88,6 +86,6 @@ def exchange_zeros(optimizer: Any, variables: list[Any]) -> None:
         state = getattr(optimizer, "_hvdlite", None) or getattr(optimizer, "_hvdlite_state", None)
         if state is not None:
             plain = [plain_variable(variable) for variable in variables]
-            shared, zeros = state.local.split(plain, [tf.zeros(variable.shape, variable.dtype) for variable in plain])
+            shared, zeros = state.local.split(plain, [zeros_like(variable) for variable in plain])
             state.exchange.combine(shared, zeros)
         optimizer = getattr(optimizer, "inner_optimizer", None)

@@ -12,6 +12,7 @@ import tensorflow as tf
 import hvdlite
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite_tf.keras_backends import need_tensorflow
 from hvdlite_tf.strategy.context import Replica, Share
 from hvdlite_tf.strategy.extended import Extended, op_over_ranks
 from hvdlite_tf.strategy.optimizers import prepare
@@ -38,11 +39,13 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
 
     Raises:
         NotInitializedError: Before `init`.
-        ArgumentError: There are GPUs, which it does not use yet; or within the scope of another strategy.
+        ArgumentError: There are GPUs, which it does not use yet; or within the scope of another strategy; or Keras has another
+            backend than TensorFlow.
     """
 
     def __init__(self) -> None:
         here = world("Strategy()")
+        need_tensorflow("Strategy()")
         if tf.distribute.has_strategy():
             raise ArgumentError(
                 "Strategy() within the scope of another strategy: make it outside; strategies do not nest."

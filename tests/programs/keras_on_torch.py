@@ -1,0 +1,125 @@
+"""Keras on torch: training on several ranks equals training in one process on the joined batch."""
+
+import itertools
+import os
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+import numpy as np
+import torch
+
+import hvdlite_tf as hvd
+
+torch.set_num_threads(1)
+rng = np.random.default_rng(7)
+BATCHES, ROWS = 4, 12
+X = rng.standard_normal((BATCHES, ROWS, 10)).astype("float32")
+Y = rng.integers(0, 4, (BATCHES, ROWS))
+WEIGHTS = [rng.standard_normal(shape).astype("float32") * 0.3 for shape in [(10, 16), (16,), (16, 4), (4,)]]
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(1e-2),
+    "all settings": lambda: keras.optimizers.AdamW(
+        keras.optimizers.schedules.ExponentialDecay(0.02, decay_steps=4, decay_rate=0.8),
+        weight_decay=1e-2,
+        global_clipnorm=0.05,
+        use_ema=True,
+        ema_overwrite_frequency=3,
+    ),
+    "accumulating": lambda: keras.optimizers.SGD(0.1, momentum=0.9, clipvalue=0.01, gradient_accumulation_steps=2),
+    "loss scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=1024.0),
+}
+
+
+def make_model(optimizer, scale=1.0):
+    layers = [keras.layers.Input((10,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(4)]
+    model = keras.Sequential(layers)
+    model.set_weights([weights * scale for weights in WEIGHTS])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+    return model
+
+
+def fit(model, rank, size, epochs=5, batches=BATCHES, **options):
+    rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
+    x, y = X[:batches, rows].reshape(-1, 10), Y[:batches, rows].reshape(-1)
+    return model.fit(x, y, batch_size=ROWS // size, epochs=epochs, shuffle=False, verbose=0, **options).history
+
+
+def flat(model):
+    return np.concatenate([weight.reshape(-1) for weight in model.get_weights()])
+
+
+def deviation(got, expected):
+    got, expected = np.asarray(got), np.asarray(expected)
+    return float(np.abs(got - expected).max() / np.abs(expected).max())
+
+
+def show(what, model, value):
+    """The deviation, and whether all ranks have the same weights."""
+    same = len({each.tobytes() for each in hvd.allgather_object(flat(model))}) == 1
+    values = hvd.allgather_object(value)
+    if hvd.rank() == 0:
+        print(f"{what}: {max(values):.1e} {'alike' if same else 'different'}")
+
+
+def alone(make, epochs=5, batches=BATCHES):
+    model = make_model(make())
+    return model, fit(model, 0, 1, epochs, batches)
+
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+for name, make in OPTIMIZERS.items():
+    expected, history = alone(make)
+    # Ranks begin with weights of their own, which the callback replaces by those of rank 0.
+    model = make_model(hvd.DistributedOptimizer(make()), scale=1.0 + rank)
+    found = fit(model, rank, size, callbacks=[hvd.callbacks.Distributed()])
+    show(name, model, deviation(flat(model), flat(expected)))
+    show(f"{name}, loss", model, deviation(found["loss"], history["loss"]))
+
+# Rank 0 has all batches, and the others one less: the last step is rank 0's alone.
+expected = make_model(keras.optimizers.SGD(0.1))
+mine = slice(0, ROWS // size)
+for _, batch in itertools.product(range(2), range(BATCHES)):
+    rows = mine if batch == BATCHES - 1 else slice(0, ROWS // size * size)
+    expected.train_on_batch(X[batch, rows], Y[batch, rows])
+model = make_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+fit(model, rank, size, 2, BATCHES if rank == 0 else BATCHES - 1, callbacks=[hvd.callbacks.Distributed()])
+show("uneven", model, deviation(flat(model), flat(expected)))
+
+# A gradient that one rank has counts as zero on the others. Passes are summed, ranks averaged.
+variables = [keras.Variable([0.0]), keras.Variable([0.0])]
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
+for number in [1.0, 2.0]:
+    optimizer.apply([torch.tensor([number]), torch.tensor([number]) if rank == 0 else None], variables)
+got = [float(variable.numpy()[0]) for variable in variables]
+show("missing gradients", model, deviation(got, [-3.0, -3.0 / size]))
+
+# What is applied is clipped, and not what the program has.
+variables, gradient = [keras.Variable([0.0])], torch.tensor([4.0 + rank])
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, clipvalue=1.0), compression=hvd.Compression.bf16)
+optimizer.apply([gradient], variables)
+show("clipping", model, deviation([float(variables[0].numpy()[0]), float(gradient[0])], [-1.0, 4.0 + rank]))
+
+# Ranks that count with the samples that they have.
+variables = [keras.Variable([0.0])]
+optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+optimizer.set_batch_weight(rank)
+optimizer.apply([torch.tensor([float(rank)])], variables)
+weighted = sum(other * other for other in range(size)) / sum(range(size))
+show("weights", model, deviation(variables[0].numpy(), [-weighted]))
+
+# Data of different kinds.
+model = make_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+labels = torch.tensor(Y[0]) if rank == 0 else torch.tensor(Y[0])[:, None]
+try:
+    model.fit(torch.tensor(X[0]), labels, verbose=0, callbacks=[hvd.callbacks.Distributed()])
+    refused = False
+except hvd.MismatchError as error:
+    refused = "data of different kinds" in str(error)
+show("different data", model, 0.0 if refused else 1.0)

@@ -1,0 +1,40 @@
+"""Which backends of Keras 3 the Keras layer serves: TensorFlow (tests/spmd/test_keras_*.py), torch, and no other."""
+
+from __future__ import annotations
+
+import re
+
+import keras
+import pytest
+
+import hvdlite_tf as hvd
+from hvdlite.errors import ArgumentError
+from hvdlite.testing import on_ranks
+from tests.jobs import PROGRAMS, Start
+
+CASES = ["sgd", "adam", "all settings", "accumulating", "loss scaling"]
+CASES = [shown for case in CASES for shown in (case, f"{case}, loss")]
+CASES += ["uneven", "missing gradients", "clipping", "weights", "different data"]
+
+
+def test_training_on_torch_equals_one_process(start: Start) -> None:
+    ended = start("-np", "2", "python", str(PROGRAMS / "keras_on_torch.py")).end()
+    assert ended.code == 0, ended.err
+    found = re.findall(r"^\[0\] ([\w ,]+): (\S+) (alike|different)$", ended.out, re.M)
+    assert [case for case, _, _ in found] == CASES
+    for case, deviation, weights in found:
+        assert float(deviation) <= 1e-5, case
+        assert weights == "alike", case
+
+
+def test_an_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ArgumentError, match="its backend is jax.*KERAS_BACKEND=torch"):
+        on_ranks(1, lambda: hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+
+
+@pytest.mark.parametrize("make", [hvd.Strategy, hvd.SyncBatchNormalization])
+def test_what_is_made_of_tensorflow_refuses_other_backends(monkeypatch: pytest.MonkeyPatch, make: type) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "torch")
+    with pytest.raises(ArgumentError, match=f"{make.__name__}.* needs Keras on TensorFlow; its backend is torch"):
+        on_ranks(1, make)
