@@ -380,11 +380,13 @@ class DeviceExchange(SteppingExchange):
 
     def _read(self, buckets: Sequence[DeviceBucket]) -> list[Told]:
         """The tails of buckets that the current stream has waited for. The host waits."""
+        ends = list(itertools.accumulate([len(bucket.tail) for bucket in buckets], initial=0))
+        together = self._device.empty([ends[-1]], "float64")
+        self._device.pack([bucket.tail for bucket in buckets], together)
         with self._watching:
-            values = self._device.to_host(torch.cat([bucket.tail for bucket in buckets])).tolist()
+            values = self._device.to_host(together).tolist()
         self._collectives.check()  # what is given up ends, too
-        lengths = itertools.accumulate([len(bucket.tail) for bucket in buckets], initial=0)
-        return [Told.of(values[start:stop]) for start, stop in itertools.pairwise(lengths)]
+        return [Told.of(values[start:stop]) for start, stop in itertools.pairwise(ends)]
 
     def _undo(self, weight: float) -> None:
         """Let the combined gradients be such that exchanging them once more changes nothing."""

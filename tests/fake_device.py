@@ -186,13 +186,9 @@ class FakeDevice(TorchDevice):
                 raise Misuse(f"stream {stream} uses memory of another one, which may give it away meanwhile: no keep()")
 
     def forget_with(self, tensor: torch.Tensor) -> None:
-        """The past of the memory of `tensor` does not matter once that is freed: it was kept, so it is given away in time.
-
-        Args:
-            tensor: The object that holds its memory: no view, nor one of which there are views that outlive it.
-        """
-        storage = tensor.untyped_storage()
-        weakref.finalize(tensor, self._freed.append, (storage.data_ptr(), storage.nbytes())).atexit = False
+        """The past of the memory of `tensor` does not matter once that is freed: it was kept, so it is given away in time."""
+        storage = tensor.untyped_storage()  # which is there as long as a view of it is
+        weakref.finalize(storage, self._freed.append, (storage.data_ptr(), storage.nbytes())).atexit = False
 
     def _forget(self, address: int, nbytes: int) -> None:
         """New memory: what was there before does not matter."""
