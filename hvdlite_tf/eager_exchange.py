@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-import hvdlite
 from hvdlite.api import world
-from hvdlite.compression import Compression
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors import adapter_for
@@ -54,9 +52,8 @@ class EagerExchange:
             MismatchError: The ranks have different sources. Raised on all of them.
             HvdliteError: The weights of all ranks are 0.
         """
-        options = self.options
-        if weight is not None and options.op is not hvdlite.Average:
-            raise ArgumentError(f"a batch weight has no meaning for op={options.op!r}: it is for averages.")
+        if weight is not None:
+            self.options.check_weighted()
         plain = [plain_variable(source) for source in sources]
         _check(plain, gradients)
         if self._is_alone(plain):
@@ -91,16 +88,11 @@ class EagerExchange:
         registry = Registry.of(world("the exchange of gradients"), options.process_set)
         return ArrayExchange(registry, infos, options.op, options.process_set, sparse=False)
 
-    @property
-    def _divisor(self) -> float:
-        options = self.options
-        return 1.0 if options.compression is Compression.none else options.gradient_predivide_factor
-
     def _encode(self, source: Any, gradient: Any) -> _Sent:
         # Without a gradient, the source stands for it: to see what would be sent.
         tensor = (source if gradient is None else gradient).detach()
-        if self._divisor != 1.0:
-            tensor = tensor / self._divisor
+        if self.options.divisor != 1.0:
+            tensor = tensor / self.options.divisor
         encoded, context = self.options.compression.compress(tensor)
         adapter = adapter_for(encoded)
         info = adapter.info(encoded)
@@ -114,7 +106,7 @@ class EagerExchange:
         bits = array.copy().view(np.uint16) if sent.info.dtype == "bfloat16" else array.copy()
         tensor = adapter_for(sent.encoded).from_array(bits, sent.info.dtype, sent.encoded)
         tensor = self.options.compression.decompress(tensor, sent.context)
-        return tensor if self._divisor == 1.0 else tensor * self._divisor
+        return tensor if self.options.divisor == 1.0 else tensor * self.options.divisor
 
 
 class _Sent(NamedTuple):

@@ -63,6 +63,20 @@ class Options:
         if not factor > 0:
             raise ArgumentError(f"gradient_predivide_factor={factor}: expected a number above 0.")
 
+    @property
+    def divisor(self) -> float:
+        """What gradients are divided by before they are compressed, and multiplied by in the end."""
+        return 1.0 if self.compression is Compression.none else self.gradient_predivide_factor
+
+    def check_weighted(self) -> None:
+        """Let a batch weight pass.
+
+        Raises:
+            ArgumentError: It has no meaning for `op`.
+        """
+        if self.op is not hvdlite.Average:
+            raise ArgumentError(f"a batch weight has no meaning for op={self.op!r}: it is for averages.")
+
 
 _numbers = itertools.count(1)
 
@@ -102,9 +116,8 @@ class GradientExchange:
             HvdliteError: The weights of all ranks are 0. In a function, too, if another rank has a gradient for which there is
                 no place here. (Errors in a function that runs come out as TensorFlow's, with the text of ours in it.)
         """
-        options = self.options
-        if weight is not None and options.op is not hvdlite.Average:
-            raise ArgumentError(f"a batch weight has no meaning for op={options.op!r}: it is for averages.")
+        if weight is not None:
+            self.options.check_weighted()
         call = self._call(sources, gradients, 1.0 if weight is None else weight)
         if isinstance(call, list):
             return call
@@ -143,11 +156,10 @@ class _Call:
         weight: Any,
         number: int,
     ) -> None:
-        divisor = 1.0 if options.compression is Compression.none else options.gradient_predivide_factor
         self._gradients = gradients
         self._weight = weight
         self._wires = [
-            Wire(source, gradient, options.compression, divisor)
+            Wire(source, gradient, options.compression, options.divisor)
             for source, gradient in zip(sources, gradients, strict=True)
         ]
         self._kinds = "".join(wire.kind for wire in self._wires)

@@ -30,8 +30,8 @@ class _Aggregation:
         allreduce_func: Exchange,
         sparse_as_dense: bool,
         average_aggregated_gradients: bool,
-        process_set: ProcessSet | None,
-        scale_local_gradients: bool,
+        process_set: ProcessSet | None = hvdlite.global_process_set,
+        scale_local_gradients: bool = True,
     ) -> None:
         if backward_passes_per_step < 1:
             raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: expected 1 or more.")
@@ -188,24 +188,6 @@ class LocalGradientAggregationHelperEager(_Aggregation):
         backward_passes_per_step, allreduce_func, sparse_as_dense: As for `LocalGradientAggregationHelper`.
         average_aggregated_gradients, process_set, scale_local_gradients: As there.
     """
-
-    def __init__(
-        self,
-        backward_passes_per_step: int,
-        allreduce_func: Exchange,
-        sparse_as_dense: bool,
-        average_aggregated_gradients: bool,
-        process_set: ProcessSet | None = hvdlite.global_process_set,
-        scale_local_gradients: bool = True,
-    ) -> None:
-        super().__init__(
-            backward_passes_per_step,
-            allreduce_func,
-            sparse_as_dense,
-            average_aggregated_gradients,
-            process_set,
-            scale_local_gradients,
-        )
 
 
 def _orders_itself() -> bool:

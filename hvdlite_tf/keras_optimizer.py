@@ -118,12 +118,10 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         Raises:
             ArgumentError: A negative weight, or the gradients are not averaged.
         """
-        if self._hvdlite.weight is None:
-            raise ArgumentError(
-                f"a batch weight has no meaning for op={self._hvdlite.options.op!r}: it is for averages."
-            )
+        self._hvdlite.options.check_weighted()
         if not weight >= 0:
             raise ArgumentError(f"set_batch_weight({weight!r}): expected the number of this rank's samples, 0 or more.")
+        assert self._hvdlite.weight is not None  # as it averages
         self._hvdlite.weight.assign(weight)
 
     def hvdlite_variables(self) -> list[Any]:
