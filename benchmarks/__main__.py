@@ -22,7 +22,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import job, plan, report
+from benchmarks import job, plan, report, steps
+from benchmarks.checks import WrongResult
 from benchmarks.machine import machine
 
 
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         for part, measure in (("allreduce", _allreduce), ("steps", _steps), ("keras", _keras)):
             if options.part == part or (options.part == "all" and part != "keras"):
                 results[part] = measure(options, here)
-    except job.JobFailed as failure:
+    except (job.JobFailed, WrongResult) as failure:
         print(f"python -m benchmarks: {failure}", file=sys.stderr)
         return 1
     if options.json:
@@ -65,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("steps").add_argument
     add("--tiny", action="store_true", help="models of a few thousand parameters, to try the program")
     add("--workloads", nargs="+", choices=plan.WORKLOADS, default=plan.WORKLOADS, help="(all)")
+    add("--variants", nargs="+", choices=plan.VARIANTS, default=plan.VARIANTS, help="next to the references (all)")
     add("--memory", action=argparse.BooleanOptionalAction, help="the memory too, a job each (not if quick)")
     return parser
 
@@ -86,13 +88,14 @@ def _allreduce(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, A
 def _steps(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
     settings = {
         "names": options.workloads,
+        "variants": options.variants,
         "rounds": options.rounds or (plan.QUICK_STEP_ROUNDS if options.quick else plan.STEP_ROUNDS),
         "tiny": options.tiny,
         "progress": sys.stderr.isatty(),
     }
-    run = job.run("steps", plan.STEP_RANKS, settings)
+    run = steps.measure(**settings)
     with_memory = not options.quick if options.memory is None else options.memory
-    held = _memory(options, [name for name in plan.VARIANTS if name not in run["skipped"]]) if with_memory else []
+    held = _memory(options, list(dict.fromkeys(figure["variant"] for figure in run["figures"]))) if with_memory else []
     how = f"{plan.HOW_STEPS}\n\n{plan.HOW_MEMORY}" if with_memory else plan.HOW_STEPS
     result = {"how": how, "settings": settings, **run, "memory": held}
     _print("Training steps", here, result, report.step_table(run["figures"], held))

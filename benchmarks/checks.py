@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 # Of the way that training has moved the weights. What sums in different orders explain, also after Adam's division by
 # small numbers, is far less; training on one's own batches alone, or leaving out a gradient, is far more.
@@ -17,11 +19,15 @@ class WrongResult(Exception):
 
 def addend(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """What a rank contributes: small whole numbers, exact in any dtype, that differ by rank and by position."""
+    import torch
+
     return (torch.arange(elements) % 7 + rank + 1).to(dtype)
 
 
 def true_sum(ranks: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
     """The sum of the addends of ranks 0 … `ranks` - 1, in closed form."""
+    import torch
+
     return (torch.arange(elements) % 7 * ranks + ranks * (ranks + 1) // 2).to(dtype)
 
 
@@ -31,6 +37,8 @@ def check_sum(peer: str, result: torch.Tensor, expected: torch.Tensor) -> None:
     Raises:
         WrongResult: They differ.
     """
+    import torch
+
     if not torch.equal(result, expected):
         at = int(torch.nonzero(result != expected)[0])
         raise WrongResult(f"{peer}: element {at} of {len(result)} is {result[at].item()}, not {expected[at].item()}.")

@@ -1,4 +1,4 @@
-"""From samples to figures."""
+"""From samples to figures. Only who asks about MPI starts it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from mpi4py import MPI
 
 # What Open MPI's launcher tells the ranks, where it matters for speed.
 MPI_SETTINGS = ("OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_pml", "OMPI_MCA_btl")
@@ -15,6 +14,8 @@ MPI_SETTINGS = ("OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_pml", "OMPI_MCA_btl")
 
 def until_all_are_done(seconds: Sequence[float]) -> list[float]:
     """For each measurement, the time of the rank that took longest. Every rank calls this."""
+    from mpi4py import MPI
+
     longest = np.array(seconds)
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, longest, MPI.MAX)
     return [float(value) for value in longest]
@@ -27,5 +28,7 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
 
 def mpi_in_use() -> dict[str, str]:
     """The MPI library of this rank, and its settings."""
+    from mpi4py import MPI
+
     library = MPI.Get_library_version().split(",")[0].strip("\0\n ")
     return {"library": library, **{name: os.environ[name] for name in MPI_SETTINGS if name in os.environ}}

@@ -1,6 +1,6 @@
 """Run a function on several ranks, in a job of their own.
 
-The other end of `run` is this module too: ``python -m benchmarks.job MODULE SETTINGS RESULT`` is what each rank starts.
+The other end of a `Job` is this module too: ``python -m benchmarks.job MODULE SETTINGS RESULT`` is what each rank starts.
 """
 
 from __future__ import annotations
@@ -20,9 +20,69 @@ ROOT = Path(__file__).resolve().parent.parent
 # One thread for each rank, whatever the library: peers are to differ in the exchange, not in how they share cores.
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
+_END_SECONDS = 10
+"""How long a launcher that is told to end may take for it."""
+
 
 class JobFailed(Exception):
     """A job did not come to its end; what it said is on stderr."""
+
+
+class Job:
+    """``measure(**settings)`` of a module of this package, called on each of some ranks. For a with statement, which ends it.
+
+    Args:
+        module: Such as "allreduce".
+        ranks: How many; the launcher places them without binding, and lets waiting ranks yield where cores are short.
+        settings: Keyword arguments, as JSON can carry them.
+        environ: More for the environment.
+    """
+
+    def __init__(
+        self, module: str, ranks: int, settings: Mapping[str, Any], environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._what = f"{module} on {ranks} ranks"
+        self._folder = tempfile.TemporaryDirectory()
+        self._result = Path(self._folder.name) / "result.json"
+        command = [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--no-tag-output"]
+        command += [sys.executable, "-m", "benchmarks.job", f"benchmarks.{module}", json.dumps(settings)]
+        env = {**os.environ, **ONE_THREAD, **(environ or {})}
+        self._process = subprocess.Popen([*command, str(self._result)], cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._folder.cleanup()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has, by itself."""
+        return self._process.poll() is not None
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What rank 0 returned, by way of JSON.
+
+        Args:
+            timeout: Seconds that the job may still take.
+
+        Raises:
+            JobFailed: A rank failed, or it took too long.
+        """
+        try:
+            code = self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise JobFailed(f"{self._what} was not done after {timeout:g} s.") from None
+        if code != 0:
+            raise JobFailed(f"{self._what} ended with code {code}.")
+        return json.loads(self._result.read_text())
 
 
 def run(
@@ -32,33 +92,9 @@ def run(
     environ: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """Call ``measure(**settings)`` of a module of this package on each of `ranks` ranks.
-
-    Args:
-        module: Such as "allreduce".
-        ranks: How many; the launcher places them without binding, and lets waiting ranks yield where cores are short.
-        settings: Keyword arguments, as JSON can carry them.
-        environ: More for the environment.
-        timeout: Seconds that the job may take.
-
-    Returns:
-        What rank 0 returned, by way of JSON.
-
-    Raises:
-        JobFailed: A rank failed, or it took too long.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--no-tag-output"]
-        command += [sys.executable, "-m", "benchmarks.job", f"benchmarks.{module}", json.dumps(settings), str(result)]
-        env = {**os.environ, **ONE_THREAD, **(environ or {})}
-        try:
-            done = subprocess.run(command, cwd=ROOT, env=env, stdin=subprocess.DEVNULL, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            raise JobFailed(f"{module} on {ranks} ranks was not done after {timeout:g} s.") from None
-        if done.returncode != 0:
-            raise JobFailed(f"{module} on {ranks} ranks ended with code {done.returncode}.")
-        return json.loads(result.read_text())
+    """The `result` of a `Job`."""
+    with Job(module, ranks, settings, environ) as job:
+        return job.result(timeout)
 
 
 def _be_a_rank(module: str, settings: str, result: str) -> None:

@@ -49,10 +49,7 @@ def _train(name: str, variant: str, tiny: bool, horovod: ModuleType | None) -> t
     """Train a model from its start; returns its number of parameters, and `pss` while all of it is there."""
     workload = workloads(tiny)[name]
     torch.manual_seed(0)
-    initial = workload.model()
-    training = make(variant, initial, workload.optimizer, horovod)
-    parameters = parameters_of(initial)
-    del initial
+    training = make(variant, workload.model(), workload.optimizer, horovod)
     generator = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
     for _ in range(STEPS):
         training.step(workload.batch(generator))
@@ -61,7 +58,7 @@ def _train(name: str, variant: str, tiny: bool, horovod: ModuleType | None) -> t
     ctypes.CDLL(None).malloc_trim(0)  # what was freed is not kept
     after = pss()
     MPI.COMM_WORLD.Barrier()
-    return parameters, after
+    return parameters_of(training.model), after
 
 
 def pss() -> int:

@@ -14,7 +14,18 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-from benchmarks.plan import ALONE, ALONE_FUSED, BUCKETS, FLAT, MEMCPY, MPI_HALF, MPI_OWN, MULTI_WORKER, TF_KERAS_ALONE
+from benchmarks.plan import (
+    ALONE,
+    ALONE_TUNED,
+    BUCKETS,
+    DDP,
+    FLAT,
+    MEMCPY,
+    MPI_HALF,
+    MPI_OWN,
+    MULTI_WORKER,
+    TF_KERAS_ALONE,
+)
 from benchmarks.report import size
 
 Figure = Mapping[str, Any]
@@ -22,9 +33,9 @@ Figure = Mapping[str, Any]
 LOSS = "#fbe9e7"
 COLOURS = {
     **{"hvdlite": "#1565c0", BUCKETS: "#00838f", "hvdlite shard": "#00838f"},
-    **{"torch gloo": "#ef6c00", "torch DDP, gloo": "#ef6c00", MPI_HALF: "#6a1b9a", FLAT: "#6a1b9a"},
+    **{"torch gloo": "#ef6c00", DDP: "#ef6c00", MPI_HALF: "#6a1b9a", FLAT: "#6a1b9a"},
     **{"Horovod": "#2e7d32", MEMCPY: "#757575", ALONE: "#bdbdbd"},
-    **{ALONE_FUSED: "#9e9e9e", "hvdlite overlap": "#90caf9"},
+    **{ALONE_TUNED: "#9e9e9e", "hvdlite overlap": "#90caf9"},
     **{TF_KERAS_ALONE: "#9e9e9e", MULTI_WORKER: "#ef6c00"},
 }
 ALGORITHM_COLOURS = ("#64b5f6", "#ba68c8", "#a1887f", "#dce775", "#f06292")

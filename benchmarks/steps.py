@@ -1,108 +1,101 @@
-"""Training steps: what exchanging the gradients adds to them, or takes off."""
+"""Training steps: what exchanging the gradients adds to them, or takes off. Starts a job for each variant."""
 
 from __future__ import annotations
 
-import time
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from mpi4py import MPI
 from tqdm import tqdm
 
-from benchmarks.backends import start_gloo, start_horovod
 from benchmarks.checks import check_weights
-from benchmarks.figures import mpi_in_use, summary, until_all_are_done
-from benchmarks.models import Workload, parameters_of, workloads
-from benchmarks.plan import ALONE, ALONE_FUSED, FLAT, VARIANTS
-from benchmarks.variants import Missing, Variant, make
+from benchmarks.figures import summary
+from benchmarks.plan import ALONE, ALONE_TUNED, FLAT, STEP_RANKS, VARIANTS
+from benchmarks.turns import Players, players
 
 WARM_UP = 3
 
 
-def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> dict[str, Any]:
-    """Train all variants on this rank.
+def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bool, progress: bool) -> dict[str, Any]:
+    """Train variants next to each other.
 
     Args:
         names: Of `plan.WORKLOADS`.
+        variants: Of `plan.VARIANTS`. Those that others are compared with take part in any case.
         rounds: How many timed steps each variant makes.
         tiny: With few parameters.
-        progress: Whether rank 0 shows how far it is.
+        progress: Whether to show how far it is.
 
     Returns:
         ``figures``: one entry for each workload and variant; ``skipped``: reasons by variant; ``mpi``.
+
+    Raises:
+        JobFailed: A variant broke down.
+        WrongResult: One has other weights than the others.
     """
-    start_gloo()
-    horovod = start_horovod()
     figures: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
-    for name in names:
-        workload = workloads(tiny)[name]
-        torch.manual_seed(0)
-        initial = workload.model()
-        variants: dict[str, Variant] = {}
-        for variant in VARIANTS:
-            try:
-                variants[variant] = make(variant, initial, workload.optimizer, horovod)
-            except Missing as reason:
-                skipped[variant] = str(reason)
-        times = _interleaved(variants, workload, rounds, tqdm_label=name if progress else None)
-        # Each as the way that it went from the start, which is the same for all.
-        ways = {variant: _weights(trained.model) - _weights(initial) for variant, trained in variants.items()}
-        deviations = {variant: _distance(ways[variant], ways[FLAT]) for variant in variants}
-        spreads = {variant: _spread(ways[variant]) for variant in variants}
-        together = [variant for variant in variants if variant not in (ALONE, ALONE_FUSED)]
-        check_weights({f"{name}: {variant}, against {FLAT}": deviations[variant] for variant in together})
-        check_weights({f"{name}: {variant}, rank against rank": spreads[variant] for variant in together})
-        results = {variant: summary(until_all_are_done(seconds)) for variant, seconds in times.items()}
-        for variant, figure in results.items():
-            figures.append(
-                {
-                    **{"workload": name, "parameters": parameters_of(initial), "ranks": MPI.COMM_WORLD.size},
-                    **{"variant": variant, **figure, "ratio": figure["median"] / results[ALONE]["median"]},
-                    **{"deviation": deviations[variant], "rank_spread": spreads[variant]},
-                }
-            )
-    return {"figures": figures, "skipped": skipped, "mpi": mpi_in_use()}
+    mpi: dict[str, str] = {}
+    chosen = [variant for variant in VARIANTS if variant in variants or variant in (ALONE, FLAT)]
+    with players("trainer", STEP_RANKS, {variant: {"tiny": tiny} for variant in chosen}) as jobs:
+        for workload in names:
+            parameters = 0
+            there = []
+            for variant in chosen:
+                began = jobs.ask(variant, do="begin", workload=workload)[0]
+                if "missing" in began:
+                    skipped[variant] = began["missing"]
+                else:
+                    there.append(variant)
+                    parameters, mpi = began["parameters"], began["mpi"]
+            times = _interleaved(jobs, there, rounds, workload if progress else None)
+            deviations, spreads = _compare(jobs, there)
+            together = [variant for variant in there if variant not in (ALONE, ALONE_TUNED)]
+            check_weights({f"{workload}: {variant}, against {FLAT}": deviations[variant] for variant in together})
+            check_weights({f"{workload}: {variant}, rank against rank": spreads[variant] for variant in together})
+            results = {variant: summary(seconds) for variant, seconds in times.items()}
+            for variant, figure in results.items():
+                figures.append(
+                    {
+                        **{"workload": workload, "parameters": parameters, "ranks": STEP_RANKS},
+                        **{"variant": variant, **figure, "ratio": figure["median"] / results[ALONE]["median"]},
+                        **{"deviation": deviations[variant], "rank_spread": spreads[variant]},
+                    }
+                )
+    return {"figures": figures, "skipped": skipped, "mpi": mpi}
 
 
-def _interleaved(
-    variants: dict[str, Variant], workload: Workload, rounds: int, tqdm_label: str | None
-) -> dict[str, list[float]]:
-    """This rank's seconds in each step, by variant."""
-    comm = MPI.COMM_WORLD
-    times: dict[str, list[float]] = {name: [] for name in variants}
-    names = list(variants)
-    generator = torch.Generator().manual_seed(1 + comm.rank)
-    hidden = tqdm_label is None or comm.rank > 0
-    for turn in tqdm(range(WARM_UP + rounds), tqdm_label, unit="round", leave=False, disable=hidden):
-        batch = workload.batch(generator)
+def _interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | None) -> dict[str, list[float]]:
+    """Seconds of each step until all ranks were done, by variant."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in tqdm(range(WARM_UP + rounds), label, unit="round", leave=False, disable=label is None):
         first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            comm.Barrier()
-            start = time.perf_counter()
-            variants[name].step(batch)
-            elapsed = time.perf_counter() - start
+        for name in [*names[first:], *names[:first]]:
+            seconds = max(jobs.ask(name, do="step"))
             if turn >= WARM_UP:
-                times[name].append(elapsed)
-    comm.Barrier()
+                times[name].append(seconds)
     return times
 
 
-def _weights(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])
+def _compare(jobs: Players, names: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
+    """How far each variant's ranks ended from the reference, and from its own rank 0; relative to the way they went."""
+    deviations, spreads = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+
+        def ways(name: str) -> list[np.ndarray[Any, Any]]:
+            jobs.ask(name, do="save", path=f"{folder}/{{rank}}.npy")
+            return [np.load(f"{folder}/{rank}.npy") for rank in range(STEP_RANKS)]
+
+        truth = ways(FLAT)
+        for name in names:
+            own = ways(name)
+            # Not max(), which may drop the "not a number" of weights that exploded.
+            deviations[name] = float(np.max([_distance(*pair) for pair in zip(own, truth, strict=True)]))
+            spreads[name] = float(np.max([_distance(way, own[0]) for way in own]))
+    return deviations, spreads
 
 
-def _distance(way: torch.Tensor, other: torch.Tensor) -> float:
-    """How far weights are from others, relative to the way of these; the largest of all ranks."""
-    own = float((way - other).norm() / other.norm())
-    # Not MPI.MAX, which may drop the "not a number" of weights that exploded.
-    return float(np.max(MPI.COMM_WORLD.allgather(own)))
-
-
-def _spread(way: torch.Tensor) -> float:
-    """How far any rank's weights are from rank 0's."""
-    first = way.numpy().copy()
-    MPI.COMM_WORLD.Bcast(first)
-    return _distance(way, torch.from_numpy(first))
+def _distance(way: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+    """How far weights are from others, relative to the way of these."""
+    return float(np.linalg.norm(way - other) / np.linalg.norm(other))

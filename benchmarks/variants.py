@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -15,7 +14,8 @@ from torch import nn
 import hvdlite_torch
 from benchmarks.backends import NO_HOROVOD
 from benchmarks.models import MakeOptimizer, train
-from benchmarks.plan import ALONE, ALONE_FUSED, FLAT, VARIANTS
+from benchmarks.plan import ALONE, ALONE_TUNED, DDP, FLAT, VARIANTS
+from hvdlite_torch.allocator import keep_freed_memory
 
 
 class Missing(Exception):
@@ -45,21 +45,21 @@ class Variant:
         self.optimizer.step()
 
 
-def make(name: str, initial: nn.Module, make_optimizer: MakeOptimizer, horovod: ModuleType | None) -> Variant:
-    """A variant by its name in `plan.VARIANTS`, with a copy of a model. Every rank calls this; gloo must be started.
+def make(name: str, model: nn.Module, make_optimizer: MakeOptimizer, horovod: ModuleType | None) -> Variant:
+    """A variant by its name in `plan.VARIANTS`, to train a model. Every rank calls this. DDP needs gloo started.
 
     Raises:
         Missing: It does not exist here.
     """
-    model = copy.deepcopy(initial)
-    if name == "torch DDP, gloo":
+    if name == DDP:
         # Its best setting: gradients lie in the buckets, which spares two copies of them.
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         return Variant(model, wrapped, make_optimizer(model))
     optimizer = make_optimizer(model)
     if name == ALONE:
         return Variant(model, model, optimizer)
-    if name == ALONE_FUSED:
+    if name == ALONE_TUNED:
+        keep_freed_memory()
         for group in optimizer.param_groups:
             group["fused"] = True
         return Variant(model, model, optimizer)

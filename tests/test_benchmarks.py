@@ -49,6 +49,7 @@ def test_wrong_weights_are_found() -> None:
 
 def test_all_parts(tmp_path: Path) -> None:
     command = [*(sys.executable, "-m", "benchmarks", "--quick", "--tiny"), *("--rounds", "2", "--ranks", "2")]
+    command += ["--variants", "hvdlite", "torch DDP, gloo"]
     command += ["--sizes", "4", "4096", "--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "p.png")]
     done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,81 @@
+"""One variant in training, in a job of its own: what `benchmarks.steps` tells to make a step now and then."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from benchmarks.backends import start_gloo, start_horovod
+from benchmarks.figures import mpi_in_use
+from benchmarks.models import Workload, parameters_of, workloads
+from benchmarks.plan import DDP
+from benchmarks.turns import orders
+from benchmarks.variants import Missing, Variant, make
+
+
+def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
+    """Train on this rank as told.
+
+    Args:
+        name: Of `plan.VARIANTS`.
+        address: Where orders come from.
+        tiny: With few parameters.
+
+    Returns:
+        Nothing: answers go where the orders come from.
+    """
+    comm = MPI.COMM_WORLD
+    if name == DDP:
+        start_gloo()
+    horovod = start_horovod() if name == "Horovod" else None
+    trained: _Trained | None = None
+    for line, order in orders(address, name, comm.rank):
+        match order.pop("do"):
+            case "begin":
+                trained = None  # what it holds is free for the next one
+                try:
+                    trained = _Trained(name, workloads(tiny)[order["workload"]], horovod)
+                    line.say({"parameters": trained.parameters, "mpi": mpi_in_use()})
+                except Missing as reason:
+                    line.say({"missing": str(reason)})
+            case "step":
+                assert trained is not None
+                line.say(trained.step())
+            case "save":
+                assert trained is not None
+                np.save(order["path"].format(rank=comm.rank), trained.way())
+                line.say(None)
+    return {}
+
+
+class _Trained:
+    """A variant, its data, and where it began."""
+
+    def __init__(self, name: str, workload: Workload, horovod: Any) -> None:
+        torch.manual_seed(0)
+        model = workload.model()
+        self.parameters = parameters_of(model)
+        self._start = _weights(model)
+        self._variant: Variant = make(name, model, workload.optimizer, horovod)
+        self._batch = workload.batch
+        self._generator = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
+
+    def step(self) -> float:
+        """The seconds of a step on this rank; all ranks begin it together."""
+        batch = self._batch(self._generator)
+        MPI.COMM_WORLD.Barrier()
+        start = time.perf_counter()
+        self._variant.step(batch)
+        return time.perf_counter() - start
+
+    def way(self) -> np.ndarray[Any, Any]:
+        """What training has added to the weights; flat, float32."""
+        return _weights(self._variant.model) - self._start
+
+
+def _weights(model: torch.nn.Module) -> np.ndarray[Any, Any]:
+    return np.asarray(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
