@@ -55,7 +55,8 @@ class Handle:
         self._error: BaseException | None = None
 
     def __del__(self) -> None:
-        self._engine.release_name(self)  # nobody can wait for it any more
+        if isinstance(self.key, str):
+            self._engine.release_name(self)  # nobody can wait for it any more
 
     def poll(self) -> bool:
         """Whether the operation is over, so that `wait` returns (or raises) at once.

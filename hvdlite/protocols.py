@@ -32,6 +32,8 @@ class ReduceOp(enum.Enum):
     PRODUCT = "product"
     ADASUM = "adasum"
 
+    __hash__ = object.__hash__  # Enum's own is a call of Python, and these are looked up in every call
+
     def __repr__(self) -> str:
         return self.name.capitalize()
 

@@ -89,7 +89,7 @@ class NumpyAdapter:
     """NumPy arrays and scalars; ml_dtypes' bfloat16 too."""
 
     def info(self, tensor: Array) -> TensorInfo:
-        return TensorInfo(self.dtype(tensor), tensor.shape)
+        return TensorInfo(check_dtype(tensor.dtype), tensor.shape)
 
     def dtype(self, tensor: Array) -> str:
         return check_dtype(tensor.dtype)

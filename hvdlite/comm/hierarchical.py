@@ -15,6 +15,7 @@ from hvdlite.comm.host_collectives import HostCollectives
 from hvdlite.comm.layers import Layers, MakeCollectives
 from hvdlite.errors import ArgumentError, DeviceError
 from hvdlite.protocols import Array, Collectives, Device, Finish, ReduceOp, Transport
+from hvdlite.tensors import check_dtype
 
 _TINY_BYTES = 2**12
 """Up to here a message is there sooner than Python has looked at its memory."""
@@ -92,7 +93,7 @@ class HierarchicalCollectives:
             if finish is not None:
                 finish(data)
             return
-        dtype = dtype or data.dtype.name
+        dtype = dtype or check_dtype(data.dtype)
         with np.errstate(all="ignore"):  # gradients that overflow are the caller's business, as in torch
             if self._here is not None and algorithm in ("auto", "shared_memory"):
                 self._allreduce_in_memory(self._here, data, arithmetic(dtype, op), op, finish)
@@ -137,7 +138,7 @@ class HierarchicalCollectives:
         """
         if not tensors:
             return
-        dtype = dtype or tensors[0].dtype.name
+        dtype = dtype or check_dtype(tensors[0].dtype)
         check_adasum(dtype)
         if self.size == 1:
             return
@@ -176,7 +177,7 @@ class HierarchicalCollectives:
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
         if self._one_host and self._here is not None:
             with np.errstate(all="ignore"):
-                self._here.reduce_scatter(data, out, counts, arithmetic(data.dtype.name, op))
+                self._here.reduce_scatter(data, out, counts, arithmetic(check_dtype(data.dtype), op))
         else:
             self.flat.reduce_scatter(data, out, counts, op)
 

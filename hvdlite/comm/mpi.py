@@ -98,7 +98,7 @@ class MpiCollectives:
 
     def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
         if algorithm in ("auto", "mpi"):
-            for part in _parts(data):
+            for part in _parts(data) if data.nbytes > _LARGEST_BYTES else (data,):
                 self._comm.Allreduce(MPI.IN_PLACE, part, _OPS[op])
         elif algorithm in ALGORITHMS:
             ALGORITHMS[algorithm](self._transport, data, numpy_combine(op))

@@ -12,7 +12,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.operations.nothing import Nothing
 from hvdlite.operations.placed import Place, on_device
-from hvdlite.protocols import Array, Device
+from hvdlite.protocols import Array, Device, TensorInfo
 from hvdlite.tensors import adapter_for, device_kind_of
 
 Signature = tuple[str, tuple[tuple[str, tuple[int | None, ...]], ...], tuple[tuple[str, Any], ...]]
@@ -84,21 +84,25 @@ class TensorOperation(Operation):
     """
 
     def __init__(self, given: Any, inplace: bool = False) -> None:
-        self.single = not isinstance(given, list | tuple)
+        self.single = not isinstance(given, (list, tuple))
         self.tensors: list[Any] = [given] if self.single else list(given)
         self.inplace = inplace
-        self.adapters = [adapter_for(tensor) for tensor in self.tensors]
-        self.infos = [adapter.info(tensor) for adapter, tensor in zip(self.adapters, self.tensors, strict=True)]
-        if inplace:
-            for adapter, tensor in zip(self.adapters, self.tensors, strict=True):
+        self.adapters: list[Any] = []
+        self.infos: list[TensorInfo] = []
+        kinds = []
+        for tensor in self.tensors:  # often one, and then the fewer steps the better
+            adapter = adapter_for(tensor)
+            self.adapters.append(adapter)
+            self.infos.append(adapter.info(tensor))
+            kinds.append(device_kind_of(tensor, adapter))
+            if inplace:
                 adapter.check_writable(tensor)
-        kinds = {device_kind_of(*each) for each in zip(self.tensors, self.adapters, strict=True)} or {None}
-        if len(kinds) > 1:
+        self.device_kind = kinds[0] if kinds else None
+        if len(kinds) > 1 and len(set(kinds)) > 1:
             raise UnsupportedTensorError(
                 "some tensors of this list are in host memory and others on a GPU: exchange each kind by a call of its own, or "
                 "move them to one place."
             )
-        (self.device_kind,) = kinds
         self.place: Place | None = None
         if self.device_kind is not None and not isinstance(self.tensors[0], Nothing):
             self.place = Place(self.tensors, self.adapters)
