@@ -66,6 +66,7 @@ class GradientExchange(SteppingExchange):
         self._small_parameters = [parameters[slot.index] for slot in self._small]
         self._small_addresses = [slot.parameter_address for slot in self._small]
         self._small_memory = [slot.memory for slot in self._small]
+        self._small_results = [(slot.index, slot.result) for slot in self._small]
         self._make_hooks()
 
     def _make_hooks(self) -> None:
@@ -243,6 +244,6 @@ class GradientExchange(SteppingExchange):
                 if combined is not slot.gradient:
                     self._parameters[slot.index].grad = combined
             slot.gradient = None
-        for slot, parameter in zip(self._small, self._small_parameters, strict=True):
-            if anywhere[slot.index]:
-                parameter.grad = slot.result
+        for parameter, (index, result) in zip(self._small_parameters, self._small_results, strict=True):
+            if anywhere[index]:
+                parameter.grad = result

@@ -67,6 +67,15 @@ class ShardedExchange(SharedSteps, GradientExchange):
         self._shares.deal(parameters, reducer.pieces)
         return reducer
 
+    def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
+        super()._follow(plan, parameters)
+        self._homes = [
+            (piece, parameter, slot, cut(slot.memory, piece))
+            for piece, parameter in self._shares.pieces.items()
+            for slot in (self._slots[piece.tensor],)
+        ]
+        """Of each piece: the parameter that is stepped, and where its gradient is unless it stays where backward left it."""
+
     @property
     def _total_weight(self) -> float:
         return self._reducer.divisor
@@ -97,9 +106,8 @@ class ShardedExchange(SharedSteps, GradientExchange):
         self._give(anywhere)
 
     def _give(self, there: Sequence[bool]) -> None:
-        for piece, parameter in self._shares.pieces.items():
-            slot = self._slots[piece.tensor]
-            gradient = slot.memory if slot.gradient is None else slot.gradient
-            parameter.grad = cut(gradient, piece) if there[piece.tensor] else None
+        for piece, parameter, slot, home in self._homes:
+            combined = home if slot.gradient is None else cut(slot.gradient, piece)
+            parameter.grad = combined if there[piece.tensor] else None
         for slot in self._large:
             slot.gradient = None

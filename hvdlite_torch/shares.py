@@ -18,6 +18,7 @@ from hvdlite import ProcessSet
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.layout import Piece
 from hvdlite_torch.options import Options
+from hvdlite_torch.tensor import are_same
 
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -90,6 +91,8 @@ class Shares:
         self._parameters: Sequence[torch.Tensor] = []
         self._addresses: list[int] = []
         self._whole_groups: list[list[torch.Tensor]] | None = None
+        self._cut_groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        """Of each group: its parameters, and this rank's pieces of them."""
         self.pieces: dict[Piece, torch.nn.Parameter] = {}
 
     @torch.no_grad()
@@ -112,6 +115,7 @@ class Shares:
         self._parameters = list(parameters)
         self._addresses = [parameter.data_ptr() for parameter in parameters]
         self.pieces = {piece: torch.nn.Parameter(cut(parameters[piece.tensor].data, piece)) for piece in pieces}
+        self._cut_groups = []
         self.take_share_of_state()
 
     def check_memory(self) -> None:
@@ -120,12 +124,13 @@ class Shares:
         Raises:
             ArgumentError: It has moved.
         """
-        for parameter, address in zip(self._parameters, self._addresses, strict=True):
-            if parameter.data_ptr() != address:
-                raise ArgumentError(
-                    f"a parameter of shape {tuple(parameter.shape)} was given other memory (by p.data = …, model.to(…) or "
-                    "the like) after the optimizer was sharded: change models before that."
-                )
+        addresses = [parameter.data_ptr() for parameter in self._parameters]
+        if addresses != self._addresses:
+            moved = next(p for p, was in zip(self._parameters, self._addresses, strict=True) if p.data_ptr() != was)
+            raise ArgumentError(
+                f"a parameter of shape {tuple(moved.shape)} was given other memory (by p.data = …, model.to(…) or "
+                "the like) after the optimizer was sharded: change models before that."
+            )
 
     def put_in(self) -> None:
         """Let the optimizer's groups hold this rank's pieces, until `put_back`. Nothing if nothing has been dealt out."""
@@ -133,10 +138,22 @@ class Shares:
             return
         groups = self._optimizer.param_groups
         self._whole_groups = [group["params"] for group in groups]
+        if not self._are_cut(self._whole_groups):
+            self._cut_groups = [(list(whole), self._pieces_of(whole)) for whole in self._whole_groups]
+        for group, (_, pieces) in zip(groups, self._cut_groups, strict=True):
+            group["params"] = pieces
+
+    def _are_cut(self, groups: Sequence[Sequence[torch.Tensor]]) -> bool:
+        """Whether these are what was cut in the last step."""
+        return len(groups) == len(self._cut_groups) and all(
+            are_same(group, whole) for group, (whole, _) in zip(groups, self._cut_groups, strict=True)
+        )
+
+    def _pieces_of(self, group: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's pieces of a group's parameters."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        for group in groups:
-            mine = {numbers[id(parameter)] for parameter in group["params"] if id(parameter) in numbers}
-            group["params"] = [parameter for piece, parameter in self.pieces.items() if piece.tensor in mine]
+        mine = {numbers[id(parameter)] for parameter in group if id(parameter) in numbers}
+        return [parameter for piece, parameter in self.pieces.items() if piece.tensor in mine]
 
     def put_back(self) -> None:
         """Let the groups hold whole parameters again, if they do not."""

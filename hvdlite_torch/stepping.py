@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from hvdlite_torch.agreement import check_agreement
 from hvdlite_torch.closures import Closure, closure_of, joined_loss, replace_closure
 from hvdlite_torch.fused import FusedStep
 from hvdlite_torch.options import Options
+from hvdlite_torch.tensor import are_same
 
 
 class SteppingExchange(abc.ABC):
@@ -194,8 +194,7 @@ class SteppingExchange(abc.ABC):
 
     def _are_known(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are what is exchanged already. They are not if a group was added, or a parameter frozen or thawed."""
-        known = self._parameters
-        return len(parameters) == len(known) and all(map(operator.is_, parameters, known))
+        return are_same(parameters, self._parameters)
 
     def _set_aside(self, news: list[int]) -> None:
         """Take the parameters that have sparse gradients on any rank out of the dense exchange. Every rank calls this."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -140,6 +141,11 @@ class TorchHalf:
 
     def narrow(self, wide: Array, half: Array) -> None:
         self._half(half).copy_(torch.from_numpy(wide))
+
+
+def are_same(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None) -> bool:
+    """Whether these are the very same objects, in the same order; not if there are no others."""
+    return others is not None and len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
 ADAPTER = TorchAdapter()

@@ -95,7 +95,8 @@ class FakeDevice(TorchDevice):
         self._owners: dict[int, tuple[int, int]] = {}  # address -> (end, stream) of what `empty` has made
         self._uses: list[tuple[int, int]] = []  # (address, stream) that need `keep`
         self._kept: list[tuple[int, int, int]] = []  # (address, end, stream)
-        self._freed: deque[tuple[int, int]] = deque()  # (address, bytes): see `forget_with`
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._freed: deque[tuple[int, int]] = deque()  # (address, bytes) of what was seen once
 
     @property
     def identity(self) -> str:  # type: ignore[override]
@@ -161,6 +162,7 @@ class FakeDevice(TorchDevice):
 
     def _tensor(self, kind: str, *tensors: torch.Tensor) -> None:
         for tensor in tensors:
+            self._see(tensor)
             storage = tensor.untyped_storage()
             if tensor.is_contiguous():
                 self.touch(kind, tensor.data_ptr(), tensor.numel() * tensor.element_size(), self.current().handle)
@@ -185,10 +187,13 @@ class FakeDevice(TorchDevice):
             if not any(begin <= address < end and stream == other for begin, end, other in self._kept):
                 raise Misuse(f"stream {stream} uses memory of another one, which may give it away meanwhile: no keep()")
 
-    def forget_with(self, tensor: torch.Tensor) -> None:
-        """The past of the memory of `tensor` does not matter once that is freed: it was kept, so it is given away in time."""
+    def _see(self, tensor: torch.Tensor) -> None:
+        """The past of the memory of `tensor` does not matter any more once that is freed: what is left to say of it is whether
+        streams have used it without `keep`, and that does not end with it."""
         storage = tensor.untyped_storage()  # which is there as long as a view of it is
-        weakref.finalize(storage, self._freed.append, (storage.data_ptr(), storage.nbytes())).atexit = False
+        if storage not in self._seen:
+            self._seen.add(storage)
+            weakref.finalize(storage, self._freed.append, (storage.data_ptr(), storage.nbytes())).atexit = False
 
     def _forget(self, address: int, nbytes: int) -> None:
         """New memory: what was there before does not matter."""
@@ -201,6 +206,10 @@ class FakeDevice(TorchDevice):
                 self._reads[begin] = [entry for entry in readers if not (begin < end and address < entry[0])]
 
     # As torch's, with account
+
+    def pointer(self, tensor: torch.Tensor) -> int:
+        self._see(tensor)
+        return super().pointer(tensor)
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         storage = tensor.untyped_storage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -29,11 +29,12 @@ _LARGEST_BYTES = 2**30
 """MPI counts in 32 bits."""
 
 
-def _parts(data: Array) -> Iterator[Array]:
+def _parts(data: Array) -> Sequence[Array]:
     """`data` in pieces that MPI can count."""
     length = max(1, _LARGEST_BYTES // data.itemsize)
-    for start in range(0, max(1, data.size), length):
-        yield data[start : start + length]
+    if data.size <= length:
+        return (data,)
+    return [data[start : start + length] for start in range(0, data.size, length)]
 
 
 class MpiTransport:
@@ -98,7 +99,7 @@ class MpiCollectives:
 
     def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
         if algorithm in ("auto", "mpi"):
-            for part in _parts(data) if data.nbytes > _LARGEST_BYTES else (data,):
+            for part in _parts(data):
                 self._comm.Allreduce(MPI.IN_PLACE, part, _OPS[op])
         elif algorithm in ALGORITHMS:
             ALGORITHMS[algorithm](self._transport, data, numpy_combine(op))

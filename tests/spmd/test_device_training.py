@@ -44,13 +44,6 @@ def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(hvdlite_torch.device_exchange, "plan_buckets", plan)
     monkeypatch.setattr(hvdlite_torch.device_exchange, "SPARE_ONE_RANK", False)
-    plain = FakeDevice.keep
-
-    def keep(gpu: FakeDevice, tensor: torch.Tensor, stream: Any) -> None:
-        plain(gpu, tensor, stream)
-        gpu.forget_with(tensor)
-
-    monkeypatch.setattr(FakeDevice, "keep", keep)
 
 
 def on_gpu(check: Callable[..., Any]) -> Callable[..., Any]:
