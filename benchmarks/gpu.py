@@ -1,6 +1,6 @@
 """Training steps on a GPU: ``python -m benchmarks.gpu``. What hvdlite adds to a step, next to torch's DistributedDataParallel.
 
-One rank on one GPU trains a GPT of 124 million parameters, and ResNet-50 if torchvision is there, in turn by each of
+One rank on one GPU trains a GPT of 124 million parameters, and ResNet-50 (torchvision's, or our own), in turn by each of
 
     no exchange        the optimizer alone
     DDP                torch's DistributedDataParallel, with NCCL, of one rank
@@ -9,6 +9,7 @@ One rank on one GPU trains a GPT of 124 million parameters, and ResNet-50 if tor
 
 and two ranks train the GPT on the one GPU, where NCCL can be made to do that (`benchmarks.gpu_pair`). Without a GPU it says so
 and ends with code 2. It takes a few minutes; `--json` has all figures, `--trace` a trace of some steps for chrome://tracing.
+No part needs another: what fails is said at the end, with code 1, and figures are written as they come.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
+import gc
 import gzip
 import importlib
 import json
@@ -24,6 +27,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +40,7 @@ from torch import nn
 import hvdlite_torch
 import hvdlite_torch.device_exchange
 from benchmarks.checks import WrongResult, check_weights
-from benchmarks.models import Gpt, GptSize, parameters_of
+from benchmarks.models import Gpt, GptSize, ResNet, parameters_of
 from hvdlite.api import world
 from hvdlite.comm import nccl
 from hvdlite.comm.device import DeviceCollectives, NcclCollectives
@@ -48,9 +52,14 @@ from hvdlite_torch.tensor import ADAPTER
 NOTHING, DDP, SPARED, BUCKETS = "no exchange", "DDP", "hvdlite", "hvdlite, buckets"
 VARIANTS = (NOTHING, DDP, SPARED, BUCKETS)
 WARM_UP = 3
-LOSS_TOLERANCE = 0.05  # of bfloat16 after some steps; sums in attention's backward pass come in any order
-PAIR_SECONDS = 150.0
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+TRACED = 2  # steps in a trace
+LOSS_TOLERANCE = 0.1  # of bfloat16 after some steps; sums in attention's and cuDNN's backward passes come in any order
+PAIR_SECONDS = 75.0
+WAITS = {
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree"),
+    *("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"),
+}
+"""Calls by which the host waits for the GPU, as the profiler calls them."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +94,17 @@ def gpt(tiny: bool) -> Task:
 
 
 def resnet(tiny: bool) -> Task:
-    """ResNet-50, or the smallest one.
-
-    Raises:
-        ImportError: There is no torchvision.
-    """
-    models = importlib.import_module("torchvision.models")
+    """ResNet-50: torchvision's, where that can be imported."""
+    make: Callable[[], nn.Module] = functools.partial(ResNet, (1, 1, 1, 1), 8) if tiny else ResNet
+    if not tiny:
+        with contextlib.suppress(Exception):  # not the one for this torch
+            make = importlib.import_module("torchvision.models").resnet50
     rows, side = (2, 32) if tiny else (64, 224)
 
     def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(rows, 3, side, side, generator=generator), torch.randint(1000, (rows,), generator=generator)
 
-    return Task(models.resnet18 if tiny else models.resnet50, batch)
+    return Task(make, batch)
 
 
 TASKS: dict[str, Callable[[bool], Task]] = {"GPT, 124 M": gpt, "ResNet-50": resnet}
@@ -169,47 +177,37 @@ def start_ddp(device: torch.device) -> None:
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
-def measure_steps(device: torch.device, names: Sequence[str], rounds: int, steps: int, tiny: bool) -> dict[str, Any]:
+def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny: bool) -> list[dict[str, Any]]:
     """Train all variants in turn, on this rank.
 
     Args:
         device: Where.
-        names: Of `TASKS`.
+        name: Of `TASKS`.
         rounds: How often each variant has its turn.
         steps: Of a turn, which is timed as one.
-        tiny: Small models.
+        tiny: A small model.
 
     Returns:
-        ``figures``: a list with seconds of a step, and the ratios to no exchange and to DDP; ``skipped``: reasons by task.
+        For each variant, seconds of a step, the ratios to no exchange and to DDP, and the last loss.
     """
     start_ddp(device)
-    figures: list[dict[str, Any]] = []
-    skipped: dict[str, str] = {}
-    for name in names:
-        try:
-            task = TASKS[name](tiny)
-        except ImportError as error:
-            skipped[name] = str(error)
-            continue
-        torch.manual_seed(0)
-        initial = task.model()
-        trainings = {variant: Training(variant, initial, device) for variant in VARIANTS}
-        seconds = _interleaved(trainings, task, device, rounds, steps)
-        _check_losses(name, trainings)
-        medians = {variant: statistics.median(each) for variant, each in seconds.items()}
-        for variant, each in seconds.items():
-            figures.append(
-                {
-                    **{"task": name, "parameters": parameters_of(initial), "variant": variant},
-                    **{"median": medians[variant], "minimum": min(each), "samples": len(each)},
-                    **{"to_nothing": medians[variant] / medians[NOTHING], "to_ddp": medians[variant] / medians[DDP]},
-                    # Machines slow down for a while: pairs of neighbouring turns tell more than medians of all.
-                    "to_ddp_paired": statistics.median(
-                        mine / theirs for mine, theirs in zip(each, seconds[DDP], strict=True)
-                    ),
-                }
-            )
-    return {"figures": figures, "skipped": skipped}
+    task = TASKS[name](tiny)
+    torch.manual_seed(0)
+    initial = task.model()
+    trainings = {variant: Training(variant, initial, device) for variant in VARIANTS}
+    seconds = _interleaved(trainings, task, device, rounds, steps)
+    medians = {variant: statistics.median(each) for variant, each in seconds.items()}
+    return [
+        {
+            **{"task": name, "parameters": parameters_of(initial), "variant": variant},
+            **{"median": medians[variant], "minimum": min(each), "samples": len(each)},
+            **{"to_nothing": medians[variant] / medians[NOTHING], "to_ddp": medians[variant] / medians[DDP]},
+            # Machines slow down for a while: pairs of neighbouring turns tell more than medians of all.
+            "to_ddp_paired": statistics.median(mine / theirs for mine, theirs in zip(each, seconds[DDP], strict=True)),
+            "loss": float(trainings[variant].losses[-1]),
+        }
+        for variant, each in seconds.items()
+    ]
 
 
 def _interleaved(
@@ -234,15 +232,25 @@ def _interleaved(
     return seconds
 
 
-def _check_losses(name: str, trainings: dict[str, Training]) -> None:
-    last = {variant: float(training.losses[-1]) for variant, training in trainings.items()}
-    for variant, loss in last.items():
-        if not abs(loss - last[NOTHING]) <= LOSS_TOLERANCE * abs(last[NOTHING]):
-            raise WrongResult(f"{name}: {variant}'s loss is {loss:.4f}, and {last[NOTHING]:.4f} without an exchange.")
+def check_losses(figures: Sequence[dict[str, Any]]) -> None:
+    """Compare the last losses of a task's variants.
+
+    Raises:
+        WrongResult: One is not what it is without an exchange.
+    """
+    true = next(each["loss"] for each in figures if each["variant"] == NOTHING)
+    for each in figures:
+        if not abs(each["loss"] - true) <= LOSS_TOLERANCE * abs(true):
+            raise WrongResult(
+                f"{each['task']}: {each['variant']}'s loss is {each['loss']:.4f}, and {true:.4f} without an exchange."
+            )
 
 
-def check_results(device: torch.device) -> None:
+def check_results(device: torch.device) -> dict[str, float]:
     """All variants get the same weights where rounding says little: a small model in float32.
+
+    Returns:
+        How far each is from training without an exchange, relative to the way that this has gone.
 
     Raises:
         WrongResult: They do not.
@@ -261,7 +269,9 @@ def check_results(device: torch.device) -> None:
             training.step((inputs.to(device), labels.to(device)))
         ways[variant] = _weights(training.model) - _weights(initial)
     true = ways[NOTHING]
-    check_weights({variant: float((way - true).norm() / true.norm()) for variant, way in ways.items()})
+    deviations = {variant: float((way - true).norm() / true.norm()) for variant, way in ways.items()}
+    check_weights(deviations)
+    return deviations
 
 
 def _weights(model: nn.Module) -> torch.Tensor:
@@ -301,12 +311,83 @@ def measure_memory(device: torch.device, mebibytes: int, rounds: int = 10) -> di
     return found
 
 
-def record_trace(device: torch.device, file: Path, tiny: bool) -> dict[str, Any]:
-    """Record some steps of `BUCKETS` for chrome://tracing, compressed.
+def record_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], file: Path) -> dict[str, Any]:
+    """Record `TRACED` steps, and one before, for chrome://tracing, compressed.
+
+    Args:
+        training: Some steps of it have been done.
+        batch: For the steps.
+        file: To be written.
 
     Returns:
-        How often the host waited for the GPU within these steps, and how many kernels were on which stream.
+        ``waits``: the calls within these steps by which the host waited for the GPU; `overlap`'s figures; and ``file``.
     """
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if training.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    wait(training.device)
+    with torch.profiler.profile(activities=activities) as profiler:
+        training.step(batch)  # the first kernels that a profiler sees may be missing
+        wait(training.device)
+        with torch.profiler.record_function("steps"):
+            for _ in range(TRACED):
+                training.step(batch)
+        wait(training.device)
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(plain))
+        events = [event for event in json.loads(plain.read_text())["traceEvents"] if event.get("ph") == "X"]
+        with plain.open("rb") as source, gzip.open(file, "wb") as packed:
+            shutil.copyfileobj(source, packed)
+    return {"waits": waits_in("steps", events), **overlap(events), "file": str(file)}
+
+
+def waits_in(annotation: str, events: Sequence[dict[str, Any]]) -> list[str]:
+    """The calls by which the host waited for the GPU, in a profiler's complete events.
+
+    Args:
+        annotation: Within what was recorded by this name.
+        events: Of a trace for Chrome.
+    """
+    spans = [
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event["name"] == annotation and event.get("cat") == "user_annotation"
+    ]
+    # A copy from or to memory that is not page-locked makes the host wait, whatever the call.
+    waits = [event for event in events if event["name"] in WAITS]
+    waits += [event for event in events if event.get("cat") == "gpu_memcpy" and "Pageable" in event["name"]]
+    return [event["name"] for event in waits if any(begin <= event["ts"] <= end for begin, end in spans)]
+
+
+def overlap(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How much of what other streams did was done while the busiest stream was busy.
+
+    Args:
+        events: A profiler's complete events, of a trace for Chrome.
+
+    Returns:
+        ``kernels_by_stream``; ``beside``: microseconds on other streams than the busiest; ``overlapped``: those of them.
+    """
+    spans: dict[str, list[tuple[float, float]]] = {}
+    kernels: dict[str, int] = {}
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            stream = str(event["args"]["stream"])
+            spans.setdefault(stream, []).append((event["ts"], event["ts"] + event["dur"]))
+            kernels[stream] = kernels.get(stream, 0) + 1
+    busiest = max(spans, key=lambda stream: sum(stop - start for start, stop in spans[stream]), default="")
+    busy = spans.pop(busiest, [])
+    others = [span for each in spans.values() for span in each]
+    return {
+        "kernels_by_stream": kernels,
+        "beside": sum(stop - start for start, stop in others),
+        "overlapped": sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in others for b in busy),
+    }
+
+
+def trace_buckets(device: torch.device, file: Path, tiny: bool) -> dict[str, Any]:
+    """`record_trace` of `BUCKETS`."""
     task = gpt(tiny)
     torch.manual_seed(0)
     training = Training(BUCKETS, task.model(), device)
@@ -314,41 +395,49 @@ def record_trace(device: torch.device, file: Path, tiny: bool) -> dict[str, Any]
     batch = inputs.to(device), labels.to(device)
     for _ in range(5):
         training.step(batch)
-    wait(device)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
-        with torch.profiler.record_function("steps"):
-            for _ in range(2):
-                training.step(batch)
-        wait(device)
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(plain))
-        events = [event for event in json.loads(plain.read_text())["traceEvents"] if event.get("ph") == "X"]
-        with plain.open("rb") as source, gzip.open(file, "wb") as packed:
-            shutil.copyfileobj(source, packed)
-    steps = next(event for event in events if event["name"] == "steps" and event.get("cat") == "user_annotation")
-    begin, end = steps["ts"], steps["ts"] + steps["dur"]
-    streams: dict[str, int] = {}
-    for event in events:
-        if event.get("cat") == "kernel":
-            stream = str(event["args"]["stream"])
-            streams[stream] = streams.get(stream, 0) + 1
-    waits = [event["name"] for event in events if event["name"] in WAITS and begin <= event["ts"] <= end]
-    return {"waits": waits, "kernels_by_stream": streams, "file": str(file)}
+    return record_trace(training, batch, file)
 
 
-def measure(device: torch.device, rounds: int, steps: int, tiny: bool, trace: Path | None) -> dict[str, Any]:
+class Parts:
+    """The results of the parts, some of which may fail.
+
+    Args:
+        keep: Called with all results after each part.
+    """
+
+    def __init__(self, keep: Callable[[dict[str, Any]], None]) -> None:
+        self.results: dict[str, Any] = {"figures": [], "failures": {}}
+        self._keep = keep
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """For a with statement, in which `results` are added to: an error in it is one of ``failures``, and that is all."""
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            self.results["failures"][name] = f"{type(error).__name__}: {error}"
+        gc.collect()  # models, which know their hooks, which know them
+        self._keep(self.results)
+
+
+def measure(device: torch.device, rounds: int, steps: int, tiny: bool, trace: Path | None, parts: Parts) -> None:
     """All that one rank can measure. It is a rank of `on_ranks`, so that no MPI is needed."""
-    check_results(device)
-    results: dict[str, Any] = measure_steps(device, list(TASKS), rounds, steps, tiny)
-    results["memory"] = measure_memory(device, 1 if tiny else 1024)
+    results = parts.results
+    with parts.part("weights"):
+        results["weights"] = check_results(device)
+    for name in TASKS:
+        with parts.part(name):
+            figures = measure_steps(device, name, rounds, steps, tiny)
+            results["figures"] += figures
+            check_losses(figures)
+    with parts.part("memory"):
+        results["memory"] = measure_memory(device, 1 if tiny else 1024)
     if trace is not None:
-        results["trace"] = record_trace(device, trace, tiny)
-    torch.distributed.destroy_process_group()
-    return results
+        with parts.part("trace"):
+            results["trace"] = trace_buckets(device, trace, tiny)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def report(results: dict[str, Any]) -> str:
@@ -359,26 +448,36 @@ def report(results: dict[str, Any]) -> str:
             f"{each['task']:12} {each['variant']:18} {1e3 * each['median']:10.3f} {1e3 * each['minimum']:8.3f} "
             f"{each['to_nothing']:8.4f} {each['to_ddp']:8.4f} {each['to_ddp_paired']:8.4f}"
         )
-    lines += [f"{name}: left out, {reason}" for name, reason in results["skipped"].items()]
-    memory = results["memory"]
-    lines.append(
-        f"GB/s, read and written: a copy on the GPU {memory['copy'] / 1e9:.0f}, NCCL's allreduce of one rank "
-        f"{memory['allreduce'] / 1e9:.0f} ({memory['allreduce'] / memory['copy']:.2f} of it)"
-    )
+    if "weights" in results:
+        way = ", ".join(f"{variant} {each:.1e}" for variant, each in results["weights"].items())
+        lines.append(f"weights' distance from training without an exchange, of the way they have gone: {way}")
+    if "memory" in results:
+        memory = results["memory"]
+        lines.append(
+            f"GB/s, read and written: a copy on the GPU {memory['copy'] / 1e9:.0f}, NCCL's allreduce of one rank "
+            f"{memory['allreduce'] / 1e9:.0f} ({memory['allreduce'] / memory['copy']:.2f} of it)"
+        )
     if "trace" in results:
-        trace = results["trace"]
-        lines.append(f"trace: {trace['file']}; the host waited {len(trace['waits'])} times in 2 steps {trace['waits']}")
+        lines.append(_of_trace("trace", results["trace"]))
     if "pair" in results:
         pair = results["pair"]
-        for each in pair.get("steps", []):
+        for each in pair["steps"]:
             lines.append(f"two ranks, {each['variant']:18} {1e3 * each['median']:10.3f} ms a step")
-        for each in pair.get("allreduce", []):
+        for each in pair["allreduce"]:
             lines.append(
                 f"two ranks, allreduce of {each['bytes'] / 2**20:g} MiB: {each['bytes_per_second'] / 1e9:.2f} GB/s"
             )
-        if "skipped" in pair:
-            lines.append(f"two ranks on one GPU: left out, {pair['skipped']}")
+        if pair["trace"]:
+            lines.append(_of_trace("two ranks, trace", pair["trace"]))
+    lines += [f"{name} FAILED: {reason}" for name, reason in results["failures"].items()]
     return "\n".join(lines)
+
+
+def _of_trace(title: str, trace: dict[str, Any]) -> str:
+    return (
+        f"{title}: {trace['file']}; the host waited {len(trace['waits'])} times in {TRACED} steps {trace['waits']}; "
+        f"{trace['overlapped']:.0f} of {trace['beside']:.0f} µs beside the computing stream were while that was busy"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -397,23 +496,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from benchmarks import job
     from benchmarks.machine import machine
 
+    def keep(results: dict[str, Any]) -> None:
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps(results, indent=1))
+
     device = torch.device("cuda", 0)
-    settings = Config(advice=False)
-    results: dict[str, Any] = on_ranks(
-        1, measure, device, chosen.rounds, chosen.steps, chosen.tiny, chosen.trace, config=settings, timeout=420
-    )[0]
-    results["machine"] = {**machine(), "gpu": torch.cuda.get_device_name(0)}
+    parts = Parts(keep)
+    results = parts.results
+    with parts.part("machine"):
+        results["machine"] = {**machine(), "gpu": torch.cuda.get_device_name(0)}
+    with parts.part("one rank"):
+        options = chosen.rounds, chosen.steps, chosen.tiny, chosen.trace, parts
+        on_ranks(1, measure, device, *options, config=Config(advice=False), timeout=420)
     if not chosen.no_pair:
         torch.cuda.empty_cache()
-        try:
-            pair = job.run("gpu_pair", 2, {"tiny": chosen.tiny}, {"HVDLITE_SHARE_GPU": "1"}, PAIR_SECONDS)
-        except job.JobFailed as error:
-            pair = {"skipped": str(error)}
-        results["pair"] = pair
+        with parts.part("two ranks"):
+            traced = None
+            if chosen.trace is not None and "trace" in results:
+                traced = str(chosen.trace.resolve().with_name(f"pair_{chosen.trace.name}"))
+            settings = {"tiny": chosen.tiny, "trace": traced}
+            results["pair"] = job.run("gpu_pair", 2, settings, {"HVDLITE_SHARE_GPU": "1"}, PAIR_SECONDS)
     print(report(results))
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(results, indent=1))
-    return 0
+    return 1 if results["failures"] else 0
 
 
 if __name__ == "__main__":

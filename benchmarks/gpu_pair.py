@@ -5,26 +5,28 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import hvdlite_torch as hvd
 from benchmarks.checks import WrongResult
-from benchmarks.gpu import NOTHING, Training, gpt, wait
+from benchmarks.gpu import NOTHING, TRACED, Training, gpt, record_trace, wait
 
 ROUNDS = 3
 SIZES = (2**20, 25 * 2**20, 2**28)
 
 
-def measure(tiny: bool) -> dict[str, Any]:
+def measure(tiny: bool, trace: str | None = None) -> dict[str, Any]:
     """On each of two ranks.
 
     Args:
         tiny: A small model.
+        trace: Write a profiler's trace of some steps of rank 0 to this file (.json.gz).
 
     Returns:
-        ``steps``: seconds of a training step with and without exchange; ``allreduce``: bytes per second by size.
+        ``steps``: seconds of a training step with and without exchange; ``allreduce``: bytes per second by size; ``trace``.
     """
     # NCCL takes two ranks on one GPU for two hosts (2.29 and before), or is told so (2.30).
     os.environ.update(NCCL_HOSTID=f"rank{hvd.rank()}", NCCL_MULTI_RANK_GPU_ENABLE="1")
@@ -36,7 +38,7 @@ def measure(tiny: bool) -> dict[str, Any]:
     initial = task.model()
     inputs, labels = task.batch(torch.Generator().manual_seed(hvd.rank()))
     batch = inputs.to(device), labels.to(device)
-    steps = []
+    steps, found = [], None
     for variant in (NOTHING, "hvdlite"):
         training = Training(variant, initial, device)
         times = []
@@ -49,9 +51,15 @@ def measure(tiny: bool) -> dict[str, Any]:
                 times.append(time.perf_counter() - begin)
         if variant != NOTHING:
             hvd.assert_in_sync(training.model)
+            if trace is not None and hvd.rank() == 0:
+                found = record_trace(training, batch, Path(trace))
+            elif trace is not None:
+                for _ in range(1 + TRACED):
+                    training.step(batch)
         steps.append({"variant": variant, "median": statistics.median(times), "minimum": min(times)})
         del training
-    return {"steps": steps, "allreduce": [_allreduce(size, device) for size in SIZES[: 1 if tiny else None]]}
+    speeds = [_allreduce(size, device) for size in SIZES[: 1 if tiny else None]]
+    return {"steps": steps, "allreduce": speeds, "trace": found}
 
 
 def _allreduce(size: int, device: torch.device) -> dict[str, float]:

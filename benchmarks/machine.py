@@ -46,8 +46,11 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit of this tree, with a mark if it was changed since; empty outside of git."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
-    )
+    """The commit of this tree, with a mark if it was changed since; empty outside of git, and without it."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True
+        )
+    except OSError:
+        return ""
     return done.stdout.strip()

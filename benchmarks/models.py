@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,54 @@ class _Block(nn.Module):
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         result: torch.Tensor = x + self.forward_layers(self.norm_forward(x))
         return result
+
+
+class ResNet(nn.Module):
+    """ResNet-50, as torchvision has it: images (batch, 3, height, width) to logits (batch, 1000).
+
+    Args:
+        depths: How many blocks there are of each width.
+        width: Channels of the first.
+    """
+
+    def __init__(self, depths: Sequence[int] = (3, 4, 6, 3), width: int = 64) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(*_convolution(3, width, 7, 2), nn.ReLU(True), nn.MaxPool2d(3, 2, 1))
+        blocks: list[nn.Module] = []
+        channels = width
+        for level, depth in enumerate(depths):
+            for number in range(depth):
+                blocks.append(_Bottleneck(channels, width << level, 2 if level and not number else 1))
+                channels = 4 * width << level
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.blocks(self.stem(images)))
+        return logits
+
+
+class _Bottleneck(nn.Module):
+    """Three convolutions, added to their input."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        narrow = [
+            *_convolution(channels, width, 1),
+            nn.ReLU(True),
+            *_convolution(width, width, 3, stride),
+            nn.ReLU(True),
+        ]
+        self.layers = nn.Sequential(*narrow, *_convolution(width, 4 * width, 1))
+        same = channels == 4 * width and stride == 1
+        self.shortcut = nn.Sequential(*(() if same else _convolution(channels, 4 * width, 1, stride)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layers(x) + self.shortcut(x))
+
+
+def _convolution(channels: int, filters: int, size: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    return nn.Conv2d(channels, filters, size, stride, size // 2, bias=False), nn.BatchNorm2d(filters)
 
 
 def parameters_of(model: nn.Module) -> int:

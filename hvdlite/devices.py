@@ -7,8 +7,9 @@ import functools
 import importlib
 import importlib.util
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,9 @@ def find_device(kind: str) -> Device:
     return found
 
 
+@functools.cache
 def _library() -> str:
-    """torch or cupy: the one that this process has loaded; else the one that is installed."""
+    """torch or cupy: the one that this process had loaded when this was asked first; else the one that is installed."""
     for present in (sys.modules.__contains__, lambda name: importlib.util.find_spec(name) is not None):
         for name in ("torch", "cupy"):
             if present(name):
@@ -85,12 +87,15 @@ class Held:
 
     def __init__(self) -> None:
         self._held: deque[tuple[Any, Any]] = deque()
+        self._lock = threading.Lock()
 
     def until(self, event: Any, tensor: Any, is_over: Any) -> None:
-        """Hold `tensor` until some time after `event`, and let go of those whose time has come."""
-        self._held.append((event, tensor))
-        while self._held and is_over(self._held[0][0]):
-            self._held.popleft()
+        """Hold `tensor` until some time after `event`, and let go of those whose time has come. From any thread."""
+        free = []  # once the lock is, for what that calls is not ours
+        with self._lock:
+            self._held.append((event, tensor))
+            while self._held and is_over(self._held[0][0]):
+                free.append(self._held.popleft())
 
 
 class CupyStream:
@@ -98,23 +103,28 @@ class CupyStream:
 
     Args:
         raw: The stream.
+        gpu: For a with statement: its GPU is the thread's current one. On that CuPy makes events, and of that is the default
+            stream.
     """
 
-    def __init__(self, raw: Any) -> None:
-        self.raw = raw
+    def __init__(self, raw: Any, gpu: Callable[[], Any]) -> None:
+        self.raw, self._gpu = raw, gpu
 
     @property
     def handle(self) -> int:
         return int(self.raw.ptr)
 
     def record(self) -> Any:
-        return self.raw.record()
+        with self._gpu():
+            return self.raw.record()
 
     def wait(self, event: Any) -> None:
-        self.raw.wait_event(event)
+        with self._gpu():
+            self.raw.wait_event(event)
 
     def synchronize(self) -> None:
-        self.raw.synchronize()
+        with self._gpu():
+            self.raw.synchronize()
 
 
 @functools.cache
@@ -130,6 +140,7 @@ class CupyDevice:
     """
 
     kind = "cuda"
+    library = "cupy"
 
     def __init__(self, index: int) -> None:
         self._cupy: Any = importlib.import_module("cupy")
@@ -140,23 +151,28 @@ class CupyDevice:
     def identity(self) -> str:
         """As torch writes it, so that ranks with torch and ranks with CuPy can be compared."""
         digits = bytes(self._cupy.cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()
-        return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+        if len(digits) < 32:  # CuPy takes it for text that ends with a zero byte
+            return str(self._gpu().pci_bus_id)
+        return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))
+
+    def _gpu(self) -> Any:
+        return self._cupy.cuda.Device(self.index)
 
     @property
     def visible(self) -> int:
         return int(self._cupy.cuda.runtime.getDeviceCount())
 
     def current(self) -> Stream:
-        with self._cupy.cuda.Device(self.index):
-            return CupyStream(self._cupy.cuda.get_current_stream())
+        with self._gpu():
+            return CupyStream(self._cupy.cuda.get_current_stream(), self._gpu)
 
     def side(self) -> Stream:
-        with self._cupy.cuda.Device(self.index):
-            return CupyStream(self._cupy.cuda.Stream(non_blocking=True, priority=-1))
+        with self._gpu():
+            return CupyStream(self._cupy.cuda.Stream(non_blocking=True, priority=-1), self._gpu)
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        with self._cupy.cuda.Device(self.index), stream.raw:
+        with self._gpu(), stream.raw:
             yield
 
     def keep(self, tensor: Any, stream: Any) -> None:
@@ -214,7 +230,10 @@ class CupyDevice:
         tensor.fill(value)
 
     def scale(self, tensor: Any, factor: float) -> None:
-        tensor *= tensor.dtype.type(factor)
+        if tensor.dtype.itemsize == 2:  # halves, of which the factor may be none
+            tensor[...] = tensor.astype(np.float32) * np.float32(factor)
+        else:
+            tensor *= tensor.dtype.type(factor)
 
     def divide(self, tensor: Any, divisor: int) -> None:
         if tensor.dtype.kind in "iu":

@@ -317,6 +317,11 @@ class Device(Protocol):
         ...
 
     @property
+    def library(self) -> str:
+        """Whose tensors its are: ``"torch"`` or ``"cupy"``."""
+        ...
+
+    @property
     def index(self) -> int:
         """The number by which the framework knows it."""
         ...

@@ -25,6 +25,10 @@ DTYPES: dict[torch.dtype, str] = {
 FLOAT8: dict[torch.dtype, str] = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
 """What can be exchanged between GPUs besides."""
 TORCH: dict[str, torch.dtype] = {name: dtype for dtype, name in (*DTYPES.items(), *FLOAT8.items())}
+_SIGNED: dict[torch.dtype, torch.dtype] = {
+    **{torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+}
+"""As what the bits of a dtype are copied where torch's kernel for GPUs lacks it."""
 
 
 class TorchStream:
@@ -60,6 +64,7 @@ class TorchDevice:
     """
 
     kind = "cuda"
+    library = "torch"
     pinned = True
     """Host memory that the GPU copies from and to is page-locked."""
 
@@ -130,6 +135,9 @@ class TorchDevice:
         if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # which the fast way does not take
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
+        elif flat.dtype in _SIGNED:
+            signed = _SIGNED[flat.dtype]
+            torch._foreach_copy_([tensor.view(signed) for tensor in tensors], [value.view(signed) for value in values])
         else:
             torch._foreach_copy_(list(tensors), values)
 
@@ -137,10 +145,15 @@ class TorchDevice:
         tensor.fill_(value)
 
     def scale(self, tensor: torch.Tensor, factor: float) -> None:
-        tensor.mul_(factor)
+        if tensor.dtype in FLOAT8:  # of which torch knows no arithmetic
+            tensor.copy_(tensor.float().mul_(factor))
+        else:
+            tensor.mul_(factor)
 
     def divide(self, tensor: torch.Tensor, divisor: int) -> None:
-        if tensor.is_floating_point() or tensor.is_complex():
+        if tensor.dtype in FLOAT8:
+            tensor.copy_(tensor.float().div_(divisor))
+        elif tensor.is_floating_point() or tensor.is_complex():
             tensor.div_(divisor)
         else:
             tensor.div_(divisor, rounding_mode="floor")
@@ -153,8 +166,11 @@ class TorchDevice:
         return array
 
     def from_host(self, array: Array, tensor: torch.Tensor) -> None:
-        host = torch.from_numpy(np.ascontiguousarray(array))
-        tensor.copy_(host.view(torch.bfloat16) if tensor.dtype is torch.bfloat16 else host)
+        # By way of page-locked memory, which torch keeps until the GPU has read it: from other memory the host would wait.
+        host = torch.empty(array.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+        values = torch.from_numpy(np.ascontiguousarray(array))
+        host.copy_(values.view(torch.bfloat16) if tensor.dtype is torch.bfloat16 else values)
+        tensor.copy_(host, non_blocking=True)
 
 
 class LendingDevice(TorchDevice):

@@ -26,13 +26,14 @@ import torch
 
 import hvdlite
 from hvdlite.arithmetic import nbytes_of
-from hvdlite.errors import HvdliteError, UnsupportedTensorError
+from hvdlite.errors import ArgumentError, HvdliteError, UnsupportedTensorError
 from hvdlite.operations import Agreement
 from hvdlite.overlap import plan_buckets
+from hvdlite.planner import LEARNED_STEPS
 from hvdlite.protocols import Device, Stream, TensorInfo
 from hvdlite.reducer import check_combinable
 from hvdlite_torch.device_buckets import FIRST_BYTES, DeviceBucket, Rules, Said, Told, cast_of, order_of
-from hvdlite_torch.device_reports import Reports, lost_gradients
+from hvdlite_torch.device_reports import Reports, is_capturing, lost_gradients
 from hvdlite_torch.habits import Habits
 from hvdlite_torch.options import Options
 from hvdlite_torch.slot import as_dense
@@ -142,8 +143,9 @@ class DeviceExchange(SteppingExchange):
         self._hooks = []
         if self._alone and not self._sees_all:
             return
+        take = torch.compiler.disable(self._take)  # type: ignore[no-untyped-call]  # compiled autograd would look into it
         for index, parameter in enumerate(self._parameters):
-            hook = functools.partial(self._take, index)
+            hook = functools.partial(take, index)
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     # During a backward pass
@@ -156,14 +158,18 @@ class DeviceExchange(SteppingExchange):
         self._counts = [0] * len(self._parameters)
         self._missing = [len(bucket.tensors) for bucket in self._buckets]
         self._waits_after_pass = False
+        self._captured: bool | None = None
+        """Whether this step's first backward pass became part of a CUDA graph; None before it."""
 
     def _take(self, index: int, parameter: torch.Tensor) -> None:
         """The hook of a parameter: a backward pass has added to its gradient."""
         self._count_pass(index)
+        if self._captured is None:
+            self._captured = is_capturing()
         if self._quiet or self._alone:
             return
         if self._habits.learning:
-            self._habits.saw(index, self._weight)
+            self._habits.saw(index, self._weight, self._device.current().handle)
             self._call_after_pass()
             return
         self._counts[index] += 1
@@ -248,6 +254,7 @@ class DeviceExchange(SteppingExchange):
         if self._alone:
             self._exchange_alone()
             return
+        self._check_capture()
         joined = self._exchange_dense()
         if self._sparse:
             combine_sparse(self._sparse, self._taken_weight, self._average, self.process_set)
@@ -255,6 +262,33 @@ class DeviceExchange(SteppingExchange):
         self._passes.clear()
         if self._habits.learning and not joined and self._habits.stepped():
             self._learned()
+
+    def _check_capture(self) -> None:
+        """Raise if a CUDA graph is captured that cannot be replayed.
+
+        Raises:
+            ArgumentError: The text says why.
+        """
+        problem = ""
+        if not is_capturing():
+            if self._captured:
+                problem = (
+                    "the backward pass was captured into a CUDA graph, and the step was not: capture optimizer.step() as well. "
+                    "Replays run no hooks, so nobody would know where the gradients of the next pass are."
+                )
+        elif self._habits.learning:
+            problem = (
+                f"one of the first {LEARNED_STEPS} steps is captured into a CUDA graph, and the host waits in it: make some "
+                "steps before."
+            )
+        elif self._weight == 0 or any([parameter.grad is None for parameter in self._parameters]):
+            problem = (
+                "a step is captured into a CUDA graph in which this rank has no samples, or lacks the gradient of a parameter, "
+                "so that the host would wait in it. Freeze parameters that are not used (requires_grad_(False)) before."
+            )
+        if problem:
+            self._begin_step()  # what follows may be steps without a graph
+            raise ArgumentError(problem)
 
     def _exchange_alone(self) -> None:
         weight, self._weight = self._weight, 1.0

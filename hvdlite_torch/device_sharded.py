@@ -108,18 +108,20 @@ class ShardedDeviceExchange(SharedSteps, DeviceExchange):
         if self._alone:
             super()._clip()
             return
-        gradients = self._shares.gradients()
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for gradient in self._shares.gradients():
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
         self._squares.zero_()
-        for gradient in gradients:
-            wide = torch.complex128 if gradient.is_complex() else torch.float64
-            self._squares.add_(torch.linalg.vector_norm(gradient, dtype=wide).square())
+        for dtype, gradients in by_dtype.items():
+            wide = torch.complex128 if dtype.is_complex else torch.float64
+            self._squares.add_(torch.stack(torch._foreach_norm(gradients, 2, wide)).square().sum())
         self._stream.wait(self._device.current().record())
         self._collectives.allreduce(self._squares, ReduceOp.SUM, self._stream)
         self._wait()
         # As `hvdlite_torch.shares.clip_factor`, where the host does not know the norm.
-        factor = (self._options.max_grad_norm / (self._squares.sqrt() + 1e-6)).clamp(max=1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype.to_real()))
+        factor = (self._options.max_grad_norm / (self._squares[0].sqrt() + 1e-6)).clamp(max=1.0)
+        for dtype, gradients in by_dtype.items():
+            torch._foreach_mul_(gradients, factor.to(dtype.to_real()))
 
     def _publish(self) -> None:
         if self._alone:

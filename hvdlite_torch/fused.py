@@ -55,7 +55,9 @@ class FusedStep:
                 self._switched.append(group)
 
     def _is_plain(self, number: int, parameters: Sequence[torch.Tensor]) -> bool:
-        if not are_same(parameters, self._in_host_memory.get(number)):
+        # A model that has moved since has moved as a whole.
+        moved = bool(parameters) and not parameters[0].is_cpu
+        if moved or not are_same(parameters, self._in_host_memory.get(number)):
             if not all(parameter.is_cpu and parameter.is_floating_point() for parameter in parameters):
                 return False
             self._in_host_memory[number] = list(parameters)

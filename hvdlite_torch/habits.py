@@ -24,7 +24,8 @@ class Habits:
         learning: More steps are to be seen.
         order: In which backward passes have gradients, the last step's: numbers of parameters.
         passes: For each parameter, how many backward passes add to its gradient before a step, at most.
-        settled: When backward is over, gradients and weight are what they are in the step.
+        settled: When backward is over, gradients and weight are what they are in the step. And its gradients are all made on
+            one stream: whoever has several has to wait for the end of backward, when torch brings them together.
     """
 
     def __init__(self, count: int) -> None:
@@ -35,13 +36,16 @@ class Habits:
         self._steps = 0
         self._counts = [0] * count
         self._weight: float | None = None
+        self._stream = 0
         self._seen: _State | None = None
 
-    def saw(self, index: int, weight: float) -> None:
-        """A backward pass has added to a gradient; `weight` is that of the batch so far."""
+    def saw(self, index: int, weight: float, stream: int) -> None:
+        """A backward pass has added to a gradient, on a stream; `weight` is that of the batch so far."""
         if self._weight is None:
-            self._weight = weight
+            self._weight, self._stream = weight, stream
             self.order.clear()
+        if stream != self._stream:
+            self.settled = False
         self.order.pop(index, None)  # what counts is the last pass
         self.order[index] = None
         self._counts[index] += 1

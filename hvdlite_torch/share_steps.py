@@ -58,6 +58,7 @@ class SharedSteps(SteppingExchange):
             closure = closure_of(args, kwargs)
             if closure is None:
                 self._exchange()
+                self._unscale()
                 self._clip()
             else:
                 # Evaluated first, for it uses the whole parameters, and maybe zero_grad().
@@ -73,6 +74,9 @@ class SharedSteps(SteppingExchange):
         self._shares.put_back()
         self._shares.drop_gradients()
         self._publish()
+
+    def _combined_gradients(self) -> list[torch.Tensor]:
+        return self._shares.gradients() or super()._combined_gradients()  # of a rank alone nothing is dealt out
 
     def before_unscale(self) -> None:
         """Nothing: no rank ever has all combined gradients."""

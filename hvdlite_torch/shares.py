@@ -99,7 +99,7 @@ class Shares:
     def collect(self) -> None:
         """Make the optimizer's state that of whole parameters, before shares are dealt out anew. Every rank calls this."""
         if self._parameters:
-            state = self._gather_state()
+            state = self._gather_state(in_host_memory=False)
             self.pieces = {}
             self._optimizer.state.clear()
             self._optimizer.state.update(state)
@@ -175,11 +175,14 @@ class Shares:
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Let the optimizer have the state of whole parameters, for the body of a with statement. Every rank calls this."""
+        """Let the optimizer have the state of whole parameters, for the body of a with statement. Every rank calls this.
+
+        It is in host memory, for where the shares are there may be no room for all of it.
+        """
         self.put_back()
         optimizer = self._optimizer
         share = dict(optimizer.state)
-        whole = self._gather_state()
+        whole = self._gather_state(in_host_memory=True)
         try:
             optimizer.state.clear()
             optimizer.state.update(whole)
@@ -210,8 +213,8 @@ class Shares:
         optimizer.state.clear()
         optimizer.state.update(kept)
 
-    def _gather_state(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state of whole parameters, from all ranks. Collective."""
+    def _gather_state(self, in_host_memory: bool) -> dict[torch.Tensor, dict[str, Any]]:
+        """The state of whole parameters, from all ranks; where their parameters are, unless `in_host_memory`. Collective."""
         state = self._optimizer.state
         mine = [
             (piece, {name: _to_send(value, parameter) for name, value in state[parameter].items()})
@@ -226,6 +229,7 @@ class Shares:
             target = whole.setdefault(parameter, {})
             shape = cut(parameter.data, piece).shape
             for name, (value, follows) in values.items():
+                follows = follows and not in_host_memory
                 device = parameter.device if follows else None
                 if isinstance(value, torch.Tensor) and value.shape == shape and shape:
                     if name not in target:

@@ -21,6 +21,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.advice import Advice
 from hvdlite_torch.agreement import check_agreement
+from hvdlite_torch.amp import finish_unscaling
 from hvdlite_torch.closures import Closure, closure_of, joined_loss, replace_closure
 from hvdlite_torch.fused import FusedStep
 from hvdlite_torch.options import Options
@@ -69,8 +70,10 @@ class SteppingExchange(abc.ABC):
 
     def attach(self) -> None:
         """Have the optimizer call this at each step."""
-        before = self.optimizer.register_step_pre_hook(self._before_step)
-        after = self.optimizer.register_step_post_hook(self._after_step)
+        # An optimizer's step may be compiled, too: what goes on around it is not.
+        plain = torch.compiler.disable
+        before = self.optimizer.register_step_pre_hook(plain(self._before_step))  # type: ignore[no-untyped-call]
+        after = self.optimizer.register_step_post_hook(plain(self._after_step))  # type: ignore[no-untyped-call]
         # Other hooks (clipping, logging) are to see the combined gradients and the new parameters, those registered before too.
         self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
         self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
@@ -156,8 +159,18 @@ class SteppingExchange(abc.ABC):
         if not self._skip:
             if not self._synchronized:
                 self._exchange()
+            self._unscale()
             self._clip()
         self._synchronized = False
+
+    def _unscale(self) -> None:
+        """Unscale what is to be clipped, where a GradScaler has left that to a fused step."""
+        if self._options.max_grad_norm is not None:
+            finish_unscaling(self.optimizer, self._combined_gradients())
+
+    def _combined_gradients(self) -> list[torch.Tensor]:
+        """Those that the step will use."""
+        return [gradient for parameter in self._trainable() if (gradient := parameter.grad) is not None]
 
     def _clip(self) -> None:
         """Clip the combined gradients, which are the same on all ranks."""

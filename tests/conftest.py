@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import traceback
@@ -9,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 
 import hvdlite.config
@@ -18,9 +18,12 @@ from tests.jobs import Start, Started
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-# Every process of an MPI run must draw the same examples.
-hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("same")
+with contextlib.suppress(ImportError):  # a machine with a GPU may lack it, and the tests there do without
+    import hypothesis
+
+    # Every process of an MPI run must draw the same examples.
+    hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+    hypothesis.settings.load_profile("same")
 
 UNDER_MPI = "HVDLITE_TEST_MPI" in os.environ
 """Set by tests/test_under_mpirun.py, which runs tests/spmd once more with each rank a process."""

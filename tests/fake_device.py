@@ -264,13 +264,14 @@ class FakeDevice(TorchDevice):
         super().from_host(array, tensor)
 
 
-_here: ContextVar[FakeDevice | None] = ContextVar("fake_gpu", default=None)
+HERE: ContextVar[FakeDevice | None] = ContextVar("fake_gpu", default=None)
+"""This rank's."""
 _users = 0
 _lock = threading.Lock()
 
 
 def _of_this_rank(_: torch.device) -> FakeDevice:
-    found = _here.get()
+    found = HERE.get()
     assert found is not None, "a tensor is used on a thread or rank that has no fake_gpu()"
     return found
 
@@ -294,7 +295,7 @@ def fake_gpu(
         chosen.accessed = device.touch
     before = world.devices.load, world.devices.find
     world.devices.load, world.devices.find = (lambda: chosen), (lambda kind: device)
-    token = _here.set(device)
+    token = HERE.set(device)
     with _lock:
         _users += 1
         torch_device.MAKERS["cpu"] = _of_this_rank  # type: ignore[assignment]
@@ -303,7 +304,7 @@ def fake_gpu(
     finally:
         world.devices.close()
         world.devices.load, world.devices.find = before
-        _here.reset(token)
+        HERE.reset(token)
         with _lock:
             _users -= 1
             if not _users:

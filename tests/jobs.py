@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -14,25 +15,32 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = Path(__file__).resolve().parent / "programs"
+PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 LIMIT = 60.0  # seconds for one job: only a hang takes that long
 PROMPT = 3.0  # seconds from a rank's failure to the end of the job: what hvdliterun promises
 
-MPIRUN = Path(sys.executable).with_name("mpirun")
+_BESIDE = Path(sys.executable).with_name("mpirun")
+MPIRUN = _BESIDE if _BESIDE.exists() else Path(shutil.which("mpirun") or "mpirun")
 MPIRUN_FLAGS = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
 MPIRUN_FLAGS += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "--mca", "mpi_yield_when_idle", "1"]
 
 
 def mpirun(size: int, *command: str, timeout: float = LIMIT, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a Python command on some ranks under plain mpirun; a TimeoutExpired if it hangs."""
-    return subprocess.run(
-        [str(MPIRUN), *MPIRUN_FLAGS, "-n", str(size), sys.executable, *command],
-        env={**os.environ, **environ},
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    try:
+        return subprocess.run(
+            [str(MPIRUN), *MPIRUN_FLAGS, "-n", str(size), sys.executable, *command],
+            env={**os.environ, **environ},
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired as error:
+        for said in (error.stdout, error.stderr):
+            print((said or b"").decode(errors="replace") if not isinstance(said, str) else said)
+        raise
 
 
 def seconds_since_failure(out: str, at: float) -> float:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.checks import WrongResult
+from benchmarks.models import ResNet
 from hvdlite.config import Config
 from hvdlite.testing import on_ranks
 from tests.fake_device import fake_gpu
@@ -19,13 +21,18 @@ from tests.fake_device import fake_gpu
 def test_all_that_one_rank_measures(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json.gz"
 
-    def run() -> Any:
-        with fake_gpu():
-            return gpu.measure(torch.device("cpu"), 2, 1, True, trace)
+    kept: list[str] = []
+    parts = gpu.Parts(lambda results: kept.append(json.dumps(results)))
 
-    results = on_ranks(1, run, config=Config(advice=False))[0]
-    tasks = {each["task"] for each in results["figures"]} | set(results["skipped"])
-    assert tasks == set(gpu.TASKS)
+    def run() -> None:
+        with fake_gpu():
+            gpu.measure(torch.device("cpu"), 2, 1, True, trace, parts)
+
+    on_ranks(1, run, config=Config(advice=False))
+    results = parts.results
+    assert results["failures"] == {}
+    assert results == json.loads(kept[-1])
+    assert {each["task"] for each in results["figures"]} == set(gpu.TASKS)
     found = {each["variant"]: each for each in results["figures"] if each["task"] == "GPT, 124 M"}
     assert tuple(found) == gpu.VARIANTS
     for each in found.values():
@@ -33,7 +40,7 @@ def test_all_that_one_rank_measures(tmp_path: Path) -> None:
         assert each["to_ddp"] == pytest.approx(each["median"] / found[gpu.DDP]["median"])
     assert all(0 < speed < math.inf for speed in results["memory"].values())
     assert results["trace"]["waits"] == [] and trace.stat().st_size > 0
-    json.dumps(results)
+    assert set(results["weights"]) == set(gpu.VARIANTS) and max(results["weights"].values()) < 1e-3
     text = gpu.report(results)
     assert all(variant in text for variant in gpu.VARIANTS)
 
@@ -47,3 +54,61 @@ def test_the_gpt_has_124_million_parameters() -> None:
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([]) == 2
     assert "sees no GPU" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: Any) -> Any:
+        raise WrongResult("not this time")
+
+    for part in ("check_results", "measure_steps", "measure_memory"):
+        monkeypatch.setattr(gpu, part, fail)
+    monkeypatch.setattr(gpu, "trace_buckets", lambda *_: {"waits": [], "overlapped": 1, "beside": 2, "file": "there"})
+    parts = gpu.Parts(lambda _: None)
+    gpu.measure(torch.device("cpu"), 1, 1, True, Path("there"), parts)
+    assert set(parts.results["failures"]) == {"weights", *gpu.TASKS, "memory"}
+    text = gpu.report(parts.results)
+    assert text.count("FAILED: WrongResult: not this time") == 4 and "1 of 2 µs" in text
+    assert "not this time" in capsys.readouterr().err
+
+
+def test_losses_are_compared() -> None:
+    figures = [{"task": "GPT", "variant": variant, "loss": 5.0} for variant in gpu.VARIANTS]
+    gpu.check_losses(figures)
+    figures[-1]["loss"] = math.nan
+    with pytest.raises(WrongResult, match="hvdlite, buckets's loss is nan, and 5.0000 without"):
+        gpu.check_losses(figures)
+
+
+def event(cat: str, name: str, start: float, stop: float, stream: int = 0) -> dict[str, Any]:
+    return {"cat": cat, "name": name, "ts": start, "dur": stop - start, "args": {"stream": stream}}
+
+
+def test_waits_are_found_within_steps_only() -> None:
+    events = [
+        event("user_annotation", "steps", 10, 20),
+        event("gpu_user_annotation", "steps", 10, 90),
+        event("cuda_runtime", "cudaStreamSynchronize", 5, 6),
+        event("cuda_runtime", "cudaLaunchKernel", 12, 13),
+        event("cuda_runtime", "cudaEventSynchronize", 15, 16),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)", 17, 18),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 17, 18),
+        event("cuda_runtime", "cudaDeviceSynchronize", 30, 31),
+    ]
+    assert gpu.waits_in("steps", events) == ["cudaEventSynchronize", "Memcpy DtoH (Device -> Pageable)"]
+
+
+def test_overlap_of_streams() -> None:
+    events = [
+        event("kernel", "gemm", 0, 10, 7),
+        event("kernel", "gemm", 12, 20, 7),
+        event("kernel", "mul", 8, 13, 21),
+        event("gpu_memcpy", "Memcpy DtoD", 30, 31, 21),
+        event("cpu_op", "mul", 0, 100),
+    ]
+    assert gpu.overlap(events) == {"kernels_by_stream": {"7": 2, "21": 2}, "beside": 6, "overlapped": 3}
+    assert gpu.overlap([]) == {"kernels_by_stream": {}, "beside": 0, "overlapped": 0}
+
+
+def test_our_resnet_50_has_as_many_parameters_as_torchvisions() -> None:
+    with torch.device("meta"):
+        assert gpu.parameters_of(ResNet()) == 25_557_032

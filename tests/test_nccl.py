@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _ctypes
+import contextlib
 import ctypes
 import importlib.metadata
 import shutil
@@ -284,6 +285,7 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match="sees no GPU: is CUDA_VISIBLE_DEVICES empty"):
         devices.find_device("cuda")
     assert devices.device_kind(Lent()) == "cuda"
+    devices._library.cache_clear()
     monkeypatch.setattr(devices, "sys", SimpleNamespace(modules={}))
     monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DeviceError, match="neither is installed"):
@@ -311,6 +313,72 @@ def test_cupys_arithmetic_on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.count(device.view(flat, "uint8")) == 52
     with pytest.raises(UnsupportedTensorError, match="CuPy arrays have no dtype float7"):
         device.empty([1], "float7")
+    small = np.full(3, 1e-3, np.float16)
+    device.scale(small, 1e5)  # more than a float16 can be
+    np.testing.assert_allclose(small, 100, rtol=1e-3)
+
+
+def test_cupys_gpu_is_current_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy makes an event on the thread's current GPU, and its default stream is that of the current one."""
+    current = [0]
+
+    class Gpu:
+        pci_bus_id = "0000:17:00.0"
+
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    class RawStream:
+        ptr = 0
+
+        def record(self) -> int:
+            return current[-1]
+
+        def wait_event(self, event: int) -> None:
+            assert event == current[-1] == 1
+
+        def synchronize(self) -> None:
+            assert current[-1] == 1
+
+    uuid = bytes(range(16, 32))
+    runtime = SimpleNamespace(getDeviceProperties=lambda index: {"uuid": uuid})
+    cuda = SimpleNamespace(
+        Device=Gpu, Stream=lambda **_: RawStream(), get_current_stream=lambda: RawStream(), runtime=runtime
+    )
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    device = CupyDevice(1)
+    for stream in (device.current(), device.side()):
+        stream.wait(stream.record())
+        stream.synchronize()
+    assert device.identity == "10111213-1415-1617-1819-1a1b1c1d1e1f"
+    uuid = b"\x10\x11"  # CuPy's, of one that goes on with a zero byte
+    assert CupyDevice(1).identity == "0000:17:00.0"
+
+
+def test_what_is_held_is_let_go_once() -> None:
+    """Whoever looks at what is held may be several threads."""
+    held, over = devices.Held(), threading.Event()
+    looked = threading.Barrier(2, timeout=0.2)
+
+    def is_over(event: str) -> bool:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            looked.wait()  # so that both have seen the same one, if they could
+        return event == "past" or over.is_set()
+
+    held.until("past", "first", lambda _: False)
+    held.until("future", "second", lambda _: False)
+    threads = [threading.Thread(target=held.until, args=("future", "more", is_over)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [tensor for _, tensor in held._held] == ["second", "more", "more"]
 
 
 # The real library

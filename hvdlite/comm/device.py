@@ -323,14 +323,31 @@ class NcclCollectives(DeviceCollectives):
     def abort(self) -> None:
         if self._failure is None:
             self._failure = NcclError(f"rank {self.rank}: the collectives on {self._where()} were given up.")
-        Attempt(self._communicator.abort, "hvdlite-nccl-abort")  # in its own time: the watch has others to look after
+        self._end(self._communicator.abort, "hvdlite-nccl-abort")  # in its own time: the watch has others to look after
 
     def close(self) -> None:
         super().close()
         if self._failure is None:
-            leaving = Attempt(self._communicator.destroy, "hvdlite-nccl-destroy")
+            leaving = self._end(self._communicator.destroy, "hvdlite-nccl-destroy")
             if leaving.is_over(_GOODBYE_SECONDS):
                 leaving.result()
+
+    def _end(self, call: Callable[[], None], name: str) -> Attempt[None]:
+        return Attempt(on_device(self.device, call), name)
+
+
+def on_device(device: Device, call: Callable[[], None]) -> Callable[[], None]:
+    """A call that ends a communicator, for a thread of its own, with `device` as that thread's current one.
+
+    A thread that has chosen none has the first, and NCCL makes current again what was before: this would take memory of a GPU
+    that is another rank's.
+    """
+
+    def run() -> None:
+        with device.on(device.current()):
+            call()
+
+    return run
 
 
 def _in_bytes(counts: Sequence[int], nbytes: int) -> list[int]:

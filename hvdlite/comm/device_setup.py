@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from hvdlite.comm.device import DeviceCollectives, HostPlane, NcclCollectives, StagedCollectives
+from hvdlite.comm.device import DeviceCollectives, HostPlane, NcclCollectives, StagedCollectives, on_device
 from hvdlite.comm.device_mpi import MpiDeviceCollectives, why_no_device_mpi
 from hvdlite.comm.nccl import DTYPES, OPS, Communicator, Library, in_words
 from hvdlite.comm.objects import allgather_bytes
@@ -208,7 +208,7 @@ def _start(host: HostPlane, device: Device, library: Library, unique_id: bytes, 
     outcomes = _gather(host, outcome)
     if any(outcomes):
         for communicator in made:
-            Attempt(communicator.abort, "hvdlite-nccl-abort")
+            Attempt(on_device(device, communicator.abort), "hvdlite-nccl-abort")
         missing = [rank for rank, text in enumerate(outcomes) if text == _WAITING]
         texts = {rank: text for rank, text in enumerate(outcomes) if text}
         fault = f" after {limit:g} s (HVDLITE_NCCL_START_SECONDS)" if len(missing) == len(texts) else ""

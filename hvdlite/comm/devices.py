@@ -52,13 +52,18 @@ class Devices:
         """This rank works on `device`, and on no other of its kind.
 
         Raises:
-            DeviceError: It has worked on another before.
+            DeviceError: It has worked on another before, or by way of another library.
         """
         chosen = self._chosen.setdefault(device.kind, device)
         if chosen.index != device.index:
             raise DeviceError(
                 f"a tensor lies on {device.kind}:{device.index}, and this rank has exchanged tensors on "
                 f"{chosen.kind}:{chosen.index} before: each rank uses one GPU. Move it there; more ranks use more GPUs."
+            )
+        if chosen.library != device.library:
+            raise DeviceError(
+                f"this rank has exchanged GPU tensors by way of {chosen.library} before, and this one would go by way of "
+                f"{device.library}: use one of them, from_dlpack() makes tensors of one those of the other without a copy."
             )
 
     def connect(

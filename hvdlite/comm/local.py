@@ -25,7 +25,9 @@ from hvdlite.protocols import Array, Combine
 T = TypeVar("T")
 
 STACK_BYTES = 1024 * 1024
-"""The stack of a rank's thread: the usual 8 MiB would reserve 2 GiB of addresses for 256 ranks."""
+"""The stack of a rank's thread, where there are many: the usual 8 MiB would reserve 2 GiB of addresses for 256 ranks."""
+_FEW_RANKS = 16
+"""So many have the usual stack: they may train, and a framework's compiler needs more than it says."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ class LocalFabric:
             threading.Thread(target=work, args=(transport,), name=f"rank {transport.rank}", daemon=True)
             for transport in self.transports
         ]
-        default = threading.stack_size(STACK_BYTES)
+        default = threading.stack_size(STACK_BYTES if len(threads) > _FEW_RANKS else 0)
         try:
             for thread in threads:
                 thread.start()

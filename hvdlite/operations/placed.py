@@ -96,7 +96,7 @@ def on_device(operations: Sequence[Any], collectives: HierarchicalCollectives) -
         )
         for place in places:
             for native in place.natives:
-                channel.device.keep(native, stream)
+                place.device.keep(native, stream)  # whose memory it is: that of others, which the channel may not know
             place.natives = []
     done = stream.record()
     for operation in operations:

@@ -82,8 +82,10 @@ class DeviceReduction:
             self._flat = device.empty([sum(math.prod(piece.shape) for piece in pieces)], dtype)
         self._work = device.empty([device.count(self._flat)], wire.dtype) if wire.cast else self._flat
         self._kept: Any = None
+        self._part: Any = None
         if counts is not None:
             self._kept = device.empty([counts[channel.rank]], dtype)
+            self._part = device.empty([counts[channel.rank]], wire.dtype) if wire.cast else self._kept
 
     def _result_of(self, piece: DevicePiece) -> Any:
         if piece.native is None or self._counts is not None:
@@ -120,11 +122,10 @@ class DeviceReduction:
         assert self._counts is not None
         device, stream = self._device, self._channel.stream
         self._load()
-        out = device.empty([self._counts[self._channel.rank]], self._wire.dtype) if self._wire.cast else self._kept
-        self._channel.reduce_scatter(self._work, out, self._counts, self._sum_of_wide, stream)
-        self._finish(out)
+        self._channel.reduce_scatter(self._work, self._part, self._counts, self._sum_of_wide, stream)
+        self._finish(self._part)
         if self._wire.cast:
-            device.copy(out, self._kept)
+            device.copy(self._part, self._kept)
         self._scale(self._kept, self._scaling.after)
         return self._kept
 

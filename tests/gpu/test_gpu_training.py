@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import hvdlite_torch as hvd
 import hvdlite_torch.device_exchange
+from benchmarks.gpu import waits_in
 from hvdlite.api import world
 from hvdlite.comm import nccl
 from hvdlite.comm.device import NcclCollectives
@@ -23,15 +24,13 @@ from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
 from hvdlite.testing import on_ranks
 from hvdlite_torch.device import TorchDevice
-from tests.jobs import PROGRAMS, ROOT, mpirun
+from tests.jobs import PROGRAMS, PYTHONPATH, mpirun
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
     pytest.mark.filterwarnings("default"),  # of profilers and compilers, which differ from torch to torch
 ]
-
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
 @pytest.fixture(autouse=True)
@@ -151,9 +150,11 @@ def test_loss_scaling(one_rank: Any, options: Any) -> None:
 
 
 def profile(step: Callable[[], None], steps: int, file: Path) -> list[dict[str, Any]]:
-    """The events of some steps, each within an annotation "a step"."""
+    """The events of one step more than these, which are each within an annotation "a step"."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
+        step()  # the first kernels that a profiler sees may be missing
+        torch.cuda.synchronize()
         for _ in range(steps):
             with torch.profiler.record_function("a step"):
                 step()
@@ -172,7 +173,9 @@ def test_the_host_never_waits_and_buckets_overlap_with_backward(one_rank: Any, t
 
         def step() -> None:
             optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
+            loss = F.cross_entropy(model(x), y)
+            with torch.profiler.record_function("backward"):
+                loss.backward()
             optimizer.step()
 
         step()
@@ -182,25 +185,32 @@ def test_the_host_never_waits_and_buckets_overlap_with_backward(one_rank: Any, t
         finally:
             torch.cuda.set_sync_debug_mode("default")
         events = profile(step, 4, tmp_path / "trace.json")
-        spans = [event for event in events if event["name"] == "a step" and event["cat"] == "user_annotation"]
-        assert len(spans) == 4
-        inside = [
-            event["name"]
-            for event in events
-            if any(span["ts"] <= event["ts"] <= span["ts"] + span["dur"] for span in spans)
-        ]
-        assert "cudaLaunchKernel" in inside
-        assert [name for name in inside if name in WAITS] == []
+        annotations = [event for event in events if event["cat"] == "user_annotation"]
+        assert [event["name"] for event in annotations].count("a step") == 4
+        assert waits_in("a step", events) == []
         kernels = [event for event in events if event["cat"] == "kernel"]
-        by_stream: dict[int, list[float]] = {}
-        for kernel in kernels:
-            by_stream.setdefault(kernel["args"]["stream"], []).append(kernel["ts"])
-        assert len(by_stream) == 2
-        communication, compute = sorted(by_stream.values(), key=len)
-        assert len(communication) >= 4 * len(optimizer._hvdlite_exchange._buckets)
-        # In each step, something of it begins while backward still has kernels to begin.
-        first, *_ = sorted(communication)
-        assert any(first < start for start in compute)
+        assert kernels
+        launches = {
+            event["args"]["correlation"]: event["ts"]
+            for event in events
+            if event["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in event["args"]
+        }
+        streams = [kernel["args"]["stream"] for kernel in kernels]
+        compute = max(streams, key=streams.count)
+        assert len(set(streams)) == 2
+        assert len(streams) - streams.count(compute) >= 4 * len(optimizer._hvdlite_exchange._buckets)
+        # In each step, something of the exchange begins while backward still has kernels to begin.
+        compared = 0  # CUPTI before 13.1 loses some kernels
+        for backward in (event for event in annotations if event["name"] == "backward"):
+            begun: dict[bool, list[float]] = {False: [], True: []}
+            for kernel in kernels:
+                at = launches.get(kernel["args"]["correlation"], 0.0)
+                if backward["ts"] <= at <= backward["ts"] + backward["dur"]:
+                    begun[kernel["args"]["stream"] == compute].append(kernel["ts"])
+            if begun[False] and begun[True]:
+                assert min(begun[False]) < max(begun[True])
+                compared += 1
+        assert compared >= 2
 
     one_rank(check)
 
@@ -224,7 +234,8 @@ def test_one_rank_costs_nothing(tmp_path: Path) -> None:
                 optimizer.step()
 
             events = profile(step, 2, tmp_path / f"{distributed}.json")
-            counts.append(sum(event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") for event in events))
+            calls = [event["name"] for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+            counts.append(sum("Launch" in name or "Memcpy" in name or "Memset" in name for name in calls))
         return counts
 
     without, with_hvdlite = on_ranks(1, check, config=Config(advice=False))[0]
@@ -271,7 +282,7 @@ def test_a_compiled_model(one_rank: Any) -> None:
         plain, model = make_model(), make_model()
         train(plain, adam(plain), 6)
         train(torch.compile(model), hvd.DistributedOptimizer(adam(model)), 6)
-        assert distance(model, plain) <= 1e-4  # fused kernels round otherwise
+        assert distance(model, plain) <= 1e-3  # fused kernels round otherwise, and Adam makes much of it
 
     one_rank(check)
 
@@ -296,8 +307,8 @@ def test_two_ranks_on_one_gpu(way: str) -> None:
     done = mpirun(
         2,
         str(PROGRAMS / "gpu_training.py"),
-        timeout=120,
-        PYTHONPATH=str(ROOT),
+        timeout=60,
+        PYTHONPATH=PYTHONPATH,
         HVDLITE_SHARE_GPU="1",
         HVDLITE_NCCL="1" if way == "nccl" else "0",
         HVDLITE_ADVICE="0",

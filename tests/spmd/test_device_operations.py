@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ import hvdlite_torch as hvd
 from hvdlite.config import Config
 from hvdlite.errors import DeviceError, MismatchError, NcclError, PeerLeftError, UnsupportedTensorError
 from hvdlite.testing import on_ranks
-from tests.fake_device import FakeDevice, fake_gpu
+from tests.fake_device import HERE, FakeDevice, fake_gpu
 from tests.fake_nccl import FakeNccl
 
 DTYPES = [
@@ -199,6 +201,41 @@ def test_scales(ranks: Any) -> None:
     ranks(check)
 
 
+def test_float8_is_scaled_and_averaged(ranks: Any) -> None:
+    """torch knows no arithmetic of float8, on a GPU as little as here."""
+
+    def check() -> None:
+        with fake_gpu():
+            x = torch.full((4,), 2.0).to(torch.float8_e5m2)
+            scaled = hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
+            assert scaled.dtype is x.dtype and scaled.float().tolist() == [4.0 * hvd.size()] * 4
+            assert hvd.allreduce(x).float().tolist() == [2.0] * 4
+
+    ranks(check)
+
+
+def test_lists_of_unsigned_integers(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch._foreach_copy_` does not know them on a GPU (ForeachBinaryOpList.cu)."""
+    real = torch._foreach_copy_
+
+    def as_on_a_gpu(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        for tensor in (*tensors, *values):
+            if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64):
+                raise NotImplementedError(f'"foreach_tensor_copy" not implemented for {tensor.dtype}')
+        real(tensors, values)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", as_on_a_gpu)
+
+    def check() -> None:
+        with fake_gpu():
+            for dtype in (torch.uint16, torch.uint32, torch.uint64):
+                each = [torch.tensor([[1, 2], [3, 4]]).to(dtype).T, torch.tensor(5).to(dtype)]
+                first, second = hvd.grouped_allreduce(each, op=hvd.Max)
+                assert first.dtype is dtype and first.tolist() == [[1, 3], [2, 4]] and second.item() == 5
+
+    ranks(check)
+
+
 def test_streams_are_ordered(ranks: Any) -> None:
     """Work of the caller on another stream than usual comes before the exchange, and what he does there next after it."""
 
@@ -357,7 +394,55 @@ def test_another_gpu_than_before(ranks: Any) -> None:
             with pytest.raises(DeviceError, match="each rank uses one GPU"):
                 hvd.allreduce(torch.ones(2))
             gpu.index -= 100
+            hvdlite.api.world().devices._chosen["cuda"] = by_cupy = FakeDevice(gpu.index)
+            by_cupy.library = "cupy"
+            with pytest.raises(DeviceError, match="by way of cupy before, and this one would go by way of torch"):
+                hvd.allreduce(torch.ones(2))
+            hvdlite.api.world().devices._chosen["cuda"] = gpu
             assert hvd.allreduce(gpu.ready(torch.ones(2))).tolist() == [1.0, 1.0]
+
+    ranks(check)
+
+
+def test_memory_of_others_is_kept_by_who_knows_it(ranks: Any) -> None:
+    """The group's channel was made for torch's memory; that of arrays that are lent to torch is unknown to its allocator."""
+
+    def check() -> None:
+        with fake_gpu() as gpu:
+            hvd.allreduce(gpu.ready(torch.ones(2)))  # makes the channel
+            lent, kept = gpu.ready(torch.ones(3)), []
+            lending = copy.copy(gpu)
+            lending.keep = lambda tensor, stream: kept.append(tensor.data_ptr())  # type: ignore[method-assign]
+            token = HERE.set(lending)
+            hvd.allreduce(lent, op=hvd.Sum)
+            HERE.reset(token)
+            assert lent.data_ptr() in kept
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("end", ["destroy", "abort"])
+def test_the_gpu_is_current_where_a_communicator_ends(ranks: Any, end: str) -> None:
+    """NCCL makes current again, in that thread, what was current before: not GPU 0, where another rank works."""
+
+    def check() -> None:
+        if hvd.size() == 1:
+            return  # without NCCL
+        with fake_gpu() as gpu:
+            hvd.allreduce(gpu.ready(torch.ones(2)))
+            on, threads = gpu.on, []
+
+            def seen(stream: Any) -> Any:
+                threads.append(threading.current_thread().name)
+                return on(stream)
+
+            gpu.on = seen  # type: ignore[method-assign]
+            (channel,) = hvdlite.api.world().devices._open
+            ended = channel._communicator  # type: ignore[attr-defined]
+            getattr(channel, {"destroy": "close"}.get(end, end))()
+            hvdlite.api.world().devices._shared.clear()
+            assert ended.aborted.wait(5) if end == "abort" else ended.destroyed
+            assert threads == [f"hvdlite-nccl-{end}"]
 
     ranks(check)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ import hvdlite_torch.device_exchange
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 from hvdlite.overlap import plan_buckets
+from hvdlite_torch.fused import FusedStep
 from tests.fake_device import FakeDevice, fake_gpu
 from tests.spmd.test_torch_training import (
     MODEL,
@@ -715,3 +717,167 @@ def count_agreements(exchange: Any) -> Callable[[], int]:
     engine = exchange._world.engine(exchange.process_set)
     before = engine._controller.plans
     return lambda: engine._controller.plans - before
+
+
+def test_gradients_made_on_several_streams_are_sent_when_backward_is_over(ranks: Any) -> None:
+    """Parts of a model may run on streams of their own. Their backward passes do, too, and end on the caller's."""
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        main, other = gpu.current(), gpu.side()
+        model = copy.deepcopy(MODEL)
+        with Account(gpu):
+            optimizer = distributed(model, "sgd")
+            exchange = exchange_of(optimizer)
+            take, after_pass = exchange._take, exchange._after_pass
+
+            def take_there(index: int, parameter: torch.Tensor) -> None:
+                with gpu.on((main, other)[index % 2]):
+                    gpu.ready(parameter.grad)
+                    take(index, parameter)
+
+            def over() -> None:  # as torch does it
+                main.wait(other.record())
+                after_pass()
+
+            exchange._take, exchange._after_pass = take_there, over
+            exchange._make_hooks()
+            sent = launches(optimizer)
+            for _ in range(4):
+                optimizer.zero_grad()
+                other.wait(main.record())
+                F.cross_entropy(model(X), Y).backward()
+                main.wait(other.record())
+                optimizer.step()
+        assert sent == [0] * 4
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "sharded"])
+def test_clipping_of_what_a_fused_step_would_unscale(ranks: Any, options: Any) -> None:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.5, fused=True)
+
+    single = copy.deepcopy(MODEL)
+    one = make(single)
+    for _ in range(4):
+        one.zero_grad()
+        F.cross_entropy(single(X), Y).backward()
+        torch.nn.utils.clip_grad_norm_(single.parameters(), 0.05)
+        one.step()
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = hvd.DistributedOptimizer(make(model), max_grad_norm=0.05, **options)
+        scaler = torch.amp.GradScaler("cpu")
+        rows = split(48, "uneven")
+        for _ in range(4):
+            optimizer.zero_grad()
+            optimizer.set_batch_weight(len(X[rows]))
+            scaler.scale(F.cross_entropy(model(X[rows]), Y[rows])).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert distance(flat(model), flat(single)) <= 1e-5
+
+    ranks(check)
+
+
+def test_loss_scaling_where_a_rank_has_no_samples(ranks: Any) -> None:
+    expected = alone("sgd", 5)
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model, "sgd", shard=True)
+        scaler = torch.amp.GradScaler("cpu")
+        rows = split(48, "one has all")
+        for _ in range(5):
+            optimizer.zero_grad()
+            optimizer.set_batch_weight(len(X[rows]))
+            loss = scaler.scale(F.cross_entropy(model(X[rows]), Y[rows]))
+            if len(X[rows]):
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert distance(flat(model), expected) <= 1e-5
+
+    ranks(check)
+
+
+def test_what_cannot_be_captured(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = threading.local()
+    monkeypatch.setattr(hvdlite_torch.device_exchange, "is_capturing", lambda: getattr(capturing, "now", False))
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model)
+        for number in range(4):
+            capturing.now = number == 0
+            if number == 0:
+                with pytest.raises(ArgumentError, match="one of the first 2 steps is captured"):
+                    step(model, optimizer, slice(None))
+            else:
+                step(model, optimizer, slice(None))
+        capturing.now = True
+        step(model, optimizer, slice(None))
+        F.cross_entropy(model(X), Y).backward()
+        model[0].weight.grad = None
+        with pytest.raises(ArgumentError, match="lacks the gradient of a parameter"):
+            optimizer.step()
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        capturing.now = False
+        with pytest.raises(
+            ArgumentError, match="the backward pass was captured into a CUDA graph, and the step was not"
+        ):
+            optimizer.step()
+        step(model, optimizer, slice(None))
+        assert_equal_everywhere(flat(model))
+
+    ranks(check)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize("what", ["the step", "backward"])
+def test_under_the_compiler(ranks: Any, what: str) -> None:
+    expected = alone("sgd", 4)
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        if hvd.size() > 1:
+            return  # torch compiles for one thread at a time
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model, "sgd")
+        compiled = torch.compile(model, backend="eager")
+
+        def backward() -> None:
+            F.cross_entropy(compiled(X), Y).backward()
+
+        compile_ = functools.partial(torch.compile, backend="eager")
+        back, make_step = (
+            (compile_(backward), optimizer.step) if what == "backward" else (backward, compile_(optimizer.step))
+        )
+        with torch._dynamo.config.patch(compiled_autograd=what == "backward"):
+            for _ in range(4):
+                optimizer.zero_grad()
+                back()
+                make_step()
+        assert distance(flat(model), expected) <= 1e-5
+
+    ranks(check)
+
+
+def test_a_model_that_has_moved_is_not_switched_to_a_fused_step() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([parameter], 0.1)
+    fused = FusedStep(optimizer)
+    fused.switch()
+    assert optimizer.param_groups[0]["fused"]
+    fused.back()
+    torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.zeros(3, device="meta")))
+    fused.switch()
+    assert not optimizer.param_groups[0]["fused"]
