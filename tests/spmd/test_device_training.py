@@ -31,6 +31,8 @@ from tests.spmd.test_torch_training import (
     flat,
     split,
     train,
+    train_clipped,
+    train_scaled,
 )
 
 WAYS = {"whole": {}, "late": {"overlap": False}, "sharded": {"shard": True}}
@@ -198,12 +200,7 @@ def test_gradients_that_stay_where_they_are(ranks: Any, set_to_none: bool, optio
 @every_way
 def test_clipping_equals_torch(ranks: Any, options: Any) -> None:
     single = copy.deepcopy(MODEL)
-    one = OPTIMIZERS["sgd"](single.parameters())
-    for _ in range(5):
-        one.zero_grad()
-        F.cross_entropy(single(X), Y).backward()
-        torch.nn.utils.clip_grad_norm_(single.parameters(), 0.05)
-        one.step()
+    train_clipped(single, OPTIMIZERS["sgd"](single.parameters()), 0.05, steps=5)
 
     @on_gpu
     def check(gpu: FakeDevice) -> None:
@@ -760,25 +757,13 @@ def test_clipping_of_what_a_fused_step_would_unscale(ranks: Any, options: Any) -
         return torch.optim.SGD(model.parameters(), 0.5, fused=True)
 
     single = copy.deepcopy(MODEL)
-    one = make(single)
-    for _ in range(4):
-        one.zero_grad()
-        F.cross_entropy(single(X), Y).backward()
-        torch.nn.utils.clip_grad_norm_(single.parameters(), 0.05)
-        one.step()
+    train_clipped(single, make(single), 0.05, steps=4)
 
     @on_gpu
     def check(gpu: FakeDevice) -> None:
         model = copy.deepcopy(MODEL)
         optimizer = hvd.DistributedOptimizer(make(model), max_grad_norm=0.05, **options)
-        scaler = torch.amp.GradScaler("cpu")
-        rows = split(48, "uneven")
-        for _ in range(4):
-            optimizer.zero_grad()
-            optimizer.set_batch_weight(len(X[rows]))
-            scaler.scale(F.cross_entropy(model(X[rows]), Y[rows])).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        train_scaled(model, optimizer, split(48, "uneven"), steps=4)
         assert distance(flat(model), flat(single)) <= 1e-5
 
     ranks(check)

@@ -28,6 +28,7 @@ from tests.spmd.test_torch_training import (
     flat,
     split,
     train,
+    train_scaled,
 )
 
 TOKENS = torch.randint(0, 50, (48, 5), generator=torch.Generator().manual_seed(3))
@@ -254,14 +255,7 @@ def test_loss_scaling_equals_one_process(ranks: Any) -> None:
         for options in ({}, {"shard": True}):
             model = copy.deepcopy(MODEL)
             optimizer = hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), **options)
-            scaler = torch.amp.GradScaler("cpu")
-            rows = split(48, "uneven")
-            for _ in range(5):
-                optimizer.zero_grad()
-                optimizer.set_batch_weight(len(X[rows]))
-                scaler.scale(F.cross_entropy(model(X[rows]), Y[rows])).backward()
-                scaler.step(optimizer)
-                scaler.update()
+            train_scaled(model, optimizer, split(48, "uneven"), steps=5)
             assert distance(flat(model), flat(single)) <= 1e-5
 
     ranks(check)

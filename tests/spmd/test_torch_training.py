@@ -64,6 +64,26 @@ def train(
         optimizer.step()
 
 
+def train_scaled(model: torch.nn.Module, optimizer: Any, rows: slice, steps: int) -> None:
+    """Train with a scaled loss, on this rank's rows."""
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(steps):
+        optimizer.zero_grad()
+        optimizer.set_batch_weight(len(X[rows]))
+        scaler.scale(F.cross_entropy(model(X[rows]), Y[rows])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def train_clipped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float, steps: int) -> None:
+    """Train alone on all rows, with gradients clipped by torch."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(X), Y).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+
+
 @pytest.fixture(autouse=True)
 def small_gradients_are_not_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones are not. (tests/spmd/test_sharded.py leaves them to be.)"""
