@@ -43,7 +43,7 @@ def allgather(tensor: T, name: str | None = None, process_set: ProcessSet = Ever
         MismatchError: The ranks' calls do not belong together; raised on all of them.
         DuplicateNameError: `name` is in flight.
     """
-    shapes = [each.shape for each in as_list(tensor)]
+    shapes = [getattr(each, "shape", ()) for each in as_list(tensor)]  # what is no tensor is the core's to refuse
 
     def backward(gradients: Tensors) -> Tensors:
         lengths = [shape[0] if shape else 1 for shape in shapes]

@@ -31,6 +31,7 @@ from hvdlite.launch.horovod import STARTUP, check_interpreter, job_environment
 from hvdlite.launch.hosts import Host
 from hvdlite.launch.mpi import Mpi, Placement, environment
 from hvdlite.launch.rank_environment import show_place
+from hvdlite.testing import on_ranks
 from tests.hosts import hosts, why_not
 from tests.jobs import LIMIT, PROGRAMS, ROOT, Ended, Start
 
@@ -331,6 +332,8 @@ def test_modules_hold_what_ours_hold(horovod: ModuleType) -> None:
     assert hvd.allreduce is hvdlite_torch.allreduce is hvd.mpi_ops.allreduce
     assert hvd.DistributedOptimizer is hvd.optimizer.DistributedOptimizer
     assert inspect.unwrap(hvd.DistributedOptimizer) is hvdlite_torch.DistributedOptimizer
+    assert hvd.allgather is hvd.mpi_ops.allgather is not hvdlite_torch.allgather  # Horovod's gradient
+    assert inspect.unwrap(hvd.allgather) is hvdlite_torch.allgather
     assert hvd.Compression is hvd.compression.Compression
     assert hvd.elastic.state.TorchState is hvd.elastic.TorchState
     common = importlib.import_module("horovod.common")
@@ -385,6 +388,105 @@ def test_elastic_names_raise_when_used(horovod: ModuleType) -> None:
 
     with pytest.raises(NotYetError):
         Mine()
+
+
+# ---- names inside of Horovod that public code imports ----
+
+
+def test_torch_optimizers_class(horovod: ModuleType) -> None:
+    import torch
+
+    def wrapped_optimizer() -> None:
+        hvd = importlib.import_module("horovod.torch")
+        inner = hvd.optimizer._DistributedOptimizer
+        plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        assert not isinstance(plain, inner) and issubclass(inner, torch.optim.Optimizer)
+        optimizer = hvd.DistributedOptimizer(plain)
+        assert isinstance(optimizer, inner)
+
+        class Mine(inner):  # type: ignore[misc, valid-type]
+            def _allreduce_grad_async(self, p: Any) -> Any:
+                return None
+
+        assert not isinstance(optimizer, Mine)
+        for cls in (inner, Mine):
+            with pytest.raises(NotYetError, match=r"inner part of Horovod.*hvd\.DistributedOptimizer\(optimizer\)"):
+                cls([torch.nn.Parameter(torch.ones(1))])
+        with pytest.raises(NotYetError, match=r"cannot be replaced: hvdlite does not use it.*compression="):
+            inner._allreduce_grad_async = Mine._allreduce_grad_async
+        # What a program makes of its own methods and a plain class is its own.
+        own = type("Own", (torch.optim.SGD,), dict(Mine.__dict__))([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        assert own._allreduce_grad_async(None) is None
+
+    on_ranks(1, wrapped_optimizer)
+
+
+def test_helpers_of_torch(horovod: ModuleType) -> None:
+    operations = importlib.import_module("horovod.torch.mpi_ops")
+    assert operations.handle_average_backwards_compatibility(None, None) is operations.Average
+    assert operations._basics.mpi_built() is True
+
+
+def test_helpers_of_tensorflow(horovod: ModuleType) -> None:
+    import tensorflow as tf
+
+    hvd = importlib.import_module("horovod.tensorflow")
+    assert hvd._LegacyOptimizer is tf.compat.v1.train.Optimizer and issubclass(
+        hvd._DistributedOptimizer, hvd._LegacyOptimizer
+    )
+    with pytest.raises(NotYetError, match=r"hvd\.DistributedOptimizer\(optimizer\)"):
+        hvd._DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+    with pytest.raises(NotYetError, match=r"Differentiate hvd\.alltoall"):
+        hvd.mpi_ops._alltoall_grad(None, None, None)
+
+    def exchange() -> list[list[float]]:
+        rank, size = float(hvd.rank()), hvd.size()
+        assert isinstance(
+            hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1)), hvd._DistributedOptimizer
+        )
+        assert hvd._allreduce(tf.fill([2], rank)).numpy().tolist() == [size * (size - 1) / 2] * 2
+        assert hvd.mpi_ops._allreduce(tf.fill([2], rank), op=hvd.Max).numpy().tolist() == [size - 1.0] * 2
+        combine = hvd._make_allreduce_grads_fn("g", "", "", hvd.Compression.none, False, hvd.Average, 1.0, 0)
+        with pytest.raises(ArgumentError, match="Pass the variables too"):
+            combine([None])
+        variables = [tf.Variable([1.0]), tf.Variable([1.0])]
+        mean, none = combine([tf.fill([1], rank), None], variables)
+        assert none is None
+        return [mean.numpy().tolist(), combine([tf.fill([1], rank)])[0].numpy().tolist()]
+
+    assert on_ranks(2, exchange) == [[[0.5], [0.5]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ({}, (0, 1)),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, (2, 3)),
+        ({"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2", "PMI_RANK": "0", "PMI_SIZE": "9"}, (1, 2)),
+        ({"PMI_RANK": "1"}, "PMI_RANK is set and PMI_SIZE is not"),
+        ({"PMI_RANK": "x", "PMI_SIZE": "9"}, "expected two numbers"),
+    ],
+)
+def test_place_by_the_environment(
+    horovod: ModuleType, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], place: Any
+) -> None:
+    for launcher in ("HOROVOD", "OMPI_COMM_WORLD", "PMI"):
+        monkeypatch.delenv(f"{launcher}_RANK", raising=False)
+        monkeypatch.delenv(f"{launcher}_SIZE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    env = importlib.import_module("horovod.runner.common.util.env")
+    if isinstance(place, str):
+        with pytest.raises(ArgumentError, match=place):
+            env.get_env_rank_and_size()
+    else:
+        assert env.get_env_rank_and_size() == place
+
+
+def test_cache(horovod: ModuleType) -> None:
+    calls = []
+    cached = importlib.import_module("horovod.common.util")._cache(lambda x: calls.append(x) or len(calls))
+    assert [cached(1), cached(1), cached(2)] == [1, 1, 2] and calls == [1, 2]
 
 
 # ---- horovod.common, horovod.run: Horovod's signatures, and what they do ----

@@ -77,6 +77,7 @@ _TF_HELPERS = words("""
     is_homogeneous handle_average_backwards_compatibility check_num_rank_power_of_2 vars_to_refs refs_to_vars
 """)
 _TF_PRIVATE = words("_executing_eagerly _make_subgraph _cache")
+_TF_INNER = words("_allreduce _LegacyOptimizer _DistributedOptimizer _make_allreduce_grads_fn")
 _TF_AGGREGATION = words("LocalGradientAggregationHelper LocalGradientAggregationHelperEager")
 _TF_WRAPPERS = words("""
     Compression DistributedOptimizer DistributedGradientTape PartialDistributedGradientTape BroadcastGlobalVariablesHook
@@ -94,13 +95,16 @@ _KERAS_ELASTIC = words("run KerasState CommitStateCallback UpdateBatchStateCallb
 _UTIL = words("""
     get_ext_suffix get_extension_full_path check_extension extension_available gpu_available env
     get_average_backwards_compatibility_fun num_rank_is_power_2 split_list check_installed_version is_iterable
-    is_version_greater_equal_than mpi_built gloo_built nccl_built ddl_built ccl_built
+    is_version_greater_equal_than mpi_built gloo_built nccl_built ddl_built ccl_built _cache
 """)
 _HERE = "hvdlite.compat"
 
 MODULES: dict[str, Module] = {
     "horovod": Module((f"{_HERE}.runner", f"{_HERE}.finder"), ("run", "__version__")),
     "horovod.runner": Module((f"{_HERE}.runner",), ("run",)),
+    "horovod.runner.common": Module(()),
+    "horovod.runner.common.util": Module((), loads=("env",)),
+    "horovod.runner.common.util.env": Module((f"{_HERE}.environment",), ("get_env_rank_and_size",)),
     "horovod.common": Module((), (), loads=("exceptions", "process_sets", "util")),
     "horovod.common.basics": Module((f"{_HERE}.common.basics",), ("HorovodBasics",)),
     "horovod.common.exceptions": Module(
@@ -111,7 +115,7 @@ MODULES: dict[str, Module] = {
     "horovod.common.util": Module((f"{_HERE}.common.util", "hvdlite.built"), _UTIL),
     "horovod.common.elastic": Module((f"{_HERE}.common.elastic",), words("State ObjectState run_fn")),
     "horovod.torch": Module(
-        ("hvdlite_torch.horovod", "hvdlite_torch"),
+        ("hvdlite_torch.horovod", "hvdlite_torch.horovod_operations", "hvdlite_torch"),
         (
             *_COMMON,
             *_TORCH_OPERATIONS,
@@ -121,12 +125,17 @@ MODULES: dict[str, Module] = {
         whole=True,
         loads=("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
     ),
-    "horovod.torch.mpi_ops": Module(("hvdlite_torch",), (*_COMMON, *_TORCH_OPERATIONS, "HorovodInternalError")),
+    "horovod.torch.mpi_ops": Module(
+        ("hvdlite_torch.horovod_operations", "hvdlite_torch.horovod_names", "hvdlite_torch"),
+        (*_COMMON, *_TORCH_OPERATIONS, *words("HorovodInternalError handle_average_backwards_compatibility _basics")),
+    ),
     "horovod.torch.compression": Module(
         ("hvdlite_torch", "hvdlite.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
     ),
     "horovod.torch.functions": Module(("hvdlite_torch",), _TORCH_FUNCTIONS),
-    "horovod.torch.optimizer": Module(("hvdlite_torch.horovod",), ("DistributedOptimizer",)),
+    "horovod.torch.optimizer": Module(
+        ("hvdlite_torch.horovod", "hvdlite_torch.horovod_names"), words("DistributedOptimizer _DistributedOptimizer")
+    ),
     "horovod.torch.sync_batch_norm": Module(("hvdlite_torch",), ("SyncBatchNorm",)),
     "horovod.torch.elastic": Module(
         ("hvdlite_torch.elastic", f"{_HERE}.common.elastic"),
@@ -136,7 +145,7 @@ MODULES: dict[str, Module] = {
     "horovod.torch.elastic.state": Module(("hvdlite_torch.elastic",), _TORCH_STATE),
     "horovod.torch.elastic.sampler": Module(("hvdlite_torch.elastic",), ("ElasticSampler",)),
     "horovod.tensorflow": Module(
-        ("hvdlite_tf.horovod", "hvdlite_tf"),
+        ("hvdlite_tf.horovod", "hvdlite_tf.horovod_names", "hvdlite_tf"),
         (
             *_COMMON,
             *_TF_OPERATIONS,
@@ -145,11 +154,15 @@ MODULES: dict[str, Module] = {
             "LocalGradientAggregationHelper",
             *_TF_WRAPPERS,
             *_TF_PRIVATE,
+            *_TF_INNER,
         ),
         whole=True,
         loads=words("compression elastic functions gradient_aggregation mpi_ops sync_batch_norm util"),
     ),
-    "horovod.tensorflow.mpi_ops": Module(("hvdlite_tf",), (*_COMMON, *_TF_OPERATIONS, *_TF_HELPERS[:3])),
+    "horovod.tensorflow.mpi_ops": Module(
+        ("hvdlite_tf.horovod_names", "hvdlite_tf"),
+        (*_COMMON, *_TF_OPERATIONS, *_TF_HELPERS[:3], *words("_allreduce _alltoall_grad")),
+    ),
     "horovod.tensorflow.functions": Module(("hvdlite_tf",), _TF_FUNCTIONS),
     "horovod.tensorflow.compression": Module(
         ("hvdlite_tf", "hvdlite.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
@@ -210,6 +223,18 @@ NOTES: dict[str, Note] = {
     ),
     "horovod.runner.run": Note("changed", "as horovod.run"),
     "horovod.runner": Note("missing", "parts of Horovod's launcher; start jobs with hvdliterun or hvdlite.run"),
+    **{
+        name: Note(
+            "changed",
+            "a name to annotate with, for isinstance and for subclasses: hvd.DistributedOptimizer makes the objects, and "
+            "what is replaced in it raises",
+        )
+        for name in (
+            "horovod.torch.optimizer._DistributedOptimizer",
+            "horovod.tensorflow._DistributedOptimizer",
+        )
+    },
+    "horovod.tensorflow.mpi_ops._alltoall_grad": Note("changed", "raises: differentiate hvd.alltoall"),
     "horovod.common.util.get_extension_full_path": Note(
         "changed", "raises: nothing is compiled, so there is no such file"
     ),

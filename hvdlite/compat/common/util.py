@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import os
@@ -18,6 +19,9 @@ from hvdlite.errors import ArgumentError, MissingPackageError, NotYetError
 __all__ = ["HorovodVersionMismatchError"]
 
 T = TypeVar("T")
+
+_cache = functools.cache
+"""A decorator: call the function once for each list of arguments. Other projects import it."""
 
 _FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "keras"}
 
