@@ -20,6 +20,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite_torch.amp import share_infinities
 from hvdlite_torch.closures import closure_of, replace_closure
 from hvdlite_torch.options import Options
+from hvdlite_torch.step_guard import StepGuard
 
 
 class AdasumExchange:
@@ -42,11 +43,11 @@ class AdasumExchange:
         self._options = options
         self.process_set = options.process_set
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.guard = StepGuard(self._before_step, self._after_step)
 
     def attach(self) -> None:
         """Have the optimizer call this at each step."""
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_step_post_hook(self._after_step)
+        self.guard.attach(self.optimizer)
 
     def set_weight(self, weight: float) -> None:
         """Raise: Adasum weighs by itself."""

@@ -94,13 +94,12 @@ class Sharded(Distributed):
         )
 
 
-def add_to_class(optimizer: torch.optim.Optimizer, mixin: type) -> None:
-    """Let this one object have the methods of `mixin` before those of its class, whose name it keeps."""
+def add_to_class(optimizer: torch.optim.Optimizer, mixin: type, **members: Any) -> None:
+    """Let this one object have `members`, and the methods of `mixin`, before those of its class, whose name it keeps."""
     plain = type(optimizer)
     # Same name, so that whoever prints or saves the class sees what the user wrote.
-    optimizer.__class__ = type(
-        plain.__name__, (*_anchor(plain), mixin, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
-    )
+    about = {"__module__": plain.__module__, "__doc__": plain.__doc__}
+    optimizer.__class__ = type(plain.__name__, (*_anchor(plain), mixin, plain), {**about, **members})
 
 
 def _anchor(plain: type) -> tuple[type, ...]:

@@ -13,6 +13,7 @@ import torch
 
 from hvdlite_torch import optimizer as own
 from hvdlite_torch.distributed import add_to_class
+from hvdlite_torch.step_guard import hooked
 
 __all__ = ["DistributedOptimizer"]
 
@@ -54,7 +55,8 @@ class _Habits:
         finally:
             self._horovod_skips = False
 
-    def step(self, closure: Any = None) -> Any:
+    @hooked
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Exchange the gradients, unless that has been done, and step."""
         if self._horovod_synchronized and not self._horovod_skips:
             warnings.warn(
@@ -63,4 +65,4 @@ class _Habits:
                 stacklevel=2,
             )
         self._horovod_synchronized = False
-        return super().step(closure)  # type: ignore[misc]
+        return super().step(*args, **kwargs)  # type: ignore[misc]

@@ -28,6 +28,7 @@ from hvdlite_torch.options import Options
 from hvdlite_torch.sharded import ShardedExchange
 from hvdlite_torch.slot import Codec
 from hvdlite_torch.standing_in import StandIn
+from hvdlite_torch.step_guard import guarded
 
 
 def DistributedOptimizer(
@@ -107,7 +108,7 @@ def DistributedOptimizer(
     else:
         exchange = _kind_of_exchange(optimizer, shard)(optimizer, options)
     plain = type(optimizer)
-    add_to_class(optimizer, Sharded if shard else Distributed)
+    add_to_class(optimizer, Sharded if shard else Distributed, step=guarded(plain.step))
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     exchange.attach()

@@ -25,6 +25,7 @@ from hvdlite_torch.amp import finish_unscaling
 from hvdlite_torch.closures import Closure, closure_of, joined_loss, replace_closure
 from hvdlite_torch.fused import FusedStep
 from hvdlite_torch.options import Options
+from hvdlite_torch.step_guard import StepGuard
 from hvdlite_torch.tensor import are_same
 
 
@@ -61,6 +62,7 @@ class SteppingExchange(abc.ABC):
         self._sees_all = options.passes > 1
         """All gradients are noticed during backward passes."""
         self._fused = FusedStep(optimizer)
+        self.guard = StepGuard(self._before_step, self._after_step)
         self._advice = Advice(optimizer, options.op, self._gather)
         if not self._trainable():
             raise ArgumentError("this optimizer has no parameters that require a gradient.")
@@ -70,13 +72,7 @@ class SteppingExchange(abc.ABC):
 
     def attach(self) -> None:
         """Have the optimizer call this at each step."""
-        # An optimizer's step may be compiled, too: what goes on around it is not.
-        plain = torch.compiler.disable
-        before = self.optimizer.register_step_pre_hook(plain(self._before_step))  # type: ignore[no-untyped-call]
-        after = self.optimizer.register_step_post_hook(plain(self._after_step))  # type: ignore[no-untyped-call]
-        # Other hooks (clipping, logging) are to see the combined gradients and the new parameters, those registered before too.
-        self.optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
-        self.optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
+        self.guard.attach(self.optimizer)
 
     def _trainable(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
