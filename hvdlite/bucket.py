@@ -10,9 +10,9 @@ Nobody else reads a rank's own part of its own gradients. On one host such a par
 where the framework left it (`Bucket.place`), which spares the copy. On several hosts, what a host has summed of a part is
 then summed over the hosts by the ranks of equal number (see `hvdlite.comm.layers`).
 
-What may differ between ranks is told first, in a short header: which tensors have a gradient, and how many samples they are
-the mean of. The weighted sum of the gradients divided by the sum of the weights is the gradient of the joined batch whatever
-the shares of the ranks, nothing included.
+What may differ between ranks is told first, in a short header (`hvdlite.header`): which tensors have a gradient, and how many
+samples they are the mean of. The weighted sum of the gradients divided by the sum of the weights is the gradient of the joined
+batch whatever the shares of the ranks, nothing included.
 
 Results lie where the gradients do; or apart from them, so that an exchange can be repeated; or in memory that is lent to a
 framework, which reads it without a copy for as long as it likes (`Room`). All ranks of a host read the same lent memory, so
@@ -31,50 +31,13 @@ import numpy as np
 
 from hvdlite.arithmetic import Arithmetic, arithmetic, nbytes_of
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.header import WORDS, Exchanged, Said, read, words
 from hvdlite.layout import Block, lay_out
 from hvdlite.protocols import Array, ReduceOp, TensorInfo
 from hvdlite.timeline import BucketRecord
 
 LARGE_BYTES = 2**14
 """A smaller tensor is sooner copied than looked at: those lie side by side, and are summed together."""
-
-_EXTRA = 5
-"""What is in a header after the tensors: the weight, how far it is from 1, whether this exchange has to be repeated or put off,
-and whether the rank has run out of data. Then, for each room to be lent, whether it is still in use."""
-
-
-class Said(NamedTuple):
-    """What a rank says to the others with its gradients.
-
-    Attributes:
-        weight: Its share in an average: the number of samples that its gradients are the mean of.
-        again: It asks all ranks to repeat their exchanges.
-        news: It asks all ranks to put this exchange off. Gradients stay as they are.
-        joined: It has run out of data.
-    """
-
-    weight: float = 1.0
-    again: bool = False
-    news: bool = False
-    joined: bool = False
-
-
-class Exchanged(NamedTuple):
-    """What ranks have told each other.
-
-    Attributes:
-        anywhere: For each tensor of the bucket, whether any rank has a gradient of it.
-        divisor: The sum of the weights.
-        again: Some rank asks for a repetition.
-        news: Some rank has to say something first: nothing was exchanged.
-        joined: The number of ranks that have run out of data.
-    """
-
-    anywhere: list[bool]
-    divisor: float
-    again: bool = False
-    news: bool = False
-    joined: int = 0
 
 
 class Memory:
@@ -233,7 +196,7 @@ class Bucket:
         self._factors: list[float] | None = None
         self._divisor = 1.0
         self._weight_at = len(self.tensors)
-        header = self.host.allocate(8 * (len(self.tensors) + _EXTRA + lend))
+        header = self.host.allocate(8 * (len(self.tensors) + WORDS + lend))
         self._headers = [part.view(np.float64) for part in header]
         self._total = np.empty_like(self._headers[0])
         self._told: list[bool] | None = None
@@ -394,7 +357,7 @@ class Bucket:
         told = self._tell([used[index] for index in self.tensors], said)
         if record is not None:
             record.ready()
-        if not told.news and (told.divisor > 0 or not any(told.anywhere)):
+        if not told.stopped and (told.divisor > 0 or not any(told.anywhere)):
             self._reduce()
         self.host.meet()
         return told
@@ -421,9 +384,8 @@ class Bucket:
         if used != self._told:
             mine[:at] = used
             self._told = list(used)
-        weight, again, news, joined = said
-        mine[at : at + _EXTRA] = weight, abs(weight - 1.0), again, news, joined
-        mine[at + _EXTRA :] = [room.in_use for room in self._rooms[:-1]]
+        mine[at : at + WORDS] = words(said)
+        mine[at + WORDS :] = [room.in_use for room in self._rooms[:-1]]
         if not all(used):
             for index, there in zip(self.tensors, used, strict=True):
                 if not there:
@@ -437,10 +399,11 @@ class Bucket:
             np.copyto(total, self._headers[0])
             for header in self._headers[1:]:
                 np.add(total, header, out=total)
-        *sums, self._divisor, oddity, agains, newses, joins = total[: at + _EXTRA].tolist()
-        self._factors = [float(header[at]) for header in self._headers] if oddity > 0 else None
-        self._choose_room(total[at + _EXTRA :].tolist())
-        return Exchanged([each > 0 for each in sums], self._divisor, agains > 0, newses > 0, int(joins))
+        told = read((total[:at] > 0).tolist(), total[at : at + WORDS].tolist())
+        self._divisor = told.divisor
+        self._factors = [float(header[at]) for header in self._headers] if total[at + 1] > 0 else None
+        self._choose_room(total[at + WORDS :].tolist())
+        return told
 
     def _choose_room(self, in_use: Sequence[float]) -> None:
         """Put results where no rank looks; in the last room, which is never lent, if all others are in use."""

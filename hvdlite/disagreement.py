@@ -54,6 +54,20 @@ def deadlock_text(pending: Mapping[int, Sequence[tuple[Key, Signature]]]) -> str
     )
 
 
+def variants_text(ranks: Sequence[int], everybody: Sequence[Sequence[str]]) -> str:
+    """The first line in which the ranks differ, as each has it.
+
+    Args:
+        ranks: Their numbers in the job.
+        everybody: The lines of each.
+    """
+    first = next(number for number, said in enumerate(zip(*everybody, strict=False)) if len(set(said)) > 1)
+    variants: dict[str, list[int]] = {}
+    for rank, said in zip(ranks, everybody, strict=True):
+        variants.setdefault(said[first], []).append(rank)
+    return "\n".join(f"  {ranks_text(who)}: {what}" for what, who in variants.items())
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 3``, or ``ranks 0-2, 5``."""
     runs: list[list[int]] = []

@@ -19,8 +19,8 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from hvdlite.bucket import Exchanged, Said
 from hvdlite.comm.host import PATIENT
+from hvdlite.header import Exchanged, Said
 from hvdlite.reducer import Reducer
 from hvdlite.timeline import Row
 
@@ -110,18 +110,18 @@ class Overlap:
             self._orders.put((self._launched, self._weight))
             self._launched += 1
 
-    def finish(self, used: Sequence[bool], weight: float, changed: bool, news: bool = False) -> list[bool]:
+    def finish(self, used: Sequence[bool], said: Said, changed: bool) -> list[bool]:
         """Exchange what has not been yet. As `Reducer.exchange`.
 
         Args:
-            used, weight, news: As there.
+            used, said: As there.
             changed: A gradient has changed since it was `ready`; where the reducer expects it, it is as it is now.
         """
         with self._reducer.timeline.span(Row.PROGRAM, "WAIT", "gradients"):
-            return self._finish(used, weight, changed, news)
+            return self._finish(used, said, changed)
 
-    def _finish(self, used: Sequence[bool], weight: float, changed: bool, news: bool) -> list[bool]:
-        told = []
+    def _finish(self, used: Sequence[bool], said: Said, changed: bool) -> list[bool]:
+        told, weight = [], said.weight
         for _ in range(self._launched):
             result = self._results.get()
             if isinstance(result, BaseException):
@@ -136,17 +136,17 @@ class Overlap:
             or self._weight not in (None, weight)
             or not all(used[i] for bucket in self._reducer.buckets[: self._launched] for i in bucket.tensors)
         )
-        told.append(self._reducer.exchange_bucket(self._last, used, Said(weight, lost, news)))
-        if told[-1].again and not told[-1].news:
+        told.append(self._reducer.exchange_bucket(self._last, used, said._replace(again=lost)))
+        if told[-1].again and not told[-1].stopped:
             self.lost += told[-1].joined == 0  # those who have joined do not count it
-            told = self._reducer.exchange_buckets(used, Said(weight))
+            told = self._reducer.exchange_buckets(used, said)
         self._begin_step()
         self._reducer.next_step()
         return self._reducer.outcome(told)
 
     def drain(self) -> None:
         """Let what is under way on any rank end, in the middle of a step. All ranks do this. Results are worth nothing."""
-        self.finish(self._all_used, self._weight or 1.0, False)
+        self.finish(self._all_used, Said(self._weight or 1.0), False)
 
     def close(self) -> None:
         """End the thread. Nothing is under way."""

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdlite.bucket import Bucket, Exchanged, Said
+from hvdlite.bucket import Bucket
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.host import VERY_PATIENT
 from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.header import Exchanged, Said
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.timeline import BucketRecord, Row, Timeline
 from hvdlite.watch import Watch
@@ -21,7 +22,15 @@ _CLOSE_SECONDS = 1.0
 
 
 class Postponed(Exception):
-    """Some rank had news (see `Reducer.exchange`). Raised on all of them; nothing was exchanged."""
+    """Nothing was exchanged, for the reason that `told` has. Raised on all ranks.
+
+    Attributes:
+        told: `Exchanged.stopped` is set.
+    """
+
+    def __init__(self, told: Exchanged) -> None:
+        super().__init__()
+        self.told = told
 
 
 def check_combinable(op: ReduceOp) -> None:
@@ -49,8 +58,7 @@ class Reducer:
     Attributes:
         buckets: What is exchanged together, in this order.
         timeline: As given.
-        divisor: The sum of the weights of all ranks, in the last exchange.
-        joined: How many ranks had run out of data then.
+        told: What the ranks have said in the last exchange: in its last bucket, for weights and the like.
         stood_in: How many exchanges of others this rank has taken part in with nothing.
 
     Raises:
@@ -79,8 +87,7 @@ class Reducer:
         self._steps = 1
         self._count = len(infos)
         self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
-        self.divisor = 1.0
-        self.joined = 0
+        self.told = Exchanged([], 1.0)
         self.stood_in = 0
         self.buckets = self._make_buckets(infos, plan)
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.tensors}
@@ -153,30 +160,40 @@ class Reducer:
         """There is one rank only."""
         return self._collectives.size == 1
 
-    def exchange(self, used: Sequence[bool], weight: float = 1.0, news: bool = False) -> list[bool]:
+    @property
+    def divisor(self) -> float:
+        """The sum of the weights of all ranks, in the last exchange."""
+        return self.told.divisor
+
+    @property
+    def joined(self) -> int:
+        """How many ranks had run out of data in the last exchange."""
+        return self.told.joined
+
+    def exchange(self, used: Sequence[bool], said: Said = Said()) -> list[bool]:  # noqa: B008  # it cannot change
         """Combine the gradients over the ranks.
 
         Args:
             used: For each tensor, whether this rank has a gradient of it in `memory_of`.
-            weight: Share of this rank in an average: the number of samples that its gradients are the mean of.
-            news: This rank has to tell the others something before gradients can be exchanged.
+            said: What else this rank tells the others.
 
         Returns:
             For each tensor, whether any rank has a gradient of it; if none has, its result is zeros.
 
         Raises:
-            Postponed: Some rank has news.
+            Postponed: Some rank has news, or the ranks have said what cannot be.
             HvdliteError: The weights of all ranks are 0, so there is no average. Raised on all of them.
         """
         if self.alone:
-            if news:
-                raise Postponed
-            for bucket in self.buckets:
-                bucket.alone(used)
-            told = [Exchanged([used[i] for i in bucket.tensors], weight) for bucket in self.buckets]
+            told = [
+                Exchanged([used[i] for i in bucket.tensors], said.weight, news=said.news) for bucket in self.buckets
+            ]
+            if not said.news:
+                for bucket in self.buckets:
+                    bucket.alone(used)
         else:
             with self.timeline.span(Row.PROGRAM, "WAIT", "gradients"):
-                told = self.exchange_buckets(used, Said(weight, news=news))
+                told = self.exchange_buckets(used, said)
         self.next_step()
         return self.outcome(told)
 
@@ -201,7 +218,7 @@ class Reducer:
         self.buckets[-1].host.patience = VERY_PATIENT  # it may take the others a whole step
         said = Said(0.0, joined=True)
         told = self.exchange_buckets(nothing, said)
-        if told[-1].again and not told[-1].news:
+        if told[-1].again and not told[-1].stopped:
             told = self.exchange_buckets(nothing, said)
         self.buckets[-1].host.patience = 0.0
         self.next_step()
@@ -235,10 +252,11 @@ class Reducer:
 
     def outcome(self, told: Sequence[Exchanged]) -> list[bool]:
         """What `exchange` returns and raises, from what each bucket has told."""
-        if any(each.news for each in told):
-            raise Postponed
+        self.told = told[-1]
+        for each in told:
+            if each.stopped:
+                raise Postponed(each)
         anywhere = [False] * self._count
-        self.divisor, self.joined = told[-1].divisor, told[-1].joined
         for bucket, (there, divisor, *_) in zip(self.buckets, told, strict=True):
             if self._average and divisor <= 0 and any(there):
                 raise HvdliteError(

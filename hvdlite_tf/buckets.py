@@ -23,6 +23,7 @@ import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.arithmetic import arithmetic
 from hvdlite.errors import HvdliteError
+from hvdlite.header import Said
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.reducer import Postponed, Reducer
 from hvdlite.tensors import adapter_for
@@ -93,7 +94,7 @@ class Buckets:
             for index, gradient in enumerate(gradients):
                 if gradient is not None:
                     self._show(index, gradient)
-            anywhere = self._reducer.exchange(used, weight, news)
+            anywhere = self._reducer.exchange(used, Said(weight, news=news))
         finally:
             for index, (start, stop) in enumerate(self._parts):
                 if start < stop:

@@ -74,6 +74,9 @@ class AdasumExchange:
 
     quiet = skip
 
+    def have_same_state(self) -> None:
+        """Nothing: the ranks' states are not compared."""
+
     def belongs_to(self, process_set: ProcessSet | None) -> bool:
         """Whether these ranks exchange here."""
         return self._ranks == world().ranks(process_set)

@@ -16,6 +16,7 @@ import torch
 import hvdlite
 from hvdlite import ReduceOp
 from hvdlite.api import world
+from hvdlite.disagreement import variants_text
 from hvdlite_torch.tensor import ADAPTER
 
 _NOT_THE_USERS = ("hvdlite", "hvdlite_torch", "torch")
@@ -28,14 +29,22 @@ class Advice:
     Args:
         optimizer: Whose parameters and learning rate are looked at.
         op: How its gradients are combined.
-        gather: Makes a list of the objects of all ranks.
+        ranks: The world ranks that take part, for messages.
+        gather: Makes a list of the objects of all ranks, in the order of `ranks`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, op: ReduceOp, gather: Callable[[Any], list[Any]]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        op: ReduceOp,
+        ranks: Sequence[int],
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
         self._optimizer = optimizer
         self._op = op
         self._gather = gather
-        self._given = not world().config.advice
+        self._ranks = ranks
+        self._given = self._odd_passes_given = self._late_weight_given = not world().config.advice
 
     def before_exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of this rank alone are there. Every rank calls this at each step."""
@@ -61,6 +70,31 @@ class Advice:
             _say(
                 f"the learning rate is {type(self._optimizer).__name__}'s default, and a step now averages the batches of "
                 f"{len(everybody)} ranks. hvd.scale_lr(optimizer) scales it for that."
+            )
+
+    def odd_passes(self, passes: int) -> None:
+        """The ranks have made different numbers of backward passes; this rank as many. Every rank calls this."""
+        if self._odd_passes_given:
+            return
+        self._odd_passes_given = True
+        everybody = [[f"{each}"] for each in self._gather(passes)]
+        if hvdlite.rank() == 0:
+            _say(
+                "the ranks have made different numbers of backward passes for this step:\n"
+                f"{variants_text(self._ranks, everybody)}\n"
+                "Has a rank left out a step? From there on its batches are combined with those of another step of the others, "
+                "and at the end it is one behind. A rank without samples calls step() too, after optimizer.set_batch_weight(0)."
+            )
+
+    def late_weight(self) -> None:
+        """A batch weight is said after the first step, for which none was said."""
+        if self._late_weight_given:
+            return
+        self._late_weight_given = True
+        if hvdlite.rank() == 0:
+            _say(
+                "set_batch_weight() was called between the first step, which had no weight, and the next backward pass: it is "
+                "the weight of the next step. Call it before optimizer.step() of the batch that it belongs to."
             )
 
     def _has_default_lr(self) -> bool:

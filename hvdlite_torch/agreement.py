@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.disagreement import ranks_text
+from hvdlite.disagreement import variants_text
 from hvdlite.errors import MismatchError
 from hvdlite_torch.tensor import ADAPTER
 
@@ -46,9 +46,5 @@ def check_agreement(
     if len(set(gather(hashlib.sha256("\n".join(lines).encode()).hexdigest()))) == 1:
         return
     everybody: list[list[str]] = gather(lines)
-    first = next(number for number, said in enumerate(zip(*everybody, strict=False)) if len(set(said)) > 1)
-    variants: dict[str, list[int]] = {}
-    for rank, said in zip(ranks, everybody, strict=True):
-        variants.setdefault(said[first], []).append(rank)
-    text = "\n".join(f"  {ranks_text(who)}: {what}" for what, who in variants.items())
+    text = variants_text(ranks, everybody)
     raise MismatchError(f"the ranks do not agree on what DistributedOptimizer is given:\n{text}")

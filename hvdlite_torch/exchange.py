@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from typing import NoReturn
 
 import torch
 
 import hvdlite
 from hvdlite.errors import HvdliteError
+from hvdlite.header import Exchanged
 from hvdlite.overlap import Overlap
 from hvdlite.planner import Planner
 from hvdlite.protocols import Plan
@@ -76,7 +78,7 @@ class GradientExchange(SteppingExchange):
         self._hooks = []
         for slot in self._slots:
             large = self._reducer.is_large(slot.index)
-            if large or self._sees_all:
+            if large or self._sees_all or slot.index == 0:  # one, at least, for passes are counted
                 hook = functools.partial(self._take, slot) if large else functools.partial(self._count_pass, slot.index)
                 parameter = self._parameters[slot.index]
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -98,30 +100,42 @@ class GradientExchange(SteppingExchange):
             news: list[int] = []
             changed = self._collect_large(used, news)
             self._collect_small(used, news)
-            weight, self._weight = self._weight, 1.0
+            said = self._said(bool(news))
             begin = time.perf_counter()
             assert self._reducer is not None
             try:
                 if self._overlap is None:
-                    anywhere = self._reducer.exchange(used, weight, bool(news))
+                    anywhere = self._reducer.exchange(used, said)
                 else:
-                    anywhere = self._overlap.finish(used, weight, changed, bool(news))
+                    anywhere = self._overlap.finish(used, said, changed)
                 break
-            except Postponed:
-                self._weight = weight
+            except Postponed as stop:
+                if not stop.told.news:
+                    self._refuse(stop.told)
                 self._set_aside(news)
         seconds = time.perf_counter() - begin
+        weight = self._take_weight()
         self._deliver(anywhere)
         self._check_step(any(anywhere), self._reducer.divisor)
         if self._sparse:
             average = self._options.op is hvdlite.Average
             combine_sparse(self._sparse, weight, average, self.process_set)
         self._synchronized = True
+        if self._reducer.told.odd_passes:
+            self._advice.odd_passes(said.passes)
         self._passes.clear()
         if self._reducer.joined == 0:  # who has joined counts no steps, and could not follow another plan
             plan = self._planner.exchanged(seconds, 0 if self._overlap is None else self._overlap.lost)
             if plan is not None:
                 self._follow(plan, dense)
+
+    def _refuse(self, told: Exchanged) -> NoReturn:
+        """The ranks have said what cannot be. Every rank calls this."""
+        weight = self._weight if self._weighted else None
+        self._take_weight()
+        if told.odd_weights:
+            self._in_step.refuse_weights(weight)
+        self._in_step.refuse()
 
     # This rank has run out of data, and others have not (`hvdlite.join`)
 

@@ -36,3 +36,4 @@ class StandIn:
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
         broadcast_(parameters, last, process_set=process_set)
         broadcast_optimizer_state(optimizer, last, process_set=process_set)
+        self._exchange.have_same_state()

@@ -13,7 +13,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.distributed import Sharded
+from hvdlite_torch.distributed import Distributed, Sharded
 from hvdlite_torch.movements import broadcast_
 
 T = TypeVar("T")
@@ -85,6 +85,8 @@ def broadcast_optimizer_state(
     _broadcast(tensors, root_rank, process_set)
     if rank != root or isinstance(optimizer, Sharded):
         optimizer.load_state_dict(_Unpickler(io.BytesIO(skeleton), tensors).load())
+    if isinstance(optimizer, Distributed):
+        optimizer._hvdlite_exchange.have_same_state()
 
 
 def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:

@@ -19,11 +19,13 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite.header import Said
 from hvdlite_torch.advice import Advice
 from hvdlite_torch.agreement import check_agreement
 from hvdlite_torch.amp import finish_unscaling
 from hvdlite_torch.closures import Closure, closure_of, joined_loss, replace_closure
 from hvdlite_torch.fused import FusedStep
+from hvdlite_torch.in_step import InStep
 from hvdlite_torch.options import Options
 from hvdlite_torch.step_guard import StepGuard
 from hvdlite_torch.tensor import are_same
@@ -50,6 +52,10 @@ class SteppingExchange(abc.ABC):
         self._options = options
         self.process_set = options.process_set
         self._weight = 1.0
+        self._weighted = False
+        """The program has said the weight."""
+        self._first_weighted = False
+        """It has said that of the first step."""
         self._synchronized = False
         self._skip = False
         self._quiet = False
@@ -63,11 +69,12 @@ class SteppingExchange(abc.ABC):
         """All gradients are noticed during backward passes."""
         self._fused = FusedStep(optimizer)
         self.guard = StepGuard(self._before_step, self._after_step)
-        self._advice = Advice(optimizer, options.op, self._gather)
+        ranks = self._world.ranks(self.process_set)
+        self._advice = Advice(optimizer, options.op, ranks, self._gather)
+        self._in_step = InStep(optimizer, ranks, self._gather, owns_state=not self._adapts)
         if not self._trainable():
             raise ArgumentError("this optimizer has no parameters that require a gradient.")
         arguments = {"max_grad_norm": options.max_grad_norm, "op": options.op, "shard": not self._adapts}
-        ranks = self._world.ranks(self.process_set)
         check_agreement(self._trainable(), options.names, arguments, ranks, self._gather)
 
     def attach(self) -> None:
@@ -96,7 +103,21 @@ class SteppingExchange(abc.ABC):
             raise ArgumentError(f"a batch weight has no meaning for op={self._options.op!r}: it is for averages.")
         if not weight >= 0:
             raise ArgumentError(f"set_batch_weight({weight!r}): expected the number of this rank's samples, 0 or more.")
-        self._weight = float(weight)
+        if self._in_step.steps == 1 and not self._first_weighted and not self._passes:
+            self._advice.late_weight()
+        self._weight, self._weighted = float(weight), True
+
+    def _take_weight(self) -> float:
+        """The weight of this step. That of the next is to be said anew."""
+        if self._in_step.steps == 0:
+            self._first_weighted = self._weighted
+        weight, self._weight, self._weighted = self._weight, 1.0, False
+        return weight
+
+    def _said(self, news: bool) -> Said:
+        """What this rank says with its gradients."""
+        passes = max(self._passes.values(), default=0)
+        return Said(self._weight, False, news, False, self._weighted, self._in_step.digest(), passes)
 
     def synchronize(self) -> None:
         """Exchange the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
@@ -175,16 +196,22 @@ class SteppingExchange(abc.ABC):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._fused.back()
+        self._in_step.steps += 1
+
+    def have_same_state(self) -> None:
+        """All ranks have been given the same parameters and state. Every rank calls this."""
+        self._in_step.steps = 0
 
     def _together(self, closure: Closure) -> Closure:
         """A closure that all ranks evaluate together, to equal gradients and an equal loss."""
 
-        weight, self._weight = self._weight, 1.0  # of the batch, however often it is evaluated
+        weighted = self._weighted
+        weight = self._take_weight()  # of the batch, however often it is evaluated
 
         def evaluate() -> Any:
-            self._weight = weight
+            self._weight, self._weighted = weight, weighted
             loss = closure()
-            self._weight = weight
+            self._weight, self._weighted = weight, weighted
             self._exchange()
             self._clip()
             return joined_loss(loss, weight, self._options.op is hvdlite.Average, self.process_set)
@@ -227,13 +254,12 @@ class SteppingExchange(abc.ABC):
         """A backward pass has added to the gradient of parameter `index`. Can be its hook."""
         # A step that was left out after synchronize(), as GradScaler does, must not spare the next one its exchange.
         self._synchronized = False
-        if self._options.passes > 1:
-            passes = self._passes[index] = self._passes.get(index, 0) + 1
-            if passes > self._options.passes:
-                raise ArgumentError(
-                    f"{passes} backward passes without a step, and backward_passes_per_step={self._options.passes}: raise "
-                    "that number, or leave it out, which allows any."
-                )
+        passes = self._passes[index] = self._passes.get(index, 0) + 1
+        if passes > self._options.passes > 1:
+            raise ArgumentError(
+                f"{passes} backward passes without a step, and backward_passes_per_step={self._options.passes}: raise "
+                "that number, or leave it out, which allows any."
+            )
 
     # This rank has run out of data, and others have not (`hvdlite.join`)
 

@@ -14,7 +14,7 @@ LAYERS = (
     {"protocols", "errors", "config", "process_set", "topology"},
     {"control", "devices", "algorithms", "extras", "threads", "timeline"},
     {"tensors"},
-    {"arithmetic", "layout", "compression"},
+    {"arithmetic", "layout", "compression", "header"},
     {
         "comm.local",
         "comm.mpi",
