@@ -68,4 +68,4 @@ def share_infinities(found: Iterable[torch.Tensor], process_set: ProcessSet) -> 
         process_set: The ranks that step together.
     """
     for count in found:
-        hvdlite.allreduce(count, hvdlite.Max, inplace=True, process_set=process_set)
+        hvdlite.allreduce(count, hvdlite.Sum, inplace=True, process_set=process_set)

@@ -29,7 +29,8 @@ NUMPY = {
     DTYPES["float8_e4m3fn"]: np.dtype(ml_dtypes.float8_e4m3fn),
     DTYPES["float8_e5m2"]: np.dtype(ml_dtypes.float8_e5m2),
 }
-UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.PRODUCT: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum}
+UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.PRODUCT: np.multiply, ReduceOp.MAX: np.fmax, ReduceOp.MIN: np.fmin}
+"""Max and Min as NCCL has them: they lose a NaN."""
 BY_NUMBER = {number: op for op, number in OPS.items()}
 
 Request = tuple[Any, ...]

@@ -238,6 +238,8 @@ def test_how_dtypes_travel() -> None:
     assert wire_of("float8_e5m2", ReduceOp.SUM, new) == ("float8_e5m2", False)
     assert wire_of("float8_e5m2", ReduceOp.SUM, old) is None
     assert wire_of("float32", ReduceOp.ADASUM, new) is None
+    assert wire_of("int32", ReduceOp.MIN, new) == ("int32", False)
+    assert wire_of("bfloat16", ReduceOp.MIN, new) is None  # a NaN would be lost
 
 
 def test_a_call_that_never_comes_back_is_left_behind() -> None:

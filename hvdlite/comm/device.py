@@ -68,7 +68,8 @@ def wire_of(dtype: str, op: ReduceOp, version: int) -> Wire | None:
 
     Complex numbers are added as pairs of real ones. 16-bit integers travel as 32 bits, and wrap around as ever when they are
     cast back. For bool, Min, Max and Product of bytes that are 0 or 1 are "all", "any" and "all". Averages of integers are
-    summed in 64 bits, as on the host.
+    summed in 64 bits, as on the host. Min and Max of floating-point numbers go by way of the host: NCCL's lose a NaN, as CUDA's
+    fmin and fmax do.
 
     Args:
         dtype: A name as in `hvdlite.protocols.Device`.
@@ -76,6 +77,8 @@ def wire_of(dtype: str, op: ReduceOp, version: int) -> Wire | None:
         version: NCCL's.
     """
     if op is ReduceOp.ADASUM or (op is ReduceOp.PRODUCT and dtype.startswith("complex")):
+        return None
+    if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.startswith(("float", "bfloat")):
         return None
     if dtype.startswith("complex"):
         return Wire("float32" if dtype == "complex64" else "float64", False)
@@ -127,7 +130,7 @@ class DeviceCollectives:
 
         Args:
             tensor: Shape ``(n,)``, the same on every rank; of a dtype that `wire` does not want cast.
-            op: SUM, AVERAGE (no integers), MIN, MAX or PRODUCT. Halves are added in NCCL's way, rounded more than once.
+            op: SUM, AVERAGE (no integers), MIN or MAX (integers and bool), or PRODUCT. Halves are added in NCCL's way, rounded more than once.
                 Averages of halves, and of any numbers where the size is a power of two, are divided before they are added.
             stream: Where the work is put.
             out: Where the result goes; into `tensor` by default.

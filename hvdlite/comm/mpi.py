@@ -12,12 +12,32 @@ from mpi4py import MPI
 
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
-from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine
+from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine, ufunc_of
 
 _DATA_TAG = 1
 _LETTER_TAG = 2
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PRODUCT: MPI.PROD}
+
+
+def _numpy_op(op: ReduceOp) -> MPI.Op:
+    """A reduction of floating-point numbers by NumPy. It is called once for a whole piece of memory."""
+    ufunc = ufunc_of(op)
+
+    def reduce(source: MPI.buffer, into: MPI.buffer, datatype: MPI.Datatype) -> None:
+        dtype = np.dtype(datatype.tocode())
+        result = np.frombuffer(into, dtype)
+        ufunc(np.frombuffer(source, dtype), result, out=result)
+
+    return MPI.Op.Create(reduce, commute=True)
+
+
+# MPI's own comparisons lose a NaN, depending on which rank has it.
+_NAN_OPS = {op: _numpy_op(op) for op in (ReduceOp.MIN, ReduceOp.MAX)}
+
+
+def _op(op: ReduceOp, data: Array) -> MPI.Op:
+    return _NAN_OPS[op] if op in _NAN_OPS and data.dtype.kind == "f" else _OPS[op]
 
 
 def _raw(data: Array) -> list[object]:
@@ -100,7 +120,7 @@ class MpiCollectives:
     def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
         if algorithm in ("auto", "mpi"):
             for part in _parts(data):
-                self._comm.Allreduce(MPI.IN_PLACE, part, _OPS[op])
+                self._comm.Allreduce(MPI.IN_PLACE, part, _op(op, data))
         elif algorithm in ALGORITHMS:
             ALGORITHMS[algorithm](self._transport, data, numpy_combine(op))
         else:
@@ -126,7 +146,7 @@ class MpiCollectives:
         self._comm.Alltoallv(send, recv)
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
-        self._comm.Reduce_scatter(data, out, list(counts), _OPS[op])
+        self._comm.Reduce_scatter(data, out, list(counts), _op(op, data))
 
     def barrier(self) -> None:
         self._comm.Barrier()

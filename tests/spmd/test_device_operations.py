@@ -341,13 +341,30 @@ def test_float8_needs_a_new_nccl(ranks: Any) -> None:
     def check() -> None:
         with fake_gpu(FakeNccl(22400)) as gpu:
             x = gpu.ready(torch.ones(4).to(torch.float8_e4m3fn))
-            result = hvd.allreduce(x, op=hvd.Max)
-            assert result.dtype is x.dtype and result.float().tolist() == [1.0] * 4
+            result = hvd.allreduce(x, op=hvd.Sum)
+            assert result.dtype is x.dtype and result.float().tolist() == [float(hvd.size())] * 4
         if hvd.size() > 1:
             with fake_gpu(FakeNccl(22300)) as gpu:
                 x = gpu.ready(torch.ones(4).to(torch.float8_e4m3fn))
                 with pytest.raises(UnsupportedTensorError, match=r"2\.24"):
+                    hvd.allreduce(x, op=hvd.Sum)
+
+                with pytest.raises(UnsupportedTensorError, match="float16"):
                     hvd.allreduce(x, op=hvd.Max)
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max], ids=repr)
+def test_no_nan_is_lost(ranks: Any, op: hvd.ReduceOp) -> None:
+    """As NCCL's own Min and Max do: so does the pretended one."""
+
+    def check() -> None:
+        with fake_gpu() as gpu:
+            for who in range(hvd.size()):
+                x = gpu.ready(torch.full((6,), float("nan") if who == hvd.rank() else 1.0))
+                for result in (hvd.allreduce(x, op=op), hvd.reducescatter(x, op=op)):
+                    assert result.isnan().all()
 
     ranks(check)
 

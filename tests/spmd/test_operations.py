@@ -394,3 +394,25 @@ def test_uneven_alltoall_needs_splits(ranks: Any) -> None:
                 hvd.alltoall(np.ones(hvd.size() + 1))
 
     ranks(check)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max], ids=repr)
+def test_no_nan_is_lost(ranks: Any, op: hvd.ReduceOp, dtype: str) -> None:
+    """Small tensors go to MPI, larger ones through shared memory; and by messages where an algorithm is named."""
+
+    def on_rank() -> None:
+        for length in (1, 1024, 1025, 40_000):
+            for who in range(hvd.size()):
+                x = torch.ones(length, dtype=getattr(torch, dtype))
+                if hvd.rank() == who:
+                    x[length // 2] = float("nan")
+                algorithms = ["auto", "ring"] if length < 2000 else ["auto"]
+                results = [hvd.allreduce(x, op, algorithm=algorithm) for algorithm in algorithms]
+                pieces = [hvd.reducescatter(x, op)]
+                results.append(torch.cat(hvd.allgather_object(pieces[0])))
+                for result in results:
+                    assert result.isnan().nonzero().flatten().tolist() == [length // 2]
+                    assert result.nansum(dtype=torch.float64) == length - 1
+
+    ranks(on_rank)
