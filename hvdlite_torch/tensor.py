@@ -68,8 +68,8 @@ class TorchAdapter:
     def to_array(self, tensor: torch.Tensor, *, wide: bool) -> Array:
         if tensor.dtype in FLOAT8:
             raise UnsupportedTensorError(
-                f"{tensor.dtype} has a Sum, an Average and a Product by NCCL 2.24 or later, and nothing in host memory; cast it to "
-                "float16."
+                f"{tensor.dtype} has a Sum, an Average and a Product by NCCL 2.24 or later, and nothing in host memory; "
+                "cast it to float16."
             )
         if tensor.requires_grad:
             tensor = tensor.detach()
