@@ -447,3 +447,7 @@ class DeviceAdapter(TensorAdapter[T], Protocol[T]):
     def from_device(self, native: Any, like: T) -> T:
         """The reverse, of the kind of `like`."""
         ...
+
+    def touch(self, tensor: T) -> None:
+        """Tell the framework that the values of a tensor have changed, by what works on addresses."""
+        ...

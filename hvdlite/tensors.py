@@ -170,6 +170,9 @@ class ArrayApiAdapter:
     def from_device(self, native: Any, like: Any) -> Any:
         return devices.lend(native, like)
 
+    def touch(self, tensor: Any) -> None:
+        """Nothing here is changed in place."""
+
     def to_array(self, tensor: Any, *, wide: bool) -> Array:
         if self.device_kind(tensor) is not None:
             device = self.device(tensor)

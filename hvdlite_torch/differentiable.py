@@ -13,7 +13,8 @@ import torch
 
 from hvdlite.arguments import as_list
 from hvdlite.compression import Compression, Compressor
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite_torch.tensor import ADAPTER
 
 Tensors = list[torch.Tensor]
 Exchange = Callable[[Tensors], Tensors]
@@ -30,6 +31,65 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (None, None, *ctx.backward_of_results([gradient.contiguous() for gradient in gradients]))
+
+
+class _InPlace(torch.autograd.Function):
+    """As `_Differentiable`, of an exchange that overwrites the tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Exchange, backward: Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.backward_of_results = backward
+        ctx.mark_dirty(*tensors)
+        forward(list(tensors))
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return (None, None, *ctx.backward_of_results([gradient.contiguous() for gradient in gradients]))
+
+
+def _is_recorded(tensor: Any) -> bool:
+    """Whether autograd will go through a tensor, on its way to those that it was made of."""
+    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf
+
+
+def overwriting(given: Any, forward: Exchange, backward: Exchange) -> Any:
+    """Exchange one tensor or a list of them in place, as a change in place for autograd.
+
+    Parameters, and other tensors that require a gradient and were not made of others, are overwritten as under
+    ``torch.no_grad()``: that is what Horovod's programs do with them.
+
+    Args:
+        given, forward, backward: As in `differentiable`.
+
+    Returns:
+        `given`, or a list of what is in it.
+    """
+    tensors = as_list(given)
+    if torch.is_grad_enabled() and any(map(_is_recorded, tensors)):
+        seen = [tensor if _is_recorded(tensor) else tensor.detach() for tensor in tensors]
+        _InPlace.apply(forward, backward, *seen)  # type: ignore[no-untyped-call]
+    else:
+        forward(tensors)
+    return tensors if isinstance(given, list | tuple) else given
+
+
+def overwritten_later(given: Any) -> Any:
+    """Let tensors pass that an exchange under way will overwrite.
+
+    Raises:
+        UnsupportedTensorError: Autograd goes through one of them, and would take no notice.
+    """
+    for tensor in as_list(given):
+        if torch.is_grad_enabled() and _is_recorded(tensor):
+            raise UnsupportedTensorError(
+                f"autograd has recorded how this tensor of shape {tuple(tensor.shape)} was made, and an asynchronous operation "
+                "that overwrites it cannot be recorded: use the blocking form, or tensor.detach() if no gradient is to go "
+                "through it."
+            )
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+            ADAPTER.touch(tensor)  # who needs the values of now must not use it any more
+    return given
 
 
 def differentiable(

@@ -1,7 +1,8 @@
 """Operations that move the ranks' tensors as they are: allgather, broadcast and alltoall, in all their forms.
 
 The names, and the order and defaults of the arguments, are Horovod's. Blocking forms that return a new tensor are
-differentiable; forms in place and asynchronous ones are not, and take tensors that require a gradient as they take others.
+differentiable, and so are those in place. Asynchronous ones are not, and take tensors that require a gradient as they take
+others.
 Gradients are those of the sum of all ranks' losses.
 """
 
@@ -16,7 +17,7 @@ import hvdlite
 from hvdlite import Handle, ProcessSet
 from hvdlite.arguments import as_list, group_of, rank_in, root_within, size_of
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.differentiable import Tensors, differentiable
+from hvdlite_torch.differentiable import Exchange, Tensors, differentiable, overwriting, overwritten_later
 from hvdlite_torch.reductions import allreduce
 
 T = TypeVar("T")
@@ -111,6 +112,14 @@ def broadcast(tensor: T, root_rank: int, name: str | None = None, process_set: P
     """
     root = root_within(process_set, root_rank)
 
+    def forward(tensors: Tensors) -> Tensors:
+        return hvdlite.broadcast(tensors, root, name, process_set=process_set)
+
+    sent: T = differentiable(tensor, forward, _backward_of_broadcast(root, process_set))
+    return sent
+
+
+def _backward_of_broadcast(root: int, process_set: ProcessSet) -> Exchange:
     def backward(gradients: Tensors) -> Tensors:
         summed = allreduce(gradients, op=hvdlite.Sum, process_set=process_set)
         if rank_in(process_set) == root:
@@ -120,11 +129,7 @@ def broadcast(tensor: T, root_rank: int, name: str | None = None, process_set: P
             gradient.masked_fill(torch.ones((), dtype=torch.bool, device=gradient.device), 0) for gradient in summed
         ]
 
-    def forward(tensors: Tensors) -> Tensors:
-        return hvdlite.broadcast(tensors, root, name, process_set=process_set)
-
-    sent: T = differentiable(tensor, forward, backward)
-    return sent
+    return backward
 
 
 def broadcast_async(
@@ -135,20 +140,26 @@ def broadcast_async(
 
 
 def broadcast_(tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody) -> T:
-    """Overwrite `tensor` with what `broadcast` returns. Not recorded by autograd.
+    """Overwrite `tensor` with what `broadcast` returns. For autograd as `allreduce_`.
 
     Returns:
         `tensor`.
     """
-    return hvdlite.broadcast(tensor, root_within(process_set, root_rank), name, inplace=True, process_set=process_set)
+    root = root_within(process_set, root_rank)
+
+    def forward(tensors: Tensors) -> Tensors:
+        return hvdlite.broadcast(tensors, root, name, inplace=True, process_set=process_set)
+
+    sent: T = overwriting(tensor, forward, _backward_of_broadcast(root, process_set))
+    return sent
 
 
 def broadcast_async_(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> Handle:
-    """Start `broadcast_`; after `synchronize` of what this returns, `tensor` is overwritten."""
+    """Start `broadcast_`; after `synchronize` of what this returns, `tensor` is overwritten. As `allreduce_async_`."""
     root = root_within(process_set, root_rank)
-    return hvdlite.broadcast_async(tensor, root, name, inplace=True, process_set=process_set)
+    return hvdlite.broadcast_async(overwritten_later(tensor), root, name, inplace=True, process_set=process_set)
 
 
 def alltoall(tensor: Any, splits: Splits = None, name: str | None = None, process_set: ProcessSet = Everybody) -> Any:

@@ -1,8 +1,8 @@
 """allreduce in all its forms.
 
 The names, and the order and defaults of the arguments, are Horovod's. Blocking forms that return a new tensor are
-differentiable for Sum and Average; forms in place and asynchronous ones are not, and take tensors that require a gradient
-as they take others.
+differentiable for Sum and Average, and so are those in place. Asynchronous ones are not, and take tensors that require a
+gradient as they take others.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import hvdlite
 from hvdlite import Handle, ProcessSet, ReduceOp
 from hvdlite.arguments import check_linear, choose_op, factors, group_of
 from hvdlite.compression import Compression, Compressor
-from hvdlite_torch.differentiable import Tensors, differentiable
+from hvdlite_torch.differentiable import Exchange, Tensors, differentiable, overwriting, overwritten_later
 
 T = TypeVar("T")
 Everybody = hvdlite.global_process_set
@@ -61,15 +61,19 @@ def allreduce(
     chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set) | {"algorithm": algorithm}
 
-    def backward(gradients: Tensors) -> Tensors:
-        check_linear("allreduce", chosen)
-        return allreduce(gradients, op=chosen, **options)
-
     def forward(tensors: Tensors) -> Tensors:
         return hvdlite.allreduce(tensors, chosen, name, **options)
 
-    reduced: T = differentiable(tensor, forward, backward, compression)
+    reduced: T = differentiable(tensor, forward, _backward(chosen, options), compression)
     return reduced
+
+
+def _backward(op: ReduceOp, options: dict[str, Any]) -> Exchange:
+    def backward(gradients: Tensors) -> Tensors:
+        check_linear("allreduce", op)
+        return allreduce(gradients, op=op, **options)
+
+    return backward
 
 
 def allreduce_async(
@@ -95,13 +99,21 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> T:
-    """Overwrite `tensor` with what `allreduce` returns. Not recorded by autograd.
+    """Overwrite `tensor` with what `allreduce` returns. For autograd that is a change in place, and differentiable.
+
+    A parameter (or another leaf that requires a gradient) is overwritten as under ``torch.no_grad()``.
 
     Returns:
         `tensor`.
     """
+    chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set)
-    return hvdlite.allreduce(tensor, choose_op(op, average), name, inplace=True, **options)
+
+    def forward(tensors: Tensors) -> Tensors:
+        return hvdlite.allreduce(tensors, chosen, name, inplace=True, **options)
+
+    reduced: T = overwriting(tensor, forward, _backward(chosen, options))
+    return reduced
 
 
 def allreduce_async_(
@@ -113,9 +125,14 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> Handle:
-    """Start `allreduce_`; after `synchronize` of what this returns, `tensor` is overwritten."""
+    """Start `allreduce_`; after `synchronize` of what this returns, `tensor` is overwritten.
+
+    Raises:
+        UnsupportedTensorError: Autograd would have to record it.
+    """
     options = factors(prescale_factor, postscale_factor, process_set)
-    return hvdlite.allreduce_async(tensor, choose_op(op, average), name, inplace=True, **options)
+    chosen = choose_op(op, average)
+    return hvdlite.allreduce_async(overwritten_later(tensor), chosen, name, inplace=True, **options)
 
 
 def grouped_allreduce(
@@ -157,13 +174,13 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> list[torch.Tensor]:
-    """Overwrite several tensors with what `grouped_allreduce` returns. Not recorded by autograd.
+    """Overwrite several tensors with what `grouped_allreduce` returns. For autograd as `allreduce_`.
 
     Returns:
         `tensors`, as a list.
     """
-    options = factors(prescale_factor, postscale_factor, process_set)
-    return hvdlite.allreduce(group_of(tensors), choose_op(op, average), name, inplace=True, **options)
+    chosen = choose_op(op, average)
+    return allreduce_(group_of(tensors), None, name, chosen, prescale_factor, postscale_factor, process_set)
 
 
 def grouped_allreduce_async_(
@@ -175,6 +192,6 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> Handle:
-    """Start `grouped_allreduce_`; after `synchronize` of what this returns, `tensors` are overwritten."""
-    options = factors(prescale_factor, postscale_factor, process_set)
-    return hvdlite.allreduce_async(group_of(tensors), choose_op(op, average), name, inplace=True, **options)
+    """Start `grouped_allreduce_`: as `allreduce_async_`, of several tensors."""
+    chosen = choose_op(op, average)
+    return allreduce_async_(group_of(tensors), None, name, chosen, prescale_factor, postscale_factor, process_set)

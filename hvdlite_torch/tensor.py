@@ -65,6 +65,10 @@ class TorchAdapter:
     def from_device(self, native: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return native
 
+    def touch(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_inference():  # which has no version
+            torch.autograd.graph.increment_version(tensor)
+
     def to_array(self, tensor: torch.Tensor, *, wide: bool) -> Array:
         if tensor.dtype in FLOAT8:
             raise UnsupportedTensorError(
@@ -96,6 +100,7 @@ class TorchAdapter:
 
     def assign(self, tensor: torch.Tensor, array: Array) -> None:
         if array.size and torch.from_numpy(array).data_ptr() == tensor.data_ptr():
+            self.touch(tensor)  # autograd must hear of it, as of torch's own changes in place
             return
         with torch.no_grad():
             tensor.copy_(self.from_array(array, DTYPES[tensor.dtype], tensor))

@@ -131,7 +131,8 @@ class DeviceCollectives:
         Args:
             tensor: Shape ``(n,)``, the same on every rank; of a dtype that `wire` does not want cast.
             op: SUM, AVERAGE (no integers), MIN or MAX (integers and bool), or PRODUCT. Halves are added in NCCL's way, rounded
-                more than once. Averages of halves, and of any numbers where the size is a power of two, are divided before they are added.
+                more than once. Averages of halves, and of any numbers where the size is a power of two, are divided before they
+                are added.
             stream: Where the work is put.
             out: Where the result goes; into `tensor` by default.
 

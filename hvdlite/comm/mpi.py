@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -24,7 +25,7 @@ def _numpy_op(op: ReduceOp) -> MPI.Op:
     """A reduction of floating-point numbers by NumPy. It is called once for a whole piece of memory."""
     ufunc = ufunc_of(op)
 
-    def reduce(source: MPI.buffer, into: MPI.buffer, datatype: MPI.Datatype) -> None:
+    def reduce(source: Any, into: Any, datatype: MPI.Datatype) -> None:
         dtype = np.dtype(datatype.tocode())
         result = np.frombuffer(into, dtype)
         ufunc(np.frombuffer(source, dtype), result, out=result)

@@ -53,6 +53,11 @@ class Place:
             self.natives: list[Any] = [a.to_device(tensor) for tensor, a in zip(tensors, adapters, strict=True)]
         self.ready: Any = current.record()
 
+    def touch(self) -> None:
+        """The tensors have been overwritten."""
+        for tensor, adapter in zip(self._tensors, self._adapters, strict=True):
+            adapter.touch(tensor)
+
     def receive(self, done: Any, result: Any) -> Any:
         """Called in the caller's thread: what he does next comes after what was done for him.
 
@@ -98,6 +103,10 @@ def on_device(operations: Sequence[Any], collectives: HierarchicalCollectives) -
             for native in place.natives:
                 place.device.keep(native, stream)  # whose memory it is: that of others, which the channel may not know
             place.natives = []
+    if make is not None:
+        for operation in operations:
+            if operation.place is not None and operation.inplace:
+                operation.place.touch()
     done = stream.record()
     for operation in operations:
         if operation.place is not None:
