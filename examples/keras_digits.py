@@ -49,6 +49,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     hvd.init()  # hvd
+    if hvd.rank() == 0:
+        print(hvd.describe(), flush=True)
     tf.config.threading.set_intra_op_parallelism_threads(
         max(1, (os.cpu_count() or 1) // hvd.local_size())  # hvd: the ranks share the cores
     )

@@ -43,6 +43,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     hvd.init()  # hvd
+    if hvd.rank() == 0:
+        print(hvd.describe(), flush=True)
     torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))  # hvd: the ranks share the cores
     images, labels = load()
     train, test = slice(0, 1437), slice(1437, None)

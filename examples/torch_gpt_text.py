@@ -228,6 +228,8 @@ def main() -> None:
     if arguments.context >= len(test):
         raise SystemExit(f"--context {arguments.context}: the held-out text has only {len(test)} bytes.")
     hvd.init()
+    if hvd.rank() == 0:
+        print(hvd.describe(), flush=True)
     torch.manual_seed(arguments.seed)
     model = GPT(arguments.layers, arguments.width, arguments.context)
     losses, tests, speed = train(model, text, test, arguments)

@@ -85,6 +85,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     hvd.init()
+    if hvd.rank() == 0:
+        print(hvd.describe(), flush=True)
     torch.set_num_threads(max(1, torch.get_num_threads() // hvd.local_size()))
     images, labels = load()
     for name, batch_size in [("SGD", BASE_BATCH), *((name, arguments.batch_size) for name in RECIPES)]:

@@ -86,6 +86,8 @@ def main() -> None:
     """Train on the same random images again and again, and say how fast that was."""
     arguments = parse_arguments()
     hvd.init()
+    if hvd.rank() == 0:
+        print(hvd.describe(), flush=True)
     cuda = torch.cuda.is_available() and not arguments.no_cuda
     if cuda:
         torch.cuda.set_device(hvd.local_rank())

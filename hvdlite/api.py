@@ -200,6 +200,11 @@ def is_homogeneous() -> bool:
     return world("is_homogeneous()").topology.is_homogeneous
 
 
+def describe() -> str:
+    """The job in a few words, for the first line of a program's output: "4 ranks on 2 hosts (Open MPI v5.0.11)"."""
+    return world("describe()").describe()
+
+
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
     """Record from now on what every rank does, and when: a Chrome trace, see docs/timeline.md. Every rank calls this.
 

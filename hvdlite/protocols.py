@@ -57,6 +57,11 @@ class Transport(Protocol):
         """The number of ranks in the group."""
         ...
 
+    @property
+    def medium(self) -> str:
+        """What carries the messages, for people: such as "Open MPI v5.0.11"."""
+        ...
+
     def send(self, data: Array, dest: int) -> None:
         """Send `data`; it may be overwritten when the call returns. May block until it is received."""
         ...

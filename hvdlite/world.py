@@ -82,6 +82,12 @@ class World:
         collectives.devices = DeviceGroup(self.devices, ranks)
         return Engine(transport, collectives, ranks, self.watch, self.config, self.timeline)
 
+    def describe(self) -> str:
+        """How many ranks there are, on how many hosts, and what carries their messages."""
+        ranks, hosts = len(self._hosts), len(set(self._hosts))
+        counts = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
+        return f"{counts} ({self._transport.medium})"
+
     def engine(self, process_set: ProcessSet | None = None) -> Engine:
         """The engine of a process set; of all ranks if None.
 

@@ -43,8 +43,23 @@ def check_agreement(
         name = f" {names[id(parameter)]!r}" if id(parameter) in names else ""
         lines.append(f"parameter {number}{name} is {info.dtype} of shape {info.shape}")
     lines.append(f"trained parameters: {len(parameters)}")
+    check_same(lines, "what DistributedOptimizer is given", ranks, gather)
+
+
+def check_same(lines: Sequence[str], what: str, ranks: Sequence[int], gather: Callable[[Any], list[Any]]) -> None:
+    """Raise on all ranks if their lines differ. Every rank calls this.
+
+    Args:
+        lines: What is to be equal.
+        what: What the lines are about.
+        ranks: The world ranks that take part.
+        gather: Makes a list of the objects of all of them, in the order of `ranks`.
+
+    Raises:
+        MismatchError: They differ; the text says in what first.
+    """
     if len(set(gather(hashlib.sha256("\n".join(lines).encode()).hexdigest()))) == 1:
         return
     everybody: list[list[str]] = gather(lines)
     text = variants_text(ranks, everybody)
-    raise MismatchError(f"the ranks do not agree on what DistributedOptimizer is given:\n{text}")
+    raise MismatchError(f"the ranks do not agree on {what}:\n{text}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.agreement import check_same
 from hvdlite_torch.distributed import Distributed, Sharded
 from hvdlite_torch.movements import broadcast_
 
@@ -20,7 +22,7 @@ T = TypeVar("T")
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor],
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor],
     root_rank: int = 0,
     *,
     process_set: ProcessSet = hvdlite.global_process_set,
@@ -28,15 +30,17 @@ def broadcast_parameters(
     """Overwrite the tensors of every rank with the root's, in place.
 
     Args:
-        params: ``model.state_dict()`` or ``model.named_parameters()``; or tensors without names, in an order that is the same
-            on all ranks.
+        params: A model; ``model.state_dict()``, which is the same; or ``model.named_parameters()``, without its buffers; or
+            tensors without names, in an order that is the same on all ranks.
         root_rank: Whose values everybody gets; its rank in the job, with a process set too.
         process_set: The ranks that take part; all by default.
 
     Raises:
         ArgumentError: `params` has something else in it.
-        MismatchError: The ranks have different tensors.
+        MismatchError: The ranks have different tensors, or other names for them. Raised on all of them.
     """
+    if isinstance(params, torch.nn.Module):
+        params = params.state_dict()
     given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
     unnamed = [(str(number), value) for number, value in enumerate(given) if isinstance(value, torch.Tensor)]
     items = unnamed or sorted(given, key=lambda item: item[0])
@@ -47,6 +51,12 @@ def broadcast_parameters(
                 f"expected tensors by name, as model.state_dict() has them; {name!r} is a {type(value).__name__}."
             )
         tensors.append(value)
+    check_same(
+        [*(repr(name) for name, _ in items), f"no more than these {len(items)}"],
+        "the tensors that broadcast_parameters is given",
+        hvdlite.global_process_set.ranks if process_set is None else process_set.ranks,
+        functools.partial(hvdlite.allgather_object, process_set=process_set),
+    )
     _broadcast(tensors, root_rank, process_set)
 
 

@@ -130,6 +130,11 @@ def test_ranks_as_threads_have_hosts() -> None:
     assert on_ranks(2, hvd.is_homogeneous) == [True, True]
 
 
+def test_the_job_in_words() -> None:
+    assert on_ranks(1, hvd.describe) == ["1 rank on 1 host (one process, without MPI)"]
+    assert on_ranks(3, hvd.describe, hosts=[0, 0, 7]) == ["3 ranks on 2 hosts (one process, without MPI)"] * 3
+
+
 def test_a_rank_that_fails_takes_the_threads_down() -> None:
     def fail_on_one() -> None:
         if hvd.rank() == 1:

@@ -246,6 +246,10 @@ class LocalTransport:
 
         return charged
 
+    @property
+    def medium(self) -> str:
+        return "one process, without MPI"
+
     def send(self, data: Array, dest: int) -> None:
         """Copy `data` to the queue of `dest`. Never blocks."""
         self._set_clock(self._depart(data, dest)[1])

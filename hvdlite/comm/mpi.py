@@ -68,6 +68,11 @@ class MpiTransport:
         self._posted: list[MPI.Request] = []
         self._status = MPI.Status()
 
+    @property
+    def medium(self) -> str:
+        first = MPI.Get_library_version().replace("\0", "").splitlines()[0].partition(",")[0]
+        return " ".join(first.replace("Version:", "").split())
+
     def send(self, data: Array, dest: int) -> None:
         self.comm.Send(_raw(data), dest, _DATA_TAG)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -424,17 +425,25 @@ def test_broadcast_parameters(ranks: Any) -> None:
     def check() -> None:
         root = hvd.size() - 1
         model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).bfloat16()
-        with torch.no_grad():
+        for what in (dict(model.named_parameters()), list(model.named_parameters()), model.state_dict(), model):
             for value in model.state_dict().values():
                 value.fill_(hvd.rank() + 1)
-        for what in (model.state_dict(), dict(model.named_parameters()), list(model.named_parameters())):
             hvd.broadcast_parameters(what, root)
-        assert all((value == root + 1).all() for value in model.state_dict().values())
+            sent = model.state_dict() if what is model or isinstance(what, OrderedDict) else dict(what)
+            assert all((value == root + 1).all() for value in sent.values())
         with pytest.raises(ArgumentError, match="'epoch' is a int"):
             hvd.broadcast_parameters({"epoch": 3})
         if hvd.size() > 1:
             with pytest.raises(MismatchError, match="float32"):
                 hvd.broadcast_parameters({"x": torch.ones(2 + hvd.rank())})
+            layers = {f"layer{(number + hvd.rank()) % 2}.weight": torch.ones(2) for number in range(2)}
+            hvd.broadcast_parameters(layers)  # the names count, not their order
+            layers[f"head{min(1, hvd.rank())}.weight"] = torch.ones(2)
+            with pytest.raises(MismatchError, match=r"(?s)rank 0: 'head0\.weight'.*rank.* 1.*: 'head1\.weight'"):
+                hvd.broadcast_parameters(layers)
+            fewer = dict(list(layers.items())[: 2 + min(1, hvd.rank())])
+            with pytest.raises(MismatchError, match="rank 0: no more than these 2"):
+                hvd.broadcast_parameters({str(number): value for number, value in enumerate(fewer.values())})
 
     ranks(check)
 

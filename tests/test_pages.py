@@ -1,0 +1,41 @@
+"""Pages that are whole programs do what they say: the same training on any number of ranks, resumed or not."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.jobs import ROOT, Start
+from tests.pages import program_of
+
+
+def test_pieces_keep_their_lines(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A\n\n```python\nx = 1\n```\n\n```\nshell\n```\n\n```python\nif x:\n    y = 2\n```\n")
+    assert program_of(page) == "\n\n\nx = 1\n\n\n\n\n\n\n\nif x:\n    y = 2\n\n"
+
+
+def losses(out: str) -> list[tuple[int, float, float]]:
+    found = re.findall(r"epoch (\d+): loss ([\d.]+), accuracy ([\d.]+) %", out)
+    return [(int(epoch), float(loss), float(accuracy)) for epoch, loss, accuracy in found]
+
+
+def test_torch_training(start: Start, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(program_of(ROOT / "docs/torch_training.md"))
+    seen = {}
+    for name, size, epochs in (("alone", 1, 6), ("stopped", 2, 3), ("resumed", 2, 6)):
+        folder = tmp_path / ("alone" if size == 1 else "together")
+        folder.mkdir(exist_ok=True)
+        ended = start("-np", str(size), "--no-tag-output", str(program), str(epochs), cwd=folder).end()
+        assert ended.code == 0, ended.out + ended.err
+        assert re.match(rf"{size} ranks? on 1 host \(.*MPI.*\)\n", ended.out), ended.out
+        assert "Warning" not in ended.err
+        seen[name] = losses(ended.out)
+    assert [epoch for epoch, _, _ in seen["alone"]] == [1, 2, 3, 4, 5, 6]
+    together = seen["stopped"] + seen["resumed"]
+    assert [epoch for epoch, _, _ in together] == [1, 2, 3, 4, 5, 6]
+    for one, several in zip(seen["alone"], together, strict=True):
+        assert abs(one[1] - several[1]) < 2e-3 * max(1, one[1])
+        assert abs(one[2] - several[2]) < 0.6  # two of 360 images
+    assert seen["alone"][-1][2] > 90
