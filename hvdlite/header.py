@@ -78,7 +78,6 @@ def digest(*values: object) -> int:
 def words(said: Said) -> tuple[float, ...]:
     """What a rank puts into its header after the tensors."""
     weight, again, news, joined, weighted, state, passes = said
-    high, low = divmod(state, _HALF)
     passes = min(passes, _HALF - 1)
     return (
         weight,
@@ -89,14 +88,28 @@ def words(said: Said) -> tuple[float, ...]:
         weighted is True and weight > 1.0,
         weighted is False and not joined,
         not joined,
-        high,
-        high * high,
-        low,
-        low * low,
+        *state_words(state),
         passes > 0,
         passes,
         passes * passes,
     )
+
+
+def state_words(state: int) -> tuple[int, int, int, int]:
+    """The words of a `digest`."""
+    high, low = divmod(state, _HALF)
+    return high, high * high, low, low * low
+
+
+def are_odd(active: float, summed: Sequence[float]) -> bool:
+    """Whether ranks have said different digests.
+
+    Args:
+        active: How many have said one.
+        summed: Their `state_words`, added up.
+    """
+    high, highs, low, lows = summed
+    return not (_all_equal(active, high, highs) and _all_equal(active, low, lows))
 
 
 def read(anywhere: list[bool], total: Sequence[float]) -> Exchanged:
@@ -106,7 +119,7 @@ def read(anywhere: list[bool], total: Sequence[float]) -> Exchanged:
         anywhere: For each tensor, whether any rank has a gradient of it.
         total: Their `words`, added up.
     """
-    weight, _, again, news, joined, weighted, unweighted, active, high, highs, low, lows, ranks, passes, squares = total
+    weight, _, again, news, joined, weighted, unweighted, active, *state, ranks, passes, squares = total
     return Exchanged(
         anywhere,
         weight,
@@ -114,7 +127,7 @@ def read(anywhere: list[bool], total: Sequence[float]) -> Exchanged:
         news > 0,
         int(joined),
         weighted > 0 and unweighted > 0,
-        not (_all_equal(active, high, highs) and _all_equal(active, low, lows)),
+        are_odd(active, state),
         not _all_equal(ranks, passes, squares),
     )
 

@@ -2,7 +2,7 @@
 
 A bucket holds the gradients of some parameters, one flat tensor for each dtype, and a small tail that is summed with them::
 
-    ├─ gradient 0 ─┼─ gradient 1 ─┼ … ┤     tail: ├ used? of each ┼ weight ┼ joined ┼ lost ┤
+    ├─ gradient 0 ─┼─ gradient 1 ─┼ … ┤     tail: ├ used? of each ┼ weight ┼ lost ┼ joined ┼ state ┤
 
 The tail says what the headers say in host memory (`hvdlite.bucket`), but nobody has to read it: the sum of the gradients is
 divided by the sum of the weights on the device. Only a rank that cannot know the answer by itself reads it, and waits for it
@@ -20,6 +20,7 @@ import torch
 from hvdlite.comm.device import DeviceCollectives
 from hvdlite.compression import CastCompressor
 from hvdlite.errors import ArgumentError
+from hvdlite.header import state_words
 from hvdlite.layout import Block, Piece, lay_out, pieces, with_equal_parts
 from hvdlite.protocols import ReduceOp, Stream, TensorInfo
 from hvdlite.tensors import HALF_DTYPES
@@ -29,8 +30,8 @@ from hvdlite_torch.slot import Codec
 FIRST_BYTES = 2**20
 """Of the first bucket: it is to be on its way early. As torch's DistributedDataParallel has it."""
 
-_WEIGHT, _JOINED, _LOST = -3, -2, -1
-_EXTRA = 3
+_EXTRA = 7
+_WEIGHT, _STATE = -_EXTRA, -4
 
 
 class Said(NamedTuple):
@@ -41,12 +42,14 @@ class Said(NamedTuple):
         weight: Its share in an average.
         joined: It has run out of data.
         lost: Gradients that it has sent already have changed since.
+        state: A digest of what must be the same on all ranks (`hvdlite.header.digest`).
     """
 
     used: tuple[bool, ...]
     weight: float = 1.0
     joined: bool = False
     lost: bool = False
+    state: int = 0
 
 
 class Told(NamedTuple):
@@ -67,7 +70,7 @@ class Told(NamedTuple):
     @classmethod
     def of(cls, tail: Sequence[float]) -> Told:
         """Read a tail."""
-        *sums, weight, joined, lost = tail
+        *sums, weight, lost, joined, _, _, _, _ = tail
         return cls([each > 0 for each in sums], weight, round(joined), lost > 0)
 
 
@@ -173,7 +176,7 @@ class DeviceBucket:
         tensors, collectives: As given.
         flats: Their memory.
         views: Where each gradient is expected, and where the combined one is afterwards.
-        tail: See the module; shape ``(len(tensors) + 3,)``, float64.
+        tail: See the module; shape ``(len(tensors) + 7,)``, float64.
 
     Raises:
         torch.OutOfMemoryError: There is no room for it.
@@ -205,6 +208,7 @@ class DeviceBucket:
         self._weight = self.tail[_WEIGHT]
         self._all_used = (True,) * len(self.tensors)
         self._usual = self._template(Said(self._all_used))
+        self._usual_state = 0
 
     def memory(self) -> list[torch.Tensor]:
         """All that the communication stream works on."""
@@ -257,6 +261,10 @@ class DeviceBucket:
     def say(self, said: Said) -> None:
         """Write the tail, on the current stream."""
         if said.used == self._all_used and not said.joined and not said.lost:
+            if said.state != self._usual_state:
+                self._usual_state = said.state
+                for word, value in zip(self._usual[_STATE:], state_words(said.state), strict=True):
+                    word.fill_(value)  # no copy from the host, which might wait
             self.tail.copy_(self._usual)
             if said.weight != 1.0:
                 self._weight.fill_(said.weight)
@@ -290,8 +298,8 @@ class DeviceBucket:
                 flat.result.mul_(flat.scale)
 
     def _template(self, said: Said) -> torch.Tensor:
-        values = [*map(float, said.used), said.weight, float(said.joined), float(said.lost)]
-        return torch.tensor(values, dtype=torch.float64).to(self.tail.device)
+        words = said.weight, said.lost, said.joined, *state_words(said.state)
+        return torch.tensor([*said.used, *words], dtype=torch.float64).to(self.tail.device)
 
 
 def cast_of(codec: Codec) -> str:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import torch
 
 import hvdlite
+from hvdlite import header
 from hvdlite.arithmetic import nbytes_of
 from hvdlite.errors import ArgumentError, HvdliteError, UnsupportedTensorError
 from hvdlite.operations import Agreement
@@ -112,9 +113,9 @@ class DeviceExchange(SteppingExchange):
                 problem = f"no room for {sum(nbytes)} bytes of gradients on {self._place}: {error}"
             self._raise_together(problem)
             self._buckets = buckets
-            self._reports = Reports(self._place)
+            self._reports = Reports(self._place, self._collectives.size)
             # An optimizer may be dropped while its gradients are on their way.
-            for tensor in (self._reports.total, *(each for bucket in buckets for each in bucket.memory())):
+            for tensor in (self._reports.memory, *(each for bucket in buckets for each in bucket.memory())):
                 self._device.keep(tensor, self._stream)
         self._parameters = parameters
         self._shapes = [(parameter.shape, parameter.dtype) for parameter in parameters]
@@ -223,7 +224,8 @@ class DeviceExchange(SteppingExchange):
             self._collectives.check()
             self._reports.check()
         bucket.pack(gradients, weight)
-        bucket.say(Said(tuple([gradient is not None for gradient in gradients]), weight, joined, lost))
+        state = self._in_step.digest(rates_only=True) if bucket is self._buckets[-1] and not joined else 0
+        bucket.say(Said(tuple([gradient is not None for gradient in gradients]), weight, joined, lost, state))
         bucket.scale_before(weight)
         stream = self._stream
         stream.wait(self._device.current().record())
@@ -291,7 +293,7 @@ class DeviceExchange(SteppingExchange):
             raise ArgumentError(problem)
 
     def _exchange_alone(self) -> None:
-        weight, self._weight = self._weight, 1.0
+        weight = self._take_weight()
         self._parameters = self._trainable()
         if self._options.sparse_as_dense:
             for parameter in self._parameters:
@@ -317,18 +319,29 @@ class DeviceExchange(SteppingExchange):
                 break
             self._habits.step([parameter.grad for parameter in self._parameters], self._weight)
             self._advice.before_exchange(self._parameters)
-            answers = self._gather(news)
+            answers = self._gather((news, self._said(bool(news))))
             joined = None in answers
-            if not any(answers):
+            found = {index for answer in answers if answer is not None for index in answer[0]}
+            if not found:
+                self._compare([answer[1] for answer in answers if answer is not None])
                 break
-            self._set_apart({index for indices in answers for index in indices or ()})
-        weight, self._weight = self._weight, 1.0
+            self._set_apart(found)
+        weight = self._take_weight()
         self._taken_weight = weight
         problem = "" if not self._launched else self._what_changed(weight)
         if news:
             problem = "a parameter has sparse gradients that had dense ones, or none, in the first steps"
         self._combine(weight, problem, gradients)
         return joined
+
+    def _compare(self, everybody: Sequence[header.Said]) -> None:
+        """Raise, or warn, if the ranks have said what cannot be. Every rank calls this."""
+        told = header.read([], [sum(each) for each in zip(*map(header.words, everybody), strict=True)])
+        if told.stopped:
+            self._begin_step()
+            self._refuse(told)
+        if told.odd_passes:
+            self._advice.odd_passes(self._said(False).passes)
 
     def _set_apart(self, found: set[int]) -> None:
         """Exchange the gradients of these parameters as sparse ones from now on. Every rank calls this."""

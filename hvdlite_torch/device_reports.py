@@ -1,4 +1,5 @@
-"""Gradients that have changed after they were sent: what is said, and how the other ranks come to know of it."""
+"""What the ranks come to know of each other without waiting: gradients that have changed after they were sent, and states that
+are not the same."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from typing import Any
 
 import torch
 
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, MismatchError
+from hvdlite.header import are_odd
 from hvdlite.protocols import Stream
 
 _LOST = (
@@ -16,41 +18,60 @@ _LOST = (
     "step, call optimizer.synchronize() first. Or pass overlap=False, and nothing is sent before the step."
 )
 
+_ODD_STATES = (
+    "the learning rates of the ranks were not the same in an earlier step, so their parameters have come apart. If a scheduler "
+    "follows a loss, give it the same number everywhere, such as hvd.allreduce(loss)."
+)
+
 
 def lost_gradients(what: str) -> ArgumentError:
     """The error for a step whose gradients were sent before they were what they are; `what` says how that came."""
     return ArgumentError(_LOST.format(what=what))
 
 
+_NEWS = 6
+"""How many numbers of a tail are read: whether gradients are lost, how many ranks have joined, and the states."""
+
+
 class Reports:
-    """What the last buckets have said about lost gradients, on its way to the host, which does not wait for it.
+    """What the last buckets have said about lost gradients and states, on its way to the host, which does not wait for it.
 
     Args:
         device: Where the tails are.
+        size: The number of ranks.
+
+    Attributes:
+        memory: What the communication stream works on.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.total = torch.zeros((), dtype=torch.float64, device=device)
-        self._host = torch.zeros((), dtype=torch.float64, pin_memory=device.type == "cuda")
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.memory = torch.zeros(_NEWS, dtype=torch.float64, device=device)
+        self._size = size
+        self._host = torch.zeros(_NEWS, dtype=torch.float64, pin_memory=device.type == "cuda")
         self._seen = self._host.numpy()
         self._event: Any = None
 
     def send(self, tail: torch.Tensor, stream: Stream) -> None:
         """Begin to read a tail, on `stream`, which is the current one."""
-        self.total.add_(tail[-1])
-        self._host.copy_(self.total, non_blocking=True)
+        self.memory[0].add_(tail[-_NEWS])  # once lost, for ever
+        self.memory[1:].copy_(tail[1 - _NEWS :])
+        self._host.copy_(self.memory, non_blocking=True)
         self._event = None if is_capturing() else stream.record()  # that of a graph is never there to be asked
 
     def check(self) -> None:
-        """Raise if gradients have been lost on any rank, as far as that is known.
+        """Raise if gradients have been lost on any rank, or states differ, as far as that is known.
 
         Raises:
-            ArgumentError: They have.
+            ArgumentError: They have been lost.
+            MismatchError: States differ.
         """
         if self._event is None or is_capturing() or not self._event.query():
             return
-        if self._seen[()] > 0:
+        lost, joined, *states = self._seen.tolist()
+        if lost > 0:
             raise lost_gradients("on another rank, in an earlier step; its error says more")
+        if are_odd(self._size - joined, states):
+            raise MismatchError(_ODD_STATES)
 
 
 def is_capturing() -> bool:

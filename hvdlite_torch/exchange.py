@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from typing import NoReturn
 
 import torch
 
 import hvdlite
 from hvdlite.errors import HvdliteError
-from hvdlite.header import Exchanged
 from hvdlite.overlap import Overlap
 from hvdlite.planner import Planner
 from hvdlite.protocols import Plan
@@ -128,14 +126,6 @@ class GradientExchange(SteppingExchange):
             plan = self._planner.exchanged(seconds, 0 if self._overlap is None else self._overlap.lost)
             if plan is not None:
                 self._follow(plan, dense)
-
-    def _refuse(self, told: Exchanged) -> NoReturn:
-        """The ranks have said what cannot be. Every rank calls this."""
-        weight = self._weight if self._weighted else None
-        self._take_weight()
-        if told.odd_weights:
-            self._in_step.refuse_weights(weight)
-        self._in_step.refuse()
 
     # This rank has run out of data, and others have not (`hvdlite.join`)
 

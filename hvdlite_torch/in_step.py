@@ -42,11 +42,10 @@ class InStep:
         self._gather = gather
         self._owns_state = owns_state
 
-    def digest(self) -> int:
-        """Stands for `_values`."""
-        return digest(
-            self.steps, [_number(group.get("lr")) for group in self._optimizer.param_groups], self._state_step()
-        )
+    def digest(self, rates_only: bool = False) -> int:
+        """Stands for all that is compared; or for the learning rates, without the numbers of steps."""
+        rates = [_number(group.get("lr")) for group in self._optimizer.param_groups]
+        return digest(rates) if rates_only else digest(rates, self.steps, self._state_step())
 
     def _state_step(self) -> float | None:
         """The number of steps that the first state has seen, where the optimizer counts them; None if there is no state."""

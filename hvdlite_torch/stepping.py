@@ -11,7 +11,7 @@ import abc
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
-from hvdlite.header import Said
+from hvdlite.header import Exchanged, Said
 from hvdlite_torch.advice import Advice
 from hvdlite_torch.agreement import check_agreement
 from hvdlite_torch.amp import finish_unscaling
@@ -118,6 +118,14 @@ class SteppingExchange(abc.ABC):
         """What this rank says with its gradients."""
         passes = max(self._passes.values(), default=0)
         return Said(self._weight, False, news, False, self._weighted, self._in_step.digest(), passes)
+
+    def _refuse(self, told: Exchanged) -> NoReturn:
+        """The ranks have said what cannot be. Every rank calls this."""
+        weight = self._weight if self._weighted else None
+        self._take_weight()
+        if told.odd_weights:
+            self._in_step.refuse_weights(weight)
+        self._in_step.refuse()
 
     def synchronize(self) -> None:
         """Exchange the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""

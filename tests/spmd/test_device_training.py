@@ -444,6 +444,31 @@ def test_gradients_changed_from_the_first_step_on(ranks: Any) -> None:
     ranks(check)
 
 
+@every_way
+@pytest.mark.parametrize("steps", [0, 1, 4], ids=["first", "learning", "later"])
+def test_learning_rates_that_are_not_the_same(ranks: Any, steps: int, options: Any) -> None:
+    """While the host waits in a step anyway, before it; later, in one of the next steps."""
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        rank, size = hvd.rank(), hvd.size()
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model, "sgd", **options)
+        for _ in range(steps):
+            step(model, optimizer, split(48, "equal"))
+        optimizer.param_groups[0]["lr"] *= 1 + rank
+        if size == 1:
+            step(model, optimizer, split(48, "equal"))
+            return
+        words = r"(?s)rank 0: the learning rate of group 0" if steps < 2 else "learning rates of the ranks"
+        if steps >= 2:
+            step(model, optimizer, split(48, "equal"))
+        with pytest.raises(MismatchError, match=words):
+            step(model, optimizer, split(48, "equal"))
+
+    ranks(check)
+
+
 def two_passes(model: torch.nn.Module, optimizer: Any) -> None:
     for _ in range(2):
         F.cross_entropy(model(X), Y).backward()
