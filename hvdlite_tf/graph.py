@@ -5,7 +5,8 @@ be left to that: ranks that begin with different ones hold each other up for eve
 
 - eager code calls at once, in the order of the program;
 - in a tf.function, every call reads a variable, the token, and writes it, which puts all calls in the order of the program;
-  through nested functions, branches and loops too, which TensorFlow orders for variables that they have in common;
+  through nested functions, branches and loops too, which TensorFlow orders for variables that they have in common. Functions
+  that several threads of the program run at once are not put in order; what they call has names;
 - in a graph of TensorFlow 1, a session runs the parts that it is asked for, and nothing may be tied to what was built before.
   There each call gets a thread of its own, so that it may wait without keeping others from beginning, and only calls of one
   channel are put in order::
@@ -25,8 +26,11 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager.execute import quick_execute
+from tensorflow.python.ops.cond_v2 import _CondGradFuncGraph
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from tensorflow.python.ops.control_flow_util_v2 import CondBranchFuncGraph, WhileBodyFuncGraph, WhileCondFuncGraph
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+from tensorflow.python.ops.while_v2 import _WhileBodyGradFuncGraph
 
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
@@ -58,7 +62,8 @@ def ordered(
         inputs: Dense tensors. Those of variables must have been read.
         outputs: Dtype and shape of each array that `function` returns, as far as they are known.
         channel: In a graph of TensorFlow 1, calls of one channel run in the order in which they were made, each with all that
-            were made before it; those of different channels in any order and at once. Elsewhere all calls are in order.
+            were made before it; those of different channels in any order and at once. Elsewhere all calls are in order, and
+            those of a channel that is not "" do not keep functions in other threads of the program from running.
 
     Returns:
         A tensor for each of `outputs`, with its dtype and static shape.
@@ -86,9 +91,12 @@ def ordered(
         results = _in_own_thread(call, [_latest_token(graph, channel), *inputs], [_TOKEN, *outputs])
         _tokens(graph)[channel] = results[0]
     else:
-        token = _order_token()
-        results = tf.numpy_function(call, [token.read_value(), *inputs], [tf.int64, *(spec.dtype for spec in outputs)])
-        token.assign(results[0])
+        token = _token_in(graph)
+        given = [tf.raw_ops.ReadVariableOp(resource=token, dtype=tf.int64), *inputs]
+        # What has a name may be called by several functions at once, in threads of the program.
+        called = _in_own_thread if channel else _in_thread_of_tensorflow
+        results = called(call, given, [_TOKEN, *outputs])
+        tf.raw_ops.AssignVariableOp(resource=token, value=results[0])
     for result, spec in zip(results[1:], outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results[1:])
@@ -152,6 +160,27 @@ def _make_token() -> tf.Variable:
         return ResourceVariable(0, dtype=tf.int64, trainable=False, name="hvdlite_order")
 
 
+def _token_in(graph: Any) -> tf.Tensor:
+    """The handle of that variable, for operations of a graph.
+
+    The same within a graph, also for functions that it calls, so that TensorFlow puts them in order. TensorFlow's gradient of a
+    loop or branch cannot have a variable that it is the first to see, but may have what is in the graph around it. So the
+    handle comes from there into it, and from it into the loops and branches in it.
+    """
+    inherits = _is_in_gradient_of_control_flow(graph)
+    handle: tf.Tensor = graph.capture(_token_in(graph.outer_graph) if inherits else _order_token().handle)
+    return handle
+
+
+def _is_in_gradient_of_control_flow(graph: Any) -> bool:
+    """Whether a graph is of the gradient of a loop or branch, or of a loop or branch in one."""
+    while isinstance(graph, CondBranchFuncGraph | WhileCondFuncGraph | WhileBodyFuncGraph):
+        if isinstance(graph, _CondGradFuncGraph | _WhileBodyGradFuncGraph):
+            return True
+        graph = graph.outer_graph
+    return False
+
+
 def _tokens(graph: tf.Graph) -> dict[Hashable, tf.Tensor]:
     found = graph.get_collection_ref(_LATEST)
     if not found:
@@ -166,10 +195,18 @@ def _latest_token(graph: tf.Graph, channel: Hashable) -> tf.Tensor:
     return tf.constant(0, tf.int64) if token is None or token.graph is not graph else token
 
 
+def _in_thread_of_tensorflow(
+    call: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
+) -> Sequence[tf.Tensor]:
+    """`tf.numpy_function`, in one of the few threads that TensorFlow has for operations."""
+    results: Sequence[tf.Tensor] = tf.numpy_function(call, inputs, [spec.dtype for spec in outputs])
+    return results
+
+
 def _in_own_thread(
     call: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
 ) -> Sequence[tf.Tensor]:
-    """`tf.numpy_function` that occupies none of the threads which a session has for its operations.
+    """`tf.numpy_function` that occupies none of the threads which TensorFlow has for operations.
 
     They are few, and ranks whose threads all wait, each rank's for other exchanges, would wait for ever. The kernel of
     DatasetToSingleElement computes in a thread that it has for itself, and a function mapped without inter-op parallelism runs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,89 @@ def test_functions_branches_and_loops_run_in_the_order_of_the_program(ranks: Any
             return wrong
 
         assert steps(tf.constant(100)).numpy() == 0
+
+    ranks(check)
+
+
+def test_gradients_of_loops_and_branches(ranks: Any) -> None:
+    """An exchange in a loop, in a loop in a loop, in a branch in a loop, and others before and after."""
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+
+        def total(x: Any) -> Any:
+            return hvd.allreduce(x, op=hvd.Sum)
+
+        def loop(x: Any) -> Any:
+            _, y = tf.while_loop(lambda i, y: i < 2, lambda i, y: (i + 1, total(y) * y), [0, x])
+            return y
+
+        def branches(x: Any) -> Any:
+            y = total(x)
+            for i in tf.range(3):
+                if i % 2 == 0:  # noqa: SIM108  # AutoGraph makes a branch of it
+                    y = total(y) / size
+                else:
+                    y = y * y
+            return total(y) + x
+
+        def branch(x: Any) -> Any:
+            return tf.cond(tf.reduce_sum(x) > 0, lambda: total(x) * x, lambda: total(x))
+
+        def loops(x: Any) -> Any:
+            y = x
+            for _ in tf.range(2):
+                for _ in tf.range(2):
+                    y = total(y) * 0.5
+            return y
+
+        @tf.function
+        def gradients(function: Any, x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = function(x)
+            return y, tape.gradient(y, x)
+
+        s = float(sum(range(1, size + 1)))  # of all x
+        x = tf.constant(rank + 1.0)
+        # of the sum of all ranks' results:
+        expected = {
+            loop: (s**3 * (rank + 1), 4 * s**3),
+            branches: (size * s * s + rank + 1, 2 * size**2 * s + 1),
+            branch: (s * (rank + 1), 2 * s),
+            loops: (s * (size / 2) ** 3 / 2, size * (size / 2) ** 3 / 2),
+        }
+        for function, wanted in expected.items():
+            for _ in range(2):
+                assert np.allclose(gradients(function, x), wanted), function.__name__
+
+    ranks(check)
+
+
+def test_functions_in_threads_of_the_program(ranks: Any) -> None:
+    """Operations with names, more at once than TensorFlow has threads, in another order on each rank."""
+
+    def check() -> None:
+        rank, count = hvd.rank(), 10
+        functions = [
+            tf.function(lambda x, i=i: hvd.allreduce(x, op=hvd.Sum, name=f"thread {i}") + i) for i in range(count)
+        ]
+        for function in functions:
+            function(tf.ones(1))  # traced
+        found: dict[int, float] = {}
+        threads = [
+            threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(lambda i=i: found.update({i: float(functions[i](tf.ones(1))[0])}),),
+                daemon=True,
+            )
+            for i in range(count)
+        ]
+        for thread in threads[:: -1 if rank else 1]:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert found == {i: hvd.size() + i for i in range(count)}
 
     ranks(check)
 
