@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hvdlite import guide
 from hvdlite.api import (
     Adasum,
     Average,
@@ -141,4 +142,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "run":  # the launcher is no part of a training process
         return importlib.import_module("hvdlite.launch.run_function").run
-    raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
+    if name.startswith("__"):  # Python and its tools ask for many of these
+        raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
+    raise AttributeError(guide.advice_on(name))
+
+
+guide.install()

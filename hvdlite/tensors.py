@@ -46,6 +46,11 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
         if framework in _FRAMEWORK_ADAPTERS:
             found: TensorAdapter[Any] = _framework_adapter(framework)
             return found
+    if any(cls.__name__ == "Tracer" and cls.__module__.partition(".")[0] == "jax" for cls in type(tensor).__mro__):
+        raise UnsupportedTensorError(
+            "this array has no values yet: JAX is tracing the function, for jit, grad or vmap. Call hvdlite outside of it, on "
+            "what it returns; or inside by jax.experimental.io_callback, as docs/jax.md shows."
+        )
     if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__array_namespace__"):
         return ArrayApiAdapter()
     raise UnsupportedTensorError(

@@ -33,7 +33,7 @@ from hvdlite_torch.step_guard import guarded
 
 def DistributedOptimizer(
     optimizer: Opt,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     compression: Compressor = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = hvdlite.Average,
@@ -56,8 +56,8 @@ def DistributedOptimizer(
 
     Args:
         optimizer: Any torch optimizer; it is changed and returned.
-        named_parameters: ``model.named_parameters()``, checked if given: names unique, every parameter of `optimizer` there,
-            in the same order on all ranks.
+        named_parameters: ``model.named_parameters()``, or the model itself; checked if given: names unique, every parameter of
+            `optimizer` there, in the same order on all ranks.
         compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of yours whose results may
             be averaged.
         backward_passes_per_step: How often `backward` is called before `step`, at most: more is an error. 1 allows any number.
@@ -83,8 +83,9 @@ def DistributedOptimizer(
         ArgumentError: It is wrapped already, or has no parameters, or the arguments do not fit.
         MismatchError: The ranks have different parameters. Raised on all of them.
     """
-    if isinstance(optimizer, Distributed):
-        raise ArgumentError("this optimizer is distributed already: wrap it once.")
+    _check_optimizer(optimizer)
+    if isinstance(named_parameters, torch.nn.Module):
+        named_parameters = named_parameters.named_parameters()
     named = list(named_parameters or ())
     if named_parameters is not None:
         _check_names(optimizer, named)
@@ -123,6 +124,20 @@ def _kind_of_exchange(optimizer: torch.optim.Optimizer, shard: bool) -> type[Exc
     if any([device_kind(parameter) is not None for parameter in parameters]):
         return ShardedDeviceExchange if shard else DeviceExchange
     return ShardedExchange if shard else GradientExchange
+
+
+def _check_optimizer(given: object) -> None:
+    if isinstance(given, Distributed):
+        raise ArgumentError("this optimizer is distributed already: wrap it once.")
+    if isinstance(given, torch.optim.Optimizer):
+        return
+    what = given.__name__ if isinstance(given, type) else f"a {type(given).__name__}"
+    advice = "hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))"
+    if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
+        advice = f"hvd.DistributedOptimizer({given.__name__}(model.parameters(), …))"
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        advice = "optimizer = hvd.DistributedOptimizer(optimizer), and then make the schedule with it"
+    raise ArgumentError(f"DistributedOptimizer wraps an optimizer of torch; got {what}. Write {advice}.")
 
 
 def _check_names(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.nn.Parameter]]) -> None:

@@ -41,6 +41,10 @@ def broadcast_parameters(
     """
     if isinstance(params, torch.nn.Module):
         params = params.state_dict()
+    if isinstance(params, torch.optim.Optimizer):
+        raise ArgumentError("broadcast_parameters takes a model; for an optimizer there is broadcast_optimizer_state.")
+    if not isinstance(params, Iterable):
+        raise ArgumentError(f"expected a model, or model.state_dict(); got a {type(params).__name__}.")
     given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
     unnamed = [(str(number), value) for number, value in enumerate(given) if isinstance(value, torch.Tensor)]
     items = unnamed or sorted(given, key=lambda item: item[0])
@@ -77,6 +81,11 @@ def broadcast_optimizer_state(
         model: Horovod's. Not needed here, for no state has to be made up.
         process_set: The ranks that take part; all by default.
     """
+    if not callable(getattr(optimizer, "load_state_dict", None)) or isinstance(optimizer, torch.nn.Module):
+        raise ArgumentError(
+            f"broadcast_optimizer_state takes an optimizer; got a {type(optimizer).__name__}. For a model there is "
+            "broadcast_parameters."
+        )
     rank, root = rank_in(process_set), root_within(process_set, root_rank)
     tensors: list[torch.Tensor] = []
     message = None

@@ -152,6 +152,12 @@ def test_traceback_is_the_programs(start: Start, tmp_path: Path, way: str) -> No
     assert ended.err.count('File "') == 2 and "hvdlite" not in ended.err.split("Traceback")[1]
 
 
+def test_without_the_option_the_way_out_is_said(start: Start) -> None:
+    ended = start("-np", "1", "-c", "import horovod.torch as hvd").end()
+    assert ended.code == 1
+    assert re.search(r"No module named 'horovod'.*\n.*hvdliterun --horovod.*import hvdlite_torch as hvd", ended.err, re.S)
+
+
 def test_place_of_ranks(start: Start) -> None:
     ended = start("--horovod", "-np", "2", str(PROGRAMS / "horovod_place.py")).end()
     assert ended.code == 0 and ended.out.count("agree") == 2, ended.err

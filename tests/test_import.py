@@ -49,3 +49,34 @@ except ModuleNotFoundError as error:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert f"{adapter} needs {package}" in done.stdout
     assert f"'hvdlite[{extra}]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("statement", "kind", "words"),
+    [
+        ("import hvdlite.torch as hvd", ModuleNotFoundError, r"write `import hvdlite_torch as hvd`"),
+        ("from hvdlite import keras", ModuleNotFoundError, r"no 'keras': write `import hvdlite_tf as hvd`"),
+        (
+            "from hvdlite import DistributedOptimizer",
+            ModuleNotFoundError,
+            "no 'DistributedOptimizer'.*`import hvdlite_tor",
+        ),
+        (
+            "import hvdlite; hvdlite.DistributedOptimizer",
+            AttributeError,
+            "no 'DistributedOptimizer'.*`import hvdlite_torch",
+        ),
+        ("import hvdlite; hvdlite.__nosuch__", AttributeError, "no attribute '__nosuch__'"),
+        ("import hvdlite.comm.nosuch", ModuleNotFoundError, r"No module named 'hvdlite\.comm\.nosuch'"),
+        ("import nosuch", ModuleNotFoundError, "No module named 'nosuch'"),
+    ],
+)
+def test_what_is_looked_for_in_the_wrong_package(statement: str, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        exec(statement)
+
+
+def test_names_can_be_asked_for() -> None:
+    import hvdlite
+
+    assert not hasattr(hvdlite, "DistributedOptimizer") and callable(hvdlite.run)

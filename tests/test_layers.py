@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = (
     # lowest first; modules of one row do not import each other, those of one folder may
+    {"guide"},
     {"protocols", "errors", "config", "process_set", "topology"},
     {"control", "devices", "algorithms", "extras", "threads", "timeline"},
     {"tensors"},

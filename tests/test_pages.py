@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from tests.jobs import ROOT, Start
 from tests.pages import program_of
 
@@ -39,3 +42,21 @@ def test_torch_training(start: Start, tmp_path: Path) -> None:
         assert abs(one[1] - several[1]) < 2e-3 * max(1, one[1])
         assert abs(one[2] - several[2]) < 0.6  # two of 360 images
     assert seen["alone"][-1][2] > 90
+
+
+def test_jax(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="JAX is not installed, which docs/jax.md is about")
+    program = tmp_path / "train.py"
+    program.write_text(program_of(ROOT / "docs/jax.md"))
+    ended = start("-np", "2", "--no-tag-output", str(program)).end()
+    assert ended.code == 0, ended.out + ended.err
+    rows = np.random.default_rng(0).normal(size=(64, 3))
+    inputs = np.column_stack([rows, np.ones(64)])
+    wanted = inputs @ [1.0, -2.0, 3.0, 0.5]
+    weights = np.zeros(4)
+    for _ in range(20):  # the whole batch in one process
+        weights -= 0.1 * 2 * inputs.T @ (inputs @ weights - wanted) / 64
+    for name in ("outside", "inside"):
+        found = re.search(rf"^{name} (.*)$", ended.out, re.MULTILINE)
+        assert found, ended.out
+        np.testing.assert_allclose([float(word) for word in found[1].split()], weights, atol=2e-4)

@@ -113,3 +113,17 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDLITE_CONTROL", "h:1:t")
     with pytest.raises(LaunchError, match="already a rank"):
         run(rank_and_size)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((print, 2), r"args=2: expected a list or tuple.*hvdlite\.run\(fn, num_proc=2\)\?"),
+        ((print, None), "args=None: expected a list or tuple of the function's arguments\\.$"),
+        ((print, (), 2), "kwargs=2: expected a dictionary"),
+        (("train.py",), "expected a function; got a str. Start programs with hvdliterun"),
+    ],
+)
+def test_arguments_in_the_wrong_place(arguments: tuple[object, ...], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        run(*arguments)  # type: ignore[arg-type]

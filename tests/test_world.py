@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hvdlite as hvd
 from hvdlite.config import Config
-from hvdlite.errors import ArgumentError, HvdliteError, NotInitializedError
+from hvdlite.errors import ArgumentError, HvdliteError, NotInitializedError, UnsupportedTensorError
 from hvdlite.testing import on_ranks
 from hvdlite.topology import Topology
 
@@ -163,3 +163,12 @@ def test_a_rank_that_leaves_without_joining_is_named() -> None:
 
     with pytest.raises(HvdliteError, match=r"rank 1 has left the job, and this rank still waits for join\(\)\."):
         on_ranks(3, leave_on_one, timeout=20)
+
+
+def test_arrays_that_jax_traces_are_explained() -> None:
+    """A stand-in for JAX's own class, which is known by its name: JAX is not installed for the tests."""
+    tracer = type(
+        "JitTracer", (type("Tracer", (), {"__module__": "jax._src.core"}),), {"__module__": "jax._src.interpreters"}
+    )
+    with pytest.raises(UnsupportedTensorError, match=r"JAX is tracing the function.*docs/jax\.md"):
+        on_ranks(1, hvd.allreduce, tracer())

@@ -27,6 +27,10 @@ _OWN_FILES = (
     *(os.path.join(_COMPAT, name) for name in ("__main__.py", "cli.py")),
 )
 
+_HOROVOD = """hvdliterun: this program is written for Horovod. Run it as it is with hvdliterun --horovod, or change its import
+(import horovod.torch as hvd: import hvdlite_torch as hvd); see docs/from_horovod.md.
+"""
+
 
 def become_rank(guard_pid: int, stdout: int, stderr: int, reports: int) -> None:
     """Set up this process: its own group, its pipes, and its end when the guard is killed."""
@@ -80,6 +84,8 @@ def run(arguments: list[str], reports: int) -> NoReturn:
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, error.__traceback__)
         text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod":
+            text += _HOROVOD
         _fail(reports, text, 1, type(error).__name__)
     if os.getpid() == own:
         _report(reports, kind="done")

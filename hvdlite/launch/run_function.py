@@ -76,6 +76,13 @@ def run(
     """
     if num_proc is not None and np is not None and num_proc != np:
         raise ArgumentError(f"num_proc={num_proc} and np={np}: they mean the same, give one.")
+    if not isinstance(args, Sequence):
+        hint = f" Did you mean hvdlite.run(fn, num_proc={args})?" if isinstance(args, int) else ""
+        raise ArgumentError(f"args={args!r}: expected a list or tuple of the function's arguments.{hint}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ArgumentError(f"kwargs={kwargs!r}: expected a dictionary of the function's keyword arguments.")
+    if not callable(fn):
+        raise ArgumentError(f"expected a function; got a {type(fn).__name__}. Start programs with hvdliterun.")
     size = num_proc if num_proc is not None else np if np is not None else 2
     if not isinstance(size, int) or size < 1:
         raise ArgumentError(f"num_proc={size!r}: expected a whole number from 1 on.")

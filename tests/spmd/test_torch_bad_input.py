@@ -269,3 +269,54 @@ def test_a_process_set_is_removed_while_an_optimizer_uses_it(ranks: Any, options
         hvd.barrier()
 
     ranks(check)
+
+
+# Objects of another kind than what is asked for
+
+MODEL = nn.Linear(2, 2)
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a model": (
+        lambda: hvd.DistributedOptimizer(MODEL),
+        r"optimizer of torch; got a Linear\. Write .*model\.parameters\(\)",
+    ),
+    "a class": (
+        lambda: hvd.DistributedOptimizer(torch.optim.Adam),
+        r"got Adam\. .*\(Adam\(model\.parameters\(\), …\)\)",
+    ),
+    "a schedule": (
+        lambda: hvd.DistributedOptimizer(torch.optim.lr_scheduler.ConstantLR(sgd(MODEL.parameters()))),
+        "got a ConstantLR. .*then make the schedule",
+    ),
+    "nothing": (lambda: hvd.DistributedOptimizer(None), "got a NoneType"),
+    "an optimizer for parameters": (
+        lambda: hvd.broadcast_parameters(sgd(MODEL.parameters())),
+        "for an optimizer there is broadcast_optimizer_state",
+    ),
+    "a method": (lambda: hvd.broadcast_parameters(MODEL.state_dict), r"model\.state_dict\(\); got a method"),
+    "a model for its state": (
+        lambda: hvd.broadcast_optimizer_state(MODEL),
+        "For a model there is broadcast_parameters",
+    ),
+    "parameters for its state": (lambda: hvd.broadcast_optimizer_state([1]), "takes an optimizer; got a list"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_objects_of_another_kind(ranks: Any, case: str) -> None:
+    call, words = WRONG[case]
+
+    def check() -> None:
+        with pytest.raises(ArgumentError, match=words):
+            call()
+
+    ranks(check)
+
+
+def test_the_model_for_its_names(ranks: Any) -> None:
+    def check() -> None:
+        model = nn.Linear(2, 2)
+        hvd.DistributedOptimizer(sgd(model.parameters()), model)
+        with pytest.raises(ArgumentError, match="named_parameters: 2 parameters of the optimizer are not among the 2"):
+            hvd.DistributedOptimizer(sgd(model.parameters()), nn.Linear(2, 2))
+
+    ranks(check)
