@@ -153,9 +153,11 @@ def test_traceback_is_the_programs(start: Start, tmp_path: Path, way: str) -> No
 
 
 def test_without_the_option_the_way_out_is_said(start: Start) -> None:
-    ended = start("-np", "1", "-c", "import horovod.torch as hvd").end()
+    ended = start("-np", "1", "python", "-c", "import horovod.torch as hvd").end()
     assert ended.code == 1
-    assert re.search(r"No module named 'horovod'.*\n.*hvdliterun --horovod.*import hvdlite_torch as hvd", ended.err, re.S)
+    assert re.search(
+        r"No module named 'horovod'.*\n.*hvdliterun --horovod.*import hvdlite_torch as hvd", ended.err, re.S
+    )
 
 
 def test_place_of_ranks(start: Start) -> None:
