@@ -38,7 +38,7 @@ class Config:
         nccl_start_seconds: How long the ranks try to connect by it.
         mpi_gpu: Hand GPU tensors to MPI, which must have been built for that, in place of NCCL.
         share_gpu: Several ranks may use one GPU.
-        control: ``host:port:token`` of the launcher that started this process; set by hvdliterun.
+        control: ``host:port:secret`` of the launcher that started this process; set by hvdliterun.
     """
 
     fusion_threshold: int = 64 * 2**20

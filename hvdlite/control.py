@@ -1,117 +1,143 @@
-"""The line between a rank and its launcher: how messages look, and the rank's end of it.
-
-A message is one line of JSON, followed by ``size`` bytes of payload where it has that field. A
-connection's first message carries the job's token.
+"""The line between a rank and its launcher: the rank's end of it. `hvdlite.session` is what travels.
 
     rank -> launcher   hello, output, done, failed, stopped, continued, exit, report, fetch, result
-    launcher -> rank   end, ok, function
+    launcher -> rank   end, taken, ok, function
 
-This file needs the standard library only, because `hvdlite.launch.worker` loads it on its own.
+This file needs the standard library only, because `hvdlite.launch.worker` loads it on its own; hence the relative import.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import socket
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .session import Message, ProtocolError, Session, clip
 
 if TYPE_CHECKING:
     from hvdlite.config import Config
 
 CONNECT_SECONDS = 20.0
+_AGAIN_SECONDS = 0.1
 _ACKNOWLEDGE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where the launcher listens, and the secret that it expects first."""
+    """Where the launcher listens, and the secret that it shares with its ranks."""
 
     host: str
     port: int
-    token: str
+    secret: str = field(repr=False)
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read ``host:port:token``, the value of ``HVDLITE_CONTROL``.
+        """Read ``host:port:secret``, the value of ``HVDLITE_CONTROL``.
 
         Raises:
-            ValueError: The text is something else.
+            ValueError: The text is something else. The message does not repeat it, for it may hold a secret.
         """
-        host, port, token = text.rsplit(":", 2)
-        return cls(host, int(port), token)
+        parts = text.rsplit(":", 2)
+        if (
+            len(parts) != 3
+            or not all(parts)
+            or not (parts[1].isdecimal() and len(parts[1]) < 6 and int(parts[1]) < 65536)
+        ):
+            raise ValueError("HVDLITE_CONTROL is not host:port:secret; only hvdliterun sets it, so unset it elsewhere.")
+        return cls(parts[0], int(parts[1]), parts[2])
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}:{self.token}"
+        return f"{self.host}:{self.port}:{self.secret}"
 
 
-@dataclass(frozen=True)
-class Message:
-    """One message: what it is, its fields, and its payload (empty for most)."""
+class Channel:
+    """A connection to the launcher, which both ends trust. Its calls wait."""
 
-    kind: str
-    fields: dict[str, Any]
-    payload: bytes = b""
+    def __init__(self, stream: socket.socket, session: Session) -> None:
+        self._stream = stream
+        self._session = session
 
-    def encode(self) -> bytes:
-        """The bytes that travel."""
-        return json.dumps({"kind": self.kind, **self.fields, "size": len(self.payload)}).encode() + b"\n" + self.payload
+    def fileno(self) -> int:
+        """The socket's file descriptor, to wait for messages."""
+        return self._stream.fileno()
 
-
-class Decoder:
-    """Bytes in, messages out."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._scanned = 0
-        self._header: dict[str, Any] | None = None
-
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Take what was received, and give the messages that it completes.
+    def send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
+        """Send one message.
 
         Raises:
-            ValueError: The other end does not speak this protocol.
+            OSError: The launcher is gone.
         """
-        self._buffer += data
-        while True:
-            if self._header is None:
-                end = self._buffer.find(b"\n", self._scanned)
-                self._scanned = len(self._buffer)
-                if end < 0:
-                    return
-                self._header = _header(bytes(self._buffer[:end]))
-                del self._buffer[: end + 1]
-                self._scanned = 0
-            size = self._header["size"]
-            if len(self._buffer) < size:
-                return
-            fields, self._header = self._header, None
-            payload = bytes(self._buffer[:size])
-            del self._buffer[:size]
-            del fields["size"]
-            yield Message(fields.pop("kind"), fields, payload)
+        self._session.send(Message(kind, fields, payload))
+        self._flush()
+
+    def receive(self) -> list[Message]:
+        """Wait for bytes, and give the messages that they complete: perhaps none.
+
+        Raises:
+            OSError: The launcher is gone, or what came is not from it.
+        """
+        data = self._stream.recv(self._session.appetite)
+        if not data:
+            raise ConnectionError("the launcher closed the connection")
+        return self._session.receive(data)
+
+    def limit(self, seconds: float | None) -> None:
+        """Let no call wait longer than this for the launcher; None: for ever."""
+        self._stream.settimeout(seconds)
+
+    def finish(self) -> None:
+        """Leave once the launcher has read everything: it closes its end then. A close with words unread would lose ours."""
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_WR)
+            while self._stream.recv(1 << 16):
+                pass
+        self._stream.close()
+
+    def close(self) -> None:
+        """Leave at once."""
+        self._stream.close()
+
+    def greet(self) -> None:
+        """Have both ends show that they belong to the same job.
+
+        Raises:
+            OSError: The other end went away, or is not the launcher.
+        """
+        while not self._session.is_trusted:
+            self.receive()
+            self._flush()
+
+    def _flush(self) -> None:
+        self._stream.sendall(self._session.outgoing)
+        self._session.outgoing.clear()
 
 
-def _header(line: bytes) -> dict[str, Any]:
-    header = json.loads(line)
-    if not isinstance(header, dict) or not isinstance(header.get("kind"), str):
-        raise ValueError("not a message of this protocol")
-    if not isinstance(header.get("size"), int) or header["size"] < 0:
-        raise ValueError("a message without its size")
-    return header
-
-
-def connect(address: Address) -> socket.socket:
+def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Channel:
     """Connect to the launcher.
 
     Raises:
-        OSError: It cannot be reached.
+        OSError: It cannot be reached, or something else listens there.
     """
-    connection = socket.create_connection((address.host, address.port), timeout=CONNECT_SECONDS)
-    connection.settimeout(None)
-    keep_alive(connection)
-    return connection
+    deadline = time.monotonic() + seconds
+    while True:
+        left = max(_AGAIN_SECONDS, deadline - time.monotonic())
+        stream = socket.create_connection((address.host, address.port), timeout=left)
+        try:
+            keep_alive(stream)
+            channel = Channel(stream, Session(address.secret, is_launcher=False))
+            channel.greet()
+            stream.settimeout(None)
+            return channel
+        except ProtocolError:
+            stream.close()
+            raise
+        except OSError:  # a launcher that strangers besiege hangs up on the oldest that has not shown who it is
+            stream.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_AGAIN_SECONDS)
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -129,14 +155,13 @@ def request(address: Address, message: Message, timeout: float | None = None) ->
     Raises:
         OSError: The launcher cannot be reached, or closed the connection without an answer.
     """
-    decoder = Decoder()
-    with connect(address) as connection:
-        connection.settimeout(timeout)
-        connection.sendall(Message(message.kind, {"token": address.token, **message.fields}, message.payload).encode())
-        while data := connection.recv(1 << 20):
-            for answer in decoder.feed(data):
-                return answer
-    raise ConnectionError("the launcher closed the connection")
+    channel = connect(address, CONNECT_SECONDS if timeout is None else timeout)
+    with contextlib.closing(channel):
+        channel.limit(timeout)
+        channel.send(message.kind, message.payload, **message.fields)
+        while not (answers := channel.receive()):
+            pass
+        return answers[0]
 
 
 def report_failure(config: Config, rank: int, text: str, code: int) -> bool:
@@ -150,13 +175,13 @@ def report_failure(config: Config, rank: int, text: str, code: int) -> bool:
 
     Returns:
         Whether a launcher knows now. False where there is none (the program was started by
-        a plain ``mpirun``) or it does not answer any more.
+        a plain ``mpirun``, or ``HVDLITE_CONTROL`` is no launcher's) or it does not answer any more.
     """
     if not config.control:
         return False
     try:
-        message = Message("report", {"rank": rank, "text": text, "code": code})
+        message = Message("report", {"rank": rank, "text": clip(text), "code": code})
         request(Address.parse(config.control), message, _ACKNOWLEDGE_SECONDS)
-    except OSError:
+    except (OSError, ValueError):
         return False
     return True

@@ -13,15 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.config import Config
-from hvdlite.control import Address, Decoder, Message, report_failure
 from hvdlite.errors import LaunchError
-from hvdlite.launch import failures, worker
+from hvdlite.launch import failures, shared_memory, worker
 from hvdlite.launch.failures import Failure
 from hvdlite.launch.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
 from hvdlite.launch.mpi import Mpi, Placement, command, parse_version, split_interpreter_options, worker_command
 from hvdlite.launch.output import Output, Sink
-from hvdlite.launch.server import Server
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
 
 
@@ -128,6 +125,52 @@ def test_lines_stay_whole_and_on_their_stream(start: Start, tmp_path: Path) -> N
             assert lines == expected
             assert (tmp_path / "out" / f"rank.{rank}" / name).read_text().splitlines() == expected
         assert len(text.splitlines()) == 600
+
+
+def test_nothing_of_many_last_words_is_lost(start: Start) -> None:
+    """A rank ends with more unread output than any buffer holds."""
+    ended = start("-np", "1", "python", "-c", "print('12345\\n' * 2_000_000, end='')").end()
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out == "12345\n" * 2_000_000
+    ended = start("-np", "4", "python", "-c", "print('x' * 79 + '\\n' + 'y' * 2_000_000)").end()
+    assert (ended.code, ended.err) == (0, "")
+    expected = [f"[{rank}] {line}" for rank in range(4) for line in ("x" * 79, "y" * 2_000_000)]
+    assert sorted(ended.out.splitlines()) == sorted(expected)
+
+
+def test_a_reader_that_pauses_makes_the_ranks_wait(start: Start) -> None:
+    job = start("-np", "1", str(PROGRAMS / "flood.py"), str(1 << 26))
+    assert job.process.stdout is not None and job.process.stderr is not None
+    full_after = int(job.process.stderr.readline())  # of 64 MiB, while nobody reads
+    assert full_after < 1 << 24
+    assert job.process.stdout.read() == ("." * 1023 + "\n") * (1 << 16)
+    assert job.process.wait(LIMIT) == 0
+
+
+def test_full_disks_end_the_copying_not_the_job(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
+    ended = start("-np", "2", "--output-filename", str(tmp_path), "sh", "-c", "echo one; echo two").end()
+    assert (ended.code, ended.out.count("one")) == (0, 2)
+    assert ended.err.count("No space left on device; output is not kept there any more, the job goes on.") == 1
+    assert (tmp_path / "rank.1" / "stdout").read_text() == "one\ntwo\n"
+    done = launch_by_shell("exec {} -np 2 sh -c 'echo one; echo two; echo three >&2' > /dev/full")
+    assert done.returncode == 0
+    assert "stdout: No space left on device; the ranks' output is not shown any more, the job goes on." in done.stderr
+    assert done.stderr.count("three") == 2
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams(closed: str) -> None:
+    done = launch_by_shell("exec {} -np 2 sh -c 'echo out; echo err >&2; exit 3' " + closed)
+    assert done.returncode == 3
+    assert done.stdout.count("out") == (0 if " >&-" in f" {closed}" else 2)
+    assert "Traceback" not in done.stderr
+
+
+def launch_by_shell(line: str) -> subprocess.CompletedProcess[str]:
+    command = ["sh", "-c", line.format(f"{sys.executable} -m hvdlite.launch")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 
 # ---- jobs in which a rank fails ----
@@ -381,7 +424,7 @@ def test_command_on_one_host() -> None:
     words = command(Mpi("openmpi", "mpirun", (5, 0)), Placement(2, mpi_args="--x 'a b'"), ["A"], ["prog"])
     text = " ".join(words)
     assert words[0] == "mpirun" and words[-3:] == ["-np", "2", "prog"]
-    assert "--mca pml ob1 --mca btl self,sm,tcp" in text and "--bind-to none" in text
+    assert "--mca pml ob1 --mca btl self,sm " in text and "--bind-to none" in text
     assert "-x" not in words and "-H" not in words and "a b" in words
     assert command(Mpi("mpich", "mpiexec", (5,)), Placement(2), ["A"], ["prog"]) == [
         *("mpiexec", "-launcher", "fork", "-np", "2", "prog")
@@ -427,40 +470,10 @@ def test_first_failure() -> None:
     assert failures.exit_code(-9) == 137 and failures.signal_name(64) in ("SIGRTMAX", "signal 64")
 
 
-def test_messages_in_pieces() -> None:
-    sent = [Message("a", {"x": 1}, b"pay\nload"), Message("b", {})]
-    data = b"".join(message.encode() for message in sent)
-    decoder = Decoder()
-    assert [message for byte in data for message in decoder.feed(bytes([byte]))] == sent
-    for bad in (b"GET / HTTP/1.1\n", b"[]\n", b'{"kind": "a", "size": -1}\n'):
-        with pytest.raises(ValueError):
-            list(Decoder().feed(bad))
-
-
-def test_no_launcher_no_report() -> None:
-    assert not report_failure(Config(), 0, "text", 1)
-    assert not report_failure(Config(control="127.0.0.1:1:token"), 0, "text", 1)
-    assert Address.parse("::1:80:t") == Address("::1", 80, "t")
-
-
-def test_strangers_are_shown_the_door() -> None:
-    server = Server("127.0.0.1")
-    try:
-        import socket
-
-        with socket.create_connection((server.address.host, server.address.port), timeout=5) as stranger:
-            stranger.sendall(Message("hello", {"token": "guess", "rank": 0}).encode())
-            seen = [message.kind for _ in range(3) for _, message in server.poll(0.2)[0]]
-            assert seen == ["gone"]
-            assert stranger.recv(10) == b""
-    finally:
-        server.close()
-
-
 def test_guard_needs_no_package() -> None:
     code = f"import runpy, sys; runpy.run_path({worker.__file__!r}, run_name='x'); print(*sys.modules)"
     seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT)
-    assert not {"hvdlite", "numpy", "mpi4py", "ctypes"} & set(seen.stdout.split())
+    assert not {"hvdlite", "numpy", "mpi4py"} & set(seen.stdout.split())
 
 
 class Screen(Sink):
@@ -471,6 +484,7 @@ class Screen(Sink):
         self._waiting = bytearray()
         self.is_terminal = is_terminal
         self.is_broken = False
+        self.problem = ""
 
     def write(self, data: bytes) -> None:
         self.got += data
@@ -481,6 +495,30 @@ def patient_tick(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("hvdlite.launch.output.time.monotonic", lambda: now + 1)
         output.tick()
+
+
+def test_an_endless_line_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdlite.launch.output._LONGEST_KEPT", 10_000)
+    out = Screen()
+    output = Output(out, Screen(), tagged=True)
+    for _ in range(30):
+        output.feed(0, "stdout", b"x" * 1000)
+    assert all(len(source.line) < 12_000 for source in output._sources.values())
+    output.feed(0, "stdout", b"\n")
+    assert out.got == b"[0] " + b"x" * 30_000 + b"\n"
+
+
+def test_directories_of_others_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for number, make in enumerate((lambda path: path.mkdir(0o755), lambda path: path.symlink_to(tmp_path))):
+        path = tmp_path / f"hvdlite.{number}"
+        monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(path))
+        shared_memory.create_directory()
+        assert path.stat().st_mode & 0o777 == 0o700
+        shared_memory.create_directory()  # the host's next rank
+        shared_memory.leave_directory()
+        make(path)
+        with pytest.raises(PermissionError, match="made by another user"):
+            shared_memory.create_directory()
 
 
 def test_lines_wait_for_their_end() -> None:

@@ -114,6 +114,7 @@ def _positive(text: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code of ``hvdliterun``."""
+    _open_standard_streams()
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.version:
@@ -139,6 +140,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     sys.stderr.write(failure.describe())
     return failure.code
+
+
+def _open_standard_streams() -> None:
+    """Where hvdliterun was started without them (``>&-``): a connection must not get their numbers."""
+    for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w", closefd=False))
 
 
 def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:

@@ -13,27 +13,28 @@ import json
 import os
 import select
 import signal
-import socket
 import time
 from typing import Any
 
-from .. import control
+from ..control import Channel
+from ..session import clip
 from . import shared_memory
 from .program import without_own_frames
 
 _KILL_AT_ONCE = 0.0
 _DRAIN_SECONDS = 0.5
+_WINDOW = 1 << 18  # bytes of output that hvdliterun may not have taken yet: a reader that pauses makes the rank wait
 
 
 class Guard:
     """Watches one rank: passes on its output and its end, and ends it when told to."""
 
-    def __init__(self, connection: socket.socket, child: int, stdout: int, stderr: int, reports: int) -> None:
+    def __init__(self, connection: Channel, child: int, stdout: int, stderr: int, reports: int) -> None:
         self._connection = connection
         self._child = child
         self._pipes = {stdout: "stdout", stderr: "stderr", reports: "reports"}
-        self._decoder = control.Decoder()
         self._report_text = bytearray()
+        self._unacknowledged = {"stdout": 0, "stderr": 0, "reports": 0}
         self.finished = False  # the program came to its end by itself
         self._asked = False  # the MPI launcher told this rank to go
         self._ending = False  # hvdliterun told this rank to go, or is gone
@@ -61,11 +62,12 @@ class Guard:
         return self._status != 0 or not self.finished
 
     def _send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
-        self._connection.sendall(control.Message(kind, fields, payload).encode())
+        self._connection.send(kind, payload, **fields)
 
     def _step(self) -> None:
         wait = None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
-        watched = [self._connection.fileno(), self._wake, *self._pipes]
+        pipes = [pipe for pipe, name in self._pipes.items() if self._unacknowledged[name] < _WINDOW]
+        watched = [self._connection.fileno(), self._wake, *pipes]
         ready = select.select(watched, [], [], wait)[0]
         if wait is not None and time.monotonic() >= (self._kill_at or 0.0):
             self._signal(signal.SIGKILL)
@@ -87,7 +89,9 @@ class Guard:
             elif self._pipes[descriptor] == "reports":
                 self._on_report(data)
             else:
-                self._send("output", data, stream=self._pipes[descriptor])
+                name = self._pipes[descriptor]
+                self._unacknowledged[name] += len(data)
+                self._send("output", data, stream=name)
 
     def _on_report(self, data: bytes) -> None:
         # The program's own messages are lines of JSON; anything else is faulthandler's stack dump.
@@ -99,12 +103,11 @@ class Guard:
             self._send(**fields)
 
     def _listen(self) -> None:
-        data = self._connection.recv(1 << 16)
-        if not data:
-            raise ConnectionError("hvdliterun is gone")
-        for message in self._decoder.feed(data):
+        for message in self._connection.receive():
             if message.kind == "end":
                 self._end(message.fields["grace"])
+            elif message.kind == "taken":
+                self._unacknowledged[message.fields["stream"]] -= message.fields["bytes"]
 
     def _end(self, grace: float) -> None:
         self._ending = True
@@ -139,7 +142,7 @@ class Guard:
             else:
                 self._status = os.waitstatus_to_exitcode(status)
                 self._drain()
-                trace = without_own_frames(self._report_text.decode(errors="replace"))
+                trace = clip(without_own_frames(self._report_text.decode(errors="replace")))
                 at = time.time()
                 self._send("exit", status=self._status, finished=self.finished, asked=self._asked, trace=trace, time=at)
 
@@ -157,6 +160,7 @@ class Guard:
             shared_memory.sweep(self._child)
         else:
             shared_memory.leave_directory()
+        self._connection.finish()
         if status is None:
             status = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
         return status if status >= 0 else 128 - status

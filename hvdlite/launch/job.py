@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from hvdlite.control import Message
 from hvdlite.launch import failures
 from hvdlite.launch.failures import Failure
 from hvdlite.launch.hosts import check_reachable, control_host, ssh_options
@@ -29,6 +28,7 @@ from hvdlite.launch.output import Output
 from hvdlite.launch.rank_environment import THREADS_VARIABLE
 from hvdlite.launch.ranks import Rank, Ranks
 from hvdlite.launch.server import Connection, Server
+from hvdlite.session import Message, ProtocolError
 
 _POLL_SECONDS = 0.1
 _SETTLE_SECONDS = 0.15  # a rank that failed because of another one may report first
@@ -146,15 +146,20 @@ class Job:
 
     def _watch(self) -> None:
         while not self._is_over():
-            wait = 0.01 if self._output.is_full else _POLL_SECONDS
+            wait = 0.01 if self._output.is_busy else _POLL_SECONDS
             messages, descriptors = self._server.poll(wait)
             for connection, message in messages:
-                self._on_message(connection, message)
+                try:
+                    self._on_message(connection, message)
+                except ProtocolError:
+                    connection.refuse()
             for descriptor in descriptors:
                 self._process.read(descriptor)
             if not self._failures and self._ending is None:
                 self._process.release_banner()
             self._output.tick()
+            for stream in self._output.hungry:
+                self._ranks.acknowledge(stream)
             self._look()
             self._advance()
 
@@ -171,11 +176,13 @@ class Job:
             case "hello":
                 self._on_hello(connection, message)
             case "report":
+                self._ranks.check(message.fields["rank"])
                 connection.send("ok")
                 self._fail(message.fields["text"], message.fields["code"], rank=message.fields["rank"])
             case "fetch":
                 connection.send("function", self._spec.function)
             case "result":
+                self._ranks.check(message.fields["rank"])
                 self.results[message.fields["rank"]] = (message.fields["ok"], message.payload)
                 connection.send("ok")
             case _ if connection.rank is not None:
@@ -193,13 +200,14 @@ class Job:
         fields = message.fields
         match message.kind:
             case "output":
+                rank.unacknowledged[fields["stream"]] += len(message.payload)
                 self._output.feed(rank.number, fields["stream"], message.payload)
             case "done":
                 rank.finished = True
             case "failed":
                 rank.reported = True
                 text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
-                consequence = failures.is_consequence(fields.get("error", ""))
+                consequence = failures.is_consequence(fields["error"])
                 self._fail(text, fields["code"], rank=rank.number, consequence=consequence)
             case "stopped":
                 rank.stopped_at, rank.stop_signal = time.monotonic(), fields["signal"]

@@ -188,7 +188,9 @@ def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]
         # A rank that polls for a message takes the core from the rank that should send it.
         result += ["--mca", "mpi_yield_when_idle", "1"]
     if placement.is_local:
-        return [*result, "--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp"]
+        # No TCP: its port would be open to other machines too.
+        memory = "sm" if mpi.version >= (5,) else "vader"
+        return [*result, "--mca", "pml", "ob1", "--mca", "btl", f"self,{memory}"]
     result += ["-H", ",".join(map(str, placement.hosts))]
     # Without these a job whose network is cut never ends.
     for name, value in (("time", "2"), ("intvl", "1"), ("probes", "3")):

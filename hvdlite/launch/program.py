@@ -19,6 +19,8 @@ import traceback
 import types
 from typing import NoReturn
 
+from ..session import clip
+
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _RUN_FUNCTION = os.path.join(_FOLDER, "run_function.py")
 _COMPAT = os.path.join(os.path.dirname(_FOLDER), "compat")
@@ -88,7 +90,7 @@ def run(arguments: list[str], reports: int) -> NoReturn:
             text += _HOROVOD
         _fail(reports, text, 1, type(error).__name__)
     if os.getpid() == own:
-        _report(reports, kind="done")
+        _report(reports, kind="done", used=None)
     raise SystemExit(code)
 
 
@@ -147,7 +149,7 @@ def _fail(reports: int, text: str, code: int, error: str = "") -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    _report(reports, kind="failed", text=text, code=code, error=error)
+    _report(reports, kind="failed", text=clip(text), code=code, error=error)
     os._exit(code)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hvdlite.launch.server import Connection
+from hvdlite.session import ProtocolError
 
 _STOPPED_SECONDS = 1.5
 
@@ -32,6 +34,7 @@ class Rank:
         reported: It said itself why it failed.
         stopped_at: Since when it is stopped, if it is.
         stop_signal: By which signal.
+        unacknowledged: Bytes of each of its streams that its guard does not know yet to be taken.
     """
 
     number: int
@@ -46,6 +49,7 @@ class Rank:
     reported: bool = False
     stopped_at: float | None = None
     stop_signal: int = signal.SIGSTOP
+    unacknowledged: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         return f"rank {self.number} ({self.host}, pid {self.pid})"
@@ -63,10 +67,16 @@ class Ranks:
         self._known: dict[int, Rank] = {}
 
     def add(self, connection: Connection, hello: dict[str, Any]) -> Rank:
-        """Enter the rank that this connection's guard says hello for."""
-        connection.rank = hello["rank"]
-        local = connection.stream.getpeername()[0] == connection.stream.getsockname()[0]
-        rank = Rank(hello["rank"], connection, hello["host"], hello["pid"], hello["guard"], local)
+        """Enter the rank that this connection's guard says hello for.
+
+        Raises:
+            ProtocolError: There is no such rank, or it is here already.
+        """
+        number = hello["rank"]
+        if not 0 <= number < self._size or number in self._known or connection.rank is not None:
+            raise ProtocolError(f"a hello of rank {number}, of {self._size}")
+        connection.rank = number
+        rank = Rank(number, connection, hello["host"], hello["pid"], hello["guard"], connection.is_local)
         self._known[rank.number] = rank
         return rank
 
@@ -83,7 +93,7 @@ class Ranks:
     @property
     def missing(self) -> list[int]:
         """The ranks that did not say hello yet."""
-        return sorted(set(range(self._size)) - set(self._known))
+        return [] if len(self._known) == self._size else [n for n in range(self._size) if n not in self._known]
 
     def all_are(self, condition: Callable[[Rank], bool]) -> bool:
         """Whether this holds for each rank that said hello."""
@@ -113,6 +123,11 @@ class Ranks:
                 rank.stopped_at = now
         return [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
 
+    def check(self, number: int) -> None:
+        """Raise ProtocolError if there is no such rank in this job."""
+        if not 0 <= number < self._size:
+            raise ProtocolError(f"a message of rank {number}, of {self._size}")
+
     def send_end(self, grace: float, exited: bool) -> None:
         """Tell guards to end their ranks, and to leave.
 
@@ -123,6 +138,12 @@ class Ranks:
         for rank in self:
             if not rank.gone and rank.exited is exited:
                 rank.connection.send("end", grace=grace)
+
+    def acknowledge(self, stream: str) -> None:
+        """Let guards send more of their ranks' stdout or stderr: each waits when much of what it sent has not been taken."""
+        for rank in self:
+            if (taken := rank.unacknowledged.pop(stream, 0)) and not rank.gone:
+                rank.connection.send("taken", stream=stream, bytes=taken)
 
     def kill_guards(self) -> None:
         """Kill this machine's guards that have not left; their ranks die with them."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdlite.config import Config
-from hvdlite.control import Address, Message, request
+from hvdlite.control import Address, request
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
 from hvdlite.launch.cli import check_not_nested, make_folder, read_hosts
 from hvdlite.launch.failures import Failure
@@ -21,6 +21,7 @@ from hvdlite.launch.mpi import Placement, find_mpi
 from hvdlite.launch.output import Output, Sink, TextSink
 from hvdlite.launch.rank_environment import own_rank
 from hvdlite.launch.shared_memory import new_directory
+from hvdlite.session import Message
 
 T = TypeVar("T")
 

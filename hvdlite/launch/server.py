@@ -1,30 +1,53 @@
-"""The launcher's end of the line: accepts the ranks' connections, and hands over what they say."""
+"""The launcher's end of the line: accepts the ranks' connections, and hands over what they say.
+
+Strangers can connect too. What they send is not parsed, they are few at a time, and none stays for long.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import secrets
 import selectors
 import socket
+import time
 from typing import Any
 
-from hvdlite.control import Address, Decoder, Message, keep_alive
+from hvdlite.control import Address, keep_alive
+from hvdlite.session import Message, ProtocolError, Session
+
+STRANGERS = 128
+"""So many connections may be open that have not shown yet that they belong to the job; the oldest gives way."""
+STRANGER_SECONDS = 10.0
+_ACCEPTED_AT_ONCE = 64
+_GONE = Message("gone", {})
 
 
 class Connection:
     """One connection, from a rank's guard or from a rank that asks or reports something itself."""
 
-    def __init__(self, stream: socket.socket) -> None:
+    def __init__(self, stream: socket.socket, session: Session, server: Server) -> None:
         self.stream = stream
-        self.decoder = Decoder()
-        self.trusted = False
+        self.session = session
         self.rank: int | None = None
+        self.is_local = stream.getpeername()[0] == stream.getsockname()[0]
+        self.since = time.monotonic()
+        self._server = server
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """Send one message; a connection that broke meanwhile shows itself when it is read."""
+        """Send one message, without waiting; a connection that broke meanwhile shows itself when it is read."""
+        self.session.send(Message(kind, fields, payload))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent now, and the rest when the other end takes it."""
         with contextlib.suppress(OSError):
-            self.stream.sendall(Message(kind, fields, payload).encode())
+            sent = self.stream.send(self.session.outgoing)
+            del self.session.outgoing[:sent]
+        self._server.expect(self, writable=bool(self.session.outgoing))
+
+    def refuse(self) -> None:
+        """Hang up: what was said makes no sense."""
+        self._server.drop(self)
 
 
 class Server:
@@ -37,7 +60,9 @@ class Server:
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=512)
-        self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
+        self._listener.setblocking(False)
+        self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(32))
+        self._strangers: dict[Connection, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
 
@@ -58,14 +83,31 @@ class Server:
         """
         messages: list[tuple[Connection, Message]] = []
         descriptors = []
-        for key, _ in self._selector.select(timeout):
+        for key, events in self._selector.select(timeout):
             if key.data is None:
                 self._accept()
-            elif isinstance(key.data, Connection):
-                messages += [(key.data, message) for message in self._receive(key.data)]
-            else:
+            elif not isinstance(key.data, Connection):
                 descriptors.append(key.data)
+            elif self._knows(key.data):
+                if events & selectors.EVENT_WRITE:
+                    key.data.flush()
+                if events & selectors.EVENT_READ:
+                    messages += [(key.data, message) for message in self._receive(key.data)]
+        self._hang_up_on_strangers(time.monotonic() - STRANGER_SECONDS)
         return messages, descriptors
+
+    def expect(self, connection: Connection, writable: bool) -> None:
+        """Have `poll` also send what waits to be sent, or not any more."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
+        if self._knows(connection) and self._selector.get_key(connection.stream).events != events:
+            self._selector.modify(connection.stream, events, connection)
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection, of which nothing more is heard."""
+        self._strangers.pop(connection, None)
+        if self._knows(connection):
+            self._selector.unregister(connection.stream)
+        connection.stream.close()
 
     def close(self) -> None:
         """Close everything; guards take that as the order to end their ranks at once."""
@@ -75,28 +117,53 @@ class Server:
         self._selector.close()
         self._listener.close()
 
+    def _knows(self, connection: Connection) -> bool:
+        return connection.stream.fileno() in self._selector.get_map()
+
     def _accept(self) -> None:
-        stream, _ = self._listener.accept()
-        keep_alive(stream)
-        self._selector.register(stream, selectors.EVENT_READ, Connection(stream))
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                stream, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # it went away meanwhile, or this process may open no more files
+                self._hang_up_on_strangers(time.monotonic())
+                return
+            try:
+                stream.setblocking(False)
+                keep_alive(stream)
+                connection = Connection(stream, Session(self.address.secret, is_launcher=True), self)
+            except OSError:
+                stream.close()
+                continue
+            self._selector.register(stream, selectors.EVENT_READ, connection)
+            self._strangers[connection] = None
+            connection.flush()
+            if len(self._strangers) > STRANGERS:
+                self.drop(next(iter(self._strangers)))
+
+    def _hang_up_on_strangers(self, since: float) -> None:
+        """On those that have been here since then, or longer."""
+        for stranger in list(self._strangers):
+            if stranger.since > since:
+                return
+            self.drop(stranger)
 
     def _receive(self, connection: Connection) -> list[Message]:
-        messages: list[Message] = []
+        session = connection.session
+        was_trusted, messages = session.is_trusted, []
         try:
-            data = connection.stream.recv(1 << 20)
-            for message in connection.decoder.feed(data):
-                if not connection.trusted:
-                    self._check(message)
-                    connection.trusted = True
-                messages.append(message)
-        except (OSError, ValueError):  # reset by the other end, or a stranger who speaks something else
+            data = connection.stream.recv(session.appetite)
+            if data:
+                messages = session.receive(data)
+        except BlockingIOError:
+            return []
+        except (OSError, ProtocolError):  # reset by the other end, or a stranger
             data = b""
         if not data:
-            self._selector.unregister(connection.stream)
-            connection.stream.close()
-            messages.append(Message("gone", {}))
+            self.drop(connection)
+            return [_GONE] if was_trusted else []
+        if session.is_trusted and not was_trusted:
+            del self._strangers[connection]
+            connection.flush()
         return messages
-
-    def _check(self, message: Message) -> None:
-        if not hmac.compare_digest(str(message.fields.get("token")), self.address.token):
-            raise ValueError("a connection from outside this job")

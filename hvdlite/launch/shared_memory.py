@@ -10,22 +10,35 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
+import tempfile
 
 _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
-_PREFIX = "/dev/shm/hvdlite."
+_MEMORY = "/dev/shm"
+_NAME = "hvdlite."
 
 
 def new_directory(flavour: str) -> str:
-    """A name for the directory of one job of this MPI; empty if it needs none."""
-    if flavour != "openmpi" or not os.path.isdir(os.path.dirname(_PREFIX)):
+    """A name for the directory of one job of this MPI, on each of its hosts; empty if it needs none."""
+    if flavour != "openmpi" or not os.path.isdir(_MEMORY):
         return ""
-    return f"{_PREFIX}{os.getpid()}.{os.urandom(4).hex()}"
+    # What nobody may write to, as in some containers, is replaced by the folder for temporary files.
+    folder = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else tempfile.gettempdir()
+    return os.path.join(folder, f"{_NAME}{os.getpid()}.{os.urandom(8).hex()}")
 
 
 def create_directory() -> None:
-    """Create the directory that hvdliterun named, unless another rank of this host has."""
+    """Create the directory that hvdliterun named, unless another rank of this host has.
+
+    Raises:
+        OSError: It cannot be created, or it is somebody else's.
+    """
     if directory := _directory():
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(directory, mode=0o700)
+        found = os.lstat(directory)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{directory} was made by another user, or others may use it")
 
 
 def leave_directory() -> None:
@@ -58,4 +71,4 @@ def _mpich_segments(pid: int) -> set[str]:
 
 def _directory() -> str:
     directory = os.environ.get(_VARIABLE, "")
-    return directory if directory.startswith(_PREFIX) else ""
+    return directory if os.path.basename(directory).startswith(_NAME) else ""

@@ -26,31 +26,44 @@ import types
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvdlite import control
+    from hvdlite import control, session
     from hvdlite.launch import guard, program, rank_environment, shared_memory
 else:
     _FOLDER = os.path.dirname(os.path.abspath(__file__))
     for _name, _folder in (("_hvdlite", os.path.dirname(_FOLDER)), ("_hvdlite.launch", _FOLDER)):
         sys.modules[_name] = types.ModuleType(_name)
         sys.modules[_name].__path__ = [_folder]
-    from _hvdlite import control
+    from _hvdlite import control, session
     from _hvdlite.launch import guard, program, rank_environment, shared_memory
 
 
 def main(arguments: list[str]) -> int:
     """Guard one rank. ``arguments`` are what would follow ``python``, or ``--exec`` and a command."""
     rank = rank_environment.own_rank()
-    address = control.Address.parse(os.environ["HVDLITE_CONTROL"])
+    where = f"rank {rank} on {socket.gethostname()}"
+    if "HVDLITE_CONTROL" not in os.environ:
+        return _refuse(
+            f"{where} got no HVDLITE_CONTROL from the MPI launcher: the environment of hvdliterun does not reach this "
+            "host. Start the job with hvdliterun itself; where it was, look for what its MPI launcher does to the "
+            "environment (--verbose shows the command, --mpi-args adds to it)."
+        )
+    try:
+        address = control.Address.parse(os.environ["HVDLITE_CONTROL"])
+    except ValueError as error:
+        return _refuse(f"{where}: {error}")
     try:
         connection = control.connect(address)
+    except session.ProtocolError as error:
+        return _refuse(f"{where}, at {address.host}:{address.port}: {error}. Do all hosts have the same hvdlite?")
     except OSError as error:
-        print(
-            f"hvdliterun: rank {rank} on {socket.gethostname()} cannot reach hvdliterun at "
-            f"{address.host}:{address.port} ({error}). Name a network that all hosts share with --network-interface.",
-            file=sys.stderr,
+        return _refuse(
+            f"{where} cannot reach hvdliterun at {address.host}:{address.port} ({error}). "
+            "Name a network that all hosts share with --network-interface."
         )
-        return 1
-    shared_memory.create_directory()
+    try:
+        shared_memory.create_directory()
+    except OSError as error:
+        return _refuse(f"{where}: no directory for MPI's shared memory: {error}")
     threads = rank_environment.share_cores()
     rank_environment.show_place()
     pipes = [os.pipe(), os.pipe(), os.pipe()]
@@ -70,7 +83,6 @@ def main(arguments: list[str]) -> int:
     own_guard.finished = arguments[0] == "--exec"  # such a program cannot say so: its exit code has to do
     return own_guard.run(
         {
-            "token": address.token,
             "rank": rank,
             "host": socket.gethostname(),
             "pid": child,
@@ -78,6 +90,11 @@ def main(arguments: list[str]) -> int:
             "threads": threads,
         }
     )
+
+
+def _refuse(text: str) -> int:
+    print(f"hvdliterun: {text}", file=sys.stderr)
+    return 1
 
 
 if __name__ == "__main__":

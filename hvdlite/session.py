@@ -1,0 +1,237 @@
+"""What travels between a rank and its launcher, and how each knows the other. No sockets: bytes in, messages and bytes out.
+
+Both know the job's secret, and it never travels. At the start each shows that it knows it, by an HMAC over two fresh random
+numbers; then every message carries an HMAC with its number, so that none can be changed, repeated, left out or sent back:
+
+    launcher -> rank   MAGIC, a random number
+    rank -> launcher   a random number, HMAC                       (96 bytes at most are kept of one who is not known yet)
+    launcher -> rank   HMAC
+    then, both ways    length of the header, length of the payload, HMAC, header (JSON), payload, HMAC of the payload if any
+
+What was not authenticated is never parsed, and its length never believed. The standard library only: guards load this file
+without the package, see `hvdlite.launch.worker`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAGIC = b"hvdlite control 2\n"
+_RANDOM = 32
+_TAG = 32
+_LENGTHS = struct.Struct(">IQ")
+_COUNTER = struct.Struct(">Q")
+_START = _LENGTHS.size + _TAG
+_LONGEST_HEADER = 1 << 24
+_LONGEST_TEXT = 1 << 20
+_NUMBER = (int, float)
+
+_FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
+    # rank -> launcher
+    "hello": {"rank": int, "host": str, "pid": int, "guard": int, "threads": (int, type(None))},
+    "output": {"stream": str},
+    "done": {"used": (bool, type(None))},
+    "failed": {"text": str, "code": int, "error": str},
+    "stopped": {"signal": int},
+    "continued": {},
+    "exit": {"status": int, "finished": bool, "asked": bool, "trace": str, "time": _NUMBER},
+    "report": {"rank": int, "text": str, "code": int},
+    "fetch": {"rank": int},
+    "result": {"rank": int, "ok": bool},
+    # launcher -> rank
+    "end": {"grace": _NUMBER},
+    "taken": {"stream": str, "bytes": int},
+    "ok": {},
+    "function": {},
+}
+"""The kinds of messages, and the fields of each."""
+
+
+class ProtocolError(ConnectionError):
+    """The other end does not know the job's secret, or does not speak this protocol."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message: what it is, its fields, and its payload (empty for most)."""
+
+    kind: str
+    fields: dict[str, Any]
+    payload: bytes = b""
+
+    def check(self) -> None:
+        """Raise ProtocolError unless the fields are those of its kind."""
+        expected = _FIELDS.get(self.kind)
+        if expected is None or self.fields.keys() != expected.keys():
+            raise ProtocolError(f"not a message of this protocol: {self.kind[:100]!r} with {sorted(self.fields)[:20]}")
+        for name, kind in expected.items():
+            if not isinstance(self.fields[name], kind):
+                raise ProtocolError(f"{self.kind}: the field {name!r} is {type(self.fields[name]).__name__}")
+
+
+def clip(text: str) -> str:
+    """A text that a message can carry: of a very long one, its beginning and its end."""
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters are left out ...\n{text[-half:]}"
+
+
+class Session:
+    """One connection, seen from one of its ends.
+
+    Args:
+        secret: The job's.
+        is_launcher: Which end this is.
+
+    Attributes:
+        is_trusted: The other end has shown that it knows the secret.
+        outgoing: Takes what is to be sent; whoever owns the session sends and empties it.
+    """
+
+    def __init__(self, secret: str, is_launcher: bool) -> None:
+        self._secret = secret.encode()
+        self._own = os.urandom(_RANDOM)
+        self._is_launcher = is_launcher
+        self._seal: _Authenticator | None = None
+        self._open: _Authenticator | None = None
+        self._incoming = bytearray()
+        self._header: tuple[str, dict[str, Any], int] | None = None
+        self._greet: Callable[[], None] = self._meet_rank if is_launcher else self._meet_launcher
+        self._needed = _RANDOM + _TAG if is_launcher else len(MAGIC) + _RANDOM
+        self._proof = b""
+        self.is_trusted = False
+        self.outgoing = bytearray(MAGIC + self._own if is_launcher else b"")
+
+    @property
+    def appetite(self) -> int:
+        """How many bytes to receive at most: of a stranger, no more than the greeting."""
+        return 1 << 18 if self.is_trusted else self._needed - len(self._incoming)
+
+    def send(self, message: Message) -> None:
+        """Add a message to what is to be sent. The other end must be trusted."""
+        assert self._seal is not None
+        header = json.dumps({**message.fields, "kind": message.kind}).encode()
+        lengths = _LENGTHS.pack(len(header), len(message.payload))
+        self.outgoing += lengths + self._seal.tag(lengths, header) + header
+        if message.payload:
+            self.outgoing += message.payload
+            self.outgoing += self._seal.tag(message.payload)
+
+    def receive(self, data: bytes) -> list[Message]:
+        """Take what was received, and give the messages that it completes.
+
+        Raises:
+            ProtocolError: The other end is a stranger. Nothing that follows may be believed.
+        """
+        self._incoming += data
+        while not self.is_trusted:
+            if len(self._incoming) < self._needed:
+                return []
+            self._greet()
+        messages = []
+        while (message := self._next()) is not None:
+            messages.append(message)
+        return messages
+
+    # ---- greeting ----
+
+    def _meet_rank(self) -> None:
+        other, proof = self._take(_RANDOM), self._take(_TAG)
+        self._agree(self._own, other)
+        if not hmac.compare_digest(proof, self._derive(b"rank", self._own, other)):
+            raise ProtocolError("a connection from outside this job")
+        self.outgoing += self._derive(b"launcher", self._own, other)
+        self.is_trusted = True
+
+    def _meet_launcher(self) -> None:
+        if self._take(len(MAGIC)) != MAGIC:
+            raise ProtocolError("what listens there is no launcher of this version of hvdlite")
+        other = self._take(_RANDOM)
+        self._agree(other, self._own)
+        self.outgoing += self._own + self._derive(b"rank", other, self._own)
+        self._proof = self._derive(b"launcher", other, self._own)
+        self._needed, self._greet = _TAG, self._confirm_launcher
+
+    def _confirm_launcher(self) -> None:
+        if not hmac.compare_digest(self._take(_TAG), self._proof):
+            raise ProtocolError("what listens there is not the launcher of this job")
+        self.is_trusted = True
+
+    def _agree(self, launchers: bytes, ranks: bytes) -> None:
+        keys = [self._derive(label, launchers, ranks) for label in (b"to rank", b"to launcher")]
+        if not self._is_launcher:
+            keys.reverse()
+        self._seal, self._open = map(_Authenticator, keys)
+
+    def _derive(self, label: bytes, launchers: bytes, ranks: bytes) -> bytes:
+        return hmac.digest(self._secret, label + b"\0" + launchers + ranks, "sha256")
+
+    # ---- messages ----
+
+    def _next(self) -> Message | None:
+        assert self._open is not None
+        if self._header is None:
+            if len(self._incoming) < _START:
+                return None
+            lengths = bytes(self._incoming[: _LENGTHS.size])
+            header_size, payload_size = _LENGTHS.unpack(lengths)
+            if header_size > _LONGEST_HEADER:
+                raise ProtocolError(f"a header of {header_size} bytes")
+            if len(self._incoming) < _START + header_size:
+                return None
+            del self._incoming[: _LENGTHS.size]
+            tag, header = self._take(_TAG), self._take(header_size)
+            self._open.check(tag, lengths, header)
+            self._header = (*_read_header(header), payload_size)
+        kind, fields, size = self._header
+        if size and len(self._incoming) < size + _TAG:
+            return None
+        payload = self._take(size)
+        if size:
+            self._open.check(self._take(_TAG), payload)
+        self._header = None
+        message = Message(kind, fields, payload)
+        message.check()
+        return message
+
+    def _take(self, size: int) -> bytes:
+        with memoryview(self._incoming) as view:
+            data = bytes(view[:size])
+        del self._incoming[:size]
+        return data
+
+
+class _Authenticator:
+    """The HMACs of one direction: each covers its number, so that none can be repeated or left out."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._count = 0
+
+    def tag(self, *parts: bytes) -> bytes:
+        digest = hmac.new(self._key, _COUNTER.pack(self._count), "sha256")
+        self._count += 1
+        for part in parts:
+            digest.update(part)
+        return digest.digest()
+
+    def check(self, tag: bytes, *parts: bytes) -> None:
+        if not hmac.compare_digest(tag, self.tag(*parts)):
+            raise ProtocolError("a message that was changed, repeated or left out on its way")
+
+
+def _read_header(text: bytes) -> tuple[str, dict[str, Any]]:
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"not a message of this protocol: {type(error).__name__}") from None
+    if not isinstance(fields, dict) or not isinstance(fields.get("kind"), str):
+        raise ProtocolError("not a message of this protocol: no kind")
+    return fields.pop("kind"), fields
