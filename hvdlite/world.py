@@ -72,6 +72,8 @@ class World:
         """What adapters have made to exchange gradients, in the same order on all ranks."""
         self.stood_in = 0
         """How many exchanges of others this rank has taken part in with nothing, without a reducer."""
+        self.missed: list[int] = []
+        """How many exchanges each rank of the set took part in with nothing while the latest `join` lasted."""
         if config.timeline not in ("", "DYNAMIC"):
             self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
@@ -198,12 +200,13 @@ class World:
         last = self.engine(process_set).join()
         for thread in threads:
             thread.join()
+        self.missed = []
         if exchanges:
             # Letters that say who has joined may arrive in another order than gradients, which go other ways.
             missed = self._stood_in() - before
-            missed_by = self.engine(process_set).run(AllgatherObject(missed))
-            fewest = min(missed_by)
-            last = last if missed_by[last] == fewest else missed_by.index(fewest)
+            self.missed = self.engine(process_set).run(AllgatherObject(missed))
+            fewest = min(self.missed)
+            last = last if self.missed[last] == fewest else self.missed.index(fewest)
         for exchange in exchanges:
             exchange.catch_up(self.ranks(process_set)[last])
         return last

@@ -17,9 +17,11 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.reducer import Postponed
+from hvdlite_tf.advice import Advice, say, see
 from hvdlite_tf.buckets import Buckets, Registry
 
 T = TypeVar("T")
@@ -86,12 +88,16 @@ class ArrayExchange:
         if infos and self._op is not hvdlite.Adasum and all(UNKNOWN not in info.shape for info in infos):
             self._buckets(infos, in_use=False)
 
-    def exchange(self, own: Sequence[Gradient], weight: float) -> list[Gradient]:
+    def exchange(
+        self, own: Sequence[Gradient], weight: float, sources: Sequence[Any] = (), advice: Advice | None = None
+    ) -> list[Gradient]:
         """The gradients of all ranks. Every rank calls this.
 
         Args:
             own: This rank's, like the sources.
             weight: Share of this rank in an average.
+            sources: What `advice` looks at: backend's variables.
+            advice: What to look for in the first exchanges.
 
         Returns:
             For each an array, or `Rows`, or None if no rank has one.
@@ -102,20 +108,31 @@ class ArrayExchange:
         if self._op is hvdlite.Adasum:
             return self._adasum(own)
         infos = [_known(info, gradient) for info, gradient in zip(self._infos, own, strict=True)]
+        looks = advice is not None and advice.is_due()
         while True:
             dense = [i for i in range(len(own)) if i not in self._tables]
             new = [i for i in dense if isinstance(own[i], Rows)]
             try:
                 found = self._exchange_dense(
-                    [infos[i] for i in dense], [None if i in new else own[i] for i in dense], weight, bool(new)
+                    [infos[i] for i in dense], [None if i in new else own[i] for i in dense], weight, bool(new) or looks
                 )
                 break
             except Postponed:
-                self._tables.update(i for each in self.gather(new) for i in each)
+                self._hear_news(new, looks, own, sources)
+                looks = False
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
         tables = sorted(self._tables)
         results.update(zip(tables, self._exchange_rows(tables, own, weight), strict=True))
         return [results[i] for i in range(len(own))]
+
+    def _hear_news(self, new: list[int], looks: bool, own: Sequence[Gradient], sources: Sequence[Any]) -> None:
+        """Some rank has rows of a new table, or wants to look for what goes wrong quietly; all ranks tell what they have."""
+        everybody = self.gather((new, looks))
+        self._tables.update(i for tables, _ in everybody for i in tables)
+        if any(look for _, look in everybody):
+            seen = self.gather(see(sources, own))
+            if world("the exchange of gradients").engine(self._process_set).rank == 0:
+                say(seen)
 
     def gather_by_source(self, values: Sequence[T]) -> list[tuple[T, ...]]:
         """For each source, what the ranks that have data say of its gradients.

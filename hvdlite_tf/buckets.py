@@ -28,6 +28,7 @@ from hvdlite.protocols import Array, TensorInfo
 from hvdlite.reducer import Postponed, Reducer
 from hvdlite.tensors import adapter_for
 from hvdlite.world import World
+from hvdlite_tf.advice import Advice
 from hvdlite_tf.tensor import has_value
 
 ROOMS = 3
@@ -159,6 +160,7 @@ class Registry:
         self._channels = 0
         self._tables: dict[Hashable, set[int]] = {}
         self._known: dict[Hashable, Any] = {}
+        self._advice: dict[Hashable, Advice] = {}
         self._optimizers: list[weakref.ref[Any]] = []
         here.exchanges.append(self)
 
@@ -204,6 +206,10 @@ class Registry:
     def tables(self, key: Hashable) -> set[int]:
         """Of a list of sources, those whose gradients travel as rows. To be changed by all ranks at once."""
         return _remember(self._tables, key, set())
+
+    def advice(self, key: Hashable) -> Advice:
+        """The advice for the sources under a key."""
+        return _remember(self._advice, key, Advice(self._here.config.advice))
 
     def known(self, key: Hashable) -> Any:
         """What `learn` was told of this; None if it was not."""

@@ -17,6 +17,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors import adapter_for
+from hvdlite_tf.advice import Advice
 from hvdlite_tf.array_exchange import ArrayExchange
 from hvdlite_tf.buckets import Registry
 from hvdlite_tf.exchange import Options
@@ -32,6 +33,7 @@ class EagerExchange:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self._advice = Advice(world("the exchange of gradients").config.advice)
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """The gradients of all ranks. Every rank calls this, with sources of the same dtypes and shapes in the same order.
@@ -61,7 +63,7 @@ class EagerExchange:
         sent = [self._encode(source, gradient) for source, gradient in zip(plain, gradients, strict=True)]
         own = [None if gradient is None else each.array for each, gradient in zip(sent, gradients, strict=True)]
         exchange = self._exchange([each.info for each in sent])
-        found = exchange.exchange(own, 1.0 if weight is None else float(weight))
+        found = exchange.exchange(own, 1.0 if weight is None else float(weight), plain, self._advice)
         return [None if array is None else self._decode(each, array) for each, array in zip(sent, found, strict=True)]
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:

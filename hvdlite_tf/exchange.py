@@ -170,14 +170,15 @@ class _Call:
         sparse = not options.sparse_as_dense
         self._exchange = ArrayExchange(registry, infos, options.op, options.process_set, self._channel, sparse)
         self._key = tuple(infos), options.op, sparse, number, self._channel
+        self._sources = [] if in_session else [wire.source for wire in self._wires]
+        self._advice = None if in_session else registry.advice((number, tuple(infos)))
 
     def eagerly(self) -> list[Any]:
         """The gradients of all ranks, now."""
         own = [taken(wire.kind, map(np.asarray, wire.tensors())) for wire in self._wires]
         combined: list[Any] = []
-        for i, (wire, found) in enumerate(
-            zip(self._wires, self._exchange.exchange(own, float(self._weight)), strict=True)
-        ):
+        everything = self._exchange.exchange(own, float(self._weight), self._sources, self._advice)
+        for i, (wire, found) in enumerate(zip(self._wires, everything, strict=True)):
             gradient = self._exchange.as_array(i, found) if wire.kind == DENSE else found
             arrays = map(tf.convert_to_tensor, arrays_of(gradient))
             combined.append(None if gradient is None else wire.decode([*arrays]))
@@ -185,7 +186,8 @@ class _Call:
 
     def in_graph(self) -> list[Any]:
         """The gradients of all ranks, in the function or graph that is being built."""
-        kinds, exchange = self._kinds, self._exchange
+        kinds, exchange, advice = self._kinds, self._exchange, self._advice
+        variables = [source if isinstance(source, tf.Variable) else None for source in self._sources]
         union = self._union()
         if union is not None and set(union) == {NONE}:
             return [None] * len(kinds)
@@ -194,7 +196,7 @@ class _Call:
 
         def run(weight: Array, *arrays: Array) -> list[Array]:  # keeps nothing of the graph
             given = iter(arrays)
-            found = exchange.exchange([taken(kind, given) for kind in kinds], float(weight))
+            found = exchange.exchange([taken(kind, given) for kind in kinds], float(weight), variables, advice)
             results: list[Array] = []
             for i, (gradient, kind) in enumerate(zip(found, expected, strict=True)):
                 if (gradient is None) != (kind == NONE) and not (gradient is None and exchange.joined):

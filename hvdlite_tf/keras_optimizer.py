@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 import hvdlite
 from hvdlite.api import world
@@ -22,7 +23,6 @@ from hvdlite_tf.buckets import Registry
 from hvdlite_tf.exchange import Options
 from hvdlite_tf.local_variables import LocalVariables
 from hvdlite_tf.tensor import plain_variable
-from hvdlite_tf.wire import as_dense
 
 
 def distribute_keras(
@@ -76,11 +76,10 @@ class _State:
         self.weight = backend.weight() if options.op is hvdlite.Average else None
 
     def combine(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks, dense."""
+        """The gradients of all ranks. Of embeddings the rows of all ranks' batches, as Keras has them of one batch."""
 
         def exchange(shared: list[Any], own: list[Any]) -> list[Any]:
-            combined = self.exchange.combine(shared, own, self.weight)
-            return [as_dense(gradient, variable) for gradient, variable in zip(combined, shared, strict=True)]
+            return self.exchange.combine(shared, own, self.weight)
 
         return self.local.exchange_others(exchange, variables, gradients)
 
@@ -126,12 +125,13 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
 
     def hvdlite_variables(self) -> list[Any]:
         """The backend's variables that are alike on all ranks: the model's trainable ones, and the optimizer's."""
-        local = [variable in self._hvdlite.local for variable in self._trainable_variables]
         apart = set()
-        # Keras' optimizers have lists of slots, in the order of the variables.
-        for slots in vars(self).values():
-            if any(local) and isinstance(slots, list) and len(slots) == len(local):
-                apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
+        for part in _parts_of(self):
+            local = [variable in self._hvdlite.local for variable in part._trainable_variables]
+            # Keras' optimizers have lists of slots, in the order of the variables.
+            for slots in vars(part).values():
+                if any(local) and isinstance(slots, list) and len(slots) == len(local):
+                    apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
         return [plain_variable(v) for v in [*self._trainable_variables, *self.variables] if id(v) not in apart]
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
@@ -163,7 +163,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         if accumulates:
             state.accumulated = [variables[i] for i in chosen if found[i] is not None]
         elif state.factor != 1:  # a LossScaleOptimizer, and the one inside accumulates
-            found = [None if each is None else each * state.factor for each in found]
+            found = [None if each is None else _times(each, state.factor) for each in found]
         return [found[i] for i in chosen], [variables[i] for i in chosen]
 
     def _clip_gradients(self, grads: list[Any]) -> Any:
@@ -172,7 +172,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
             state = self._hvdlite
             grads = state.combine(state.accumulated, grads)
             if state.factor != 1:
-                grads = [each * state.factor for each in grads]
+                grads = [_times(each, state.factor) for each in grads]
         return super()._clip_gradients(grads)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -197,6 +197,19 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         # Pickled and copied as the plain optimizer: the exchange belongs to this process.
         _, arguments = super().__reduce__()
         return self.__class__._unpickle_model, arguments
+
+
+def _parts_of(optimizer: Any) -> list[Any]:
+    """An optimizer, and those inside of it that have been built."""
+    inside = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", [])]
+    built = [each for each in inside if each is not None and each.built]
+    return [optimizer, *(part for each in built for part in _parts_of(each))]
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
 
 
 def _wrap(optimizer: Any, state: _State) -> None:
@@ -230,6 +243,11 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     """Let Keras add up the gradients of several passes."""
     if passes < 1:
         raise ArgumentError(f"backward_passes_per_step={passes}: expected 1 or more.")
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ArgumentError(
+            f"backward_passes_per_step={passes}: a MultiOptimizer does not add up gradients itself. Make the optimizers inside "
+            f"with gradient_accumulation_steps={passes}, which averages them."
+        )
     if optimizer.gradient_accumulation_steps:
         raise ArgumentError(
             f"backward_passes_per_step={passes}, and the optimizer has gradient_accumulation_steps="

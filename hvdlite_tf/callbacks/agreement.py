@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import MismatchError
-from hvdlite_tf.callbacks.base import Callback
+from hvdlite_tf.callbacks.base import Callback, ranks_of
+from hvdlite_tf.callbacks.optimizers import rates_of
+
+
+def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:
+    """Let learning rates pass that are the same on all ranks.
+
+    Args:
+        when: For the message.
+        rates: By rank, as `hvdlite_tf.callbacks.optimizers.rates_of` gives them.
+
+    Raises:
+        MismatchError: They differ.
+    """
+    if len(set(rates.values())) > 1:
+        told = ", ".join(
+            f"{' and '.join(format(rate, 'g') for rate in own)} on rank {rank}" for rank, own in rates.items()
+        )
+        raise MismatchError(
+            f"{when} the learning rates of the ranks differ: {told}. A callback or the program has changed them by what only "
+            "its own rank knows: let it use the metrics of all ranks (put it after hvd.callbacks.Distributed()), or numbers "
+            "that are the same on all of them."
+        )
 
 
 class AgreementCallback(Callback):
@@ -25,16 +48,20 @@ class AgreementCallback(Callback):
         """Agree.
 
         Raises:
-            MismatchError: The learning rates differ: a callback has changed that of some ranks. Raised on all of them.
+            MismatchError: The learning rates differ: a callback has changed that of some ranks; or the numbers of the epochs
+                do. Raised on all of them.
         """
-        optimizer = getattr(self.model, "optimizer", None)
-        rate = None if optimizer is None else float(optimizer.learning_rate)
-        told = hvdlite.allgather_object((bool(self.model.stop_training), rate), process_set=self._process_set)
-        rates = [rate for _, rate in told]
-        if len(set(rates)) > 1:
+        rates = rates_of(getattr(self.model, "optimizer", None))
+        own = bool(self.model.stop_training), rates, (epoch, (self.params or {}).get("epochs"))
+        told = dict(
+            zip(ranks_of(self._process_set), hvdlite.allgather_object(own, process_set=self._process_set), strict=True)
+        )
+        if len({epochs for _, _, epochs in told.values()}) > 1:
+            where = ", ".join(f"{now + 1} of {end} on rank {rank}" for rank, (_, _, (now, end)) in told.items())
             raise MismatchError(
-                f"after epoch {epoch + 1} the learning rates of the ranks differ: {', '.join(map(str, rates))}. A callback "
-                "has changed it by what only its own rank knows."
+                f"the ranks are in different epochs, or would train for different numbers of them: {where}. Call fit() with "
+                "the same epochs and initial_epoch on all ranks; what one rank restores from a file it has to tell the rest."
             )
-        if any(stop for stop, _ in told):
+        check_rates(f"after epoch {epoch + 1}", {rank: rates for rank, (_, rates, _) in told.items()})
+        if any(stop for stop, _, _ in told.values()):
             self.model.stop_training = True

@@ -9,6 +9,7 @@ import keras
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 
 
@@ -49,6 +50,11 @@ def list_with(callback: Any) -> list[Any] | None:
     return None
 
 
+def ranks_of(process_set: ProcessSet | None) -> tuple[int, ...]:
+    """The ranks of a process set (all if None) by their numbers in the job, for messages."""
+    return world("a callback").ranks(process_set)
+
+
 def refuse_together(problem: str, process_set: ProcessSet | None) -> None:
     """Raise on every rank what is wrong on some. Every rank calls this.
 
@@ -61,7 +67,7 @@ def refuse_together(problem: str, process_set: ProcessSet | None) -> None:
     """
     problems = hvdlite.allgather_object(problem, process_set=process_set)
     texts: dict[str, list[int]] = {}
-    for rank, text in enumerate(problems):
+    for rank, text in zip(ranks_of(process_set), problems, strict=True):
         if text:
             texts.setdefault(text, []).append(rank)
     if texts:

@@ -12,6 +12,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite_tf.callbacks.agreement import AgreementCallback
 from hvdlite_tf.callbacks.base import Callback, list_with, refuse_together
+from hvdlite_tf.callbacks.checks import problem_of
 from hvdlite_tf.callbacks.elements import SameElementsCallback
 from hvdlite_tf.callbacks.metrics import MetricAverageCallback
 from hvdlite_tf.callbacks.start import BroadcastGlobalVariablesCallback
@@ -74,7 +75,8 @@ class Distributed(Callback):
                 if callbacks[0] is not self
                 else ""
             )
-            callbacks.append(AgreementCallback(self._process_set))  # Keras goes on to it in this very loop
+            if not any(isinstance(each, AgreementCallback) for each in callbacks):  # a CallbackList may be used again
+                callbacks.append(AgreementCallback(self._process_set))  # Keras goes on to it in this very loop
         for part in self._parts:
             part.set_model(model)
 
@@ -90,10 +92,11 @@ class Distributed(Callback):
         """Check, and make all ranks start alike.
 
         Raises:
-            ArgumentError: This is not the first in the list, or the model is not built, on some rank. Raised on all of them.
+            ArgumentError: On some rank this is not the first in the list, or the optimizer is not a distributed one (of the
+                same process set), or the model is not built. Raised on all of them.
             MismatchError: The ranks have different models. Raised on all of them.
         """
-        refuse_together(self._problem, self._process_set)
+        refuse_together(self._problem or problem_of(self.model, self._process_set), self._process_set)
         for part in self._parts:
             part.on_train_begin(logs)
 

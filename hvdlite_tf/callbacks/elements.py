@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -9,7 +10,7 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import MismatchError
-from hvdlite_tf.callbacks.base import Callback
+from hvdlite_tf.callbacks.base import Callback, ranks_of
 
 
 class SameElementsCallback(Callback):
@@ -26,27 +27,31 @@ class SameElementsCallback(Callback):
     def __init__(self, *, process_set: ProcessSet | None = None) -> None:
         super().__init__()
         self._process_set = process_set
-        self._train: Any = None
+        self._first_step: _FirstStep | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Be there for the first step."""
-        self._train, self.model.train_function = self.model.train_function, self._check_and_train
+        self._first_step = _FirstStep(self.model, self._compare)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """There may have been no step."""
-        self._restore()
+        self._leave()
 
-    def _restore(self) -> None:
-        if self._train is not None:
-            self.model.train_function, self._train = self._train, None
+    def on_train_end(self, logs: Any = None) -> None:
+        """There may have been no epoch."""
+        self._leave()
 
-    def _check_and_train(self, data: Any) -> Any:
-        train = self._train
-        self._restore()
+    def _leave(self) -> None:
+        if self._first_step is not None:
+            self._first_step.leave()
+            self._first_step = None
+
+    def _compare(self, data: Any) -> None:
         batch = None if hasattr(data, "__next__") else data
         specs = [_spec(each) for each in tf.nest.flatten(getattr(data, "element_spec", batch))]
         everybody = hvdlite.allgather_object(specs, process_set=self._process_set)
-        known = [(rank, other) for rank, other in enumerate(everybody) if other is not None]
+        ranks = ranks_of(self._process_set)
+        known = [(rank, other) for rank, other in zip(ranks, everybody, strict=True) if other is not None]
         first, wanted = known[0]
         for rank, other in known:
             if other != wanted:
@@ -54,7 +59,47 @@ class SameElementsCallback(Callback):
                     f"the ranks have data of different kinds: a batch is {_describe(wanted)} on rank {first}, and "
                     f"{_describe(other)} on rank {rank}."
                 )
-        return train(data)
+
+
+class _FirstStep:
+    """Is in the place of a model's `train_function` until it is called, or leaves.
+
+    Args:
+        model: The model.
+        look: Called with what the function is called with, before it.
+    """
+
+    def __init__(self, model: Any, look: Callable[[Any], None]) -> None:
+        left_behind = model.train_function
+        if isinstance(left_behind, _FirstStep):  # by a `fit` that another callback has ended at once
+            left_behind.leave()
+        self._model, self._look, self._train = model, look, model.train_function
+        model.train_function = self
+
+    def leave(self) -> None:
+        """Put the function back."""
+        if self._model.train_function is self:
+            self._model.train_function = self._train
+
+    def __call__(self, data: Any) -> Any:
+        self.leave()
+        self._look(data)
+        try:
+            return self._train(data)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            _build_metrics(self._model, data)
+            raise
+
+
+def _build_metrics(model: Any, iterator: Any) -> None:
+    """Have metrics that can be asked for, on a rank without data. A step that is traced makes them; an eager one does not."""
+    metrics = getattr(model, "_compile_metrics", None)
+    if metrics is None or getattr(metrics, "built", True) or not hasattr(model, "_symbolic_build"):
+        return
+    batch = tf.nest.map_structure(
+        lambda spec: tf.zeros([length or 1 for length in spec.shape], spec.dtype), iterator.element_spec
+    )
+    model._symbolic_build(data_batch=batch)
 
 
 def _spec(tensor: Any) -> tuple[str, str, int | None] | None:

@@ -15,6 +15,25 @@ def innermost(optimizer: Any) -> Any:
     return optimizer
 
 
+def optimizers_in(model: Any) -> list[Any]:
+    """The optimizers of a model: what it was compiled with, and what else it keeps as attributes, as a GAN keeps two."""
+    found: list[Any] = []
+    for each in (getattr(model, "optimizer", None), *vars(model).values()):
+        if hasattr(each, "apply_gradients") and hasattr(each, "iterations") and all(each is not one for one in found):
+            found.append(each)
+    return found
+
+
+def options_of(optimizer: Any) -> Any:
+    """How an optimizer (or one inside of it) exchanges gradients; None if it does not."""
+    while optimizer is not None:
+        state = getattr(optimizer, "_hvdlite", None) or getattr(optimizer, "_hvdlite_state", None)
+        if state is not None:
+            return state.exchange.options
+        optimizer = getattr(optimizer, "inner_optimizer", None)
+    return None
+
+
 def build(optimizer: Any, variables: list[Any]) -> None:
     """Have the optimizer make its state for these variables, if it has none yet."""
     if hasattr(optimizer, "_create_all_weights"):  # legacy
@@ -37,15 +56,37 @@ def learning_rate_of(optimizer: Any) -> Any:
     """The variable that holds the learning rate.
 
     Raises:
-        ArgumentError: It is a schedule's.
+        ArgumentError: It is a schedule's, or there are several.
     """
-    rate = _learning_rate(optimizer)
+    if len(apart := parts_of(optimizer)) > 1:
+        raise ArgumentError(
+            f"this {type(innermost(optimizer)).__name__} has {len(apart)} optimizers inside, each with a learning rate of its "
+            "own: make them with schedules, or set their rates, and leave out the callbacks that schedule the learning rate."
+        )
+    rate = _learning_rate(apart[0])
     if not hasattr(rate, "assign"):
         raise ArgumentError(
             f"the learning rate of this {type(innermost(optimizer)).__name__} is a {type(rate).__name__}, which a callback "
             "cannot set: make the optimizer with a number, or leave out the callbacks that schedule the learning rate."
         )
     return rate
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """The optimizers that have a learning rate: those inside of a MultiOptimizer, or the innermost one."""
+    inner = innermost(optimizer)
+    several = getattr(inner, "optimizers", None)
+    return [part for each in several for part in parts_of(each)] if isinstance(several, list) else [inner]
+
+
+def rates_of(optimizer: Any) -> tuple[float, ...]:
+    """The learning rates that the next step is made with; of a MultiOptimizer all. None where an optimizer has none."""
+    found = []
+    for part in [] if optimizer is None else parts_of(optimizer):
+        rate = getattr(part, "learning_rate", None)
+        rate = rate(part.iterations) if callable(rate) else rate  # legacy optimizers return the schedule itself
+        found += [] if rate is None else [float(rate)]
+    return tuple(found)
 
 
 def _learning_rate(optimizer: Any) -> Any:

@@ -57,23 +57,42 @@ class BroadcastGlobalVariablesCallback(Callback):
         """
         check_models(self.model, self._process_set)
         optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None:
-            optimizers.build(
-                optimizer, self.model.trainable_variables
-            )  # it may be built on the root, which has loaded a checkpoint
+        if optimizer is not None:  # it may be built on the root, which has loaded a checkpoint
+            optimizers.build(optimizer, self.model.trainable_variables)
+        build_alike(self.model, self._process_set)
         shared = [variable for variable in state_of(self.model) if all(variable is not local for local in self._local)]
         root = root_within(self._process_set, self._root_rank)
         hvdlite.broadcast(shared, root, inplace=True, process_set=self._process_set)
 
 
 def state_of(model: Any) -> list[Any]:
-    """TensorFlow's variables of a model's weights and of its optimizer, which is built.
+    """TensorFlow's variables of a model's weights and of its optimizers, which are built.
 
     Not ``model.variables``: the states of random number generators are among them, and dropout would be the same everywhere.
     """
-    optimizer = getattr(model, "optimizer", None)
-    state = [] if optimizer is None else optimizers.state_of(optimizer)
+    state = [variable for each in optimizers.optimizers_in(model) for variable in optimizers.state_of(each)]
     return [plain_variable(variable) for variable in [*model.weights, *state]]
+
+
+def build_alike(model: Any, process_set: ProcessSet | None) -> None:
+    """Have each optimizer of the model make its state on all ranks, if it has some on any. Every rank calls this.
+
+    A rank that has made no step with an optimizer has none; others know for which of the model's weights it is.
+    """
+    found = optimizers.optimizers_in(model)
+    places = {id(plain_variable(weight)): place for place, weight in enumerate(model.weights)}
+    told = hvdlite.allgather_object([_places(each, places) for each in found], process_set=process_set)
+    for optimizer, built in zip(found, zip(*told, strict=True), strict=True):
+        known = next((each for each in built if each), None)
+        if known and not all(built):
+            optimizers.build(optimizer, [model.weights[place] for place in known])
+
+
+def _places(optimizer: Any, places: dict[int, int]) -> list[int] | None:
+    """Which of the model's weights an optimizer has state for; None if it has none yet, or of others."""
+    own = getattr(optimizer, "_trainable_variables", None) if getattr(optimizer, "built", False) else None
+    found = [places.get(id(plain_variable(variable))) for variable in own or ()]
+    return None if None in found else [place for place in found if place is not None] or None
 
 
 def check_models(model: Any, process_set: ProcessSet | None) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite_tf.callbacks.base import Callback
-from hvdlite_tf.callbacks.optimizers import exchange_zeros, innermost
-from hvdlite_tf.callbacks.start import state_of
+from hvdlite.api import world
+from hvdlite_tf.callbacks.agreement import check_rates
+from hvdlite_tf.callbacks.base import Callback, ranks_of
+from hvdlite_tf.callbacks.optimizers import exchange_zeros, innermost, rates_of
+from hvdlite_tf.callbacks.start import build_alike, state_of
 
 
 class UnevenDataCallback(Callback):
@@ -25,7 +27,7 @@ class UnevenDataCallback(Callback):
         super().__init__()
         self._process_set = process_set
         self._training = False
-        self._steps = 0
+        self._steps = self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Have memory for the gradients: ranks that have no data, and have joined, cannot help to make it.
@@ -39,24 +41,44 @@ class UnevenDataCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """There are batches from now on."""
-        self._training = True
+        self._training, self._epoch = True, epoch
         self._steps = self._count()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """The epoch has no more batches, if this is its validation."""
+        """The epoch has no more batches, if this is its validation.
+
+        Raises:
+            MismatchError: The learning rates differ. Raised on all ranks.
+        """
         self._wait_for_all()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The epoch has no more batches."""
+        """The epoch has no more batches.
+
+        Raises:
+            MismatchError: The learning rates differ. Raised on all ranks.
+        """
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
+        """Stand in until all have arrived, and have one state from then on.
+
+        Raises:
+            MismatchError: Ranks that made equally many steps have different learning rates. Raised on all of them.
+        """
         if not self._training:
             return
         self._training = False
+        # Looked at before `join`, which gives every rank the values of the last one.
+        mine = self._count() - self._steps, rates_of(getattr(self.model, "optimizer", None))
         last = hvdlite.join(self._process_set)
-        steps = hvdlite.allgather_object(self._count() - self._steps, process_set=self._process_set)
-        if len(set(steps)) > 1:
+        told = hvdlite.allgather_object(mine, process_set=self._process_set)
+        by_rank = dict(zip(ranks_of(self._process_set), told, strict=True))
+        for steps in {steps for steps, _ in told}:  # a schedule by batches is not as far where there were fewer
+            rates = {rank: rates for rank, (made, rates) in by_rank.items() if made == steps}
+            check_rates(f"after epoch {self._epoch + 1}", rates)
+        if len({steps for steps, _ in told}) > 1 or any(world("join()").missed):
+            build_alike(self.model, self._process_set)
             hvdlite.broadcast(state_of(self.model), last, inplace=True, process_set=self._process_set)
 
     def _count(self) -> int:

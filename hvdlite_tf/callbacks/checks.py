@@ -1,0 +1,52 @@
+"""What `fit` on several ranks is checked for before the first step: that its gradients are those of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlite import ProcessSet
+from hvdlite.api import world
+from hvdlite_tf.callbacks.optimizers import innermost, options_of
+from hvdlite_tf.strategy import Strategy
+
+_KERASES = ("keras", "tf_keras")
+
+
+def problem_of(model: Any, process_set: ProcessSet | None) -> str:
+    """Why this rank would train for itself, though `fit` is to train on all ranks of a set; "" if it does not.
+
+    Only what is known for sure: a model with a `train_step` of its own, or an optimizer of the program's own class, may
+    exchange gradients by itself.
+
+    Args:
+        model: Of either Keras.
+        process_set: The ranks that are to train together; all if None.
+    """
+    here = world("a callback")
+    optimizer = getattr(model, "optimizer", None)
+    strategy = getattr(model, "distribute_strategy", None)
+    if optimizer is None or here.engine(process_set).size == 1 or isinstance(strategy, Strategy):
+        return ""
+    options = options_of(optimizer)
+    if options is None:
+        if not (_is_kerases(type(innermost(optimizer))) and _is_kerases(_train_step_of(model))):
+            return ""
+        return (
+            f"the optimizer of this model, {type(optimizer).__name__}, is not a distributed one, so every rank would train a "
+            "model of its own: pass hvd.DistributedOptimizer(optimizer) to compile()."
+        )
+    if here.ranks(options.process_set) != here.ranks(process_set):
+        return (
+            f"the optimizer of this model exchanges gradients among ranks {list(here.ranks(options.process_set))}, and the "
+            f"callback is for ranks {list(here.ranks(process_set))}: pass the same process_set to both."
+        )
+    return ""
+
+
+def _is_kerases(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).partition(".")[0] in _KERASES
+
+
+def _train_step_of(model: Any) -> Any:
+    step = getattr(model, "train_step", None)
+    return getattr(step, "__func__", step)
