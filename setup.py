@@ -22,6 +22,7 @@ EXTRAS = {
     "tf": ["tensorflow>=2.18"],
     "tf-keras": ["tensorflow>=2.18", "tf_keras>=2.18"],
     "gpu": ["nvidia-nccl-cu13>=2.28; platform_system == 'Linux'"],
+    "gpu-cu12": ["nvidia-nccl-cu12>=2.21; platform_system == 'Linux'"],
     "large-batch": ["pytorch-optimizer>=4"],
     "examples": ["scikit-learn", "tqdm", "matplotlib"],
 }

@@ -216,7 +216,16 @@ def test_two_wheels_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         nccl._check_wheels("/site/nvidia/nccl/lib/libnccl.so.2")
     del versions["nvidia-nccl-cu12"]
-    nccl._check_wheels("/site/nvidia/nccl/lib/libnccl.so.2")
+    for built_for, agrees in ((None, True), ("13.0", True), ("12.8", False)):
+        torch = SimpleNamespace(version=SimpleNamespace(cuda=built_for))
+        monkeypatch.setitem(sys.modules, "torch", torch)
+        if agrees:
+            nccl._check_wheels("/site/nvidia/nccl/lib/libnccl.so.2")
+        else:
+            with pytest.raises(
+                DeviceError, match=r"cu13 2\.28\.9 is installed.*CUDA 12\.8.*pip install .* nvidia-nccl-cu12"
+            ):
+                nccl._check_wheels("/site/nvidia/nccl/lib/libnccl.so.2")
 
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:

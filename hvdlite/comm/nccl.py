@@ -15,6 +15,7 @@ import ctypes
 import ctypes.util
 import importlib.util
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -296,8 +297,8 @@ def in_words(version: int) -> str:
 
 
 _ADVICE = (
-    "Install NCCL for the CUDA of your framework: pip install 'hvdlite[gpu]' (CUDA 13), or nvidia-nccl-cu12; or name a library "
-    "by HVDLITE_NCCL_LIBRARY. HVDLITE_NCCL=0 does without, through host memory."
+    "Install NCCL for the CUDA of your framework: pip install 'hvdlite[gpu]' (CUDA 13), or 'hvdlite[gpu-cu12]'; or name a "
+    "library by HVDLITE_NCCL_LIBRARY. HVDLITE_NCCL=0 does without, through host memory."
 )
 
 
@@ -355,10 +356,11 @@ def _wheel() -> str | None:
 
 
 def _check_wheels(path: str) -> None:
-    """All of NVIDIA's wheels install the same file, so of two the later one has overwritten the other.
+    """All of NVIDIA's wheels install the same file, so of two the later one has overwritten the other. And one for another CUDA
+    than torch's would bring a second CUDA into the process.
 
     Raises:
-        DeviceError: There are two.
+        DeviceError: There are two, or it is for another CUDA than the torch that this process has loaded.
     """
     import importlib.metadata  # not at import of hvdlite, which would take a quarter longer
 
@@ -372,3 +374,12 @@ def _check_wheels(path: str) -> None:
             f"pip uninstall -y {' '.join(each.split()[0] for each in installed)}, and install the one that your framework "
             "needs (pip show torch). HVDLITE_NCCL_LIBRARY names a library in any case."
         )
+    built_for = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    for wheel in installed:
+        if built_for is not None and not wheel.split()[0].endswith(f"-cu{built_for.partition('.')[0]}"):
+            wanted = f"nvidia-nccl-cu{built_for.partition('.')[0]}"
+            raise DeviceError(
+                f"{wheel} is installed, which is for another CUDA than this torch: that was built for CUDA {built_for}. "
+                f"pip uninstall -y {wheel.split()[0]}; pip install --force-reinstall --no-deps {wanted}. HVDLITE_NCCL_LIBRARY "
+                "names a library in any case."
+            )
