@@ -35,7 +35,7 @@ class Distributed(Callback):
         root_rank: The rank that has the start, the progress bar and the file; its rank in the job, with a process set too.
         checkpoint: Where to save the model after each epoch, such as ``"model.keras"``; it may contain ``{epoch}`` and names
             of metrics. Nowhere if None.
-        local_variables: Variables that every rank keeps as they are at the start.
+        local_variables: Variables that every rank keeps as they are.
         process_set: The ranks that train together; all by default.
 
     Raises:
@@ -54,10 +54,11 @@ class Distributed(Callback):
         self._process_set = process_set
         self._is_root = hvdlite.rank() == root_rank
         self._problem = ""
+        local = list(local_variables or ())
         self._parts: list[Any] = [
-            BroadcastGlobalVariablesCallback(root_rank, local_variables=local_variables, process_set=process_set),
+            BroadcastGlobalVariablesCallback(root_rank, local_variables=local, process_set=process_set),
             SameElementsCallback(process_set=process_set),
-            UnevenDataCallback(process_set=process_set),
+            UnevenDataCallback(local_variables=local, process_set=process_set),
             MetricAverageCallback(process_set=process_set),
         ]
         if checkpoint is not None:

@@ -52,6 +52,17 @@ def state_of(optimizer: Any) -> list[Any]:
     return found
 
 
+def local_state_of(model: Any) -> list[Any]:
+    """The backend's variables that each rank has for itself: local ones of the model's optimizers, and their slots."""
+    found: list[Any] = []
+    for optimizer in optimizers_in(model):
+        if hasattr(optimizer, "hvdlite_variables") and getattr(optimizer, "built", False):
+            shared = {id(variable) for variable in optimizer.hvdlite_variables()}
+            own = map(plain_variable, [*optimizer._trainable_variables, *optimizer.variables])
+            found += [variable for variable in own if id(variable) not in shared]
+    return found
+
+
 def learning_rate_of(optimizer: Any) -> Any:
     """The variable that holds the learning rate.
 

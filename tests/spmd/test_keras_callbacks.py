@@ -332,6 +332,44 @@ def test_ranks_with_different_numbers_of_batches(ranks: Any, validate: bool) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*HDF5 file")
+@pytest.mark.parametrize("library", ["keras", "tf_keras"])
+def test_moving_statistics_of_uneven_data(ranks: Any, tmp_path: Path, library: str) -> None:
+    """After each epoch every rank validates, and rank 0 saves, the model of the rank that was the last: its statistics too."""
+    package: Any = pytest.importorskip(library)
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        if size == 3 and library == "tf_keras":
+            return
+        normalization = package.layers.BatchNormalization(momentum=0.5, center=False, scale=False)
+        model = package.Sequential([package.layers.InputLayer((3,)), normalization, package.layers.Dense(1)])
+        optimizer = hvd.DistributedOptimizer(package.optimizers.SGD(0.01))
+        model.compile(optimizer, "mse")
+        own = X[: 16 * (rank + 1)] + 5 * rank
+        data = tf.data.Dataset.from_tensor_slices((own, Y[: len(own)])).batch(8)
+        path = tmp_path / "model.keras"
+        kept = package.layers.Dense(1)
+        kept.build((None, 1))
+        model.kept, kept.trainable = kept, False
+        kept.set_weights([np.full((1, 1), float(rank)), np.full(1, float(rank))])
+        callback = hvd.callbacks.Distributed(checkpoint=path, local_variables=kept.weights)
+        model.fit(data, epochs=2, verbose=0, shuffle=False, callbacks=[callback])
+        mean = np.zeros(3)
+        for _ in range(2):
+            for begin in range(0, 16 * size, 8):  # those of the last rank
+                mean = (mean + X[begin : begin + 8].mean(0) + 5 * (size - 1)) / 2
+        assert normalization.moving_mean.numpy() == pytest.approx(mean, rel=1e-4)
+        everybody = hvd.allgather_object([weight.numpy() for weight in model.weights if weight.shape != (1, 1)][:4])
+        assert all(np.array_equal(a, b) for other in everybody for a, b in zip(other, everybody[0], strict=True))
+        assert kept.kernel.numpy() == rank
+        hvd.barrier()
+        saved = package.models.load_model(path)
+        assert np.array_equal(saved.layers[0].moving_mean.numpy(), normalization.moving_mean.numpy())
+
+    ranks(check)
+
+
+@pytest.mark.filterwarnings("ignore:.*HDF5 file")
 def test_tf_keras(ranks: Any, tmp_path: Path) -> None:
     """The same callbacks in a model of Keras 2: uneven data, joint metrics, schedule with momentum correction, one file."""
     import tf_keras
