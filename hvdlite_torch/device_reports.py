@@ -19,8 +19,9 @@ _LOST = (
 )
 
 _ODD_STATES = (
-    "the learning rates of the ranks were not the same in an earlier step, so their parameters have come apart. If a scheduler "
-    "follows a loss, give it the same number everywhere, such as hvd.allreduce(loss)."
+    "the learning rates of the ranks were not the same in an earlier step, or a sharded optimizer's state was loaded on some "
+    "ranks only, so their parameters have come apart. If a scheduler follows a loss, give it the same number everywhere, such "
+    "as hvd.allreduce(loss). After load_state_dict() on one rank: hvd.broadcast_optimizer_state(optimizer, that rank)."
 )
 
 

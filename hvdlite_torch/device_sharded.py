@@ -22,7 +22,7 @@ from hvdlite_torch.device_buckets import DeviceBucket, Rules
 from hvdlite_torch.device_exchange import DeviceExchange
 from hvdlite_torch.options import Options
 from hvdlite_torch.share_steps import SharedSteps
-from hvdlite_torch.shares import is_elementwise, refuse_sparse
+from hvdlite_torch.shares import refuse_sparse
 
 
 class ShardedDeviceExchange(SharedSteps, DeviceExchange):
@@ -33,7 +33,6 @@ class ShardedDeviceExchange(SharedSteps, DeviceExchange):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        self._whole = not is_elementwise(optimizer)
         self._gradients: list[tuple[torch.nn.Parameter, int, torch.Tensor]] = []
         super().__init__(optimizer, options)
 

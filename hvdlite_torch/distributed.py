@@ -83,10 +83,13 @@ class Sharded(Distributed):
             return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, from any number of ranks. Every rank calls this, with the same."""
-        self._hvdlite_exchange.forget_state()
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._hvdlite_exchange.take_share_of_state()
+        """Load a whole state, from any number of ranks.
+
+        Every rank calls this, with the same; or one does, and all call `broadcast_optimizer_state` with it as root before the
+        next step.
+        """
+        with self._hvdlite_exchange.loading():
+            super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise ArgumentError(

@@ -27,6 +27,7 @@ class InStep:
 
     Attributes:
         steps: How many steps the optimizer has made since the ranks were last given the same state.
+        origin: Where the state of this rank comes from since then, in words; of an optimizer that owns state.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class InStep:
         owns_state: bool = False,
     ) -> None:
         self.steps = 0
+        self.origin = ""
         self._optimizer = optimizer
         self._ranks = ranks
         self._gather = gather
@@ -45,7 +47,7 @@ class InStep:
     def digest(self, rates_only: bool = False) -> int:
         """Stands for all that is compared; or for the learning rates, without the numbers of steps."""
         rates = [_number(group.get("lr")) for group in self._optimizer.param_groups]
-        return digest(rates) if rates_only else digest(rates, self.steps, self._state_step())
+        return digest(rates, self.origin) if rates_only else digest(rates, self.origin, self.steps, self._state_step())
 
     def _state_step(self) -> float | None:
         """The number of steps that the first state has seen, where the optimizer counts them; None if there is no state."""
@@ -66,6 +68,8 @@ class InStep:
         ]
         step = self._state_step()
         lines.append("the optimizer has no state yet" if step is None else f"the optimizer's state is of step {step}")
+        if self._owns_state:
+            lines.append(f"its state is {self.origin}")
         lines.append(f"the optimizer has made {self.steps} steps since it was made distributed")
         text = variants_text(self._ranks, self._gather(lines))
         raise MismatchError(

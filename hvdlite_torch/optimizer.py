@@ -24,7 +24,7 @@ from hvdlite_torch.device_exchange import DeviceExchange
 from hvdlite_torch.device_sharded import ShardedDeviceExchange
 from hvdlite_torch.distributed import Distributed, Exchange, Opt, Sharded, add_to_class
 from hvdlite_torch.exchange import GradientExchange
-from hvdlite_torch.options import Options
+from hvdlite_torch.options import Options, Shard
 from hvdlite_torch.sharded import ShardedExchange
 from hvdlite_torch.slot import Codec
 from hvdlite_torch.standing_in import StandIn
@@ -43,7 +43,7 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = hvdlite.global_process_set,
     *,
-    shard: bool = False,
+    shard: Shard = False,
     overlap: bool | None = None,
     max_grad_norm: float | None = None,
 ) -> Opt:
@@ -70,7 +70,8 @@ def DistributedOptimizer(
         sparse_as_dense: Exchange sparse gradients as dense ones; if not, their rows alone travel.
         process_set: The ranks that take part; all by default.
         shard: Let each rank step its share of the parameters only, and hold only that share of the optimizer's state: less
-            time, less memory, the same result. See `hvdlite_torch.sharded` for what differs.
+            time, less memory, the same result. See `hvdlite_torch.sharded` for what differs. True for an optimizer of torch;
+            "parameters" for any other that steps each parameter by itself, as if there were no others.
         overlap: Exchange gradients while the backward pass goes on (see `hvdlite.overlap`). By default where each rank has a
             core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". Of parameters on a GPU: by default always, if nothing
             changes them between the last backward pass and `step`; see docs/gpu.md.
@@ -96,9 +97,13 @@ def DistributedOptimizer(
         raise ArgumentError(f"gradient_predivide_factor={gradient_predivide_factor}: expected a number above 0.")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ArgumentError(f"max_grad_norm={max_grad_norm}: expected a number above 0, or None.")
+    if shard not in (True, False, "parameters"):
+        raise ArgumentError(f'shard={shard!r}: expected True, False or "parameters".')
     codec = None if compression is Compression.none else Codec(compression, gradient_predivide_factor)
     names = {id(parameter): name for name, parameter in named}
-    options = Options(op, process_set, overlap, codec, sparse_as_dense, backward_passes_per_step, max_grad_norm, names)
+    options = Options(
+        op, process_set, overlap, codec, sparse_as_dense, backward_passes_per_step, max_grad_norm, shard, names
+    )
     exchange: Exchange
     if op is hvdlite.Adasum:
         if shard:
@@ -107,7 +112,7 @@ def DistributedOptimizer(
             )
         exchange = AdasumExchange(optimizer, options)
     else:
-        exchange = _kind_of_exchange(optimizer, shard)(optimizer, options)
+        exchange = _kind_of_exchange(optimizer, bool(shard))(optimizer, options)
     plain = type(optimizer)
     add_to_class(optimizer, Sharded if shard else Distributed, step=guarded(plain.step))
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.slot import Codec
+
+Shard = bool | Literal["parameters"]
+"""Whether an optimizer is sharded; and that it is one that steps each parameter by itself, where that is not known."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,7 @@ class Options:
         sparse_as_dense: Make sparse gradients dense.
         passes: Backward passes before a step, at most; 1 for any number.
         max_grad_norm: Clip the combined gradients to this norm; None to leave them.
+        shard: Each rank steps a share of the parameters.
         names: Of parameters, by their ``id``, for messages and to see that all ranks mean the same.
 
     Raises:
@@ -36,6 +41,7 @@ class Options:
     sparse_as_dense: bool = False
     passes: int = 1
     max_grad_norm: float | None = None
+    shard: Shard = False
     names: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

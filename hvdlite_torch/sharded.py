@@ -28,7 +28,7 @@ from hvdlite.sharded_reducer import ShardedReducer
 from hvdlite_torch.exchange import GradientExchange
 from hvdlite_torch.options import Options
 from hvdlite_torch.share_steps import SharedSteps
-from hvdlite_torch.shares import clip_factor, cut, is_elementwise, refuse_sparse, squared_norm
+from hvdlite_torch.shares import clip_factor, cut, refuse_sparse, squared_norm
 from hvdlite_torch.slot import Slot, as_tensor
 from hvdlite_torch.tensor import ADAPTER
 
@@ -53,9 +53,7 @@ class ShardedExchange(SharedSteps, GradientExchange):
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> ShardedReducer:
         infos = [ADAPTER.info(parameter) for parameter in parameters]
         self._shares.collect()
-        reducer = self._world.sharded_reducer(
-            infos, self._options.op, self.process_set, plan, whole=not is_elementwise(self.optimizer)
-        )
+        reducer = self._world.sharded_reducer(infos, self._options.op, self.process_set, plan, whole=self._whole)
         hvdlite.broadcast(parameters, 0, inplace=True, process_set=self.process_set)
         shared = [as_tensor(reducer.parameters_of(n), parameter) for n, parameter in enumerate(parameters)]
         for parameter, memory in zip(parameters, shared, strict=True):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from hvdlite.disagreement import variants_text
+from hvdlite.errors import ArgumentError
+from hvdlite.header import digest
 from hvdlite_torch.amp import share_infinities
 from hvdlite_torch.closures import closure_of, replace_closure
 from hvdlite_torch.options import Options
-from hvdlite_torch.shares import Shares, check_shardable, refuse_synchronize
+from hvdlite_torch.shardable import check_shardable
+from hvdlite_torch.shares import Shares, refuse_synchronize
 from hvdlite_torch.stepping import SteppingExchange
 
 
@@ -26,10 +30,16 @@ class SharedSteps(SteppingExchange):
     _adapts = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        check_shardable(optimizer, options)
+        self._whole = check_shardable(optimizer, options)
         self._shares = Shares(optimizer, options.process_set)
         self._standing_in: Sequence[bool] | None = None
+        self._loading = False
+        whole = dict(optimizer.state)
         super().__init__(optimizer, options)
+        self._start = f"as it was when it was made distributed ({_digest_of(whole):08x})" if whole else "empty at first"
+        self._loads = 0
+        self._in_step.origin = self._start
+        self._shares.loaded = whole or None
 
     @property
     @abc.abstractmethod
@@ -73,7 +83,14 @@ class SharedSteps(SteppingExchange):
         super()._after_step(optimizer, args, kwargs)
         self._shares.put_back()
         self._shares.drop_gradients()
+        self._shares.loaded = None  # the exchange has seen that all have loaded as often
         self._publish()
+
+    def have_same_state(self) -> None:
+        super().have_same_state()
+        self._in_step.origin = self._start = "that of all ranks"
+        self._loads = 0
+        self._shares.loaded = None
 
     def _combined_gradients(self) -> list[torch.Tensor]:
         return self._shares.gradients() or super()._combined_gradients()  # of a rank alone nothing is dealt out
@@ -92,16 +109,56 @@ class SharedSteps(SteppingExchange):
                 self._standing_in = there
                 self.optimizer.step()
 
-    # What `hvdlite_torch.distributed.Sharded` calls
+    # What `hvdlite_torch.distributed.Sharded` and `hvdlite_torch.state` call
 
-    def whole_state(self) -> contextlib.AbstractContextManager[None]:
-        """See `Shares.whole_state`."""
-        return self._shares.whole_state()
+    def whole_state(self, root: int | None = None) -> contextlib.AbstractContextManager[None]:
+        """For a with statement: the optimizer has the state of whole parameters. Every rank calls this.
 
-    def forget_state(self) -> None:
-        """See `Shares.forget_state`."""
-        self._shares.forget_state()
+        Args:
+            root: A rank of the process set, by its number there. If it has loaded a state since the last step, its optimizer
+                has that; and only those of ranks that have loaded one have a whole state.
 
-    def take_share_of_state(self) -> None:
-        """See `Shares.take_share_of_state`."""
-        self._shares.take_share_of_state()
+        Raises:
+            ArgumentError: The ranks have not loaded the same, or some lack their part. Raised on all of them.
+        """
+        loaded: list[tuple[str, bool]] = self._gather((self._in_step.origin, self._shares.loaded is not None))
+        if root is not None and loaded[root][1]:
+            return self._shares.loaded_state() if self._shares.loaded is not None else contextlib.nullcontext()
+        if len({origin for origin, _ in loaded}) == 1:
+            return self._shares.whole_state()
+        ranks = self._world.ranks(self.process_set)
+        raise ArgumentError(
+            "the ranks have not loaded the same state into this sharded optimizer, so nobody has all of it:\n"
+            f"{variants_text(ranks, [[origin] for origin, _ in loaded])}\n"
+            "Call load_state_dict() on every rank; or on one, and then hvd.broadcast_optimizer_state(optimizer, that rank) on "
+            "all."
+        )
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within the body of a with statement the optimizer loads a state, of whole parameters. Those within do nothing."""
+        if self._loading:
+            yield
+            return
+        self._loading = True
+        try:
+            with self._shares.loading():
+                yield
+        finally:
+            self._loading = False
+        self._loads += 1
+        self._in_step.origin = f"{self._start}, loaded {self._loads} times since"
+
+
+def _digest_of(state: dict[Any, dict[str, Any]]) -> int:
+    """Stands for what there is in a state, and for its numbers, such as counts of steps; not for what is in its tensors."""
+    return digest(
+        [
+            sorted((str(name), float(value) if _is_number(value) else None) for name, value in its.items())
+            for its in state.values()
+        ]
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 and value.is_cpu if isinstance(value, torch.Tensor) else isinstance(value, (int, float))

@@ -15,39 +15,11 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.api import world
+from hvdlite.disagreement import ranks_text
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.layout import Piece
-from hvdlite_torch.options import Options
 from hvdlite_torch.tensor import are_same
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-    )
-)
-"""Optimizers that treat each element by itself."""
-
-UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-
-
-def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> None:
-    """Raise if ``shard=True`` cannot be done, or has no meaning with other arguments.
-
-    Raises:
-        ArgumentError: The text says which.
-    """
-    if isinstance(optimizer, UNSHARDABLE):
-        raise ArgumentError(
-            f"{type(optimizer).__name__} cannot be sharded: its step needs all gradients at once. Leave out shard=True."
-        )
-    if options.codec is not None:
-        raise ArgumentError("compression and shard=True cannot be used together yet: leave out one of them.")
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a parameter may be cut in two, for each element is stepped by itself."""
-    return type(optimizer) in ELEMENTWISE
 
 
 def refuse_sparse(shape: Sequence[int]) -> None:
@@ -83,10 +55,12 @@ class Shares:
 
     Attributes:
         pieces: This rank's, each with the parameter that the optimizer steps: a view of the whole one's memory.
+        loaded: The state of whole parameters that this rank has loaded, until it is known that all have; else None.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
         self._optimizer = optimizer
+        self._ranks = world("DistributedOptimizer()").ranks(process_set)
         self._process_set = process_set
         self._parameters: Sequence[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -94,6 +68,7 @@ class Shares:
         self._cut_groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         """Of each group: its parameters, and this rank's pieces of them."""
         self.pieces: dict[Piece, torch.nn.Parameter] = {}
+        self.loaded: dict[Any, dict[str, Any]] | None = None
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -178,23 +153,42 @@ class Shares:
         """Let the optimizer have the state of whole parameters, for the body of a with statement. Every rank calls this.
 
         It is in host memory, for where the shares are there may be no room for all of it.
+
+        Raises:
+            ArgumentError: Some ranks lack their part of it. Raised on all of them.
         """
         self.put_back()
-        optimizer = self._optimizer
-        share = dict(optimizer.state)
-        whole = self._gather_state(in_host_memory=True)
+        with self._instead(self._gather_state(in_host_memory=True)):
+            yield
+
+    @contextlib.contextmanager
+    def loaded_state(self) -> Iterator[None]:
+        """Let the optimizer have the state that this rank has loaded, for the body of a with statement."""
+        assert self.loaded is not None
+        self.put_back()
+        with self._instead(self.loaded):
+            yield
+
+    @contextlib.contextmanager
+    def _instead(self, whole: dict[Any, dict[str, Any]]) -> Iterator[None]:
+        state = self._optimizer.state
+        share = dict(state)
         try:
-            optimizer.state.clear()
-            optimizer.state.update(whole)
+            state.clear()
+            state.update(whole)
             yield
         finally:
-            optimizer.state.clear()
-            optimizer.state.update(share)
+            state.clear()
+            state.update(share)
 
-    def forget_state(self) -> None:
-        """Drop the state of this rank's pieces."""
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within the body of a with statement the optimizer loads a state, of whole parameters."""
         self.put_back()
         self._optimizer.state.clear()
+        yield
+        self.loaded = dict(self._optimizer.state)
+        self.take_share_of_state()
 
     @torch.no_grad()
     def take_share_of_state(self) -> None:
@@ -223,7 +217,10 @@ class Shares:
         ]
         pieces = set(self.pieces.values())
         whole: dict[Any, dict[str, Any]] = {key: values for key, values in state.items() if key not in pieces}
-        everybody = hvdlite.allgather_object(mine, name="optimizer.state_dict()", process_set=self._process_set)
+        # What is shown of a rank that waits for others, which train on.
+        name = "state_dict() of a sharded optimizer, which every rank calls"
+        everybody = hvdlite.allgather_object(mine, name=name, process_set=self._process_set)
+        self._check_complete(everybody)
         for piece, values in (item for share in everybody for item in share):
             parameter = self._parameters[piece.tensor]
             target = whole.setdefault(parameter, {})
@@ -239,6 +236,32 @@ class Shares:
                     target[name] = value.to(device) if follows else value
         return whole
 
+    def _check_complete(self, everybody: Sequence[Sequence[tuple[Piece, dict[str, Any]]]]) -> None:
+        """Raise if the pieces of state of some parameter are not all there, or not of the same kind.
+
+        Args:
+            everybody: Those of each rank.
+
+        Raises:
+            ArgumentError: The text says who has some.
+        """
+        found: dict[int, dict[tuple[str, ...], int]] = {}
+        for piece, values in (item for share in everybody for item in share):
+            kinds = found.setdefault(piece.tensor, {})
+            kind = tuple(sorted(values))
+            kinds[kind] = kinds.get(kind, 0) + piece.stop - piece.start
+        for tensor, kinds in found.items():
+            parameter = self._parameters[tensor]
+            if len(kinds) > 1 or sum(kinds.values()) != parameter.numel():
+                have = [
+                    rank for rank, share in enumerate(everybody) if any(piece.tensor == tensor for piece, _ in share)
+                ]
+                raise ArgumentError(
+                    f"of the optimizer's state of a parameter of shape {tuple(parameter.shape)}, parts are missing: only "
+                    f"{ranks_text([self._ranks[rank] for rank in have])} of {len(everybody)} ranks have some. State of a "
+                    "sharded optimizer was set or deleted on some ranks only: do that on all of them."
+                )
+
 
 def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """The piece of a parameter, or of something of its shape: a view. In its shape, if it is the whole."""
@@ -249,7 +272,8 @@ def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
     """The sum of the squares of all elements, in double precision."""
-    return sum((_norm(gradient) ** 2 for gradient in gradients), 0.0)
+    norms = map(_norm, gradients)
+    return sum((norm * norm for norm in norms), 0.0)  # infinite where ** would be an OverflowError
 
 
 def _norm(gradient: torch.Tensor) -> float:
@@ -259,7 +283,8 @@ def _norm(gradient: torch.Tensor) -> float:
 
 def clip_factor(squares: float, max_grad_norm: float) -> float:
     """By what gradients are multiplied so that their norm, the root of `squares`, is at most `max_grad_norm`."""
-    return min(1.0, max_grad_norm / (math.sqrt(squares) + 1e-6))
+    factor = max_grad_norm / (math.sqrt(squares) + 1e-6)
+    return 1.0 if factor > 1.0 else factor  # NaN if the norm is, as torch's
 
 
 def _to_send(value: Any, parameter: torch.Tensor) -> tuple[Any, bool]:

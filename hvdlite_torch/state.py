@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import pickle
@@ -89,8 +90,12 @@ def broadcast_optimizer_state(
     rank, root = rank_in(process_set), root_within(process_set, root_rank)
     tensors: list[torch.Tensor] = []
     message = None
-    # Of a sharded optimizer each rank has a share, and all of them are needed to see the state.
-    state = optimizer.state_dict() if rank == root or isinstance(optimizer, Sharded) else None
+    if isinstance(optimizer, Sharded):
+        # Each rank has a share, and all of them are needed to see the state.
+        with optimizer._hvdlite_exchange.whole_state(root):
+            state = super(Sharded, optimizer).state_dict()  # type: ignore[misc]
+    else:
+        state = optimizer.state_dict() if rank == root else None
     if rank == root:
         buffer = io.BytesIO()
         _Pickler(buffer, tensors).dump(state)
@@ -103,9 +108,31 @@ def broadcast_optimizer_state(
         tensors = [torch.empty(shape, dtype=dtype, device=kind) for shape, dtype, kind in layout]
     _broadcast(tensors, root_rank, process_set)
     if rank != root or isinstance(optimizer, Sharded):
-        optimizer.load_state_dict(_Unpickler(io.BytesIO(skeleton), tensors).load())
+        _load(optimizer, _Unpickler(io.BytesIO(skeleton), tensors).load())
     if isinstance(optimizer, Distributed):
         optimizer._hvdlite_exchange.have_same_state()
+
+
+def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state, and keep its dtypes: torch casts all that it loads to the parameters', where the root has what it has."""
+    sharded = isinstance(optimizer, Sharded)
+    with optimizer._hvdlite_exchange.loading() if sharded else contextlib.nullcontext():  # type: ignore[attr-defined]
+        optimizer.load_state_dict(state_dict)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for key, values in state_dict["state"].items():
+            parameter = parameters[key] if isinstance(key, int) else key
+            optimizer.state[parameter] = _with_dtypes_of(values, optimizer.state[parameter])
+
+
+def _with_dtypes_of(sent: Any, loaded: Any) -> Any:
+    """What was loaded, with tensors as they were sent where it has cast them."""
+    if isinstance(sent, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype is sent.dtype else sent.to(loaded.device)
+    if type(sent) is dict and isinstance(loaded, dict) and sent.keys() == loaded.keys():
+        return {key: _with_dtypes_of(value, loaded[key]) for key, value in sent.items()}
+    if type(sent) in (list, tuple) and type(loaded) is type(sent) and len(sent) == len(loaded):
+        return type(sent)(map(_with_dtypes_of, sent, loaded))
+    return loaded
 
 
 def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.shares import ELEMENTWISE
+from hvdlite_torch.shardable import ELEMENTWISE
 from tests.spmd.test_torch_training import (
     MODEL,
     OPTIMIZERS,
@@ -47,6 +47,11 @@ class NormalizedSGD(torch.optim.Optimizer):
 ALL = {**OPTIMIZERS, "normalized": lambda p: NormalizedSGD(p, 0.01)}
 
 
+def sharded(kind: str, model: torch.nn.Module) -> Any:
+    shard: Any = "parameters" if kind == "normalized" else True
+    return hvd.DistributedOptimizer(ALL[kind](model.parameters()), shard=shard)
+
+
 @pytest.mark.parametrize("kind", ALL)
 def test_state_is_shared_out_and_checkpoints_are_ordinary(ranks: Any, kind: str) -> None:
     """Half of the training in one process, then a checkpoint, then half on the ranks; and back."""
@@ -59,7 +64,7 @@ def test_state_is_shared_out_and_checkpoints_are_ordinary(ranks: Any, kind: str)
 
     def check() -> None:
         model = copy.deepcopy(half)
-        optimizer = hvd.DistributedOptimizer(ALL[kind](model.parameters()), shard=True)
+        optimizer = sharded(kind, model)
         optimizer.load_state_dict(copy.deepcopy(checkpoint))
         held = sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.dim())
         whole = sum(value.numel() for state in checkpoint["state"].values() for value in state.values() if value.dim())

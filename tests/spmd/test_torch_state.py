@@ -34,3 +34,58 @@ def test_halves_are_stepped_as_by_torch(ranks: Any, dtype: torch.dtype, options:
         assert not trained(wrap=True).equal(start)
 
     ranks(check)
+
+
+class Mixed(torch.optim.SGD):
+    """Keeps state in dtypes of its own, as optimizers for halves do, some of it in lists."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state.setdefault("master", parameter.double() / 3)
+                    state.setdefault("history", [torch.ones(2, dtype=torch.int8), 1.5 * torch.ones(2)])
+                    state["step"] = state.get("step", 0) + 1
+
+
+@pytest.mark.parametrize("cls", [torch.optim.NAdam, Mixed], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("way", ["not distributed", "plain", "sharded", "join"])
+def test_state_keeps_the_dtypes_that_the_root_has(ranks: Any, cls: Any, way: str) -> None:
+    """torch's `load_state_dict` casts all of it to the parameters' dtype."""
+
+    def steps(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer, count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            (parameter * torch.arange(40)).float().square().sum().backward()
+            optimizer.step()
+
+    def check() -> None:
+        root = hvd.size() - 1
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 40).to(torch.bfloat16))
+        optimizer = cls([parameter], lr=1e-2)
+        if way == "join":
+            optimizer = hvd.DistributedOptimizer(optimizer)
+            steps(parameter, optimizer, 2 + (hvd.rank() == root))
+            assert hvd.size() == 1 or hvd.join() == root
+        else:
+            if hvd.rank() == root:
+                steps(parameter, optimizer, 3)
+            expected = optimizer.state_dict()["state"]
+            hvd.broadcast_parameters([parameter], root)
+            if way != "not distributed":
+                shard = {"shard": True if cls is torch.optim.NAdam else "parameters"} if way == "sharded" else {}
+                optimizer = hvd.DistributedOptimizer(optimizer, **shard)
+            hvd.broadcast_optimizer_state(optimizer, root)
+            got = optimizer.state_dict()["state"]
+            if hvd.rank() == root:
+                torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        everybody = hvd.allgather_object(optimizer.state_dict()["state"])
+        for other in everybody:
+            torch.testing.assert_close(other, everybody[root], rtol=0, atol=0)
+        if cls is Mixed:
+            assert [everybody[0][0][name].dtype for name in ("master",)] == [torch.float64]
+            assert everybody[0][0]["history"][0].dtype is torch.int8
+
+    ranks(check)

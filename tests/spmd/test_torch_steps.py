@@ -138,7 +138,8 @@ def test_a_step_that_calls_that_of_its_base(ranks: Any, exchanges: Any, way: str
         if hooks == "of a scheduler":
             torch.optim.lr_scheduler.ConstantLR(plain, 1.0)  # which puts a step of its own into the object
         seen = []
-        optimizer: Any = SPELLINGS[spelling](plain, **WAYS[way])
+        options = {"shard": "parameters"} if way == "sharded" else WAYS[way]
+        optimizer: Any = SPELLINGS[spelling](plain, **options)
         optimizer.register_step_post_hook(lambda *_: seen.append(parameters[0].detach().clone()))
         for step in range(1, 3):
             backward(parameters, optimizer)
@@ -169,9 +170,9 @@ def test_a_failed_step_within_a_step(ranks: Any, exchanges: Any) -> None:
 
     def check() -> None:
         torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-        for way in ("plain", "sharded"):
+        for options in ({}, {"shard": "parameters"}):
             parameters = [torch.nn.Parameter(torch.zeros(12, 2))]
-            optimizer: Any = hvd.DistributedOptimizer(Retries(parameters, lr=1.0), **WAYS[way])
+            optimizer: Any = hvd.DistributedOptimizer(Retries(parameters, lr=1.0), **options)
             for step, fail in enumerate((False, True, False), 1):
                 optimizer.fail = fail
                 backward(parameters, optimizer)
