@@ -55,6 +55,26 @@ host=$1
 shift
 exec "{directory}/enter" "$host" env -i HOME="$HOME" TMPDIR="{directory}" PATH=/usr/local/bin:/usr/bin:/bin sh -c "$*"
 """
+_SRUN = """\
+#!/bin/sh
+# srun --nodelist=HOST,... [OPTIONS] COMMAND...: one process on each, with this environment, as Slurm's starts daemons of mpirun
+nodes=
+while :; do
+    case "$1" in
+        --version) echo "slurm 23.11.4"; exit ;;
+        --nodelist=*) nodes=${{1#--nodelist=}}; shift ;;
+        -*) shift ;;
+        *) break ;;
+    esac
+done
+echo "$nodes: $*" >> "{directory}/srun.log"
+number=0
+for node in $(echo "$nodes" | tr , " "); do
+    "{directory}/enter" "$node" env SLURM_NODEID=$number SLURM_PROCID=$number "$@" &
+    number=$((number + 1))
+done
+wait
+"""
 
 
 class Hosts:
@@ -81,6 +101,12 @@ class Hosts:
             text=True,
             timeout=timeout,
         )
+
+    @property
+    def started_by_srun(self) -> list[str]:
+        """What the stand-in of Slurm's srun has started: ``HOST,...: COMMAND``."""
+        path = self._directory / "srun.log"
+        return path.read_text().splitlines() if path.exists() else []
 
     def cut(self, host: str) -> None:
         """Pull the plug of a host's network."""
@@ -204,7 +230,7 @@ def _write_files(directory: Path, names: Sequence[str]) -> None:
     lines = [f"{_NETWORK}.{number} {name}\n" for number, name in enumerate(names, 1)]
     (directory / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
     (directory / "bin").mkdir()
-    for path, script in (("enter", _ENTER), ("bin/ssh", _SSH)):
+    for path, script in (("enter", _ENTER), ("bin/ssh", _SSH), ("bin/srun", _SRUN)):
         (directory / path).write_text(script.format(directory=directory))
         (directory / path).chmod(0o755)
 

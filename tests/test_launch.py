@@ -17,7 +17,15 @@ from hvdlite.errors import LaunchError
 from hvdlite.launch import failures, shared_memory, worker
 from hvdlite.launch.failures import Failure
 from hvdlite.launch.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
-from hvdlite.launch.mpi import Mpi, Placement, command, parse_version, split_interpreter_options, worker_command
+from hvdlite.launch.mpi import (
+    Mpi,
+    Placement,
+    command,
+    find_mpi,
+    parse_version,
+    split_interpreter_options,
+    worker_command,
+)
 from hvdlite.launch.output import Output, Sink
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
 
@@ -302,21 +310,34 @@ def test_stubborn_ranks_are_killed(start: Start) -> None:
     assert ended.code == 137
 
 
-@pytest.mark.parametrize("victim", ["hvdliterun", "mpirun", "guard"])
-def test_killed_helper_leaves_nothing(start: Start, victim: str) -> None:
+HELPERS = {
+    ("hvdliterun", signal.SIGKILL): (-9, ""),
+    ("mpirun", signal.SIGKILL): (137, "was killed by SIGKILL before all ranks had finished"),
+    ("mpirun", signal.SIGTERM): (143, "was ended by a signal such as SIGTERM"),
+    ("guard", signal.SIGKILL): (
+        137,
+        r"the guard process of rank \d \(.*\), pid {guard}, was killed, and the rank with it",
+    ),
+    ("guard", signal.SIGTERM): (143, r"the guard process of rank \d \(.*\), pid {guard}, got a SIGTERM"),
+}
+
+
+@pytest.mark.parametrize(("victim", "number"), HELPERS)
+def test_killed_helper_leaves_nothing(start: Start, victim: str, number: signal.Signals) -> None:
     before = set(os.listdir("/dev/shm"))
-    job = start("-np", "2", str(PROGRAMS / "stubborn.py"))
+    gentle = number == signal.SIGTERM
+    job = start("-np", "2", *([str(PROGRAMS / "meet.py"), "/nowhere"] if gentle else [str(PROGRAMS / "stubborn.py")]))
     (_, guard), _ = job.ready(2)
     children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
     pid = {"hvdliterun": job.process.pid, "mpirun": int(children[0]), "guard": guard}[victim]
     sent = time.time()
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     ended = job.end()
     assert ended.at - sent < PROMPT
-    assert ended.code == (-9 if victim == "hvdliterun" else 137)
+    code, words = HELPERS[victim, number]
+    assert ended.code == code
+    assert re.search(words.replace("{guard}", str(guard)), ended.err)
     job.wait_until_gone(PROMPT)
-    if victim == "mpirun":
-        assert "was killed by SIGKILL before all ranks had finished" in ended.err
     assert_swept(job, before)
 
 
@@ -356,6 +377,10 @@ def test_reader_that_leaves_ends_the_job(start: Start) -> None:
         (["-np", "3", "-H", "localhost:2", "true"], "has only 2 slots"),
         (["-np", "2", "-H", "localhost:x", "true"], "'x' slots for localhost"),
         (["-np", "2", "-H", "a:1,,b", "true"], "'' is not a host name"),
+        (["-np", "2", "-H", "a:" + "9" * 5000, "true"], "expected a whole number from 1 to 999999"),
+        (["-np", "9" * 5000, "true"], "is not a whole number from 1 on"),
+        (["-np", "1000000000", "true"], "this machine has memory for "),
+        (["-np", "2", "--mpi-args='--mca", "true"], "No closing quotation. Write it as for a shell"),
         (["-np", "2", "--hostfile", "nosuchfile", "true"], "cannot read the hostfile nosuchfile"),
         (["-np", "2", "-H", "nosuchhost.invalid:2", "true"], "cannot reach nosuchhost.invalid"),
     ],
@@ -378,6 +403,21 @@ def test_ranks_that_do_not_start(start: Start) -> None:
     assert re.search(r"rank [01, ]+ did not start within 0.001 s", ended.err)
 
 
+def test_environments_that_cannot_work() -> None:
+    words = ["env", "-u", "HOME", sys.executable, "-m", "hvdlite.launch", "-np", "2", "true"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 2
+    if find_mpi().flavour == "openmpi":
+        assert "Unable to get the user home directory" in done.stderr and "HOME is not set" in done.stderr
+    worker_alone = [sys.executable, worker.__file__, "-c", "pass"]
+    for control, words_ in ((None, "got no HVDLITE_CONTROL"), ("garbage", "is not host:port:secret")):
+        environ = {**os.environ, "OMPI_COMM_WORLD_RANK": "0"}
+        if control:
+            environ["HVDLITE_CONTROL"] = control
+        done = subprocess.run(worker_alone, capture_output=True, text=True, timeout=LIMIT, env=environ)
+        assert done.returncode == 1 and words_ in done.stderr and "Traceback" not in done.stderr
+
+
 def test_launcher_that_refuses_has_the_last_word(start: Start) -> None:
     ended = start("-np", "2", "--mpi-args=--no-such-option-of-mpirun", "true").end()
     assert ended.code != 0
@@ -397,7 +437,7 @@ def test_check_build(start: Start) -> None:
 
 def test_hosts() -> None:
     assert parse_hosts("a:2,10.0.0.1") == [Host("a", 2), Host("10.0.0.1", 1)]
-    check_slots([Host("a", 2)], 2)
+    check_slots([Host("a", 2)], 2, "me")
     assert is_local("localhost") and is_local("127.0.0.1") and not is_local("192.0.2.1")
 
 
@@ -425,9 +465,9 @@ def test_command_on_one_host() -> None:
     text = " ".join(words)
     assert words[0] == "mpirun" and words[-3:] == ["-np", "2", "prog"]
     assert "--mca pml ob1 --mca btl self,sm " in text and "--bind-to none" in text
-    assert "-x" not in words and "-H" not in words and "a b" in words
+    assert "-x" not in words and "-H localhost:2 " in text and "a b" in words
     assert command(Mpi("mpich", "mpiexec", (5,)), Placement(2), ["A"], ["prog"]) == [
-        *("mpiexec", "-launcher", "fork", "-np", "2", "prog")
+        *("mpiexec", "-launcher", "fork", "-hosts", "localhost:2", "-np", "2", "prog")
     ]
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hvdlite.errors import LaunchError
+from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.check_build import check_build, own_version
 from hvdlite.launch.horovod import check_interpreter, job_environment
-from hvdlite.launch.hosts import Host, check_slots, parse_hostfile, parse_hosts
+from hvdlite.launch.hosts import check_ranks_here, is_local
 from hvdlite.launch.job import Job, JobSpec
 from hvdlite.launch.mpi import Placement, find_mpi, worker_command
 from hvdlite.launch.output import Output, Sink
@@ -90,8 +92,8 @@ def flags() -> set[str]:
 
 
 def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    if not re.fullmatch(r"0*[1-9][0-9]{0,11}", text):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 on")
     return int(text)
 
 
@@ -165,7 +167,7 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise LaunchError(f"what to run? Give a command: hvdliterun -np {options.num_proc} train.py")
-    hosts = read_hosts(options.hosts, options.hostfile, options.num_proc)
+    found = find_hosts(options.hosts, options.hostfile, options.num_proc, environ)
     program = worker_command(command)
     if options.horovod:
         check_interpreter(program)
@@ -173,7 +175,9 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
     mpi = find_mpi(options.mpi)
     placement = Placement(
         num_proc=options.num_proc,
-        hosts=tuple(hosts),
+        hosts=found.hosts,
+        scheduler=found.scheduler,
+        by_ssh=found.by_ssh,
         interfaces=options.network_interface,
         ssh_port=options.ssh_port,
         ssh_identity_file=options.ssh_identity_file,
@@ -222,16 +226,15 @@ def check_not_nested(environ: Mapping[str, str]) -> None:
         )
 
 
-def read_hosts(hosts: str | None, hostfile: str | None, num_proc: int) -> list[Host]:
-    """The hosts of a job; none means this machine, whatever the number of ranks.
+def find_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ: Mapping[str, str]) -> Hosts:
+    """Where the ranks go.
 
     Raises:
-        LaunchError: They cannot be read, or have too few slots.
+        LaunchError: That cannot be read, or the hosts cannot hold so many ranks.
     """
-    if hosts is None and hostfile is None:
-        return []
-    found = parse_hosts(hosts) if hosts is not None else parse_hostfile(str(hostfile))
-    check_slots(found, num_proc)
+    found = choose_hosts(hosts, hostfile, num_proc, environ)
+    if all(is_local(host.name) for host in found.hosts):
+        check_ranks_here(num_proc)
     return found
 
 

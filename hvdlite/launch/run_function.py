@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hvdlite.config import Config
 from hvdlite.control import Address, request
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
-from hvdlite.launch.cli import check_not_nested, make_folder, read_hosts
+from hvdlite.launch.cli import check_not_nested, find_hosts, make_folder
 from hvdlite.launch.failures import Failure
 from hvdlite.launch.job import Job, JobSpec
 from hvdlite.launch.mpi import Placement, find_mpi
@@ -90,11 +90,14 @@ def run(
     environ = dict(os.environ if env is None else env)
     check_not_nested(os.environ)
     mpi = find_mpi()
+    found = find_hosts(hosts, hostfile, size, os.environ)
     spec = JobSpec(
         mpi=mpi,
         placement=Placement(
             num_proc=size,
-            hosts=tuple(read_hosts(hosts, hostfile, size)),
+            hosts=found.hosts,
+            scheduler=found.scheduler,
+            by_ssh=found.by_ssh,
             interfaces=network_interface,
             ssh_port=ssh_port,
             ssh_identity_file=ssh_identity_file,

@@ -1,0 +1,160 @@
+"""Hosts that the command line does not name: those of an allocation, of a default hostfile, or this machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdlite.errors import LaunchError
+from hvdlite.launch.allocation import Hosts, choose_hosts, expand_nodes
+from hvdlite.launch.hosts import Host
+from hvdlite.launch.mpi import Mpi, Placement, command
+from tests import hosts as lab
+from tests.jobs import LIMIT, PROGRAMS, Start
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOBID": "7",
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_NODELIST": "node[1-2]",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_CPUS_PER_NODE": "8(x2)",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("node1", ["node1"]),
+        ("node[01-03,7],login", ["node01", "node02", "node03", "node7", "login"]),
+        ("r[1-2]n[08-10]", ["r1n08", "r1n09", "r1n10", "r2n08", "r2n09", "r2n10"]),
+        ("a[1]-ib.cluster,b", ["a1-ib.cluster", "b"]),
+        ("n[0099-0101]", ["n0099", "n0100", "n0101"]),
+    ],
+)
+def test_lists_of_nodes(text: str, names: list[str]) -> None:
+    assert expand_nodes(text, "X") == names
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["node[1-2", "node[]", "node[2-1]", "node]1[", "node[a-b]", "", "n[1-999999999]", "n[1-999]x[1-999]", "n[[1]]"],
+)
+def test_bad_lists_of_nodes(text: str) -> None:
+    with pytest.raises(LaunchError, match="X"):
+        expand_nodes(text, "X")
+
+
+def chosen(num_proc: int, environ: dict[str, str], hosts: str | None = None) -> Hosts:
+    return choose_hosts(hosts, None, num_proc, environ)
+
+
+def test_slurm() -> None:
+    found = chosen(4, SLURM)
+    assert found.hosts == (Host("node1", 2), Host("node2", 2))
+    assert (found.scheduler, found.by_ssh) == ("slurm", False)
+    # An allocation of nodes counts one task on each: processors count where ranks are more.
+    nodes = {**SLURM, "SLURM_TASKS_PER_NODE": "1(x2)"}
+    assert [host.slots for host in chosen(2, nodes).hosts] == [1, 1]
+    assert [host.slots for host in chosen(4, nodes).hosts] == [8, 8]
+    assert [host.slots for host in chosen(4, {**nodes, "SLURM_CPUS_PER_TASK": "4"}).hosts] == [2, 2]
+    with pytest.raises(LaunchError, match=r"has only 16 slots \(the Slurm allocation"):
+        chosen(17, SLURM)
+    with pytest.raises(LaunchError, match="expected counts such as"):
+        chosen(4, {**SLURM, "SLURM_TASKS_PER_NODE": "2(x2"})
+    with pytest.raises(LaunchError, match="counts 3 nodes, the allocation has 2"):
+        chosen(4, {**SLURM, "SLURM_TASKS_PER_NODE": "2(x3)"})
+    # The command line has the last word.
+    assert chosen(1, SLURM, "other:1").hosts == (Host("other", 1),)
+
+
+def test_pbs_and_lsf(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("node1\nnode1\nnode2\nnode1\n")
+    expected = (Host("node1", 3), Host("node2", 1))
+    pbs = chosen(4, {"PBS_JOBID": "1", "PBS_NODEFILE": str(path)})
+    assert (pbs.hosts, pbs.scheduler, pbs.by_ssh) == (expected, "pbs", False)
+    for variables in (
+        {"LSB_DJOB_HOSTFILE": str(path)},
+        {"LSB_MCPU_HOSTS": "node1 3 node2 1"},
+        {"LSB_HOSTS": "node1 node1 node1 node2"},
+    ):
+        lsf = chosen(4, {"LSB_JOBID": "1", **variables})
+        assert (lsf.hosts, lsf.scheduler) == (expected, "lsf")
+    with pytest.raises(LaunchError, match="cannot read the list of the allocation's hosts"):
+        chosen(1, {"PBS_JOBID": "1", "PBS_NODEFILE": "/nowhere"})
+    with pytest.raises(LaunchError, match="expected 'host slots"):
+        chosen(1, {"LSB_MCPU_HOSTS": "node1 3 node2"})
+
+
+def test_default_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
+    path.write_text("job-worker-0.job slots=2\njob-worker-1.job slots=2\n")
+    environ = {"OMPI_MCA_orte_default_hostfile": str(path)}
+    found = chosen(4, environ)
+    assert found.hosts == (Host("job-worker-0.job", 2), Host("job-worker-1.job", 2)) and found.by_ssh
+    assert not chosen(4, {**environ, "OMPI_MCA_plm_rsh_agent": "/etc/mpi/kubexec.sh"}).by_ssh
+    with pytest.raises(LaunchError, match=r"has only 4 slots \(OMPI_MCA_orte_default_hostfile="):
+        chosen(5, environ)
+    assert chosen(5, {}) == Hosts((), "no host was named")
+
+
+def test_command_in_an_allocation() -> None:
+    openmpi, mpich = Mpi("openmpi", "mpirun", (5, 0)), Mpi("mpich", "mpiexec", (5,))
+    there = Placement(2, (Host("192.0.2.1", 1), Host("192.0.2.2", 1)), scheduler="slurm", by_ssh=False)
+    assert not {"plm", "ras"} & set(command(openmpi, there, [], ["prog"]))
+    assert command(mpich, there, [], ["prog"])[1:3] == ["-launcher", "slurm"]
+    here = Placement(2, scheduler="slurm")
+    assert "--prtemca ras ^slurm,pbs,tm,lsf --prtemca plm ssh" in " ".join(command(openmpi, here, [], ["prog"]))
+
+
+# ---- jobs ----
+
+
+def test_this_machine_alone_in_an_allocation_of_others(start: Start) -> None:
+    ended = start("-np", "2", "-H", "localhost:2", str(PROGRAMS / "meet.py"), env=SLURM).end()
+    assert (ended.code, ended.err) == (0, "")
+    assert "[0] met 0 of 2" in ended.out.splitlines()
+
+
+@pytest.fixture(scope="module")
+def two_hosts() -> Iterator[lab.Hosts]:
+    """Two hosts, or a skip that says why there are none."""
+    if reason := lab.why_not():
+        pytest.skip(reason)
+    with lab.hosts(2) as found:
+        yield found
+
+
+def places(on: lab.Hosts, **environ: str) -> list[str]:
+    words = [sys.executable, "-m", "hvdlite.launch", "-np", "4", "--no-tag-output", str(PROGRAMS / "place.py")]
+    done = on.run("node1", *words, timeout=LIMIT, **environ)
+    assert done.returncode == 0, done.stderr
+    return sorted(re.findall(r"^place (.*)$", done.stdout, re.M))
+
+
+EVERYWHERE = ["0 4 0 2 0 2 node1", "1 4 1 2 0 2 node1", "2 4 0 2 1 2 node2", "3 4 1 2 1 2 node2"]
+
+
+def test_ranks_on_the_hosts_of_slurm(two_hosts: lab.Hosts) -> None:
+    assert places(two_hosts, **SLURM) == EVERYWHERE
+    nodes_alone = {**SLURM, "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}
+    assert places(two_hosts, **nodes_alone) == EVERYWHERE
+    assert [line.partition(" ")[0] for line in two_hosts.started_by_srun] == ["node2:", "node2:"]
+
+
+def test_ranks_on_the_hosts_of_pbs(two_hosts: lab.Hosts, tmp_path: Path) -> None:
+    (tmp_path / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
+    pbs = {"PBS_JOBID": "1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": str(tmp_path / "nodes")}
+    assert places(two_hosts, **pbs) == EVERYWHERE
+
+
+def test_ranks_on_the_hosts_of_an_mpijob(two_hosts: lab.Hosts, tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("node1 slots=2\nnode2 slots=2\n")
+    assert places(two_hosts, OMPI_MCA_orte_default_hostfile=str(tmp_path / "hostfile")) == EVERYWHERE
