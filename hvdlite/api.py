@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from hvdlite.operations import (
 )
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
+from hvdlite.stall import stack_of
 from hvdlite.world import World
 
 T = TypeVar("T")
@@ -115,7 +117,7 @@ def init(
     _process_world = World(transport, MpiCollectives, hosts, config, end_job)
     if transport.size > 1 and not config.control:  # hvdliterun's worker does that itself
         failure.end_job_on_uncaught_exceptions()
-    atexit.register(shutdown)
+    atexit.register(_leave_at_exit)
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
 
@@ -125,11 +127,19 @@ def shutdown() -> None:
 
     Operations still in flight are given up.
     """
+    _leave(f"it has called shutdown(), here:\n{stack_of(threading.get_ident())} ")
+
+
+def _leave_at_exit() -> None:
+    _leave("it has come to the end of its program.")
+
+
+def _leave(how: str) -> None:
     global _process_world
     if _process_world is not None:
         leaving, _process_world = _process_world, None
-        atexit.unregister(shutdown)
-        leaving.shutdown()
+        atexit.unregister(_leave_at_exit)
+        leaving.shutdown(how)
 
 
 def is_initialized() -> bool:

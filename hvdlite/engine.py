@@ -19,7 +19,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.config import Config
 from hvdlite.controller import Controller, Decision, error_of
 from hvdlite.disagreement import name_of
-from hvdlite.errors import CommunicationError, DuplicateNameError, HvdliteError
+from hvdlite.errors import ArgumentError, DuplicateNameError, HvdliteError, PeerLeftError
 from hvdlite.letters import JOIN, Key
 from hvdlite.operations import Join, Operation, Signature, describe, stand_in
 from hvdlite.protocols import Transport
@@ -127,8 +127,11 @@ class Engine:
         self._runs = 0  # that all ranks have made, whether a timeline was kept or not
         self._decided = 0  # when the latest plan was known, for the timeline
         self._controller = Controller(transport, self._fuse)
-        self._drive_lock = threading.Lock()  # whoever holds it drives
-        self._submit_lock = threading.Lock()
+        # Reentrant, so that a signal handler that has interrupted their owner comes far enough to be told.
+        self._drive_lock = threading.RLock()  # whoever holds it drives
+        self._submit_lock = threading.RLock()
+        self._driver = 0  # the thread that is in the middle of driving
+        self._submitting = False
         self._inbox: deque[Key] = deque()
         self._in_flight: dict[Key, tuple[Operation, Handle]] = {}
         self._names: dict[Key, int] = {}  # in use, and by which handle
@@ -141,7 +144,10 @@ class Engine:
         self._wake = threading.Event()
         self._followed = 0  # plans that are carried out
         self._running: Key = 0
-        self._watching = watch.exchanging(lambda: f"its part of {self._describe(self._running)}", ranks, remember=False)
+        self._link = watch.link(ranks, 0, self._interrupt)
+        self._watching = watch.exchanging(
+            lambda: f"its part of {self._describe(self._running)}", ranks, remember=False, link=self._link
+        )
         watch.lacks[tuple(ranks)] = self._lacks
 
     def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle:
@@ -155,26 +161,34 @@ class Engine:
 
         Raises:
             DuplicateNameError: An operation of this name has not been waited for yet.
-            HvdliteError: This rank has joined.
+            ArgumentError: `name` is no text.
+            HvdliteError: This rank has joined; or this is a signal handler that has interrupted an operation.
             DeviceError: Its tensors lie on another GPU than those of earlier operations.
         """
+        if name is not None and not isinstance(name, str):
+            raise ArgumentError(f"name={name!r}: expected a text (str), or None; got {type(name).__name__}.")
         if operation.device is not None and self._collectives.devices is not None:
             self._collectives.devices.choose(operation.device)
         with self._submit_lock:
+            self._check_not_interrupted(self._submitting)
             self._check_open(operation.signature)
-            if name is None:
-                key: Key = self._sequence
-                self._sequence += 1
-            elif name in self._names:
-                raise DuplicateNameError(
-                    f"an operation named {name!r} is still in flight on this rank: wait for its handle before the name "
-                    "is used again, or leave the name out."
-                )
-            else:
-                key = name
-            handle = self._put(key, operation)
-            if name is not None:
-                self._names[name] = id(handle)
+            try:
+                self._submitting = True
+                if name is None:
+                    key: Key = self._sequence
+                    self._sequence += 1
+                elif name in self._names:
+                    raise DuplicateNameError(
+                        f"an operation named {name!r} is still in flight on this rank: wait for its handle before the "
+                        "name is used again, or leave the name out."
+                    )
+                else:
+                    key = name
+                handle = self._put(key, operation)
+                if name is not None:
+                    self._names[name] = id(handle)
+            finally:
+                self._submitting = False
         if background:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
@@ -197,6 +211,7 @@ class Engine:
             PeerLeftError: A rank has left the job without joining.
         """
         with self._submit_lock:
+            self._check_not_interrupted(self._submitting)
             operation = Join()
             self._check_open(operation.signature)
             handle = self._put(JOIN, operation)
@@ -207,6 +222,15 @@ class Engine:
     def has_joined(self) -> bool:
         """Whether this rank has joined and others have not."""
         return JOIN in self._in_flight
+
+    def _check_not_interrupted(self, within: bool) -> None:
+        """Nothing can be done in the middle of what this very thread does here. `within`: it does something else than drive."""
+        if within or (self._driver and self._driver == threading.get_ident()):
+            raise HvdliteError(
+                "an operation was called in the middle of another one of the same thread, so it cannot be done: in a signal "
+                "handler that has interrupted it, or in a destructor. Set a flag there, and call the operation when the "
+                "program's loop sees the flag."
+            )
 
     def _check_open(self, signature: Signature) -> None:
         if self._broken is not None:
@@ -248,10 +272,11 @@ class Engine:
         """Drive the engine until `handle` is done."""
         if not handle.done:
             thread = threading.get_ident()
-            self._waiting[thread] = started = time.monotonic()
+            interrupted = self._waiting.get(thread)  # by a signal handler, in which this is
             begin = self._timeline.clock() if self._timeline.on else 0
             watched = None
             try:
+                self._waiting[thread] = started = time.monotonic()
                 spins = 0
                 while True:
                     with self._drive_lock:
@@ -275,11 +300,15 @@ class Engine:
                         time.sleep(min(_LONGEST_NAP, max(_FIRST_NAP, waited / 20)))
                         if watched is None and waited > _WATCH_AFTER:
                             what, need = partial(self._describe, handle.key), partial(self._need, handle.key)
-                            watched = self._watch.begin(Wait(what, self._ranks, self.abandon, started, need=need))
+                            wait = Wait(what, self._ranks, self._link.fail, started, need=need, link=self._link)
+                            watched = self._watch.begin(wait)
                     elif spins > 10:
                         os.sched_yield()
             finally:
-                del self._waiting[thread]
+                if interrupted is None:
+                    self._waiting.pop(thread, None)
+                else:
+                    self._waiting[thread] = interrupted
                 if watched is not None:
                     self._watch.end(watched)
                 if begin and handle.record is not None:
@@ -288,7 +317,11 @@ class Engine:
 
     def abandon(self, error: HvdliteError) -> None:
         """Fail everything in flight, and whatever comes: the group is no longer whole."""
-        self._broken = error
+        self._broken = self._broken or error
+
+    def _interrupt(self, error: HvdliteError) -> None:
+        self.abandon(error)
+        self._collectives.layers.host.stop(error)
 
     @property
     def rank(self) -> int:
@@ -342,6 +375,17 @@ class Engine:
 
     def _drive(self) -> bool:
         """One step: announce what was submitted, hear what was decided, do it. Returns whether anything moved."""
+        self._check_not_interrupted(False)
+        try:
+            self._driver = threading.get_ident()
+            return self._step()
+        except BaseException as error:  # raised by a signal handler, most likely
+            self._link.break_off("the agreement on operations", error)
+            raise
+        finally:
+            self._driver = 0
+
+    def _step(self) -> bool:
         if self._broken is not None:
             self._fail(list(self._in_flight), self._broken)
             return True
@@ -356,10 +400,8 @@ class Engine:
             moved = True
         try:
             decisions = self._controller.step()
-        except Exception as error:  # the transport is gone: whoever waits must hear of it
-            self.abandon(
-                error if isinstance(error, HvdliteError) else CommunicationError(f"the control channel failed: {error}")
-            )
+        except PeerLeftError as error:  # the transport is gone: whoever waits must hear of it
+            self.abandon(error)
             return True
         self._stand_in()
         if decisions and self._timeline.on:
@@ -424,9 +466,11 @@ class Engine:
             self._running = decision.keys[0]
             with self._watching:
                 results = type(operations[0]).run_together(operations, collectives)
-        except Exception as error:
+        except BaseException as error:  # the watch has told the others, if they have to know
             self._fail(decision.keys, error)
-            return
+            if isinstance(error, Exception):
+                return
+            raise
         if run is not None:
             run.done()
         for key, (operation, handle), result in zip(decision.keys, entries, results, strict=True):
@@ -434,7 +478,7 @@ class Engine:
             handle.finish(operation.outcome(result), None, operation.hand_over)
         self._watch.completed(partial(_in_words, decision.keys[-1], operations[-1].signature))
 
-    def _fail(self, keys: Sequence[Key], error: Exception) -> None:
+    def _fail(self, keys: Sequence[Key], error: BaseException) -> None:
         for key in keys:
             entry = self._in_flight.pop(key, None)
             if entry is not None:

@@ -83,7 +83,9 @@ class Reducer:
         self._watch = watch
         self.timeline = timeline
         self._busy = threading.Lock()
-        self._watching = watch.exchanging(self._name, ranks, channel=watch.new_channel(ranks))
+        channel = watch.new_channel(ranks)
+        self._link = watch.link(ranks, channel, collectives.layers.host.stop)
+        self._watching = watch.exchanging(self._name, ranks, channel=channel, link=self._link)
         self._steps = 1
         self._count = len(infos)
         self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
@@ -201,7 +203,7 @@ class Reducer:
         """The sum of a number over all ranks, in step with the exchanges."""
         total = np.array([value], np.float64)
         if not self.alone:
-            with self._watch.exchanging(lambda: f"a sum in step {self._steps - 1}", self._ranks):
+            with self._watch.exchanging(lambda: f"a sum in step {self._steps - 1}", self._ranks, link=self._link):
                 self._collectives.allreduce(total, ReduceOp.SUM)
         return float(total[0])
 

@@ -13,6 +13,7 @@ from hvdlite.disagreement import ranks_text
 _OUTER_FRAMES, _INNER_FRAMES = 4, 12
 """Calls shown of a deep stack: where the program is on the outside, and where it is stuck on the inside."""
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_MESSAGES = tuple(os.path.join(_PACKAGE, "comm", name) for name in ("mpi.py", "local.py"))
 _STARTERS = ("<frozen runpy>", f"{os.sep}runpy.py")
 
 
@@ -83,10 +84,35 @@ def _absent(rank: int, answer: Answer) -> list[str]:
         first = f"  rank {rank} waits for something else, {awaited}, for {seconds:.0f} s; it is here:"
     else:
         first = f"  rank {rank} is missing; it is here:"
-    last = "It has not completed any operation."
-    if answer.last is not None:
-        last = f"Its last completed operation, {answer.last[1]:.0f} s ago: {answer.last[0]}"
-    return [first, answer.stack.rstrip("\n"), f"    {last}"]
+    return [first, answer.stack.rstrip("\n"), f"    {last_words(answer.last)}"]
+
+
+def last_words(last: tuple[str, float] | None) -> str:
+    """`Answer.last` in a sentence."""
+    if last is None:
+        return "It has not completed any operation."
+    return f"Its last completed operation, {last[1]:.0f} s ago: {last[0]}"
+
+
+def left_text(rank: int, what: str, farewell: str) -> str:
+    """What is said of a rank that has left the job and is waited for."""
+    if what.startswith("gradient"):
+        hint = (
+            "Every rank must take the same number of steps. Different numbers of batches? Call hvd.join() at the end of an "
+            "epoch; in torch, write `with hvd.uneven():` around it."
+        )
+    else:
+        hint = (
+            "Every rank must call it. Does it stand inside of an `if hvd.rank() == 0:`, or in a loop that is longer on this "
+            "rank?"
+        )
+    return f"rank {rank} has left the job, and this rank still waits for {what}.\n  rank {rank}: {farewell}\n  {hint}"
+
+
+def is_in_messages(thread: int) -> bool:
+    """Whether a thread is inside of a call that sends or receives a message, which nothing can interrupt."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code.co_filename in _MESSAGES
 
 
 def stack_of(thread: int) -> str:

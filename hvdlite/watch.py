@@ -12,15 +12,18 @@ import pickle
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from hvdlite.config import Config
-from hvdlite.errors import HvdliteError, MismatchError, PeerLeftError
+from hvdlite.disagreement import ranks_text
+from hvdlite.errors import CommunicationError, HvdliteError, MismatchError, PeerLeftError
 from hvdlite.protocols import Transport
-from hvdlite.stall import Answer, report, reporter, stack_of
+from hvdlite.stall import Answer, is_in_messages, last_words, left_text, report, reporter, stack_of
 from hvdlite.standoff import Need, Needs, Standoff
 from hvdlite.threads import Threads
 
@@ -28,6 +31,10 @@ _PERIOD = 0.25
 _ANSWER_SECONDS = 1.0
 _LEFT_SECONDS = 1.0
 """A wait that still lasts so long after a peer's goodbye is one that the peer had no part in."""
+_BUSY_SECONDS = 30.0
+"""How long a wait that was given up may take to notice. It does when it has finished what it does, such as copying."""
+_GAVE_UP_SECONDS = 5.0
+"""How long a rank that has given up a wait stays, at its end, for those that it has waited for."""
 _SUSPENDED_SECONDS = 5.0
 """If the thread did not run for so long, the process was stopped; that time is nobody's wait."""
 
@@ -51,6 +58,59 @@ class Wait:
     need: Callable[[], Need | None] | None = None
     """Gives what the other ranks must do; None if that is not known for certain."""
     thread: int = field(default_factory=threading.get_ident)
+    link: Link | None = None
+    """Where it waits, if its ranks may get out of step there."""
+    failed: tuple[float, HvdliteError] | None = None
+    """When and why it was given up. It may go on nevertheless, inside of a library that nothing interrupts."""
+
+
+class Link:
+    """One rank's end of what ranks do in step: all of them do the same there, in the same order, or none can go on.
+
+    Args:
+        watch: Carries the news.
+        ranks: The world ranks.
+        channel: Tells apart what the same ranks have; the same number on all of them.
+        interrupt: Ends with an error what is under way there; called from any thread.
+
+    Attributes:
+        failure: Why nothing more can be done there; None if all is well.
+    """
+
+    def __init__(
+        self, watch: Watch, ranks: Sequence[int], channel: int, interrupt: Callable[[HvdliteError], None]
+    ) -> None:
+        self._watch, self.ranks, self.channel, self._interrupt = watch, tuple(ranks), channel, interrupt
+        self.failure: HvdliteError | None = None
+
+    def check(self) -> None:
+        """Raise why nothing more can be done."""
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure))
+
+    def fail(self, error: HvdliteError) -> None:
+        """Nothing more can be done here."""
+        if self.failure is None:
+            self.failure = error
+            self._watch.has_failed(self, error)
+            self._interrupt(error)
+
+    def break_off(self, what: str, error: BaseException) -> None:
+        """This rank has left `what` in the middle, by `error`: tell the others at once, who wait for it there."""
+        if self.failure is None:
+            reason = f"{type(error).__name__}: {str(error) or 'no reason given'}"
+            self._watch.tell_failure(self, f"has failed in {what}: {reason}")
+            self.fail(
+                CommunicationError(
+                    f"this rank has left {what} in the middle ({reason}), so it is not in step with the others any more."
+                )
+            )
+
+    def give_up(self, error: HvdliteError) -> None:
+        """As `fail`, on all ranks."""
+        if self.failure is None:
+            self._watch.tell_failure(self, f"has given up:\n{error}")
+            self.fail(error)
 
 
 class Launches(Protocol):
@@ -87,20 +147,30 @@ class Exchanging:
     """For with statements, one after the other: it stands around every exchange, so it is made once and does little.
 
     Args:
-        watch, what, ranks, remember, channel: See `Watch.exchanging`.
+        watch, what, ranks, remember, channel, link: See `Watch.exchanging`.
     """
 
-    __slots__ = ("_channel", "_number", "_ranks", "_remember", "_watch", "_what")
+    __slots__ = ("_channel", "_link", "_number", "_ranks", "_remember", "_watch", "_what")
 
     def __init__(
-        self, watch: Watch, what: Callable[[], str], ranks: Sequence[int], remember: bool, channel: int
+        self,
+        watch: Watch,
+        what: Callable[[], str],
+        ranks: Sequence[int],
+        remember: bool,
+        channel: int,
+        link: Link | None,
     ) -> None:
         self._watch, self._what, self._ranks, self._remember = watch, what, tuple(ranks), remember
-        self._channel = channel
+        self._channel, self._link = channel, link
 
     def __enter__(self) -> None:
-        watch = self._watch
-        wait = Wait(self._what, self._ranks, watch.fail)
+        watch, link = self._watch, self._link
+        if link is None:
+            wait = Wait(self._what, self._ranks, watch.fail)
+        else:
+            link.check()
+            wait = Wait(self._what, self._ranks, link.fail, link=link)
         if self._remember:
             wait.need = partial(self._need, watch.begin_exchange(self._ranks, self._channel))
         self._number = watch.begin(wait)
@@ -108,8 +178,11 @@ class Exchanging:
     def _need(self, number: int) -> Need:
         return Need(self._ranks, None, number, self._what(), self._channel)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._watch.end(self._number)
+        # Our own errors are raised on all ranks alike. Others (no memory, Ctrl-C) leave the rest waiting inside.
+        if error is not None and self._link is not None and not isinstance(error, HvdliteError):
+            self._link.break_off(self._what(), error)
         if self._remember and kind is None:
             text = self._what()
             self._watch.completed(lambda: text)
@@ -142,9 +215,13 @@ class Watch:
         self._completed: tuple[Callable[[], str], float] | None = None
         self._questions: dict[int, _Question] = {}
         self._left: dict[int, float] = {}
+        self._farewells: dict[int, str] = {}
         self._launches: dict[Group, Launches] = {}
         self._made: dict[tuple[int, ...], int] = {}
         self._launched_by: dict[int, Mapping[Group, int]] = {}  # what the ranks that have left had launched
+        self._links: WeakValueDictionary[tuple[tuple[int, ...], int], Link] = WeakValueDictionary()
+        self._failed: dict[tuple[tuple[int, ...], int], str] = {}  # of links that are not there yet
+        self._gave_up = False
         self._stopped = False
         self._wake = threading.Event()
         self._all_left = threading.Event()
@@ -158,10 +235,43 @@ class Watch:
         number = self._channels[tuple(ranks)] = self._channels.get(tuple(ranks), 0) + 1
         return number
 
+    def link(self, ranks: Sequence[int], channel: int, interrupt: Callable[[HvdliteError], None]) -> Link:
+        """A new `Link`; arguments as there. It takes the place of an earlier one of the same ranks and channel."""
+        link = Link(self, ranks, channel, interrupt)
+        self._links[link.ranks, channel] = link
+        if (text := self._failed.pop((link.ranks, channel), None)) is not None:
+            link.fail(PeerLeftError(text))
+        return link
+
+    def has_failed(self, link: Link, error: HvdliteError) -> None:
+        """Whoever waits at this link should soon wait no more."""
+        for wait in list(self._waits.values()):
+            if wait.link is link:
+                wait.failed = wait.failed or (time.monotonic(), error)
+
+    def tell_failure(self, link: Link, text: str) -> None:
+        """Tell the other ranks of a link that this rank is out of step there; `text` goes on after "rank 3 ..."."""
+        for rank in link.ranks:
+            if rank != self._transport.rank:
+                self._transport.post(pickle.dumps(("failed", link.ranks, link.channel, text)), rank)
+
+    def _hear_failure(self, sender: int, ranks: tuple[int, ...], channel: int, text: str) -> None:
+        text = f"rank {sender} {text}\nThis rank needs it there, so it cannot go on either."
+        link = self._links.get((ranks, channel))
+        if link is None:
+            self._failed[ranks, channel] = text
+        else:
+            link.fail(PeerLeftError(text))
+
     def exchanging(
-        self, what: Callable[[], str], ranks: Sequence[int], remember: bool = True, channel: int = 0
+        self,
+        what: Callable[[], str],
+        ranks: Sequence[int],
+        remember: bool = True,
+        channel: int = 0,
+        link: Link | None = None,
     ) -> Exchanging:
-        """Watch the body, which is inside of a collective: no exception reaches it there, so it can only end with the job.
+        """Watch the body, which is inside of a collective.
 
         Args:
             what: What is done there, in words.
@@ -169,8 +279,9 @@ class Watch:
             remember: It is an exchange of its own, not part of an operation: call `completed` at its end. All ranks make the
                 same such exchanges, in the same order.
             channel: What `new_channel` gave for these gradients.
+            link: Where it happens. Without one no exception reaches the body, so that it can only end with the job.
         """
-        return Exchanging(self, what, ranks, remember, channel)
+        return Exchanging(self, what, ranks, remember, channel, link)
 
     def completed(self, what: Callable[[], str]) -> None:
         """This rank has completed `what` (in words, asked for later if at all): reports name the latest."""
@@ -227,17 +338,29 @@ class Watch:
         """The wait is over."""
         del self._waits[number]
 
-    def leave(self) -> None:
-        """Say goodbye to the other ranks, and stay to answer them until all have said it."""
+    def leave(self, how: str) -> None:
+        """Say goodbye to the other ranks, and stay to answer them until all have said it.
+
+        Args:
+            how: Why this rank leaves, for their messages, such as "it has come to the end of its program".
+        """
         if self._thread is None:
             return
         launched = {group: launches.launched for group, launches in list(self._launches.items())}
+        farewell = f"{how} {last_words(self._last())}"
         for rank in range(self._transport.size):
-            self._transport.post(pickle.dumps(("left", launched)), rank)
+            self._transport.post(pickle.dumps(("left", launched, farewell)), rank)
         self._wake.set()
+        patience = _GAVE_UP_SECONDS if self._gave_up else float("inf")
+        began = time.monotonic()
         while not self._all_left.wait(1.0):
             if not self._thread.is_alive():
                 return
+            if time.monotonic() > began + patience:
+                missing = sorted(set(range(self._transport.size)) - set(self._left))
+                self._end_job(
+                    f"this rank has given up a wait before, and {ranks_text(missing)} did not come to an end since."
+                )
         self.abandon()
         self._thread.join()
 
@@ -247,31 +370,36 @@ class Watch:
         self._wake.set()
 
     def _run(self) -> None:
-        period = _PERIOD
-        before = time.monotonic()
         try:
-            while not self._stopped:
-                if self._wake.wait(period):  # leaving: the last goodbyes are due soon, so look more often for a while
-                    self._wake.clear()
-                    period = _PERIOD / 256
-                period = min(2 * period, _PERIOD)
-                self._read_letters()
-                now = time.monotonic()
-                if now - before > _SUSPENDED_SECONDS:
-                    self._forgive(now - before)
-                before = now
-                self._check_launches()
-                for wait in list(self._waits.values()):
-                    self._check(wait, now)
-                if (text := self._standoff.look(self._needs(now))) is not None:
-                    for wait in list(self._waits.values()):
-                        wait.fail(MismatchError(text))
-                for number, question in list(self._questions.items()):
-                    if len(question.answers) == len(question.wait.ranks) or now > question.asked + _ANSWER_SECONDS:
-                        del self._questions[number]
-                        self._report(question, now)
+            self._look_after()
         except PeerLeftError:
             return  # a transport that is being torn down: whoever waits on it is told by the transport itself
+        except BaseException:  # nobody would be told any more who is missing, nor that all have left
+            self._end_job(f"the thread that watches over the waits of this rank has failed:\n{traceback.format_exc()}")
+
+    def _look_after(self) -> None:
+        period = _PERIOD
+        before = time.monotonic()
+        while not self._stopped:
+            if self._wake.wait(period):  # leaving: the last goodbyes are due soon, so look more often for a while
+                self._wake.clear()
+                period = _PERIOD / 256
+            period = min(2 * period, _PERIOD)
+            self._read_letters()
+            now = time.monotonic()
+            if now - before > _SUSPENDED_SECONDS:
+                self._forgive(now - before)
+            before = now
+            self._check_launches()
+            for wait in list(self._waits.values()):
+                self._check(wait, now)
+            if (text := self._standoff.look(self._needs(now))) is not None:
+                for wait in list(self._waits.values()):
+                    wait.fail(MismatchError(text))
+            for number, question in list(self._questions.items()):
+                if len(question.answers) == len(question.wait.ranks) or now > question.asked + _ANSWER_SECONDS:
+                    del self._questions[number]
+                    self._report(question, now)
 
     def _read_letters(self) -> None:
         while (received := self._transport.poll()) is not None:
@@ -279,9 +407,11 @@ class Watch:
             kind, *content = pickle.loads(letter)
             if kind == "left":
                 self._left[sender] = time.monotonic()
-                self._launched_by[sender] = content[0]
+                self._launched_by[sender], self._farewells[sender] = content
                 if len(self._left) == self._transport.size:
                     self._all_left.set()
+            elif kind == "failed":
+                self._hear_failure(sender, *content)
             elif kind == "where":
                 self._transport.post(pickle.dumps(("here", content[0], self._where())), sender)
             elif kind == "here":
@@ -315,9 +445,11 @@ class Watch:
     def _where(self) -> Answer:
         now = time.monotonic()
         waits = tuple((wait.what(), now - wait.since) for wait in list(self._waits.values()))
+        return Answer(waits, stack_of(self._main_thread), self._last())
+
+    def _last(self) -> tuple[str, float] | None:
         completed = self._completed
-        last = None if completed is None else (completed[0](), now - completed[1])
-        return Answer(waits, stack_of(self._main_thread), last)
+        return None if completed is None else (completed[0](), time.monotonic() - completed[1])
 
     def _forgive(self, seconds: float) -> None:
         """The process was stopped for so long: by Ctrl-Z, or with its machine."""
@@ -326,9 +458,16 @@ class Watch:
             wait.next_report += seconds
 
     def _check(self, wait: Wait, now: float) -> None:
+        if wait.failed is not None:
+            since, error = wait.failed
+            if now > since + (_LEFT_SECONDS if is_in_messages(wait.thread) else _BUSY_SECONDS):
+                self._end_job(str(error))
+            return
         for rank in wait.ranks:
             if now > self._left.get(rank, now) + _LEFT_SECONDS and now > wait.since + _LEFT_SECONDS:
-                wait.fail(PeerLeftError(f"rank {rank} has left the job, and this rank still waits for {wait.what()}."))
+                error = PeerLeftError(left_text(rank, wait.what(), self._farewells[rank]))
+                wait.failed = now, error
+                wait.fail(error)
                 return
         if not self._config.stall_check_disable:
             limit = self._config.stall_shutdown_time_seconds
@@ -348,6 +487,11 @@ class Watch:
             return  # over meanwhile, or another rank's to report
         text = report(self._transport.rank, what, now - wait.since, wait.ranks, question.answers, self._left)
         if 0 < end_after < now - wait.since:
-            self._end_job(f"{text}\nThe job is ended: the limit for one wait is {end_after:g} s.")
+            text = f"{text}\nIt waits no longer: the limit for one wait is {end_after:g} s."
+            if wait.link is None:
+                self._end_job(text)
+            else:
+                self._gave_up = True
+                wait.link.give_up(CommunicationError(text))
         else:
             print(text, file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import hashlib
@@ -19,7 +20,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.layers import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.engine import Engine
-from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.errors import ArgumentError, HvdliteError, PeerLeftError
 from hvdlite.operations import Agreement, AllgatherObject
 from hvdlite.planner import Planner
 from hvdlite.process_set import ProcessSet
@@ -31,6 +32,12 @@ from hvdlite.topology import Topology
 from hvdlite.watch import Watch
 
 R = TypeVar("R", bound=Reducer)
+
+
+def _stand_in(exchange: Exchange) -> None:
+    """Take part in the exchanges of others, until they end or fail: why they fail, the wait for the others says."""
+    with contextlib.suppress(PeerLeftError):
+        exchange.stand_in()
 
 
 class World:
@@ -191,7 +198,7 @@ class World:
         context = contextvars.copy_context()
         # Daemons: if this wait fails, the process is to end.
         threads = [
-            threading.Thread(target=context.copy().run, args=(exchange.stand_in,), name="hvdlite-join", daemon=True)
+            threading.Thread(target=context.copy().run, args=(_stand_in, exchange), name="hvdlite-join", daemon=True)
             for exchange in exchanges
         ]
         before = self._stood_in()
@@ -370,9 +377,13 @@ class World:
         if self.timeline.started:
             self.engine().run(Agreement("stop_timeline", [], lambda _: self.timeline.stop(self._transport)))
 
-    def shutdown(self) -> None:
-        """Say goodbye, wait until all ranks have, and release everything."""
-        self.watch.leave()
+    def shutdown(self, how: str = "it has called shutdown().") -> None:
+        """Say goodbye, wait until all ranks have, and release everything.
+
+        Args:
+            how: Why this rank leaves, as others say it that wait for it.
+        """
+        self.watch.leave(how)
         if self.timeline.started:
             try:
                 self.timeline.stop(self._transport)

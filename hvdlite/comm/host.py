@@ -53,7 +53,7 @@ class Host:
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._stopped = False
+        self._stopped: HvdliteError | None = None
         self.patience = 0.0
         self.rank = transport.rank
         self.size = transport.size
@@ -129,7 +129,7 @@ class Host:
         """Return when `done` says so, which it is asked again and again, without keeping a core busy for long.
 
         Raises:
-            HvdliteError: `stop` was called.
+            HvdliteError: What `stop` was called with.
         """
         if not self.patience:
             until = time.monotonic() + _OFFERS_SECONDS
@@ -141,14 +141,15 @@ class Host:
         while not done():
             time.sleep(nap)
             nap = min(_NAP_GROWTH * nap, longest)
-            if self._stopped:
-                raise HvdliteError("the ranks of this host do not meet any more: hvdlite has been shut down.")
+            if self._stopped is not None:
+                raise type(self._stopped)(str(self._stopped))
             # Raises if it is known that a rank has left. (Nobody posts letters here.)
             self._transport.poll()
 
-    def stop(self) -> None:
-        """Fail every wait here, of whatever thread, from now on."""
-        self._stopped = True
+    def stop(self, error: HvdliteError | None = None) -> None:
+        """Fail every wait here, of whatever thread, from now on, with `error` (by default: all is over)."""
+        ended = "the ranks of this host do not meet any more: hvdlite has been shut down."
+        self._stopped = self._stopped or error or HvdliteError(ended)
 
     def close(self) -> None:
         """Release the transport. Local."""

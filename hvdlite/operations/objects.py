@@ -1,4 +1,4 @@
-"""Operations on Python objects, which travel pickled."""
+"""Operations on Python objects, which travel pickled. They are unpickled in the thread that wants them, where that may fail."""
 
 from __future__ import annotations
 
@@ -18,37 +18,65 @@ class BroadcastObject(Operation):
 
     def __init__(self, value: Any, root: int, rank: int, size: int) -> None:
         self.root = check_root(root, size)
-        self.pickled = _pickle(value) if rank == root else None
         self.value = value
+        self.is_root = rank == root
+        self.pickled = _Pickled(value) if self.is_root else None
+        self.hand_over = self._unpickle
         self.signature = ("broadcast_object", (), (("root_rank", self.root),))
 
     def receive(self, collectives: HierarchicalCollectives) -> Array:
         """The root's object, pickled: uint8, shape ``(n,)``."""
-        length = np.array([0 if self.pickled is None else self.pickled.size], np.int64)
+        own = None if self.pickled is None else self.pickled.data()
+        length = np.array([0 if own is None else own.size], np.int64)
         collectives.broadcast(length, self.root)
-        data = np.empty(int(length[0]), np.uint8) if self.pickled is None else self.pickled
+        data = np.empty(int(length[0]), np.uint8) if own is None else own
         collectives.broadcast(data, self.root)
         return data
 
     def run(self, collectives: HierarchicalCollectives) -> Any:
-        data = self.receive(collectives)
-        return self.value if self.pickled is not None else pickle.loads(data.tobytes())
+        return self.receive(collectives)
+
+    def _unpickle(self, data: Array) -> Any:
+        return self.value if self.is_root else pickle.loads(data.tobytes())
 
 
 class AllgatherObject(Operation):
     """Give every rank the list of everybody's objects, by rank (pickled)."""
 
     def __init__(self, value: Any) -> None:
-        self.pickled = _pickle(value)
+        self.pickled = _Pickled(value)
+        self.hand_over = _unpickle_all
         self.signature = ("allgather_object", (), ())
 
     def receive(self, collectives: HierarchicalCollectives) -> list[Array]:
         """The objects, pickled: for each rank uint8, shape ``(n,)``."""
-        return allgather_bytes(collectives, self.pickled)
+        return allgather_bytes(collectives, self.pickled.data())
 
     def run(self, collectives: HierarchicalCollectives) -> list[Any]:
-        return [pickle.loads(data.tobytes()) for data in self.receive(collectives)]
+        return self.receive(collectives)
 
 
-def _pickle(value: Any) -> Array:
-    return np.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), np.uint8)
+def _unpickle_all(pickled: list[Array]) -> list[Any]:
+    return [pickle.loads(data.tobytes()) for data in pickled]
+
+
+class _Pickled:
+    """An object as bytes.
+
+    One that cannot be pickled fails here, on all ranks alike. Want of memory is one rank's own: it fails when all ranks have
+    begun, so that they hear of it.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._data: Array | None = None
+        self._problem = ""
+        try:
+            self._data = np.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), np.uint8)
+        except MemoryError as error:
+            self._problem = str(error) or "no memory to pickle the object"
+
+    def data(self) -> Array:
+        """The bytes: uint8, shape ``(n,)``."""
+        if self._data is None:
+            raise MemoryError(self._problem)
+        return self._data

@@ -106,7 +106,7 @@ class Timeline:
         self._events.append((Row.PROGRAM, "SUBMIT", name, record.submitted, None, {"operation": record.number}))
         return record
 
-    def settled(self, record: OperationRecord, error: Exception | None = None) -> None:
+    def settled(self, record: OperationRecord, error: BaseException | None = None) -> None:
         """An operation is over without having run to its end: it needed nothing but agreement, or it failed."""
         args: dict[str, Any] = {"operation": record.number}
         if error is not None:

@@ -1,0 +1,73 @@
+"""Signal handlers that call operations, and that raise exceptions out of them. Prints what went well."""
+
+import signal
+import time
+
+import numpy as np
+
+import hvdlite as hvd
+
+
+class TimedOut(Exception):
+    """What handlers raise."""
+
+
+def raise_timeout(*_: object) -> None:
+    raise TimedOut
+
+
+hvd.init()
+rank = hvd.rank()
+outcomes = {"done": 0, "refused": 0}
+
+
+def handler(*_: object) -> None:
+    try:
+        outcomes["done"] += hvd.allreduce(np.ones(1), hvd.Sum, f"in handler {sum(outcomes.values())}")[0] == 2
+    except hvd.HvdliteError as error:
+        outcomes["refused"] += "in a signal handler" in str(error)
+
+
+# Operations of the handlers meet only if none is refused; so each rank is interrupted while it naps, waiting for the other.
+signal.signal(signal.SIGALRM, handler)
+for turn in range(4):
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    if rank == turn % 2:
+        while sum(outcomes.values()) <= turn:
+            time.sleep(0.001)
+    assert (hvd.allreduce(np.full(200_000, turn), hvd.Sum, f"main {turn}") == 2 * turn).all()
+    if outcomes["refused"]:
+        break
+    while sum(outcomes.values()) <= turn:
+        time.sleep(0.001)
+print("in handlers: all right" if outcomes["done"] or outcomes["refused"] else outcomes, flush=True)
+
+signal.signal(signal.SIGALRM, raise_timeout)
+for turn in range(3):
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            hvd.allreduce(np.full(1000, 1.0), hvd.Sum, f"late {turn}")
+            raise AssertionError("rank 1 is not there yet")
+        except TimedOut:
+            pass
+    else:
+        time.sleep(0.3)
+        assert (hvd.allreduce(np.full(1000, 2.0), hvd.Sum, f"late {turn}") == 3).all()
+    assert (hvd.allreduce(np.full(1000, turn), hvd.Sum, f"after {turn}") == 2 * turn).all()
+print("out of waits: all right", flush=True)
+
+delays = np.random.default_rng(0).uniform(0.001, 0.03, 200)
+interrupted = False
+for turn, delay in enumerate(delays):
+    if rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, delay)
+    try:
+        assert (hvd.allreduce(np.full(2_000_000, turn, np.float32), hvd.Sum, f"large {turn}") == 2 * turn).all()
+    except TimedOut:
+        interrupted = True
+    except hvd.CommunicationError:
+        break
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+print("out of exchanges: all right", flush=True)
