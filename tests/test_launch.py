@@ -239,6 +239,17 @@ def test_killed_rank_with_a_forked_copy(start: Start) -> None:
     assert ended.code == 137
 
 
+@pytest.mark.parametrize("how", ["well", "badly", "guard"])
+def test_what_a_rank_left_behind_ends_with_it(start: Start, how: str) -> None:
+    job = start("-np", "2", str(PROGRAMS / "leaves_behind.py"), "well" if how == "well" else "waits")
+    (rank, guard), _ = job.ready(2)
+    if how != "well":
+        os.kill(rank if how == "badly" else guard, signal.SIGKILL)
+    ended = job.end()
+    assert ended.code == (0 if how == "well" else 137)
+    assert not job.processes()
+
+
 def test_crash_while_exiting(start: Start) -> None:
     ended = start("-np", "1", str(PROGRAMS / "late.py")).end()
     assert ended.code == 139

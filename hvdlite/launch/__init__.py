@@ -10,6 +10,7 @@ cli.py            options of hvdliterun          run_function.py   hvdlite.run
           |- server.py       what the ranks say    <--TCP-->  worker.py  runs on each rank:
           |- failures.py     who failed first, in words         |- guard.py    watches it
           '- output.py       whole lines, tagged by rank        |- program.py  becomes the user's program
+                                                                |- orphans.py  what it left behind
                                                                 |- rank_environment.py  MPI's variables, threads
                                                                 '- shared_memory.py     MPI's files in /dev/shm
 """

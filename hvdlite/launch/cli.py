@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.errors import LaunchError
+from hvdlite.launch import orphans
 from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.check_build import check_build, own_version
 from hvdlite.launch.horovod import check_interpreter, job_environment
@@ -130,6 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = job_spec(options, os.environ)
         tagged = options.num_proc > 1 and not options.no_tag_output
         folder = make_folder(options.output_filename)
+        orphans.adopt()
         output = Output(Sink(1), Sink(2), tagged, folder)
         failure = Job(spec, output).run()
     except LaunchError as error:
@@ -137,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     finally:
         if output is not None:
+            orphans.end(0.0)
             output.close()
     if failure is None:
         return 0

@@ -18,11 +18,13 @@ from typing import Any
 
 from ..control import Channel
 from ..session import clip
-from . import shared_memory
+from . import orphans, shared_memory
 from .program import without_own_frames
 
 _KILL_AT_ONCE = 0.0
 _DRAIN_SECONDS = 0.5
+_NO_PATIENCE = 0.0
+_PATIENCE_SECONDS = 1.0  # for helpers that see that their rank has ended, and tidy up
 _WINDOW = 1 << 18  # bytes of output that hvdliterun may not have taken yet: a reader that pauses makes the rank wait
 
 
@@ -131,10 +133,15 @@ class Guard:
             os.killpg(self._child, number)
 
     def _reap(self) -> None:
-        while self._status is None:
-            pid, status = os.waitpid(self._child, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
+            if pid != self._child:  # what the rank left behind
+                continue
             if os.WIFSTOPPED(status):
                 self._send("stopped", signal=os.WSTOPSIG(status))
             elif os.WIFCONTINUED(status):
@@ -160,7 +167,8 @@ class Guard:
             shared_memory.sweep(self._child)
         else:
             shared_memory.leave_directory()
-        self._connection.finish()
         if status is None:
             status = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        orphans.end(_NO_PATIENCE if failed else _PATIENCE_SECONDS)
+        self._connection.finish()
         return status if status >= 0 else 128 - status

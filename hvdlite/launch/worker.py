@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hvdlite import control, session
-    from hvdlite.launch import guard, program, rank_environment, shared_memory
+    from hvdlite.launch import guard, orphans, program, rank_environment, shared_memory
 else:
     _FOLDER = os.path.dirname(os.path.abspath(__file__))
     for _name, _folder in (("_hvdlite", os.path.dirname(_FOLDER)), ("_hvdlite.launch", _FOLDER)):
         sys.modules[_name] = types.ModuleType(_name)
         sys.modules[_name].__path__ = [_folder]
     from _hvdlite import control, session
-    from _hvdlite.launch import guard, program, rank_environment, shared_memory
+    from _hvdlite.launch import guard, orphans, program, rank_environment, shared_memory
 
 
 def main(arguments: list[str]) -> int:
@@ -68,6 +68,7 @@ def main(arguments: list[str]) -> int:
     rank_environment.show_place()
     pipes = [os.pipe(), os.pipe(), os.pipe()]
     guard_pid = os.getpid()
+    orphans.adopt()
     child = os.fork()
     if child == 0:
         connection.close()
