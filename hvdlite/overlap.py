@@ -7,9 +7,9 @@ A thread exchanges a bucket as soon as the backward pass has all of its gradient
     step                                                   └─ exchange 2 ─ optimizer
 
 This is a bet: that nobody touches the gradients between the backward pass and the step, that there is one backward pass to
-a step, and that the batch weight is known before. Results are kept apart from gradients until the last exchange, whose
-header tells whether the bet is lost on any rank (accumulated, clipped or unscaled gradients, a late weight). All buckets
-are then exchanged once more, so that the result is the same in any case.
+a step, and that the batch weight is known before. What is exchanged is a copy, and the step compares it with the gradient. The
+last bucket's header tells whether the bet is lost on any rank (accumulated, clipped or unscaled gradients, a late weight). All
+buckets are then exchanged once more, so that the result is the same in any case.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hvdlite.comm.host import PATIENT
 from hvdlite.header import Exchanged, Said
@@ -67,13 +67,15 @@ class Overlap:
 
     Args:
         reducer: With several buckets. Used by this object alone from now on.
+        before: Called with the number of a bucket before its exchange begins.
 
     Attributes:
         lost: How many steps had to repeat their exchanges; the same number on all ranks.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, before: Callable[[int], None]) -> None:
         self.lost = 0
+        self._before = before
         self._reducer = reducer
         self._host = reducer.buckets[0].host
         self._last = len(reducer.buckets) - 1
@@ -89,7 +91,6 @@ class Overlap:
         self._ready: set[int] = set()
         self._missing = [len(bucket.tensors) for bucket in self._reducer.buckets]
         self._launched = 0
-        self._changed = False
         self._weight: float | None = None
 
     @property
@@ -97,16 +98,26 @@ class Overlap:
         """How many buckets the thread has, or has had, in this step."""
         return self._launched
 
+    def may_copy(self, index: int) -> bool:
+        """Whether the gradient of tensor `index` is to be copied before the step: no copy of it may be on its way."""
+        return self._bucket_of[index] < self._last and index not in self._ready
+
+    def has_copy(self, index: int) -> bool:
+        """Whether a gradient of tensor `index` is where the reducer expects it."""
+        return index in self._ready
+
+    def is_under_way(self, index: int) -> bool:
+        """Whether the thread has, or has had, the bucket of tensor `index`."""
+        return self._bucket_of[index] < self._launched
+
     def ready(self, index: int, weight: float) -> None:
         """The gradient of tensor `index` is where the reducer expects it; `weight` is that of the batch."""
-        if index in self._ready:
-            self._changed = True  # by another backward pass
-            return
         self._ready.add(index)
         self._missing[self._bucket_of[index]] -= 1
         while self._launched < self._last and self._missing[self._launched] == 0:
             if self._weight is None:
                 self._weight = weight
+            self._before(self._launched)
             self._orders.put((self._launched, self._weight))
             self._launched += 1
 
@@ -132,7 +143,6 @@ class Overlap:
             told.append(self._reducer.exchange_bucket(number, used, Said(weight)))
         lost = (
             changed
-            or self._changed
             or self._weight not in (None, weight)
             or not all(used[i] for bucket in self._reducer.buckets[: self._launched] for i in bucket.tensors)
         )

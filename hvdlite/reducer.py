@@ -91,6 +91,7 @@ class Reducer:
         self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
         self.told = Exchanged([], 1.0)
         self.stood_in = 0
+        self._spare = plan.spare
         self.buckets = self._make_buckets(infos, plan)
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.tensors}
 
@@ -106,23 +107,36 @@ class Reducer:
                 plan.message_bytes,
                 len(groups) > 1,
                 plan.lend,
+                plan.spare,
             )
             for group in groups
         ]
 
-    def memory_of(self, index: int) -> Array:
+    def memory_of(self, index: int, room: int = 0) -> Array:
         """The flat memory where this rank's gradient of tensor `index` is expected.
 
         Of the tensor's dtype; bfloat16 as its bits in uint16.
-        """
-        return self._bucket_of[index].memory_of(index)
 
-    def result_of(self, index: int) -> Array:
+        Args:
+            index: The number of the tensor.
+            room: Where this rank uses the room of this number (see `use_room`).
+        """
+        return self._bucket_of[index].memory_of(index, room)
+
+    def result_of(self, index: int, room: int = 0) -> Array:
         """The flat memory where the combined gradient of tensor `index` is after an exchange; `memory_of` if it is in place.
 
         With ``plan.lend`` see `Bucket.result_of`, and ask for it after each exchange.
         """
-        return self._bucket_of[index].result_of(index)
+        return self._bucket_of[index].result_of(index, room)
+
+    def use_room(self, number: int, room: int) -> None:
+        """Use one of this rank's rooms for bucket `number` from its next exchange on: 0, or 1 with ``plan.spare``."""
+        self.buckets[number].room = room
+
+    def room_of(self, index: int) -> int:
+        """The room that this rank uses for tensor `index`."""
+        return self._bucket_of[index].room
 
     def is_lent(self, index: int) -> bool:
         """Whether the combined gradient of tensor `index` may be kept where it is. See `Bucket.lent`."""
@@ -218,6 +232,9 @@ class Reducer:
         """
         nothing = [False] * self._count
         self.buckets[-1].host.patience = VERY_PATIENT  # it may take the others a whole step
+        if self._spare:  # the program may hold something of the other room
+            for bucket in self.buckets:
+                bucket.room = 1
         said = Said(0.0, joined=True)
         told = self.exchange_buckets(nothing, said)
         if told[-1].again and not told[-1].stopped:

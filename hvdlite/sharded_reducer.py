@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.bucket import Bucket, Memory
+from hvdlite.bucket import Bucket
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.layout import Block, Piece, pieces
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.reducer import Reducer
+from hvdlite.room import Memory
 from hvdlite.timeline import Timeline
 from hvdlite.watch import Watch
 
@@ -27,9 +28,9 @@ class _ShardedBucket(Bucket):
 
     _shares_results = False
 
-    def __init__(self, whole: bool, *args: Any) -> None:
+    def __init__(self, whole: bool, *args: Any, **kwargs: Any) -> None:
         self._whole = whole
-        super().__init__(*args)
+        super().__init__(*args, **kwargs)
         place = self.layers.places[self.collectives.rank]
         self.share: int | None = None
         if place.number < self.layers.owners:
@@ -39,7 +40,7 @@ class _ShardedBucket(Bucket):
     def _parts(self) -> int:
         return self.layers.owners * self.layers.hosts
 
-    def _keeps(self, index: int) -> bool:
+    def _keeps(self, index: int | None) -> bool:
         return True
 
     def publish(self, memory: Memory, parameters: Array) -> None:
@@ -59,7 +60,7 @@ class _ShardedBucket(Bucket):
         if self.layers.hosts == 1:
             super()._reduce()
         elif self.share is not None:
-            stretches = iter(self.stretches)
+            stretches = iter(self._room_now.stretches)
             for memory in self.memories:
                 begin, end = self._part_of(memory.block)
                 if begin < end:
@@ -121,7 +122,10 @@ class ShardedReducer(Reducer):
 
     def _make_buckets(self, infos: Sequence[TensorInfo], plan: Plan) -> list[Bucket]:
         sizes = plan.chunk_bytes, plan.message_bytes
-        self._bucket = _ShardedBucket(self._whole, infos, range(len(infos)), self._collectives, self._average, *sizes)
+        spare = {"spare": plan.spare}
+        self._bucket = _ShardedBucket(
+            self._whole, infos, range(len(infos)), self._collectives, self._average, *sizes, **spare
+        )
         return [self._bucket]
 
     def parameters_of(self, index: int) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 
@@ -16,7 +15,9 @@ from hvdlite.protocols import Plan
 from hvdlite.reducer import Postponed, Reducer
 from hvdlite_torch.allocator import keep_freed_memory
 from hvdlite_torch.options import Options
-from hvdlite_torch.slot import Slot, wire_tensor
+from hvdlite_torch.ownership import overlapping
+from hvdlite_torch.slot import Slot, Where, wire_tensor
+from hvdlite_torch.small_gradients import SmallGradients
 from hvdlite_torch.sparse_gradients import combine_sparse
 from hvdlite_torch.stepping import SteppingExchange
 from hvdlite_torch.tensor import ADAPTER
@@ -25,9 +26,10 @@ from hvdlite_torch.tensor import ADAPTER
 class GradientExchange(SteppingExchange):
     """Exchanges the gradients of an optimizer's parameters before it steps.
 
-    A large gradient is copied into the reducer's memory as soon as a backward pass has it, while it is in the cache: what
-    other ranks read of it. If they read any of it and the copy is whole, ``p.grad`` becomes a view of that memory, and what
-    backward passes add later is added there. Small gradients are copied by the step, all at once.
+    What is in ``p.grad`` when the optimizer steps is exchanged, whatever a program has done to it since. A large gradient that
+    other ranks read is copied into the reducer's memory as soon as a backward pass has it, while it is in the cache, and
+    ``p.grad`` becomes that memory: what the program sees is what is exchanged (see `Slot`). Small gradients are copied by the
+    step, all at once (`SmallGradients`).
 
     Args:
         optimizer: Its step hooks are made by `attach`.
@@ -57,17 +59,17 @@ class GradientExchange(SteppingExchange):
         reducer = self._reducer = self._make_reducer(parameters, plan)
         if outdated is not None:
             self._world.release(outdated)
-        self._overlap = Overlap(reducer) if plan.buckets else None
+        self._overlap = Overlap(reducer, self._choose_room) if plan.buckets else None
         self._parameters = parameters
         codec = self._options.codec
-        self._slots = [Slot(index, parameter, reducer, codec) for index, parameter in enumerate(parameters)]
-        self._large = [slot for slot in self._slots if reducer.is_large(slot.index) or slot.apart]
-        # Of the others there may be thousands, and a microsecond each is much.
-        self._small = [slot for slot in self._slots if not (reducer.is_large(slot.index) or slot.apart)]
-        self._small_parameters = [parameters[slot.index] for slot in self._small]
-        self._small_addresses = [slot.parameter_address for slot in self._small]
-        self._small_memory = [slot.memory for slot in self._small]
-        self._small_results = [(slot.index, slot.result) for slot in self._small]
+        self._slots = [
+            Slot(index, parameter, reducer, codec, reducer.alone and codec is None)
+            for index, parameter in enumerate(parameters)
+        ]
+        self._large = [slot for slot in self._slots if reducer.is_large(slot.index) or slot.compressed]
+        small = [slot for slot in self._slots if not (reducer.is_large(slot.index) or slot.compressed)]
+        self._trivial = reducer.alone and codec is None and self._adapts
+        self._small = SmallGradients(small, [parameters[slot.index] for slot in small])
         self._make_hooks()
 
     def _make_hooks(self) -> None:
@@ -84,7 +86,9 @@ class GradientExchange(SteppingExchange):
 
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> Reducer:
         infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
-        return self._world.reducer(infos, self._options.op, self.process_set, plan, self._planner.settings)
+        return self._world.reducer(
+            infos, self._options.op, self.process_set, plan._replace(spare=True), self._planner.settings
+        )
 
     # A step
 
@@ -149,10 +153,9 @@ class GradientExchange(SteppingExchange):
     def _drain(self) -> None:
         """End what the backward pass has begun to exchange, and forget it."""
         if self._overlap is not None:
-            for slot in self._large:
-                parameter = self._parameters[slot.index]
-                if parameter.grad is slot.result:  # of an earlier step, and to be used once more
-                    parameter.grad = slot.result.clone()
+            assert self._reducer is not None
+            for number in range(self._overlap.under_way, len(self._reducer.buckets)):
+                self._reducer.use_room(number, 1)  # the program may hold what is in the other one
             self._overlap.drain()
 
     def _check_parameters(self) -> None:
@@ -163,73 +166,101 @@ class GradientExchange(SteppingExchange):
     def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
         """The hook of a large parameter."""
         self._count_pass(slot.index)
-        gradient = parameter.grad
-        slot.gradient = None
-        if gradient is None or self._quiet:
+        if self._quiet:
             return
-        if gradient is not slot.memory:
-            # One that is part of a graph, or that cannot be exchanged, is left for the step.
-            if (
-                gradient.layout is not torch.strided
-                or gradient.requires_grad
-                or gradient.shape != slot.shape
-                or gradient.dtype is not slot.dtype
-            ):
-                return
-            slot.take(parameter, gradient)
         if self._planner.learning:
             self._planner.ready(slot.index)
         if self._overlap is not None:
-            self._place(slot)
-            self._overlap.ready(slot.index, self._weight)
+            gradient = parameter.grad
+            if gradient is not None and self._overlap.may_copy(slot.index) and slot.copy(gradient):
+                self._overlap.ready(slot.index, self._weight)
+        elif not (slot.stays or slot.apart or slot.alone):
+            slot.take(parameter)
 
-    def _place(self, slot: Slot) -> None:
-        """Tell the reducer where this rank's own part of a gradient is."""
-        if slot.start < slot.stop:
-            assert self._reducer is not None
-            own = None if slot.gradient is None else ADAPTER.to_array(slot.own_part(), wide=False)
-            self._reducer.place(slot.index, own)
+    def _choose_room(self, number: int) -> None:
+        """Choose where the results of a bucket are to go, on this rank: not where the program looks."""
+        assert self._reducer is not None
+        tensors = set(self._reducer.buckets[number].tensors)
+        held = any([slot.is_held for slot in self._large if slot.index in tensors])
+        self._reducer.use_room(number, int(held))
 
     def _collect_large(self, used: list[bool], news: list[int]) -> bool:
-        """See that this rank's large gradients are where they are reduced. Returns whether one is not what `_take` saw."""
+        """See that large gradients are where they are reduced. Returns whether one is not as it was copied before."""
+        held = [slot.find(self._parameters[slot.index]) for slot in self._large]
+        meet = self._meet()
+        if self._overlap is not None:
+            return self._collect_early(used, news)
+        self._collect(used, news, int(meet or any(held)))
+        return False
+
+    def _collect(self, used: list[bool], news: list[int], room: int) -> None:
+        assert self._reducer is not None
+        self._reducer.use_room(0, room)
+        for slot in self._large:
+            gradient = self._parameters[slot.index].grad
+            if gradient is None:
+                used[slot.index] = False
+                continue
+            if slot.stays and not slot.alone:
+                own = slot.where is Where.OWN
+                self._reducer.place(slot.index, ADAPTER.to_array(gradient.view(-1), wide=False) if own else None)
+            if slot.where is Where.AWAY or (slot.where is Where.HOME and room):
+                dense = self._checked(news, slot, gradient)
+                used[slot.index] = dense is not None
+                if dense is not None:
+                    slot.load(dense, room)
+
+    def _meet(self) -> bool:
+        """Whether large gradients share memory with each other; none of those is combined where it is."""
+        self._met = []
+        if self._trivial:
+            return False
+        there = [
+            (slot, gradient) for slot in self._large if (gradient := self._parameters[slot.index].grad) is not None
+        ]
+        dense = [(slot, gradient) for slot, gradient in there if gradient.layout is torch.strided]
+        found = overlapping([gradient for _, gradient in dense], [gradient.nbytes for _, gradient in dense])
+        self._met = [dense[number][0] for number in found]
+        for slot in self._met:
+            slot.where = Where.AWAY
+        return bool(found)
+
+    def _collect_early(self, used: list[bool], news: list[int]) -> bool:
+        """As `_collect`, where a thread exchanges already what has been copied: is that still the gradient?"""
+        assert self._overlap is not None
+        assert self._reducer is not None
         changed = False
         for slot in self._large:
             gradient = self._parameters[slot.index].grad
-            shown, slot.gradient = slot.gradient, None
             if gradient is None:
                 used[slot.index] = False
-            elif gradient is shown:
-                slot.gradient = shown
-                if gradient._version != slot.version:  # clipped since, for example
-                    slot.show(gradient)
-                    changed = True
-            elif gradient is not slot.memory:
-                dense = self._checked(slot, gradient, news)
+            elif not (self._overlap.has_copy(slot.index) and slot.is_copy(gradient)):
+                changed = changed or self._overlap.is_under_way(slot.index)
+                dense = self._checked(news, slot, gradient)
                 used[slot.index] = dense is not None
                 if dense is not None:
-                    slot.load(dense)
-                changed = True
-            elif self._overlap is not None and gradient._version != slot.version:
-                changed = True
-            self._place(slot)
+                    slot.load(dense, 0)
+        for number in range(self._overlap.under_way, len(self._reducer.buckets)):
+            self._choose_room(number)
         return changed
 
     def _collect_small(self, used: list[bool], news: list[int]) -> None:
-        gradients = [parameter.grad for parameter in self._small_parameters]
-        # torch sees to it that a gradient is like its parameter, unless that was given other memory since.
-        addresses = [parameter.data_ptr() for parameter in self._small_parameters]
-        if gradients and addresses == self._small_addresses:
-            with contextlib.suppress(TypeError, RuntimeError):  # some have none, or one that cannot just be copied
-                torch._foreach_copy_(self._small_memory, gradients)  # type: ignore[arg-type]
-                return
-        for slot, gradient in zip(self._small, gradients, strict=True):
-            if gradient is not None and gradient is not slot.memory:
-                gradient = self._checked(slot, gradient, news)
-                if gradient is not None:
-                    slot.memory.copy_(gradient)
-            used[slot.index] = gradient is not None
+        if not self._trivial:
+            assert self._reducer is not None
+            second = any(bucket.room for bucket in self._reducer.buckets)
+            self._small.use_rooms([self._reducer.room_of(slot.index) for slot in self._small.slots] if second else [])
+            self._small.collect(used, functools.partial(self._checked, news))
+            return
+        for slot in self._small.slots:
+            parameter = self._parameters[slot.index]
+            gradient = parameter.grad
+            dense = None if gradient is None else self._checked(news, slot, gradient)
+            used[slot.index] = dense is not None
+            if dense is not None and dense is not gradient:
+                parameter.grad = None  # whose layout is another
+                parameter.grad = dense
 
-    def _checked(self, slot: Slot, gradient: torch.Tensor, news: list[int]) -> torch.Tensor | None:
+    def _checked(self, news: list[int], slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
         """A gradient that can be exchanged as a dense one; None if it cannot, and is among the news."""
         dense = slot.dense(gradient, self._options.sparse_as_dense)
         if dense is None:
@@ -243,12 +274,10 @@ class GradientExchange(SteppingExchange):
     # And back
 
     def _deliver(self, anywhere: list[bool]) -> None:
-        for slot in self._large:
-            if anywhere[slot.index]:
-                combined = slot.combined()
-                if combined is not slot.gradient:
-                    self._parameters[slot.index].grad = combined
-            slot.gradient = None
-        for parameter, (index, result) in zip(self._small_parameters, self._small_results, strict=True):
-            if anywhere[index]:
-                parameter.grad = result
+        assert self._reducer is not None
+        for some, do in ((self._large, Slot.give), (self._met, Slot.settle)):
+            for slot in some:
+                if anywhere[slot.index]:
+                    do(slot, self._parameters[slot.index], self._reducer.room_of(slot.index))
+        if not self._trivial:
+            self._small.deliver(anywhere)

@@ -17,19 +17,20 @@ means nothing. ``state_dict()`` and ``load_state_dict()`` are called by every ra
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 import hvdlite
 from hvdlite.errors import ArgumentError
+from hvdlite.layout import Piece
 from hvdlite.protocols import Plan
 from hvdlite.sharded_reducer import ShardedReducer
 from hvdlite_torch.exchange import GradientExchange
 from hvdlite_torch.options import Options
 from hvdlite_torch.share_steps import SharedSteps
 from hvdlite_torch.shares import clip_factor, cut, refuse_sparse, squared_norm
-from hvdlite_torch.slot import Slot, as_tensor
+from hvdlite_torch.slot import Slot, Where, as_tensor
 from hvdlite_torch.tensor import ADAPTER
 
 
@@ -53,7 +54,9 @@ class ShardedExchange(SharedSteps, GradientExchange):
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> ShardedReducer:
         infos = [ADAPTER.info(parameter) for parameter in parameters]
         self._shares.collect()
-        reducer = self._world.sharded_reducer(infos, self._options.op, self.process_set, plan, whole=self._whole)
+        reducer = self._world.sharded_reducer(
+            infos, self._options.op, self.process_set, plan._replace(spare=True), whole=self._whole
+        )
         hvdlite.broadcast(parameters, 0, inplace=True, process_set=self.process_set)
         shared = [as_tensor(reducer.parameters_of(n), parameter) for n, parameter in enumerate(parameters)]
         for parameter, memory in zip(parameters, shared, strict=True):
@@ -68,11 +71,14 @@ class ShardedExchange(SharedSteps, GradientExchange):
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
         super()._follow(plan, parameters)
         self._homes = [
-            (piece, parameter, slot, cut(slot.memory, piece))
+            (piece, parameter, self._slots[piece.tensor], [self._piece_in(room, piece) for room in (0, 1)])
             for piece, parameter in self._shares.pieces.items()
-            for slot in (self._slots[piece.tensor],)
         ]
-        """Of each piece: the parameter that is stepped, and where its gradient is unless it stays where backward left it."""
+        """Of each piece: the parameter that is stepped, and where its gradient is, in each room, if it is not its own."""
+
+    def _piece_in(self, room: int, piece: Piece) -> torch.Tensor:
+        memory = self._reducer.memory_of(piece.tensor, room)
+        return cut(as_tensor(memory, self._parameters[piece.tensor]), piece)
 
     @property
     def _total_weight(self) -> float:
@@ -80,11 +86,6 @@ class ShardedExchange(SharedSteps, GradientExchange):
 
     def _publish(self) -> None:
         self._reducer.publish()
-
-    def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
-        for slot in self._large:
-            slot.gradient = None  # which has changed, though torch does not count that as a new version
-        super().after_unscale(infinities)
 
     def _clip(self) -> None:
         if self._options.max_grad_norm is None:
@@ -104,8 +105,10 @@ class ShardedExchange(SharedSteps, GradientExchange):
         self._give(anywhere)
 
     def _give(self, there: Sequence[bool]) -> None:
-        for piece, parameter, slot, home in self._homes:
-            combined = home if slot.gradient is None else cut(slot.gradient, piece)
+        for piece, parameter, slot, homes in self._homes:
+            whole = self._parameters[piece.tensor].grad if slot.where is Where.OWN else None
+            # Another object each time: an optimizer's step may give that other memory (``p.grad.data = …``).
+            combined = homes[self._reducer.room_of(piece.tensor)].data if whole is None else cut(whole, piece)
             parameter.grad = combined if there[piece.tensor] else None
         for slot in self._large:
-            slot.gradient = None
+            slot.where = Where.NOWHERE

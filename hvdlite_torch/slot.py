@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import torch
 
-from hvdlite.compression import Compressor
+from hvdlite.compression import Compression, Compressor
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import Array
 from hvdlite.reducer import Reducer
+from hvdlite_torch.ownership import Lent, is_borrowed, is_exclusive, is_plain, same_bits, write
 
 
 class Codec:
@@ -22,11 +24,13 @@ class Codec:
 
     Attributes:
         compressor, divisor: As given.
+        repeatable: Compressing a gradient twice gives the same, and changes nothing else.
     """
 
     def __init__(self, compressor: Compressor, divisor: float) -> None:
         self.compressor = compressor
         self.divisor = divisor
+        self.repeatable = compressor in (Compression.fp16, Compression.bf16)
 
     def encode(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A gradient as it is exchanged, and what `decode` needs."""
@@ -39,95 +43,180 @@ class Codec:
         return decoded if self.divisor == 1.0 else decoded * self.divisor
 
 
+class Where(enum.Enum):
+    """Where a gradient is: see `Slot`."""
+
+    NOWHERE = enum.auto()
+    HOME = enum.auto()
+    OWN = enum.auto()
+    AWAY = enum.auto()
+
+
 class Slot:
     """Where the gradient of one parameter goes.
+
+    What is in ``parameter.grad`` when the optimizer steps is exchanged, however it came there. It is one of these (`Where`):
+
+    - *home*: memory of the reducer, given to the program whole, so that whatever it does in place counts;
+    - *own*: memory of autograd's that nobody else sees, where no other rank reads anything of it: it is summed there;
+    - *away*: anything else. It is copied by the step, and the result is written to where it is if the program may see that.
 
     Args:
         index: The parameter's number.
         parameter: Its shape and dtype are those of gradients.
         reducer: Whose memory it is.
         codec: How gradients are compressed; None if they are not.
+        alone: There is one rank only, so that a gradient is its own result.
 
     Attributes:
-        memory: What other ranks read of it.
-        result: Where the combined gradient is; `memory` itself if the exchange is in place.
-        start, stop: The elements that only this rank reads. Of a large gradient they are not copied.
-        stays: All of them are, and are combined where they are.
-        apart: ``p.grad`` is never memory of the reducer: gradients are compressed, or lie in another order (``channels_last``).
-        gradient: One that stays where backward left it, until the exchange; and its version when others could read it.
+        alone: As given.
+        compressed: There is a codec.
+        stays: No other rank reads anything of it.
+        apart: It is never at home: gradients are compressed, or lie in another order (``channels_last``), or results do not
+            lie where gradients do.
+        where: The gradient in the present step.
     """
 
     __slots__ = (
-        *("_codec", "_context", "_strides", "apart", "dtype", "gradient", "index", "memory", "parameter_address"),
-        *("result", "shape", "start", "stays", "stop", "version"),
+        *("_codec", "_context", "_home", "_like", "_memory", "_reducer", "_strides", "alone", "apart"),
+        *("compressed", "dtype", "index", "shape", "stays", "where"),
     )
 
-    def __init__(self, index: int, parameter: torch.Tensor, reducer: Reducer, codec: Codec | None) -> None:
+    def __init__(self, index: int, parameter: torch.Tensor, reducer: Reducer, codec: Codec | None, alone: bool) -> None:
         self.index = index
-        self.shape, self.dtype = parameter.shape, parameter.dtype
+        self.shape, self.dtype = parameter.shape, gradient_dtype(parameter)
+        self._reducer = reducer
         self._codec = codec
+        self.compressed = codec is not None
+        self.alone = alone
         # The memory is in the order of the indices on every rank; torch's fused steps want gradients in the parameter's order.
         self._strides = None if parameter.is_contiguous() else torch.empty_like(parameter).stride()
-        self.apart = codec is not None or self._strides is not None
-        like, self._context = _like(parameter, codec)
-        self.memory = as_tensor(reducer.memory_of(index), like)
-        result = reducer.result_of(index)
-        self.result = self.memory if result is reducer.memory_of(index) else as_tensor(result, like)
-        self.start, self.stop = (0, 0) if self.apart else reducer.part_of(index)
-        self.stays = self.start < self.stop and reducer.stays(index)
-        self.parameter_address = parameter.data_ptr()
-        self.gradient: torch.Tensor | None = None
-        self.version = 0
+        self._like, self._context = _like(parameter, codec)
+        self._like = self._like.detach().to("meta")
+        self._memory = self._tensor(reducer.memory_of(index))
+        in_place = reducer.result_of(index) is reducer.memory_of(index)
+        self._home = Lent(self._memory if in_place else self._tensor(reducer.result_of(index)))
+        self.apart = codec is not None or self._strides is not None or not in_place
+        self.stays = reducer.stays(index) and codec is None
+        self.where = Where.NOWHERE
 
-    def take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Put where others can read it what they read of the gradient that backward has left in ``parameter.grad``."""
-        if self.apart or (self.start < self.stop and self._is_plain(gradient)):
-            self.show(gradient)
+    def _tensor(self, memory: Array) -> torch.Tensor:
+        return as_tensor(memory, self._like)
+
+    # During a backward pass
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Bring the gradient home, while it is in the cache, if nobody but the parameter sees where it is."""
+        gradient = parameter.grad
+        if (
+            gradient is not None
+            and self._is_like(gradient)
+            and gradient.data_ptr() != self._home.address
+            and not (gradient.requires_grad or gradient._is_view())
+            and is_exclusive(gradient)
+            and not self._home.is_held
+        ):
+            self._memory.copy_(gradient)
+            parameter.grad = self._home.lend()
+
+    def copy(self, gradient: torch.Tensor) -> bool:
+        """Copy a gradient that may be exchanged before the step. Returns whether it may be."""
+        if not self._is_like(gradient) or not (self._codec is None or self._codec.repeatable):
+            return False
+        self.load(gradient, 0)
+        return True
+
+    def is_copy(self, gradient: torch.Tensor) -> bool:
+        """Whether what was copied is still the gradient."""
+        if not self._is_like(gradient):
+            return False
+        if self._codec is not None:
+            gradient, _ = self._codec.encode(gradient)
+        if not is_plain(gradient):
+            gradient = torch.empty_like(self._memory).copy_(gradient)
+        return same_bits(gradient, self._memory)
+
+    def _is_like(self, gradient: torch.Tensor) -> bool:
+        return gradient.layout is torch.strided and gradient.dtype is self.dtype and gradient.shape == self.shape
+
+    # Before an exchange
+
+    def find(self, parameter: torch.Tensor) -> bool:
+        """See where the gradient is. Returns whether the result cannot be put at home, for the program holds what is there."""
+        gradient = parameter.grad
+        if gradient is None:
+            self.where = Where.NOWHERE
+        elif not self._is_like(gradient):
+            self.where = Where.AWAY
+        elif self.alone:
+            self.where = Where.OWN
+            return False
+        elif not is_plain(gradient) or gradient.requires_grad:
+            self.where = Where.AWAY
+        elif not self.apart and gradient.data_ptr() == self._home.address:
+            self.where = Where.HOME
+            return False
+        elif self.stays and is_exclusive(gradient):
+            self.where = Where.OWN
+            return False
         else:
-            self.memory.copy_(gradient)
-            self.version = self.memory._version
-            parameter.grad = self.memory
+            self.where = Where.AWAY
+        return self._home.is_held
 
-    def _is_plain(self, gradient: torch.Tensor) -> bool:
-        """Whether the exchange may read a gradient's elements, and write the result, where they are."""
-        in_result = gradient.data_ptr() == self.result.data_ptr()  # the exchange overwrites it
-        return gradient.is_contiguous() and not (in_result or gradient.is_conj() or gradient.is_neg())
+    @property
+    def is_held(self) -> bool:
+        """Whether the program holds what is at home."""
+        return self._home.is_held
 
-    def show(self, gradient: torch.Tensor) -> None:
-        """Copy what others read of a gradient; the rest stays where it is."""
-        if self.apart:
-            self.load(gradient)
-        else:
-            flat, memory = gradient.view(-1), self.memory.view(-1)
-            if self.start > 0:
-                memory[: self.start].copy_(flat[: self.start])
-            if self.stop < flat.numel():
-                memory[self.stop :].copy_(flat[self.stop :])
-        self.gradient, self.version = gradient, gradient._version
-
-    def load(self, gradient: torch.Tensor) -> None:
-        """Copy all of a gradient."""
+    def load(self, gradient: torch.Tensor, room: int) -> None:
+        """Copy a gradient to where it is expected."""
         if self._codec is not None:
             gradient, self._context = self._codec.encode(gradient)
-        self.memory.copy_(gradient)
+        self.source(room).copy_(gradient)
+
+    def source(self, room: int) -> torch.Tensor:
+        """Where the gradient is expected, if this rank uses the room of this number."""
+        return self._tensor(self._reducer.memory_of(self.index, room)) if room else self._memory
 
     def dense(self, gradient: torch.Tensor, sparse_as_dense: bool) -> torch.Tensor | None:
         """See `as_dense`."""
         return as_dense(gradient, self.shape, self.dtype, sparse_as_dense)
 
-    def own_part(self) -> torch.Tensor:
-        """The elements of `gradient` that were not copied."""
-        assert self.gradient is not None
-        return self.gradient.view(-1)[self.start : self.stop]
+    # After it
 
-    def combined(self) -> torch.Tensor:
-        """The combined gradient, after an exchange."""
-        if self.stays and self.gradient is not None:
-            return self.gradient
-        result = self.result if self._codec is None else self._codec.decode(self.result, self._context)
-        if self._strides is None:
-            return result
-        return torch.empty_strided(self.shape, self._strides, dtype=self.dtype).copy_(result)
+    def result(self, room: int) -> torch.Tensor:
+        """The combined gradient as it lies in the reducer's memory."""
+        return self._tensor(self._reducer.result_of(self.index, room)) if room else self._home.tensor
+
+    def _decoded(self, room: int) -> torch.Tensor:
+        result = self.result(room)
+        return result if self._codec is None else self._codec.decode(result, self._context)
+
+    def give(self, parameter: torch.Tensor, room: int) -> None:
+        """Let ``parameter.grad`` be the combined gradient, which is there for some rank."""
+        gradient = parameter.grad
+        if self.where is Where.OWN or (self.where is Where.HOME and not room):
+            return
+        if self.where is Where.HOME and gradient is not None:
+            gradient.copy_(self.result(room))
+            return
+        may_be_home = not room and self._codec is None and self._strides is None
+        # Nobody sees where it is, or nobody is to see the result there.
+        if may_be_home and (
+            gradient is None or not self._is_like(gradient) or is_exclusive(gradient) or is_borrowed(gradient)
+        ):
+            parameter.grad = None  # whose layout may be another
+            parameter.grad = self._home.lend()
+            return
+        if gradient is None and self._strides is not None:
+            gradient = parameter.grad = torch.empty_strided(self.shape, self._strides, dtype=self.dtype)
+        write(parameter, gradient, self._decoded(room))
+
+    def settle(self, parameter: torch.Tensor, room: int) -> None:
+        """Give a gradient memory of its own if another one was written over the combined one since."""
+        result = self._decoded(room)
+        if parameter.grad is not None and not same_bits(parameter.grad.contiguous(), result.contiguous()):
+            parameter.grad = result.clone()
 
 
 def as_dense(
@@ -166,8 +255,16 @@ def wire_tensor(parameter: torch.Tensor, codec: Codec | None) -> torch.Tensor:
     return _like(parameter, codec)[0]
 
 
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradients, which may be another one since torch 2.9 (``grad_dtype``)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
 def _like(parameter: torch.Tensor, codec: Codec | None) -> tuple[torch.Tensor, Any]:
-    return (parameter, None) if codec is None else codec.encode(torch.zeros_like(parameter, requires_grad=False))
+    dtype = gradient_dtype(parameter)
+    if codec is not None:
+        return codec.encode(torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
+    return (parameter if parameter.dtype is dtype else torch.empty_like(parameter, dtype=dtype)), None
 
 
 def as_tensor(memory: Array, like: torch.Tensor) -> torch.Tensor:
