@@ -40,6 +40,7 @@ class GradientExchange(SteppingExchange):
         super().__init__(optimizer, options)
         self._reducer: Reducer | None = None
         self._overlap: Overlap | None = None
+        self._slots: list[Slot] = []
         self._planner: Planner
         if self._world.config.keep_memory:
             keep_freed_memory()
@@ -54,6 +55,8 @@ class GradientExchange(SteppingExchange):
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
         """Make memory and hooks for `parameters`."""
         outdated = self._reducer
+        for slot in self._slots:
+            slot.leave(self._parameters[slot.index])
         if self._overlap is not None:
             self._overlap.close()
         reducer = self._reducer = self._make_reducer(parameters, plan)

@@ -45,7 +45,8 @@ def _count(gradient: torch.Tensor) -> tuple[int, int, int]:
 
 def is_exclusive(gradient: torch.Tensor) -> bool:
     """Whether nothing but the parameter sees a gradient's memory. The caller has it in one local variable, and nowhere else."""
-    return _users(gradient) == _parameter_only()
+    # What is not torch's own memory, but that of a NumPy array for example, has users that torch does not know.
+    return _users(gradient) == _parameter_only() and gradient.untyped_storage().resizable()
 
 
 def is_storage_shared(gradient: torch.Tensor) -> bool:
@@ -69,6 +70,11 @@ class Lent:
     def lend(self) -> torch.Tensor:
         """Another tensor object for the same memory: the program may give that other memory, or detach it in place."""
         return self.tensor.data
+
+    @property
+    def is_only_here(self) -> bool:
+        """Whether one tensor that `lend` has given, and nothing else, is there of it."""
+        return int(_uses_of_storage(self._storage)) == self._own_uses + 1
 
     @property
     def is_held(self) -> bool:

@@ -139,6 +139,14 @@ class Slot:
     def _is_like(self, gradient: torch.Tensor) -> bool:
         return gradient.layout is torch.strided and gradient.dtype is self.dtype and gradient.shape == self.shape
 
+    def leave(self, parameter: torch.Tensor) -> None:
+        """Let the gradient have memory of its own, if it is at home and the program does not hold it: this slot is given up."""
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return
+        if gradient.data_ptr() == self._home.address and self._home.is_only_here:
+            parameter.grad = gradient.clone()
+
     # Before an exchange
 
     def find(self, parameter: torch.Tensor) -> bool:
