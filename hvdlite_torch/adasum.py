@@ -43,6 +43,7 @@ class AdasumExchange:
         self._options = options
         self.process_set = options.process_set
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.missed = True  # as far as is known: nobody is told who has joined
         self.guard = StepGuard(self._before_step, self._after_step)
 
     def attach(self) -> None:

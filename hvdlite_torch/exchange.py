@@ -42,6 +42,7 @@ class GradientExchange(SteppingExchange):
         self._overlap: Overlap | None = None
         self._slots: list[Slot] = []
         self._planner: Planner
+        self.missed = False
         if self._world.config.keep_memory:
             keep_freed_memory()
         self._prepare(self._trainable())
@@ -116,10 +117,12 @@ class GradientExchange(SteppingExchange):
                     anywhere = self._overlap.finish(used, said, changed)
                 break
             except Postponed as stop:
+                self.missed = self.missed or stop.told.joined > 0
                 if not stop.told.news:
                     self._refuse(stop.told)
                 self._set_aside(news)
         seconds = time.perf_counter() - begin
+        self.missed = self.missed or self._reducer.joined > 0
         weight = self._take_weight()
         self._deliver(anywhere)
         self._check_step(any(anywhere), self._reducer.divisor)
@@ -136,6 +139,10 @@ class GradientExchange(SteppingExchange):
                 self._follow(plan, dense)
 
     # This rank has run out of data, and others have not (`hvdlite.join`)
+
+    def have_same_state(self) -> None:
+        super().have_same_state()
+        self.missed = False
 
     def _stand_in_once(self) -> list[bool] | None:
         """As `Reducer.stand_in`; empty if the others' step has failed, or is put off."""

@@ -64,5 +64,6 @@ class _Habits:
                 "would exchange the gradients once more. hvdlite does not.",
                 stacklevel=2,
             )
-        self._horovod_synchronized = False
-        return super().step(*args, **kwargs)  # type: ignore[misc]
+        result = super().step(*args, **kwargs)  # type: ignore[misc]
+        self._horovod_synchronized = False  # now, for a closure may have called it
+        return result

@@ -55,7 +55,12 @@ class SharedSteps(SteppingExchange):
         """The pieces have been stepped: let all ranks have them."""
 
     def synchronize(self) -> None:
-        refuse_synchronize()
+        refuse_synchronize("synchronize()")
+
+    @contextlib.contextmanager
+    def skip(self) -> Iterator[None]:
+        refuse_synchronize("skip_synchronize()")
+        yield
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._shares.put_back()  # a step that failed may have left the pieces there

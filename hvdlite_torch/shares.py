@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,14 +34,17 @@ def refuse_sparse(shape: Sequence[int]) -> None:
     )
 
 
-def refuse_synchronize() -> None:
+def refuse_synchronize(what: str) -> NoReturn:
     """Raise.
+
+    Args:
+        what: Was called.
 
     Raises:
         ArgumentError: Always.
     """
     raise ArgumentError(
-        "synchronize() has no meaning with shard=True: no rank ever has all combined gradients. To clip them, pass "
+        f"{what} has no meaning with shard=True: no rank ever has all combined gradients. To clip them, pass "
         "max_grad_norm to DistributedOptimizer."
     )
 

@@ -30,7 +30,7 @@ class StandIn:
 
     def catch_up(self, last: int) -> None:
         """Take the parameters and the optimizer state of the rank that joined last."""
-        if not self._falls_behind:
+        if not self._falls_behind or not self._exchange.missed:
             return
         optimizer, process_set = self._exchange.optimizer, self._exchange.process_set
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]

@@ -46,6 +46,9 @@ class SteppingExchange(abc.ABC):
     _adapts = True
     """Other plans for the exchange may be followed."""
 
+    missed = True
+    """Some rank has missed a step since all had the same state, as far as this is known: then all ranks know the same."""
+
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
         self._world = world("DistributedOptimizer()")
         self.optimizer = optimizer
@@ -176,9 +179,11 @@ class SteppingExchange(abc.ABC):
         closure = closure_of(args, kwargs)
         if closure is None:
             self._before_plain_step()
+        elif not self._skip:  # else the closure exchanges by itself, or nobody does
+            args, kwargs = replace_closure(args, kwargs, self._together(closure))
         if not self._sparse:
             self._fused.switch()
-        return None if closure is None else replace_closure(args, kwargs, self._together(closure))
+        return args, kwargs
 
     def _before_plain_step(self) -> None:
         if not self._skip:
@@ -204,6 +209,7 @@ class SteppingExchange(abc.ABC):
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._fused.back()
+        self._synchronized = False
         self._in_step.steps += 1
 
     def have_same_state(self) -> None:
@@ -218,9 +224,12 @@ class SteppingExchange(abc.ABC):
 
         def evaluate() -> Any:
             self._weight, self._weighted = weight, weighted
+            self._synchronized = False
             loss = closure()
-            self._weight, self._weighted = weight, weighted
-            self._exchange()
+            if not self._synchronized:  # by the closure itself
+                self._weight, self._weighted = weight, weighted
+                self._exchange()
+            self._synchronized = False
             self._clip()
             return joined_loss(loss, weight, self._options.op is hvdlite.Average, self.process_set)
 
@@ -278,7 +287,7 @@ class SteppingExchange(abc.ABC):
     def stand_in(self) -> None:
         """Take part in the exchanges of the others with nothing, until all ranks have joined."""
         while self._stand_in_once() is not None:
-            pass
+            self.missed = True
 
     @abc.abstractmethod
     def _stand_in_once(self) -> list[bool] | None:

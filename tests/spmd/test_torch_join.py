@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import hvdlite.bucket
 import hvdlite_torch as hvd
+from hvdlite_torch import standing_in
 from tests.spmd.test_torch_training import MODEL, OPTIMIZERS, X, Y, assert_equal_everywhere, distance, every_way, flat
 
 
@@ -138,5 +139,49 @@ def test_adasum_and_process_sets(ranks: Any) -> None:
                 weights = hvd.allgather_object(flat(inner), process_set=pair)
                 assert torch.equal(weights[0], weights[1])
             hvd.remove_process_set(pair)
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_join_sends_the_model_only_if_a_step_was_missed(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Programs use join() as a barrier, too."""
+    sent: dict[int, int] = {}
+
+    def count(parameters: Any, root: int, **options: Any) -> None:
+        sent[hvd.rank()] += 1
+        broadcast_(parameters, root, **options)
+
+    broadcast_ = standing_in.broadcast_
+    monkeypatch.setattr(standing_in, "broadcast_", count)
+
+    def check() -> None:
+        sent[hvd.rank()] = 0
+        model = copy.deepcopy(MODEL)
+        optimizer: Any = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), overlap=overlap)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(X[hvd.rank() :: hvd.size()]), Y[hvd.rank() :: hvd.size()]).backward()
+            optimizer.step()
+
+        for _ in range(2):
+            step()
+            hvd.join()
+        assert sent[hvd.rank()] == 0
+        for more in range(3):
+            if hvd.rank() >= hvd.size() - 1 - more:  # in each round another rank misses steps
+                step()
+            hvd.join()
+            expected = more + 1 - max(0, more - hvd.size() + 2)
+            assert sent[hvd.rank()] == expected
+            assert_equal_everywhere(flat(model))
+        for _ in range(2):
+            step()
+            hvd.join()
+        assert sent[hvd.rank()] == expected
+        assert_equal_everywhere(flat(model))
 
     ranks(check)

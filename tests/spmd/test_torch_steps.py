@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import hvdlite_torch as hvd
+from hvdlite.errors import ArgumentError
 from hvdlite_torch import horovod
 from hvdlite_torch.adasum import AdasumExchange
 from hvdlite_torch.exchange import GradientExchange
@@ -180,5 +182,65 @@ def test_a_failed_step_within_a_step(ranks: Any, exchanges: Any) -> None:
                 assert exchanges(optimizer) == step
                 assert parameters[0].eq(-step * (hvd.size() + 1) / 2).all()
                 assert optimizer.param_groups[0]["params"][0] is parameters[0]
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@every_spelling
+def test_a_closure_that_synchronizes(ranks: Any, exchanges: Any, spelling: str, skip: bool) -> None:
+    """Within skip_synchronize(), as Lightning does, or without: one exchange for each evaluation."""
+
+    def check() -> None:
+        for op, expected in ((hvd.Sum, sum(range(1, hvd.size() + 1))), (hvd.Average, (hvd.size() + 1) / 2)):
+            parameter = torch.nn.Parameter(torch.zeros(5000))
+            optimizer: Any = SPELLINGS[spelling](torch.optim.SGD([parameter], lr=1.0), op=op)
+            for step in range(1, 4):
+
+                def closure(step: int = step, parameter: Any = parameter, optimizer: Any = optimizer) -> torch.Tensor:
+                    backward([parameter], optimizer)
+                    optimizer.synchronize()
+                    return torch.tensor(float(hvd.rank()))
+
+                with optimizer.skip_synchronize() if skip else contextlib.nullcontext():
+                    loss = optimizer.step(closure)
+                assert exchanges(optimizer) == step
+                assert parameter.eq(-step * expected).all()
+                # Horovod leaves the loss alone where it does not exchange.
+                mean = (hvd.size() - 1) / 2
+                assert loss == (hvd.rank() if skip else mean * (hvd.size() if op is hvd.Sum else 1))
+            # And then without one: nothing is left of it.
+            backward([parameter], optimizer)
+            optimizer.step()
+            assert exchanges(optimizer) == 4
+            assert parameter.eq(-4 * expected).all()
+
+    ranks(check)
+
+
+def test_a_closure_that_does_not_synchronize_under_skip(ranks: Any, exchanges: Any) -> None:
+    """Nobody exchanges, as the program has said."""
+
+    def check() -> None:
+        parameter = torch.nn.Parameter(torch.zeros(50))
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0))
+
+        def closure() -> None:
+            backward([parameter], optimizer)
+
+        with optimizer.skip_synchronize():
+            optimizer.step(closure)
+        assert exchanges(optimizer) == 0
+        assert parameter.eq(-(hvd.rank() + 1)).all()
+        hvd.barrier()
+
+    ranks(check)
+
+
+def test_a_sharded_optimizer_cannot_skip(ranks: Any) -> None:
+    def check() -> None:
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(50))]), shard=True)
+        with pytest.raises(ArgumentError, match=r"skip_synchronize\(\) has no meaning"), optimizer.skip_synchronize():
+            pass
 
     ranks(check)
