@@ -66,6 +66,7 @@ setup(
     ),
     python_requires=">=3.10",
     packages=find_packages(include=["hvdlite*"]),
+    package_dir={"": "."},  # so that an editable install is a line in a .pth file, which type checkers follow
     package_data={"hvdlite": ["py.typed"], "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"]},
     install_requires=["numpy>=1.26", "mpi4py>=4.1", "cloudpickle>=3"],
     extras_require=EXTRAS,

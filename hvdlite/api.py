@@ -8,12 +8,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from hvdlite import failure
 from hvdlite.config import Config
@@ -349,14 +350,14 @@ def _blocking(prepare: Callable[P, Call[T]]) -> Callable[P, T]:
         result: T = call.engine.run(call.operation, call.name)
         return result
 
-    return _named(run, prepare.__name__[1:])
+    return _shown(run, prepare.__name__[1:], "{}")
 
 
-def _asynchronous(prepare: Callable[P, Call[T]]) -> Callable[P, Handle]:
+def _asynchronous(prepare: Callable[P, Call[T]]) -> Callable[P, Handle[T]]:
     """The form that returns a handle, whose `wait` returns the result."""
 
     @functools.wraps(prepare)
-    def submit(*args: P.args, **kwargs: P.kwargs) -> Handle:
+    def submit(*args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         call = prepare(*args, **kwargs)
         return call.engine.submit(call.operation, call.name)
 
@@ -365,11 +366,17 @@ def _asynchronous(prepare: Callable[P, Call[T]]) -> Callable[P, Handle]:
         f"Start `{name}` and return a `Handle` at once: ``handle.wait()`` returns what `{name}` would, ``handle.poll()`` says\n"
         f"whether it is there. Tensors must not be changed before. Arguments as in `{name}`."
     )
-    return _named(submit, name + "_async")
+    return _shown(submit, name + "_async", "Handle[{}]")
 
 
-def _named(function: Callable[P, T], name: str) -> Callable[P, T]:
+def _shown(function: Callable[P, T], name: str, returns: str) -> Callable[P, T]:
+    """`function` as help() and tools are to show it: its name, and what it returns in place of a `Call`."""
+    result = returns.format(function.__annotations__["return"].removeprefix("Call[").removesuffix("]"))
     function.__name__ = function.__qualname__ = name
+    function.__annotations__ = {**function.__annotations__, "return": result}
+    signature = inspect.signature(function).replace(return_annotation=result)
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    del function.__wrapped__  # type: ignore[attr-defined]  # whose annotations tools would show
     return function
 
 
@@ -559,8 +566,31 @@ allgather = _blocking(_allgather)
 allgather_async = _asynchronous(_allgather)
 broadcast = _blocking(_broadcast)
 broadcast_async = _asynchronous(_broadcast)
-alltoall = _blocking(_alltoall)
-alltoall_async = _asynchronous(_alltoall)
+if TYPE_CHECKING:  # with `splits` the result is a pair
+
+    @overload
+    def alltoall(
+        tensor: T, splits: None = None, name: str | None = None, *, process_set: ProcessSet | None = None
+    ) -> T: ...
+    @overload
+    def alltoall(
+        tensor: T, splits: Any, name: str | None = None, *, process_set: ProcessSet | None = None
+    ) -> tuple[T, T]: ...
+    def alltoall(tensor: Any, splits: Any = None, name: str | None = None, *, process_set: Any = None) -> Any: ...
+
+    @overload
+    def alltoall_async(
+        tensor: T, splits: None = None, name: str | None = None, *, process_set: ProcessSet | None = None
+    ) -> Handle[T]: ...
+    @overload
+    def alltoall_async(
+        tensor: T, splits: Any, name: str | None = None, *, process_set: ProcessSet | None = None
+    ) -> Handle[tuple[T, T]]: ...
+    def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None, *, process_set: Any = None) -> Any: ...
+
+else:
+    alltoall = _blocking(_alltoall)
+    alltoall_async = _asynchronous(_alltoall)
 reducescatter = _blocking(_reducescatter)
 reducescatter_async = _asynchronous(_reducescatter)
 barrier = _blocking(_barrier)

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.config import Config
@@ -28,6 +28,8 @@ from hvdlite.threads import Threads
 from hvdlite.timeline import OperationRecord, Row, RunRecord, Timeline
 from hvdlite.watch import Wait, Watch
 
+T = TypeVar("T")
+
 _SPINS = 200
 """Looks without a pause in between before a waiting caller begins to give its core away."""
 _WATCH_AFTER = 0.05
@@ -38,8 +40,8 @@ _GRACE = 200e-6
 """Seconds that the thread leaves to the submitter, who may submit more to be fused, or wait and drive by itself."""
 
 
-class Handle:
-    """An operation in flight."""
+class Handle(Generic[T]):
+    """An operation in flight, whose result is a T."""
 
     __slots__ = ("_engine", "_error", "_hand_over", "_result", "done", "key", "record")
 
@@ -65,7 +67,7 @@ class Handle:
         """
         return self._engine.poll(self)
 
-    def wait(self) -> Any:
+    def wait(self) -> T:
         """Wait until the operation is over.
 
         Returns:
@@ -79,8 +81,8 @@ class Handle:
         if self._error is not None:
             raise self._error
         if self._hand_over is not None:
-            return self._hand_over(self._result)
-        return self._result
+            return self._hand_over(self._result)  # type: ignore[no-any-return]
+        return self._result  # type: ignore[no-any-return]
 
     def finish(self, result: Any, error: BaseException | None, hand_over: Callable[[Any], Any] | None = None) -> None:
         """Engine only: the operation is over.
@@ -133,7 +135,7 @@ class Engine:
         self._driver = 0  # the thread that is in the middle of driving
         self._submitting = False
         self._inbox: deque[Key] = deque()
-        self._in_flight: dict[Key, tuple[Operation, Handle]] = {}
+        self._in_flight: dict[Key, tuple[Operation, Handle[Any]]] = {}
         self._names: dict[Key, int] = {}  # in use, and by which handle
         self._sequence = 0
         self._submitters = Threads()
@@ -150,7 +152,7 @@ class Engine:
         )
         watch.lacks[tuple(ranks)] = self._lacks
 
-    def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle:
+    def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle[Any]:
         """Put an operation in flight.
 
         Args:
@@ -241,8 +243,8 @@ class Engine:
                 "thread of it has to wait for join() to return."
             )
 
-    def _put(self, key: Key, operation: Operation) -> Handle:
-        handle = Handle(self, key)
+    def _put(self, key: Key, operation: Operation) -> Handle[Any]:
+        handle: Handle[Any] = Handle(self, key)
         if self._timeline.on:
             handle.record = self._timeline.submitted(operation.signature[0], key, operation.nbytes)
         self._in_flight[key] = (operation, handle)
@@ -251,7 +253,7 @@ class Engine:
         self._watch.users.add()
         return handle
 
-    def poll(self, handle: Handle) -> bool:
+    def poll(self, handle: Handle[Any]) -> bool:
         """Whether `handle` is done; drives the engine a step if nobody does."""
         done = handle.done
         if done:
@@ -263,12 +265,12 @@ class Engine:
                 self._drive_lock.release()
         return done
 
-    def release_name(self, handle: Handle) -> None:
+    def release_name(self, handle: Handle[Any]) -> None:
         """The name of `handle` may be used again: its result has been seen, or nobody can ask for it."""
         if self._names.get(handle.key) == id(handle):
             self._names.pop(handle.key, None)
 
-    def wait(self, handle: Handle) -> None:
+    def wait(self, handle: Handle[Any]) -> None:
         """Drive the engine until `handle` is done."""
         if not handle.done:
             thread = threading.get_ident()

@@ -63,6 +63,7 @@ require("torch", "torch", "hvdlite_torch")
 
 from hvdlite_torch import elastic  # noqa: E402
 from hvdlite_torch.checks import assert_in_sync, rank_zero_only  # noqa: E402
+from hvdlite_torch.distributed import Distributed  # noqa: E402
 from hvdlite_torch.movements import (  # noqa: E402
     allgather,
     allgather_async,
@@ -109,6 +110,7 @@ __all__ = [
     "Average",
     "CommunicationError",
     "Compression",
+    "Distributed",
     "DistributedOptimizer",
     "DuplicateNameError",
     "Handle",

@@ -9,7 +9,7 @@ Gradients are those of the sum of all ranks' losses.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -73,7 +73,7 @@ def _starts(lengths: list[int], totals: list[int], process_set: ProcessSet) -> l
     return starts
 
 
-def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = Everybody) -> Handle:
+def allgather_async(tensor: T, name: str | None = None, process_set: ProcessSet = Everybody) -> Handle[T]:
     """Start `allgather`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
     return hvdlite.allgather_async(tensor, name, process_set=process_set)
 
@@ -87,7 +87,7 @@ def grouped_allgather(
 
 def grouped_allgather_async(
     tensors: Iterable[torch.Tensor], name: str | None = None, process_set: ProcessSet = Everybody
-) -> Handle:
+) -> Handle[list[torch.Tensor]]:
     """Start `grouped_allgather`; `synchronize` of what this returns waits for the list of results."""
     return allgather_async(group_of(tensors), name, process_set)
 
@@ -133,8 +133,8 @@ def _backward_of_broadcast(root: int, process_set: ProcessSet) -> Exchange:
 
 
 def broadcast_async(
-    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody
-) -> Handle:
+    tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody
+) -> Handle[T]:
     """Start `broadcast`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
     return hvdlite.broadcast_async(tensor, root_within(process_set, root_rank), name, process_set=process_set)
 
@@ -155,14 +155,27 @@ def broadcast_(tensor: T, root_rank: int, name: str | None = None, process_set: 
 
 
 def broadcast_async_(
-    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody
-) -> Handle:
+    tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody
+) -> Handle[T]:
     """Start `broadcast_`; after `synchronize` of what this returns, `tensor` is overwritten. As `allreduce_async_`."""
     root = root_within(process_set, root_rank)
     return hvdlite.broadcast_async(overwritten_later(tensor), root, name, inplace=True, process_set=process_set)
 
 
-def alltoall(tensor: Any, splits: Splits = None, name: str | None = None, process_set: ProcessSet = Everybody) -> Any:
+@overload
+def alltoall(
+    tensor: torch.Tensor, splits: None = None, name: str | None = None, process_set: ProcessSet = Everybody
+) -> torch.Tensor: ...
+@overload
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int],
+    name: str | None = None,
+    process_set: ProcessSet = Everybody,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def alltoall(
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = Everybody
+) -> Any:
     """Send a slice of the rows to each rank, and receive one from each. Differentiable: the gradients take the way back.
 
     Args:
@@ -195,8 +208,8 @@ def alltoall(tensor: Any, splits: Splits = None, name: str | None = None, proces
 
 
 def alltoall_async(
-    tensor: Any, splits: Splits = None, name: str | None = None, process_set: ProcessSet = Everybody
-) -> Handle:
+    tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = Everybody
+) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
     """Start `alltoall`; `synchronize` of what this returns waits for the pair of rows and counts, without `splits` too.
 
     `tensor` must not be changed before.

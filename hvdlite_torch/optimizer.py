@@ -29,8 +29,10 @@ from hvdlite_torch.sharded import ShardedExchange
 from hvdlite_torch.slot import Codec
 from hvdlite_torch.standing_in import StandIn
 from hvdlite_torch.step_guard import guarded
+from hvdlite_torch.typed import typed
 
 
+@typed
 def DistributedOptimizer(
     optimizer: Opt,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,

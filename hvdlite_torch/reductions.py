@@ -77,14 +77,14 @@ def _backward(op: ReduceOp, options: dict[str, Any]) -> Exchange:
 
 
 def allreduce_async(
-    tensor: Any,
+    tensor: T,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
-) -> Handle:
+) -> Handle[T]:
     """Start `allreduce`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
     options = factors(prescale_factor, postscale_factor, process_set)
     return hvdlite.allreduce_async(tensor, choose_op(op, average), name, **options)
@@ -117,14 +117,14 @@ def allreduce_(
 
 
 def allreduce_async_(
-    tensor: Any,
+    tensor: T,
     average: bool | None = None,
     name: str | None = None,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
-) -> Handle:
+) -> Handle[T]:
     """Start `allreduce_`; after `synchronize` of what this returns, `tensor` is overwritten.
 
     Raises:
@@ -159,7 +159,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
-) -> Handle:
+) -> Handle[list[torch.Tensor]]:
     """Start `grouped_allreduce`; `synchronize` of what this returns waits for the list of results."""
     options = factors(prescale_factor, postscale_factor, process_set)
     return hvdlite.allreduce_async(group_of(tensors), choose_op(op, average), name, **options)
@@ -191,7 +191,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
-) -> Handle:
+) -> Handle[list[torch.Tensor]]:
     """Start `grouped_allreduce_`: as `allreduce_async_`, of several tensors."""
     chosen = choose_op(op, average)
     return allreduce_async_(group_of(tensors), None, name, chosen, prescale_factor, postscale_factor, process_set)

@@ -7,7 +7,7 @@ Average; asynchronous ones are not, and take tensors that require a gradient as 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -76,13 +76,13 @@ def _place(rows: torch.Tensor, length: int, process_set: ProcessSet) -> torch.Te
 
 
 def reducescatter_async(
-    tensor: Any,
+    tensor: T,
     name: str | None = None,
     op: ReduceOp = hvdlite.Average,
     process_set: ProcessSet = Everybody,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[T]:
     """Start `reducescatter`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
     return hvdlite.reducescatter_async(tensor, op, name, **factors(prescale_factor, postscale_factor, process_set))
 
@@ -107,6 +107,6 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = Everybody,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
+) -> Handle[list[torch.Tensor]]:
     """Start `grouped_reducescatter`; `synchronize` of what this returns waits for the list of results."""
     return reducescatter_async(group_of(tensors), name, op, process_set, prescale_factor, postscale_factor)

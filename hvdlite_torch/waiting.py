@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, overload
+
+import torch
 
 import hvdlite
 from hvdlite import Handle, ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError
+
+T = TypeVar("T")
 
 
 class CompositeHandle:
@@ -20,7 +24,7 @@ class CompositeHandle:
         combine: Makes the result from theirs.
     """
 
-    def __init__(self, parts: list[Handle], combine: Callable[..., Any]) -> None:
+    def __init__(self, parts: list[Handle[Any]], combine: Callable[..., Any]) -> None:
         self._parts = parts
         self._combine = combine
         self._results: list[Any] = []
@@ -54,7 +58,7 @@ class CompositeHandle:
     __call__ = wait
 
 
-def poll(handle: Handle | CompositeHandle) -> bool:
+def poll(handle: Handle[Any] | CompositeHandle) -> bool:
     """Whether an operation is over, so that `synchronize` returns (or raises) at once.
 
     Args:
@@ -63,7 +67,11 @@ def poll(handle: Handle | CompositeHandle) -> bool:
     return _checked(handle).poll()
 
 
-def synchronize(handle: Handle | CompositeHandle) -> Any:
+@overload
+def synchronize(handle: Handle[T]) -> T: ...
+@overload
+def synchronize(handle: CompositeHandle) -> torch.Tensor: ...
+def synchronize(handle: Handle[Any] | CompositeHandle) -> Any:
     """Wait until an operation is over.
 
     Args:
@@ -79,7 +87,7 @@ def synchronize(handle: Handle | CompositeHandle) -> Any:
     return _checked(handle).wait()
 
 
-def _checked(handle: Any) -> Handle | CompositeHandle:
+def _checked(handle: Any) -> Handle[Any] | CompositeHandle:
     if not isinstance(handle, Handle | CompositeHandle):
         raise ArgumentError(
             f"expected what an asynchronous operation returned; got {type(handle).__name__} {handle!r}."
