@@ -17,6 +17,7 @@ import hvdlite
 from hvdlite import ReduceOp
 from hvdlite.api import world
 from hvdlite.disagreement import variants_text
+from hvdlite.errors import MismatchError
 from hvdlite_torch.tensor import ADAPTER
 
 _NOT_THE_USERS = ("hvdlite", "hvdlite_torch", "torch")
@@ -47,12 +48,18 @@ class Advice:
         self._given = self._odd_passes_given = self._late_weight_given = not world().config.advice
 
     def before_exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The gradients of this rank alone are there. Every rank calls this at each step."""
+        """The gradients of this rank alone are there. Every rank calls this at each step.
+
+        Raises:
+            MismatchError: Ranks have the same parameters in another order. Raised on all of them.
+        """
         if self._given:
             return
-        self._given = True
         gradients = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
-        everybody = self._gather((_checksum(parameters), _checksum(gradients) if gradients else None))
+        own = tuple(_checksum([parameter]) for parameter in parameters)
+        everybody = self._gather((own, _checksum(gradients) if gradients else None))
+        self._check_order(parameters, [weights for weights, _ in everybody])
+        self._given = True
         if len(everybody) == 1 or hvdlite.rank() != 0:
             return
         if len({weights for weights, _ in everybody}) > 1:
@@ -95,6 +102,21 @@ class Advice:
             _say(
                 "set_batch_weight() was called between the first step, which had no weight, and the next backward pass: it is "
                 "the weight of the next step. Call it before optimizer.step() of the batch that it belongs to."
+            )
+
+    def _check_order(self, parameters: Sequence[torch.Tensor], everybody: Sequence[tuple[int, ...]]) -> None:
+        """Layers of equal shapes that stand in another order on some rank: no exchange would notice."""
+        first = everybody[0]
+        for rank, other in zip(self._ranks, everybody, strict=True):
+            if other == first or sorted(other) != sorted(first):
+                continue
+            place = next(number for number, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
+            info = ADAPTER.info(parameters[place])
+            raise MismatchError(
+                f"the ranks have the same parameters in another order: parameter {place} of rank {self._ranks[0]} "
+                f"({info.dtype} of shape {info.shape}) is parameter {other.index(first[place])} of rank {rank}. Gradients of "
+                "different layers would be added up. Make the layers in the same order on every rank; with "
+                "DistributedOptimizer(optimizer, model.named_parameters()) the error says their names."
             )
 
     def _has_default_lr(self) -> bool:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import hvdlite.bucket
 import hvdlite_torch as hvd
 from hvdlite.api import world
-from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.errors import ArgumentError, MismatchError, UnsupportedTensorError
 from tests.conftest import UNDER_MPI
 from tests.spmd.test_torch_training import (
     MODEL,
@@ -385,6 +385,30 @@ def test_a_step_without_backward(ranks: Any) -> None:
             optimizer.set_batch_weight(0)
             optimizer.step()
             assert torch.equal(before, flat(model))
+
+    ranks(check)
+
+
+def test_layers_in_another_order(ranks: Any) -> None:
+    def check() -> None:
+        here = world()
+        config, here.config = here.config, dataclasses.replace(here.config, advice=True)
+        layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(3)]
+        hvd.broadcast_parameters({str(number): layer.weight for number, layer in enumerate(layers)})
+        odd = hvd.rank() == hvd.size() - 1 > 0  # the last two change places there
+        order = [0, 2, 1] if odd else [0, 1, 2]
+        parameters = [layers[number].weight for number in order]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1))
+        here.config = config
+        sum(layer(torch.ones(hvd.rank() + 1, 4)).sum() for layer in layers).backward()
+        if hvd.size() == 1:
+            optimizer.step()
+            return
+        words = rf"parameter 1 of rank 0 \(float32 of shape \(4, 4\)\) is parameter 2 of rank {hvd.size() - 1}\."
+        before = layers[0].weight.detach().clone()
+        with pytest.raises(MismatchError, match=words):
+            optimizer.step()
+        assert torch.equal(before, layers[0].weight)
 
     ranks(check)
 
