@@ -21,7 +21,7 @@ from hvdlite.controller import Controller, Decision, error_of
 from hvdlite.disagreement import name_of
 from hvdlite.errors import ArgumentError, DuplicateNameError, HvdliteError, PeerLeftError
 from hvdlite.letters import JOIN, Key
-from hvdlite.operations import Join, Operation, Signature, describe, stand_in
+from hvdlite.operations import SHARED_BUCKETS, Join, Operation, Signature, describe, stand_in
 from hvdlite.protocols import Transport
 from hvdlite.standoff import Need
 from hvdlite.threads import Threads
@@ -150,6 +150,8 @@ class Engine:
         self._watching = watch.exchanging(
             lambda: f"its part of {self._describe(self._running)}", ranks, remember=False, link=self._link
         )
+        # Set by the world: makes shared buckets where this rank has joined.
+        self.make_late: Callable[[Signature], Operation]
         watch.lacks[tuple(ranks)] = self._lacks
 
     def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle[Any]:
@@ -437,7 +439,9 @@ class Engine:
             return
         with self._submit_lock:
             for key, signature in self._controller.unsubmitted.items():
-                self._in_flight[key] = (stand_in(signature, self.rank, self.size), Handle(self, key))
+                late = signature[0] == SHARED_BUCKETS
+                operation = self.make_late(signature) if late else stand_in(signature, self.rank, self.size)
+                self._in_flight[key] = (operation, Handle(self, key))
                 if isinstance(key, int):  # so that the unnamed operations after join meet again
                     self._sequence = max(self._sequence, key + 1)
             self._controller.unsubmitted.clear()

@@ -27,6 +27,7 @@ from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Device, Exchange, Plan, ReduceOp, TensorInfo, Transport
 from hvdlite.reducer import Reducer
 from hvdlite.sharded_reducer import ShardedReducer
+from hvdlite.shared_reducers import Layout, SharedReducers
 from hvdlite.timeline import Timeline
 from hvdlite.topology import Topology
 from hvdlite.watch import Watch
@@ -69,12 +70,13 @@ class World:
         self.timeline = Timeline(transport.rank, transport.size)
         self.devices = Devices(config, hosts, self.watch.launches_on)
         self._everybody = tuple(range(transport.size))
+        self._reducers: list[Reducer] = []
+        self._shared: dict[tuple[int, ...], SharedReducers] = {}
         self._engines: dict[tuple[int, ...], Engine | None] = {
             self._everybody: self._engine(transport.duplicate(), self._everybody)
         }
         self._sets: dict[int, ProcessSet] = {}
         self._next_set_id = 1
-        self._reducers: list[Reducer] = []
         self.exchanges: list[Exchange] = []
         """What adapters have made to exchange gradients, in the same order on all ranks."""
         self.stood_in = 0
@@ -89,7 +91,22 @@ class World:
             transport.duplicate(), [self._hosts[rank] for rank in ranks], self._make_flat, self.config.shared_memory
         )
         collectives.devices = DeviceGroup(self.devices, ranks)
-        return Engine(transport, collectives, ranks, self.watch, self.config, self.timeline)
+        engine = Engine(transport, collectives, ranks, self.watch, self.config, self.timeline)
+        shared = self._shared[ranks] = SharedReducers(engine.run, functools.partial(self._make_reducer, ranks))
+        engine.make_late = shared.make_late
+        return engine
+
+    def _make_reducer(
+        self,
+        ranks: Sequence[int],
+        infos: Sequence[TensorInfo],
+        op: ReduceOp,
+        plan: Plan,
+        collectives: HierarchicalCollectives,
+    ) -> Reducer:
+        reducer = Reducer(infos, collectives.duplicate(), op, plan, ranks, self.watch, self.timeline)
+        self._reducers.append(reducer)
+        return reducer
 
     def describe(self) -> str:
         """How many ranks there are, on how many hosts, and what carries their messages."""
@@ -175,6 +192,7 @@ class World:
 
         def remove(_: HierarchicalCollectives) -> None:
             engine = self._engines.pop(process_set.ranks)
+            self._shared.pop(process_set.ranks, None)
             if engine is not None:
                 engine.close()
 
@@ -207,6 +225,7 @@ class World:
         last = self.engine(process_set).join()
         for thread in threads:
             thread.join()
+        self._shared[self.ranks(process_set)].wait()
         self.missed = []
         if exchanges:
             # Letters that say who has joined may arrive in another order than gradients, which go other ways.
@@ -278,6 +297,24 @@ class World:
             return Reducer(infos, channel, op, chosen, self.ranks(process_set), self.watch, self.timeline)
 
         return self._agree_on_gradients(infos, op, process_set, chosen, list(settings), make)
+
+    def shared_reducer(
+        self, infos: Sequence[TensorInfo], op: ReduceOp, process_set: ProcessSet | None, plan: Plan
+    ) -> Reducer:
+        """As `reducer`, for adapters that give memory by its layout: ranks that have joined make it, too.
+
+        Args:
+            infos, op, process_set, plan: As for `reducer`.
+
+        Raises:
+            MismatchError: The ranks have different tensors.
+        """
+        self.engine(process_set)
+        return self._shared[self.ranks(process_set)].get(infos, op, plan)
+
+    def late_layouts(self, process_set: ProcessSet | None) -> list[Layout]:
+        """What other ranks have made by `shared_reducer` while this one had joined, and nobody here has asked for yet."""
+        return list(self._shared[self.ranks(process_set)].late)
 
     def sharded_reducer(
         self,

@@ -61,7 +61,7 @@ class Buckets:
         self._here = here
         self._infos = infos
         self._process_set = process_set
-        self._reducer: Reducer = here.reducer(infos, op, process_set, here.plan()._replace(lend=ROOMS))
+        self._reducer: Reducer = here.shared_reducer(infos, op, process_set, here.plan()._replace(lend=ROOMS))
         kernels = [arithmetic(info.dtype, ReduceOp.SUM) for info in infos]
         self._storage = [kernel.storage for kernel in kernels]
         self._dtypes = [tf.dtypes.as_dtype(info.dtype).as_numpy_dtype for info in infos]
@@ -140,6 +140,11 @@ class Buckets:
     def catch_up(self, last: int) -> None:
         """Nothing: this is only memory. Optimizers catch up by way of the registry."""
 
+    def somebody_has_joined(self) -> bool:
+        """Whether a rank has run out of data. Every rank calls this that has not."""
+        self._reducer.exchange([False] * len(self._infos))
+        return self.joined
+
     def close(self) -> None:
         """Release the memory, on every rank. TensorFlow may still hold results."""
         self._here.exchanges.remove(self)
@@ -159,7 +164,7 @@ class Registry:
         self._buckets: dict[Hashable, Buckets] = {}
         self._channels = 0
         self._tables: dict[Hashable, set[int]] = {}
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, tuple[str | None, str]] = {}
         self._advice: dict[Hashable, Advice] = {}
         self._optimizers: list[weakref.ref[Any]] = []
         here.exchanges.append(self)
@@ -183,9 +188,14 @@ class Registry:
         found = self._buckets.get(key)
         if found is None:
             found = self._buckets[key] = Buckets(self._here, infos, op, self._process_set)
-            if len(self._buckets) > LAYOUTS:
-                self._buckets.pop(next(iter(self._buckets))).close()
+            # A rank that has joined does not know which was not used for longest.
+            if len(self._buckets) > LAYOUTS and not found.somebody_has_joined():
+                self._close_oldest()
         return found
+
+    def _close_oldest(self) -> None:
+        while len(self._buckets) > LAYOUTS:
+            self._buckets.pop(next(iter(self._buckets))).close()
 
     def use(self, infos: Sequence[TensorInfo], op: ReduceOp) -> Buckets:
         """As `buckets`, for an exchange that all ranks make now."""
@@ -211,13 +221,13 @@ class Registry:
         """The advice for the sources under a key."""
         return _remember(self._advice, key, Advice(self._here.config.advice))
 
-    def known(self, key: Hashable) -> Any:
-        """What `learn` was told of this; None if it was not."""
+    def known(self, key: Hashable) -> tuple[str | None, str] | None:
+        """What `learn` was told of this, on this rank or (the first is None then) on others; None if it was not."""
         return self._known.get(key)
 
-    def learn(self, key: Hashable, value: Any) -> None:
-        """Keep something that the ranks have told each other. Every rank calls this."""
-        _remember(self._known, key, value)
+    def learn(self, key: Hashable, own: str, union: str) -> None:
+        """Keep what gradients this rank has, and what the ranks have together. Every rank that has data calls this."""
+        _remember(self._known, key, (own, union))
 
     def add_optimizer(self, optimizer: Any) -> None:
         """Let an optimizer's variables be broadcast by `catch_up`. Every rank calls this, for the optimizers in the same order.
@@ -236,10 +246,19 @@ class Registry:
         """Nothing: the buckets are in the world's list, too."""
 
     def catch_up(self, last: int) -> None:
-        """Take the variables of the optimizers from the rank that joined last."""
+        """Take what the ranks have told each other, and the variables of the optimizers, from the rank that joined last."""
+        for infos, op in self._here.late_layouts(self._process_set):
+            self.buckets(infos, op)
+        root = self._here.ranks(self._process_set).index(last)
+        known, tables = hvdlite.broadcast_object((self._known, self._tables), root, process_set=self._process_set)
+        for key, (_, union) in known.items():
+            self._known.setdefault(key, (None, union))
+        for key, rows in tables.items():
+            self._tables.setdefault(key, set()).update(rows)  # exchanges keep these very sets
         # Who has joined has not seen which buckets the others used.
         for key in sorted(self._buckets, key=lambda key: self._here.exchanges.index(self._buckets[key])):
             self._buckets[key] = self._buckets.pop(key)
+        self._close_oldest()
         found = [(number, known()) for number, known in enumerate(self._optimizers)]
         variables = {number: optimizer.hvdlite_variables() for number, optimizer in found if optimizer is not None}
         # Each rank forgets optimizers when it pleases; where a function failed while it was traced, they have no values.
@@ -251,7 +270,6 @@ class Registry:
         everybody = hvdlite.allgather_object(about, process_set=self._process_set)
         for number, what in sorted(about.items()):
             if what and all(other.get(number) == what for other in everybody):
-                root = self._here.ranks(self._process_set).index(last)
                 hvdlite.broadcast(variables[number], root, inplace=True, process_set=self._process_set)
 
 

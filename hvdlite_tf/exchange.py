@@ -12,7 +12,8 @@ When it is traced again, maybe on one rank alone, nobody is asked. In eager code
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from hvdlite.api import world
 from hvdlite.compression import Compression, Compressor
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array
+from hvdlite.world import World
 from hvdlite_tf.array_exchange import ArrayExchange
 from hvdlite_tf.buckets import Registry
 from hvdlite_tf.graph import is_built_for_a_session, ordered
@@ -78,7 +80,12 @@ class Options:
             raise ArgumentError(f"a batch weight has no meaning for op={self.op!r}: it is for averages.")
 
 
-_numbers = itertools.count(1)
+_counts: weakref.WeakKeyDictionary[World, Iterator[int]] = weakref.WeakKeyDictionary()
+
+
+def _next_number(here: World) -> int:
+    """A number for a lasting exchange, which is the same on all ranks if all make theirs in the same order."""
+    return next(_counts.setdefault(here, itertools.count(1)))
 
 
 class GradientExchange:
@@ -92,7 +99,7 @@ class GradientExchange:
 
     def __init__(self, options: Options, lasting: bool = False) -> None:
         self.options = options
-        self._number = next(_numbers) if lasting else 0
+        self._number = _next_number(world("the exchange of gradients")) if lasting else 0
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """The gradients of all ranks. Every rank calls this, with sources of the same dtypes and shapes in the same order.
@@ -230,13 +237,16 @@ class _Call:
         None if this is another function, about which they have told each other nothing.
         """
         key = (*self._key, _function_name())
-        known: tuple[str, str] | None = self._registry.known(key)
+        known = self._registry.known(key)
         if known is None:
-            known = self._kinds, "".join(map(_together, self._exchange.gather_by_source(self._kinds)))
-            self._registry.learn(key, known)
-            self._exchange.prepare([i for i, kind in enumerate(known[1]) if kind == SPARSE])
-        kinds, union = known
-        return union if kinds == self._kinds else None
+            union = "".join(map(_together, self._exchange.gather_by_source(self._kinds)))
+            self._registry.learn(key, self._kinds, union)
+            self._exchange.prepare([i for i, kind in enumerate(union) if kind == SPARSE])
+            return union
+        own, union = known
+        if own is None:  # the others have told each other while this rank had no data
+            self._registry.learn(key, self._kinds, union)
+        return union if own in (None, self._kinds) else None
 
 
 def _together(kinds: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.arguments import size_of
 from hvdlite.protocols import Array
+from hvdlite_tf.buckets import Registry
 from hvdlite_tf.graph import as_written, name_of_call, operation_of, ordered
 
 
@@ -31,7 +32,9 @@ def join(*, process_set: ProcessSet = hvdlite.global_process_set) -> tf.Tensor:
     """
 
     def run() -> list[Array]:
-        ranks = world("join()").ranks(process_set)
+        here = world("join()")
+        Registry.of(here, process_set)  # this rank may have had no gradients yet, and others have them
+        ranks = here.ranks(process_set)
         return [np.asarray(ranks[hvdlite.join(process_set)], np.int32)]
 
     size_of(process_set)  # raises here already, in graphs too

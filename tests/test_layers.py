@@ -40,7 +40,7 @@ LAYERS = (
     {"engine", "room"},
     {"bucket"},
     {"reducer"},
-    {"overlap", "sharded_reducer", "autotune"},
+    {"overlap", "sharded_reducer", "shared_reducers", "autotune"},
     {"planner"},
     {"world"},
     {"api"},

@@ -10,9 +10,10 @@ from hvdlite.operations.base import Agreement, Barrier, Join, Operation, Signatu
 from hvdlite.operations.moving import Allgather, Alltoall, Broadcast
 from hvdlite.operations.objects import AllgatherObject, BroadcastObject
 from hvdlite.operations.reducing import Allreduce, Reducescatter
-from hvdlite.operations.stand_in import stand_in, why_not_without
+from hvdlite.operations.stand_in import SHARED_BUCKETS, stand_in, why_not_without
 
 __all__ = [
+    "SHARED_BUCKETS",
     "Agreement",
     "Allgather",
     "AllgatherObject",

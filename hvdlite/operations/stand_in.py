@@ -15,6 +15,9 @@ from hvdlite.operations.objects import AllgatherObject, BroadcastObject
 from hvdlite.operations.reducing import Allreduce, Reducescatter
 from hvdlite.protocols import ReduceOp
 
+SHARED_BUCKETS = "shared gradient buckets"
+"""The kind of what a rank that has joined makes with the others, from what they have agreed on; see `World.shared_reducer`."""
+
 
 def stand_in(signature: Signature, rank: int, size: int) -> Operation:
     """The operation of a rank that has none of its own: it adds nothing, and drops what it receives.
@@ -35,7 +38,7 @@ def stand_in(signature: Signature, rank: int, size: int) -> Operation:
 def why_not_without(signature: Signature, joined: Sequence[int]) -> str | None:
     """Why an operation cannot be done if the ranks `joined` have nothing to add; None if it can."""
     kind, _, arguments = signature
-    if kind not in _MAKERS:
+    if kind not in _MAKERS and kind != SHARED_BUCKETS:
         return "it needs every rank"
     root = dict(arguments).get("root_rank")
     return f"rank {root} is its root" if root in joined else None

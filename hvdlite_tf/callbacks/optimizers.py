@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.tensor import plain_variable, zeros_like
+from hvdlite_tf.tensor import plain_variable
 
 
 def innermost(optimizer: Any) -> Any:
@@ -100,6 +101,13 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
     return tuple(found)
 
 
+def accumulated(optimizer: Any) -> int:
+    """Stands for the gradients that an optimizer of Keras 3 has added up for its next update; 0 if there are none."""
+    found = [] if optimizer is None else getattr(innermost(optimizer), "_accumulated_gradients", None) or []
+    arrays = [each.numpy() for each in found if each is not None]
+    return zlib.crc32(b"".join(array.tobytes() for array in arrays)) if any(array.any() for array in arrays) else 0
+
+
 def _learning_rate(optimizer: Any) -> Any:
     """The variable or schedule that an optimizer was made with."""
     inner = innermost(optimizer)
@@ -122,22 +130,3 @@ def velocities_of(optimizer: Any, weights: list[Any]) -> list[Any]:
             [inner.get_slot(weight, "momentum") for weight in weights] if "momentum" in inner.get_slot_names() else []
         )
     return [*getattr(inner, "momentums", []), *getattr(inner, "_momentums", [])]
-
-
-def exchange_zeros(optimizer: Any, variables: list[Any]) -> None:
-    """Let a distributed optimizer exchange gradients of zeros once, and not apply them: what that takes is there then.
-
-    Args:
-        optimizer: Any; nothing happens for one that is not distributed.
-        variables: The variables that it trains, the same on every rank. Every rank calls this.
-
-    Raises:
-        MismatchError: The ranks have different variables. Raised on all of them.
-    """
-    while optimizer is not None:
-        state = getattr(optimizer, "_hvdlite", None) or getattr(optimizer, "_hvdlite_state", None)
-        if state is not None:
-            plain = [plain_variable(variable) for variable in variables]
-            shared, zeros = state.local.split(plain, [zeros_like(variable) for variable in plain])
-            state.exchange.combine(shared, zeros)
-        optimizer = getattr(optimizer, "inner_optimizer", None)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
+from hvdlite_tf.buckets import Registry
 from hvdlite_tf.callbacks.agreement import check_rates
 from hvdlite_tf.callbacks.base import Callback, ranks_of
-from hvdlite_tf.callbacks.optimizers import exchange_zeros, innermost, local_state_of, rates_of
+from hvdlite_tf.callbacks.optimizers import accumulated, innermost, local_state_of, rates_of
 from hvdlite_tf.callbacks.start import build_alike, state_of
 from hvdlite_tf.tensor import plain_variable
 
@@ -32,22 +34,17 @@ class UnevenDataCallback(Callback):
         self._process_set = process_set
         self._local = [plain_variable(variable) for variable in local_variables or ()]
         self._training = False
-        self._steps = self._epoch = 0
+        self._steps = self._epoch = self._rest = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Have memory for the gradients: ranks that have no data, and have joined, cannot help to make it.
-
-        Raises:
-            MismatchError: The ranks have different variables. Raised on all of them.
-        """
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None:
-            exchange_zeros(optimizer, self.model.trainable_variables)
+        """Be known to the others: a rank without data exchanges nothing by itself."""
+        Registry.of(world("fit()"), self._process_set)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """There are batches from now on."""
         self._training, self._epoch = True, epoch
-        self._steps = self._count()
+        # Keras may count one step more than it has made, where it does not know how many batches there are.
+        self._steps, self._rest = self._count(), accumulated(getattr(self.model, "optimizer", None))
 
     def on_test_begin(self, logs: Any = None) -> None:
         """The epoch has no more batches, if this is its validation.
@@ -75,14 +72,17 @@ class UnevenDataCallback(Callback):
             return
         self._training = False
         # Looked at before `join`, which gives every rank the values of the last one.
-        mine = self._count() - self._steps, rates_of(getattr(self.model, "optimizer", None))
+        optimizer = getattr(self.model, "optimizer", None)
+        rest = accumulated(optimizer)
+        mine = self._count() - self._steps, rates_of(optimizer), rest not in (0, self._rest)
         last = hvdlite.join(self._process_set)
         told = hvdlite.allgather_object(mine, process_set=self._process_set)
         by_rank = dict(zip(ranks_of(self._process_set), told, strict=True))
-        for steps in {steps for steps, _ in told}:  # a schedule by batches is not as far where there were fewer
-            rates = {rank: rates for rank, (made, rates) in by_rank.items() if made == steps}
+        for steps in {steps for steps, *_ in told}:  # a schedule by batches is not as far where there were fewer
+            rates = {rank: rates for rank, (made, rates, _) in by_rank.items() if made == steps}
             check_rates(f"after epoch {self._epoch + 1}", rates)
-        missed = len({steps for steps, _ in told}) > 1 or any(world("join()").missed)
+        self._tell_of_rests([rest for *_, rest in told])
+        missed = len({steps for steps, *_ in told}) > 1 or any(world("join()").missed)
         if missed:
             build_alike(self.model, self._process_set)
         found = state_of(self.model) if missed else map(plain_variable, self.model.non_trainable_weights)
@@ -90,6 +90,21 @@ class UnevenDataCallback(Callback):
         shared = [variable for variable in found if id(variable) not in local]
         if shared:
             hvdlite.broadcast(shared, last, inplace=True, process_set=self._process_set)
+
+    def _tell_of_rests(self, has_rest: Sequence[bool]) -> None:
+        """Warn of batches that had been added up for an update which was made without their rank."""
+        here = world("fit()")
+        missed = here.missed or [0] * len(has_rest)
+        told = zip(ranks_of(self._process_set), has_rest, missed, strict=True)
+        lost = [str(rank) for rank, rest, updates in told if rest and updates]
+        if lost and here.engine(self._process_set).rank == 0:
+            warnings.warn(
+                f"hvdlite: rank{'s' * (len(lost) > 1)} {', '.join(lost)} ran out of data between two updates, with "
+                "gradient_accumulation_steps: the batches since the last update do not count. Give each rank a number of "
+                "batches that is a multiple of it, or the same number to all.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _count(self) -> int:
         """The steps of this rank so far."""
