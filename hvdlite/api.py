@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 from hvdlite import failure
+from hvdlite.comm.local import LocalFabric
+from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
+from hvdlite.control import check_address
 from hvdlite.engine import Engine, Handle
 from hvdlite.errors import ArgumentError, NotInitializedError
 from hvdlite.operations import (
@@ -104,23 +107,48 @@ def init(
             `process_sets` is another text.
         WorldSizeError: A launcher started several processes and MPI sees only this one.
         ThreadLevelError: The MPI library does not support threads.
+        MissingPackageError: This process is one of several, and no MPI library is installed. One alone does without.
     """
     global _process_world
     if isinstance(process_sets, str) and process_sets != "dynamic":
         raise ArgumentError(f'process_sets={process_sets!r}: expected process sets, or "dynamic".')
     if is_initialized():
         return
-    from hvdlite.comm.mpi import MpiCollectives, connect
-
     config = Config.from_env()
-    transport, hosts = connect(comm)
-    end_job = functools.partial(failure.end_job, config, transport.rank)
-    _process_world = World(transport, MpiCollectives, hosts, config, end_job)
-    if transport.size > 1 and not config.control:  # hvdliterun's worker does that itself
+    if config.control:
+        check_address(config.control)
+    _process_world = _connect(comm, config)
+    if size() > 1 and not config.control:  # hvdliterun's worker does that itself
         failure.end_job_on_uncaught_exceptions()
     atexit.register(_leave_at_exit)
+    _look_after_children()
     for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
         add_process_set(process_set)
+
+
+def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:
+    from hvdlite.comm.start import start_mpi
+
+    if not start_mpi() and comm is None:
+        alone = LocalFabric(1).transports[0]
+        return World(alone, PointToPointCollectives, [0], config, functools.partial(failure.end_job, config, 0))
+    from hvdlite.comm.mpi import MpiCollectives, connect
+
+    transport, hosts = connect(comm)
+    return World(transport, MpiCollectives, hosts, config, functools.partial(failure.end_job, config, transport.rank))
+
+
+@functools.cache  # once for a process, whatever is initialised how often
+def _look_after_children() -> None:
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_become_child)
+
+
+def _become_child() -> None:
+    """In a forked child: it has a copy of the rank's world, and may look at it, and no more."""
+    atexit.unregister(_leave_at_exit)
+    if _process_world is not None:
+        _process_world.become_child()
 
 
 def shutdown() -> None:
@@ -137,7 +165,7 @@ def _leave_at_exit() -> None:
 
 def _leave(how: str) -> None:
     global _process_world
-    if _process_world is not None:
+    if _process_world is not None and not _process_world.is_childs_copy:
         leaving, _process_world = _process_world, None
         atexit.unregister(_leave_at_exit)
         leaving.shutdown(how)

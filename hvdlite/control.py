@@ -52,6 +52,20 @@ class Address:
         return f"{self.host}:{self.port}:{self.secret}"
 
 
+def check_address(text: str) -> None:
+    """Let the value of ``HVDLITE_CONTROL`` pass.
+
+    Raises:
+        ArgumentError: It does not name a launcher.
+    """
+    from .errors import ArgumentError
+
+    try:
+        Address.parse(text)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+
+
 class Channel:
     """A connection to the launcher, which both ends trust. Its calls wait."""
 

@@ -327,6 +327,13 @@ class Engine:
         self.abandon(error)
         self._collectives.layers.host.stop(error)
 
+    def become_child(self, error: HvdliteError) -> None:
+        """This process was forked from the rank: whoever calls an operation in it gets `error`."""
+        # Threads that are not here may have held them.
+        self._drive_lock, self._submit_lock = threading.RLock(), threading.RLock()
+        self._driver, self._submitting, self._closed = 0, False, True
+        self._broken = error
+
     @property
     def rank(self) -> int:
         """This process's number within the group."""

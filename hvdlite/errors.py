@@ -13,6 +13,19 @@ from typing import Any
 class HvdliteError(RuntimeError):
     """Base of all errors of this package."""
 
+    def __reduce__(self) -> Any:
+        # By its text: those whose constructors make the text of something else would make one of the text.
+        return _restore, (type(self), self.args, self.__dict__, getattr(self, "name", None))
+
+
+def _restore(kind: type[HvdliteError], args: tuple[Any, ...], state: dict[str, Any], name: str | None) -> HvdliteError:
+    error = kind.__new__(kind, *args)
+    Exception.__init__(error, *args)
+    if isinstance(error, MissingPackageError):
+        ModuleNotFoundError.__init__(error, *args, name=name)
+    error.__dict__.update(state)
+    return error
+
 
 # TensorFlow makes exceptions that pass through a function which it has translated anew, with the lines of the function in their
 # text; of classes that are made like this. Others come out as its own StagingError.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from types import TracebackType
 
 from hvdlite.config import Config
@@ -36,10 +37,18 @@ def end_job_on_uncaught_exceptions() -> None:
 
     What hvdliterun's worker does for its ranks, for those that plain mpirun or srun started.
     """
-    previous = sys.excepthook
+    previous, rank = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, value, trace)
-        abort(1)
+        try:
+            previous(kind, value, trace)
+        except (
+            BaseException
+        ):  # of a hook of the program's, or of a signal handler: the reason must be seen nevertheless
+            traceback.print_exception(kind, value, trace)
+            traceback.print_exc()
+        finally:
+            if os.getpid() == rank:  # a forked child ends alone
+                abort(1)
 
     sys.excepthook = hook

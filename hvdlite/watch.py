@@ -364,6 +364,12 @@ class Watch:
         self.abandon()
         self._thread.join()
 
+    def become_child(self, error: HvdliteError) -> None:
+        """This process was forked from the rank: whoever begins an exchange in it gets `error`."""
+        self._waits.clear()
+        for link in list(self._links.values()):
+            link.failure = error
+
     def abandon(self) -> None:
         """Stop without goodbye: the job is over already."""
         self._stopped = True

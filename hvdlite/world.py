@@ -7,6 +7,7 @@ import contextvars
 import functools
 import hashlib
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -79,6 +80,8 @@ class World:
         self._next_set_id = 1
         self.exchanges: list[Exchange] = []
         """What adapters have made to exchange gradients, in the same order on all ranks."""
+        self.is_childs_copy = False
+        """This process was forked from the one that is the rank."""
         self.stood_in = 0
         """How many exchanges of others this rank has taken part in with nothing, without a reducer."""
         self.missed: list[int] = []
@@ -436,6 +439,20 @@ class World:
             process_set.bind(None, None)
         self._letters.close()
         self._transport.close()
+
+    def become_child(self) -> None:
+        """This process was forked from the rank, and is none: it can ask who that was, and must not disturb it."""
+        self.is_childs_copy = True
+        error = HvdliteError(
+            f"this process (pid {os.getpid()}) was forked from rank {self.topology.rank} (pid {os.getppid()}) after "
+            "hvdlite.init(), so it is no rank and cannot take part in operations. Let the rank call them; or begin a process "
+            "that is to be a rank with hvdliterun."
+        )
+        self.timeline.on = False
+        self.watch.become_child(error)
+        for engine in self._engines.values():
+            if engine is not None:
+                engine.become_child(error)
 
     def abandon(self) -> None:
         """Stop this rank's threads without a word to the others: the job is over already."""

@@ -7,9 +7,11 @@ random number in it with the one that they were told, for in another container t
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
+import weakref
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from hvdlite.errors import HvdliteError
 from hvdlite.protocols import Array, Transport
 
 PAGE = 4096
+_MAP_FIXED = 0x10
+"""Linux': Python's mmap has no name for it."""
 
 _MADE, _NO_MEMFD, _NO_MEMORY, _UNREACHABLE = range(4)
 _REASONS = {
@@ -75,12 +79,42 @@ def share(transport: Transport, nbytes: int) -> Array:
             memory = mmap.mmap(descriptor, total)
         except OSError:
             status = _NO_MEMORY
-    status = _worst(transport, status)  # also: every rank has opened it, so the descriptors may go
-    if descriptor >= 0:
-        os.close(descriptor)
+    status = _worst(transport, status)  # also: every rank has opened it
     if memory is None or status != _MADE:
+        if descriptor >= 0:
+            os.close(descriptor)
         raise SharedMemoryError(f"the ranks of a host cannot share memory: {_REASONS[status]}.")
-    return np.frombuffer(memory, np.uint8)[PAGE:]
+    whole = np.frombuffer(memory, np.uint8)
+    address = whole.ctypes.data
+    _mapped[address] = total, descriptor
+    weakref.finalize(memory, _forget, address)
+    return whole[PAGE:]
+
+
+_mapped: dict[int, tuple[int, int]] = {}
+"""By address: bytes and descriptor of what this process shares."""
+
+
+def _forget(address: int) -> None:
+    _, descriptor = _mapped.pop(address)
+    os.close(descriptor)
+
+
+def _keep_for_itself() -> None:
+    """In a forked child: what it writes from now on is its own, and the ranks do not see it."""
+    if not _mapped:
+        return
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    for address, (nbytes, descriptor) in _mapped.items():
+        flags = mmap.MAP_PRIVATE | _MAP_FIXED
+        if call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != address:
+            os.abort()  # it could only disturb the ranks
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_for_itself)
 
 
 def _worst(transport: Transport, status: int) -> int:

@@ -6,6 +6,7 @@ to say, its guard sees. The standard library only: guards load this file without
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import faulthandler
@@ -15,6 +16,8 @@ import os
 import runpy
 import signal
 import sys
+import threading
+import time
 import traceback
 import types
 from typing import NoReturn
@@ -28,6 +31,9 @@ _OWN_FILES = (
     *(os.path.join(_FOLDER, name) for name in ("worker.py", "program.py")),
     *(os.path.join(_COMPAT, name) for name in ("__main__.py", "cli.py")),
 )
+
+_DYING_SECONDS = 0.2
+"""So long after its connections have broken a process may take until its parent can see how it has ended."""
 
 _HOROVOD = """hvdliterun: this program is written for Horovod. Run it as it is with hvdliterun --horovod, or change its import
 (import horovod.torch as hvd: import hvdlite_torch as hvd); see docs/from_horovod.md.
@@ -66,32 +72,103 @@ def _die_with_parent(parent: int) -> None:
 
 def run(arguments: list[str], reports: int) -> NoReturn:
     """Run the program, report how it ended, and leave."""
+    try:
+        _run(arguments, reports)
+    except SystemExit:
+        raise
+    except BaseException:  # of a signal handler, on the way to the end: no reason to leave without a word
+        _fail(reports, traceback.format_exc(), 1)
+
+
+def _run(arguments: list[str], reports: int) -> NoReturn:
     own = os.getpid()
     code: object = None
     if arguments[0] == "--exec":
         _exec(arguments[1:], reports)
     try:
         run_python(arguments)
-    except SystemExit as leave:
-        if os.getpid() != own or leave.code in (None, 0):
-            code = leave.code
-        else:
-            text = "" if isinstance(leave.code, int) else f"{leave.code}\n"
-            _fail(reports, text, (leave.code & 0xFF or 1) if isinstance(leave.code, int) else 1)
-    except KeyboardInterrupt:
-        _fail(reports, "", 130)
     except BaseException as error:
         if os.getpid() != own:
-            raise
+            _end_child(error)
+        if not isinstance(error, SystemExit) or error.code not in (None, 0):
+            _fail_by(error, reports)
+        code = error.code
+    if os.getpid() != own:
+        _end_child(None)
+    _report(reports, kind="done", used=None)
+    raise SystemExit(code)
+
+
+def _fail_by(error: BaseException, reports: int) -> NoReturn:
+    """Report what has ended the program. Whatever else fails meanwhile, this is the reason."""
+    if isinstance(error, KeyboardInterrupt):
+        _fail(reports, "", 130)
+    if isinstance(error, SystemExit):
+        text = "" if isinstance(error.code, int) else f"{error.code}\n"
+        _fail(reports, text, (error.code & 0xFF or 1) if isinstance(error.code, int) else 1)
+    more = ""
+    try:
+        _silence_handlers()
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, error.__traceback__)
-        text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod":
-            text += _HOROVOD
-        _fail(reports, text, 1, type(error).__name__)
-    if os.getpid() == own:
-        _report(reports, kind="done", used=None)
-    raise SystemExit(code)
+    except (
+        BaseException
+    ) as other:  # of the hook, or of a handler that came first: torch's of a killed data loader raises again
+        if type(other) is not type(error) and not isinstance(other, SystemExit):
+            more = (
+                f"While this was reported, sys.excepthook or a signal handler raised {type(other).__name__}: {other}\n"
+            )
+    text = "".join(traceback.format_exception(type(error), error, user_frames(error)))
+    more += _dead_workers(error, text)
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod":
+        more += _HOROVOD
+    _fail(reports, text + more, 1, type(error).__name__)
+
+
+def _dead_workers(error: BaseException, text: str) -> str:
+    """What torch says of a data loader's process that was killed, where the program has only found its connection broken."""
+    loaders = sys.modules.get("torch.utils.data._utils.signal_handling")
+    if loaders is None or not isinstance(error, OSError | EOFError):
+        return ""
+    deadline = time.monotonic() + _DYING_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            loaders._error_if_any_worker_fails()
+            time.sleep(0.01)
+    except RuntimeError as reason:
+        return "" if str(reason) in text else f"{reason}\n"
+    return ""
+
+
+def _silence_handlers() -> None:
+    """From now on no signal handler of the program's runs."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+
+
+def _end_child(error: BaseException | None) -> NoReturn:
+    """End a process that was forked from the rank and came here as if it were the rank, as Python would end it.
+
+    But for libraries' own last words: MPI's would wait for ever for the other ranks.
+    """
+    code = 0
+    if isinstance(error, SystemExit):
+        code = error.code & 0xFF if isinstance(error.code, int) else error.code is not None
+        if not isinstance(error.code, int | None):
+            print(error.code, file=sys.stderr)
+    elif error is not None:
+        code = 1
+        sys.excepthook(type(error), error, user_frames(error))
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 def run_python(arguments: list[str]) -> None:

