@@ -1,6 +1,6 @@
 """The line between a rank and its launcher: the rank's end of it. `hvdlite.session` is what travels.
 
-    rank -> launcher   hello, output, done, failed, stopped, continued, exit, report, fetch, result
+    rank -> launcher   hello, output, done, failed, stopped, continued, asked, exit, report, fetch, result
     launcher -> rank   end, taken, ok, function
 
 This file needs the standard library only, because `hvdlite.launch.worker` loads it on its own; hence the relative import.

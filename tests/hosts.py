@@ -24,7 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,16 +91,18 @@ class Hosts:
         Raises:
             TimeoutExpired: It took longer. What it started goes with the lab.
         """
-        path = f"{self._directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        command, env = self.command(host, words, {**os.environ, **environ})
         return subprocess.run(
-            [*self._enter_lab(), str(self._directory / "enter"), host, "env", f"--chdir={ROOT}", *words],
-            # MPI's files go with the lab: those of a killed one would be taken for those of the process of the same number.
-            env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(self._directory), **environ, "PATH": path},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
+            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout
         )
+
+    def command(self, host: str, words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+        """What runs a command on a host, in the project's folder: the words, and the environment."""
+        path = f"{self._directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        enter = [*self._enter_lab(), str(self._directory / "enter"), host, "env", f"--chdir={ROOT}"]
+        # MPI's files go with the lab: those of a killed one would be taken for those of the process of the same number.
+        own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._directory)}
+        return [*enter, *words], {**own, **environ, "PATH": path}
 
     @property
     def started_by_srun(self) -> list[str]:
@@ -114,8 +116,12 @@ class Hosts:
 
     def processes(self) -> list[str]:
         """The command lines of all that runs on the hosts."""
-        lines = (_command_line(pid) for pid in self._pids())
-        return [line for line in lines if line and _ITSELF[-1] not in line]
+        return [_command_line(pid) for pid in self.pids()]
+
+    def pids(self) -> list[int]:
+        """The numbers, as seen from outside, of all processes that run on the hosts."""
+        lines = {pid: _command_line(pid) for pid in self._pids()}
+        return [pid for pid, line in lines.items() if line and _ITSELF[-1] not in line]
 
     def shared_memory(self, host: str) -> list[str]:
         """What lies in a host's /dev/shm."""

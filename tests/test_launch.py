@@ -226,6 +226,13 @@ def test_abort(start: Start) -> None:
     assert ended.code == 5
 
 
+def test_abort_beside_a_stubborn_rank(start: Start) -> None:
+    """The MPI launcher kills the guard of a rank that does not go: that is no reason."""
+    code = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); from mpi4py import MPI; "
+    code += "MPI.COMM_WORLD.rank or MPI.COMM_WORLD.Abort(5); time.sleep(60)"
+    assert start("-np", "2", "python", "-c", code).end().code == 5
+
+
 def test_all_ranks_fail_and_one_is_printed(start: Start) -> None:
     ended = start("-np", "4", str(PROGRAMS / "twice.py")).end()
     assert ended.code == 1

@@ -123,6 +123,8 @@ class Guard:
 
     def _on_signals(self, numbers: bytes) -> None:
         if set(numbers) - {signal.SIGCHLD}:
+            if not self._asked:
+                self._send("asked")
             self._asked = True
             shared_memory.sweep(self._child)
             self._signal(signal.SIGTERM)
@@ -151,7 +153,7 @@ class Guard:
                 self._drain()
                 trace = clip(without_own_frames(self._report_text.decode(errors="replace")))
                 at = time.time()
-                self._send("exit", status=self._status, finished=self.finished, asked=self._asked, trace=trace, time=at)
+                self._send("exit", status=self._status, finished=self.finished, trace=trace, time=at)
 
     def _drain(self) -> None:
         # Not until end of file: a process that the rank left behind may hold the pipes, and write on.

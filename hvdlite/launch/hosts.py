@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import struct
 import subprocess
@@ -17,6 +18,7 @@ from hvdlite.errors import LaunchError
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _SSH_SECONDS = 10
+_REMOVE_SECONDS = 2
 _RANK_BYTES = 32 << 20
 
 
@@ -194,17 +196,29 @@ def check_reachable(hosts: Sequence[Host], options: Sequence[str]) -> None:
         raise LaunchError(f"cannot reach {listed}. Every host must answer ssh without a password; try: {command}")
 
 
+def remove_elsewhere(hosts: Sequence[Host], options: Sequence[str], directory: str) -> None:
+    """Remove a directory on all other hosts that answer within a moment."""
+    remote = sorted({host.name for host in hosts if not is_local(host.name)})
+    if not directory or not remote:
+        return
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        list(pool.map(lambda name: _ssh(name, options, f"rm -rf {shlex.quote(directory)}", _REMOVE_SECONDS), remote))
+
+
 def _try_ssh(name: str, options: Sequence[str]) -> str:
     """Empty if it works, else why not."""
-    command = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_SSH_SECONDS}", *options, name, "true"]
+    return _ssh(name, options, "true", _SSH_SECONDS)
+
+
+def _ssh(name: str, options: Sequence[str], command: str, seconds: int) -> str:
+    """Run a command on a host. Empty if it works, else why not."""
+    words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={seconds}", *options, name, command]
     try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * _SSH_SECONDS
-        )
+        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * seconds)
     except FileNotFoundError:
         return "there is no ssh here"
     except subprocess.TimeoutExpired:
-        return f"no answer in {2 * _SSH_SECONDS} s"
+        return f"no answer in {2 * seconds} s"
     if done.returncode == 0:
         return ""
     return (done.stderr.strip().splitlines() or [f"ssh exit code {done.returncode}"])[-1]

@@ -21,7 +21,7 @@ from types import FrameType
 
 from hvdlite.launch import failures
 from hvdlite.launch.failures import Failure
-from hvdlite.launch.hosts import check_reachable, control_host, ssh_options
+from hvdlite.launch.hosts import check_reachable, control_host, remove_elsewhere, ssh_options
 from hvdlite.launch.mpi import Mpi, Placement, command, environment
 from hvdlite.launch.mpi_process import MpiProcess
 from hvdlite.launch.output import Output
@@ -107,6 +107,7 @@ class Job:
                 self._start()
                 try:
                     self._watch()
+                    self._sweep_elsewhere()
                 finally:
                     self._sweep()
         finally:
@@ -215,23 +216,27 @@ class Job:
                 rank.stopped_at, rank.stop_signal = time.monotonic(), fields["signal"]
             case "continued":
                 rank.stopped_at = None
+            case "asked":
+                self._first_asked = self._first_asked or rank
+                rank.asked = True
             case "exit":
                 rank.exited = True
                 rank.finished = fields["finished"]
-                self._on_exit(rank, fields["status"], fields["asked"], fields["trace"], fields["time"])
+                self._on_exit(rank, fields["status"], fields["trace"], fields["time"])
             case "gone":
                 rank.gone = True
-                if (
-                    not rank.exited
-                ):  # on another host perhaps with all of it: then the MPI launcher ends too, and knows why
+                if not rank.exited:
                     text = f"the guard process of {rank}, pid {rank.guard}, was killed, and the rank with it."
-                    self._fail(text, 137, rank=rank.number, consequence=not rank.local)
+                    # By the MPI launcher, or with all of its host: then the launcher ends too, and knows why.
+                    consequence = rank.asked or not fields["closed"]
+                    self._fail(text, 137, rank=rank.number, consequence=consequence)
 
-    def _on_exit(self, rank: Rank, status: int, asked: bool, trace: str, at: float) -> None:
+    def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
         if rank.reported or (status == 0 and rank.finished):
             return
-        if asked:  # by the MPI launcher, which then ends too and says why, or by somebody who sent its guard a SIGTERM
-            self._first_asked = self._first_asked or rank
+        if (
+            rank.asked
+        ):  # by the MPI launcher, which then ends too and says why, or by somebody who sent its guard a SIGTERM
             return
         text = failures.words(str(rank), status, rank.finished and status != 0)
         if trace.strip():
@@ -338,6 +343,13 @@ class Job:
         self._process.sweep()
         if self._spec.placement.shared_directory:
             shutil.rmtree(self._spec.placement.shared_directory, ignore_errors=True)
+
+    def _sweep_elsewhere(self) -> None:
+        """The same on other hosts: there the guards do it, but for those that were killed."""
+        placement = self._spec.placement
+        if placement.by_ssh and any(rank.gone and not rank.exited and not rank.local for rank in self._ranks):
+            options = ssh_options(placement.ssh_port, placement.ssh_identity_file)
+            remove_elsewhere(placement.hosts, options, placement.shared_directory)
 
     def _conclude(self) -> Failure | None:
         if self._interrupted is not None:

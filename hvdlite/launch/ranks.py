@@ -32,6 +32,7 @@ class Rank:
         exited: The program's process has ended.
         gone: The guard has left too.
         reported: It said itself why it failed.
+        asked: Its guard was told by a signal to end it.
         stopped_at: Since when it is stopped, if it is.
         stop_signal: By which signal.
         unacknowledged: Bytes of each of its streams that its guard does not know yet to be taken.
@@ -47,6 +48,7 @@ class Rank:
     exited: bool = False
     gone: bool = False
     reported: bool = False
+    asked: bool = False
     stopped_at: float | None = None
     stop_signal: int = signal.SIGSTOP
     unacknowledged: Counter[str] = field(default_factory=Counter)

@@ -6,6 +6,7 @@ Strangers can connect too. What they send is not parsed, they are few at a time,
 from __future__ import annotations
 
 import contextlib
+import errno
 import secrets
 import selectors
 import socket
@@ -19,7 +20,7 @@ STRANGERS = 128
 """So many connections may be open that have not shown yet that they belong to the job; the oldest gives way."""
 STRANGER_SECONDS = 10.0
 _ACCEPTED_AT_ONCE = 64
-_GONE = Message("gone", {})
+_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
 class Connection:
@@ -78,7 +79,8 @@ class Server:
         """Wait for something to happen, at most ``timeout`` seconds.
 
         Returns:
-            What was said, in order of arrival (with a message "gone" where a connection ended),
+            What was said, in order of arrival (with a message "gone" where a connection ended, and whether the other end
+            closed it),
             and the watched file descriptors that can be read.
         """
         messages: list[tuple[Connection, Message]] = []
@@ -151,18 +153,21 @@ class Server:
 
     def _receive(self, connection: Connection) -> list[Message]:
         session = connection.session
-        was_trusted, messages = session.is_trusted, []
+        was_trusted, messages, closed = session.is_trusted, [], True
         try:
             data = connection.stream.recv(session.appetite)
             if data:
                 messages = session.receive(data)
         except BlockingIOError:
             return []
-        except (OSError, ProtocolError):  # reset by the other end, or a stranger
-            data = b""
+        except (
+            OSError,
+            ProtocolError,
+        ) as error:  # reset by the other end, or its host cannot be reached, or a stranger
+            data, closed = b"", error.errno not in _UNREACHABLE
         if not data:
             self.drop(connection)
-            return [_GONE] if was_trusted else []
+            return [Message("gone", {"closed": closed})] if was_trusted else []
         if session.is_trusted and not was_trusted:
             del self._strangers[connection]
             connection.flush()
