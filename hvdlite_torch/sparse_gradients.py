@@ -47,7 +47,7 @@ def combine_sparse(
                 "dimensions: every rank needs the same."
             )
         (sparse_dim,) = found
-        if gradient is None:
+        if gradient is None or (average and weight == 0):  # whoever has no samples may hold anything
             indices = torch.zeros(0, sparse_dim, dtype=torch.int64, device=parameter.device)
             values = parameter.new_zeros(0, *parameter.shape[sparse_dim:], requires_grad=False)
         else:

@@ -133,3 +133,21 @@ def test_what_is_refused(ranks: Any, tensor: torch.Tensor, op: Any, error: type,
             hvd.sparse_allreduce_async(tensor, "refused", op)
 
     ranks(check)
+
+
+def test_a_weight_of_zero_shields_from_what_a_rank_has(ranks: Any) -> None:
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        embedding = torch.nn.Embedding(6, 2, sparse=True)
+        with torch.no_grad():
+            embedding.weight.zero_()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
+        nothing = rank == size - 1 > 0
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.set_batch_weight(0 if nothing else 2)
+            (embedding(torch.tensor([1, 4])).sum() * (float("nan") if nothing else 1.0)).backward()
+            optimizer.step()
+        assert embedding.weight[:, 0].tolist() == [0, -2, 0, 0, -2, 0]
+
+    ranks(check)
