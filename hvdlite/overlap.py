@@ -27,6 +27,8 @@ from hvdlite.timeline import Row
 BUCKET_SECONDS = 1e-3
 """What a bucket's exchange should take: long against the meetings around it (0.1 ms), short against a backward pass."""
 
+_JOIN_SECONDS = 1.0
+
 PATIENCE = 2
 """After so many lost bets overlapping is given up."""
 
@@ -85,7 +87,8 @@ class Overlap:
         self._results: queue.SimpleQueue[Exchanged | BaseException] = queue.SimpleQueue()
         self._begin_step()
         # A daemon: a rank that ends while its thread still waits for others must not wait for it.
-        threading.Thread(target=self._run, name="hvdlite-overlap", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="hvdlite-overlap", daemon=True)
+        self._thread.start()
 
     def _begin_step(self) -> None:
         self._ready: set[int] = set()
@@ -159,8 +162,12 @@ class Overlap:
         self.finish(self._all_used, Said(self._weight or 1.0), False)
 
     def close(self) -> None:
-        """End the thread. Nothing is under way."""
+        """End the thread, when it is through with what it has."""
         self._orders.put(None)
+
+    def join(self) -> None:
+        """Wait for the end of the thread, which is closed, but not for what never ends."""
+        self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:

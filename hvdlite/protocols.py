@@ -270,7 +270,18 @@ def numpy_combine(op: ReduceOp) -> Combine:
 
 
 class Exchange(Protocol):
-    """What an adapter has made to exchange gradients, for `hvdlite.join`."""
+    """What an adapter has made to exchange gradients, for `hvdlite.join`.
+
+    Attributes:
+        dropped: The program cannot use it any more on this rank.
+    """
+
+    @property
+    def dropped(self) -> bool: ...
+
+    def release(self) -> None:
+        """Release what it holds: all ranks have dropped it. Every rank calls this."""
+        ...
 
     def belongs_to(self, process_set: ProcessSet | None) -> bool:
         """Whether the ranks of this set, and no others, exchange here."""

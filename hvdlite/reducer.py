@@ -165,6 +165,8 @@ class Reducer:
         if self._busy.acquire(timeout=_CLOSE_SECONDS):
             self.buckets, self._bucket_of = [], {}
             self._collectives.close()
+            # It refers to this object: memory is to go now, not when Python looks for such cycles.
+            del self._watching
 
     @property
     def nbytes(self) -> int:

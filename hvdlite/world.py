@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
 import hashlib
 import math
 import os
@@ -34,6 +35,9 @@ from hvdlite.topology import Topology
 from hvdlite.watch import Watch
 
 R = TypeVar("R", bound=Reducer)
+
+_MANY_EXCHANGES, _MUCH_BYTES = 8, 2**24
+"""From here on it is worth looking for exchanges that the program has dropped."""
 
 
 def _stand_in(exchange: Exchange) -> None:
@@ -230,13 +234,17 @@ class World:
             thread.join()
         self._shared[self.ranks(process_set)].wait()
         self.missed = []
+        kept = exchanges
         if exchanges:
             # Letters that say who has joined may arrive in another order than gradients, which go other ways.
-            missed = self._stood_in() - before
-            self.missed = self.engine(process_set).run(AllgatherObject(missed))
+            missed = self._stood_in() - before, [exchange.dropped for exchange in exchanges]
+            answers = self.engine(process_set).run(AllgatherObject(missed))
+            self.missed = [answer[0] for answer in answers]
+            dropped = [any(each) for each in zip(*(answer[1] for answer in answers), strict=True)]
+            kept = [exchange for exchange, gone in zip(exchanges, dropped, strict=True) if not gone]
             fewest = min(self.missed)
             last = last if self.missed[last] == fewest else self.missed.index(fewest)
-        for exchange in exchanges:
+        for exchange in kept:
             exchange.catch_up(self.ranks(process_set)[last])
         return last
 
@@ -392,6 +400,21 @@ class World:
             Agreement("device collectives", [("device", device.kind)], create)
         )
         return made
+
+    def release_dropped(self, process_set: ProcessSet | None) -> None:
+        """Release what exchanges held that all ranks of the set have dropped. All of them call this."""
+        exchanges = [exchange for exchange in self.exchanges if exchange.belongs_to(process_set)]
+        if not exchanges:
+            return
+        # An optimizer and what it uses refer to each other, and to look for that takes Python a tenth of a second.
+        if len(exchanges) % _MANY_EXCHANGES == 0 or sum(reducer.nbytes for reducer in self._reducers) >= _MUCH_BYTES:
+            gc.collect()
+        mine = [exchange.dropped for exchange in exchanges]
+        everybody = self.engine(process_set).run(AllgatherObject(mine))
+        for exchange, dropped in zip(exchanges, zip(*everybody, strict=True), strict=True):
+            if all(dropped):
+                self.exchanges.remove(exchange)
+                exchange.release()
 
     def release(self, reducer: Reducer) -> None:
         """Close a reducer that is not used again. All ranks of its set do this."""

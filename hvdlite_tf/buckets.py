@@ -137,6 +137,12 @@ class Buckets:
         except (HvdliteError, Postponed):  # which the others raise, too, or settle among themselves
             return []
 
+    dropped = False
+    """TensorFlow's functions may use it at any time."""
+
+    def release(self) -> None:
+        """Nothing: see `close`."""
+
     def catch_up(self, last: int) -> None:
         """Nothing: this is only memory. Optimizers catch up by way of the registry."""
 
@@ -244,6 +250,12 @@ class Registry:
 
     def stand_in(self) -> None:
         """Nothing: the buckets are in the world's list, too."""
+
+    dropped = False
+    """It is there as long as the process set."""
+
+    def release(self) -> None:
+        """Nothing: see `Buckets.close`."""
 
     def catch_up(self, last: int) -> None:
         """Take what the ranks have told each other, and the variables of the optimizers, from the rank that joined last."""

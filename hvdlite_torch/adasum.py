@@ -19,6 +19,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.amp import share_infinities
 from hvdlite_torch.closures import closure_of, replace_closure
+from hvdlite_torch.lease import Lease
 from hvdlite_torch.options import Options
 from hvdlite_torch.step_guard import StepGuard
 
@@ -44,6 +45,7 @@ class AdasumExchange:
         self.process_set = options.process_set
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.missed = True  # as far as is known: nobody is told who has joined
+        self.lease = Lease(self)
         self.guard = StepGuard(self._before_step, self._after_step)
 
     def attach(self) -> None:

@@ -17,7 +17,6 @@ gradient, or has no samples. Nothing is copied, launched or hooked if there is o
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from hvdlite.reducer import check_combinable
 from hvdlite_torch.device_buckets import FIRST_BYTES, DeviceBucket, Rules, Said, Told, cast_of, order_of
 from hvdlite_torch.device_reports import Reports, is_capturing, lost_gradients
 from hvdlite_torch.habits import Habits
+from hvdlite_torch.lease import weakly
 from hvdlite_torch.options import Options
 from hvdlite_torch.slot import as_dense
 from hvdlite_torch.sparse_gradients import combine_sparse
@@ -68,7 +68,9 @@ class DeviceExchange(SteppingExchange):
             cast_of(options.codec)
         parameters = self._trainable()
         self._device, self._place = device_of(parameters), parameters[0].device
+        self._world.release_dropped(self.process_set)
         self._collectives = self._world.device_collectives(self.process_set, self._device)
+        self.lease.close = self._collectives.close
         self._alone = self._collectives.size == 1 and SPARE_ONE_RANK
         self._average = options.op is hvdlite.Average
         wanted = options.overlap
@@ -139,15 +141,12 @@ class DeviceExchange(SteppingExchange):
             raise HvdliteError("; ".join(problems))
 
     def _make_hooks(self) -> None:
-        for old in self._hooks:
-            old.remove()
-        self._hooks = []
+        self._remove_hooks()
         if self._alone and not self._sees_all:
             return
-        take = torch.compiler.disable(self._take)  # type: ignore[no-untyped-call]  # compiled autograd would look into it
         for index, parameter in enumerate(self._parameters):
-            hook = functools.partial(take, index)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            hook = torch.compiler.disable(weakly(self._take, index))  # type: ignore[no-untyped-call]  # else it is looked into
+            self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     # During a backward pass
 

@@ -14,6 +14,7 @@ from hvdlite.planner import Planner
 from hvdlite.protocols import Plan
 from hvdlite.reducer import Postponed, Reducer
 from hvdlite_torch.allocator import keep_freed_memory
+from hvdlite_torch.lease import weakly
 from hvdlite_torch.options import Options
 from hvdlite_torch.ownership import overlapping
 from hvdlite_torch.slot import Slot, Where, wire_tensor
@@ -41,6 +42,7 @@ class GradientExchange(SteppingExchange):
         self._reducer: Reducer | None = None
         self._overlap: Overlap | None = None
         self._slots: list[Slot] = []
+        self._world.release_dropped(self.process_set)
         self._planner: Planner
         self.missed = False
         if self._world.config.keep_memory:
@@ -60,10 +62,13 @@ class GradientExchange(SteppingExchange):
             slot.leave(self._parameters[slot.index])
         if self._overlap is not None:
             self._overlap.close()
+            self._overlap.join()
         reducer = self._reducer = self._make_reducer(parameters, plan)
         if outdated is not None:
             self._world.release(outdated)
-        self._overlap = Overlap(reducer, self._choose_room) if plan.buckets else None
+        self._overlap = Overlap(reducer, weakly(self._choose_room)) if plan.buckets else None
+        self.lease.reducer, self.lease.overlap = reducer, self._overlap
+        self.lease.close = functools.partial(self._world.release, reducer)
         self._parameters = parameters
         codec = self._options.codec
         self._slots = [
@@ -78,15 +83,13 @@ class GradientExchange(SteppingExchange):
 
     def _make_hooks(self) -> None:
         assert self._reducer is not None
-        for old in self._hooks:
-            old.remove()
-        self._hooks = []
+        self._remove_hooks()
         for slot in self._slots:
             large = self._reducer.is_large(slot.index)
             if large or self._sees_all or slot.index == 0:  # one, at least, for passes are counted
-                hook = functools.partial(self._take, slot) if large else functools.partial(self._count_pass, slot.index)
+                hook = weakly(self._take if large else self._count_pass, slot.index)
                 parameter = self._parameters[slot.index]
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> Reducer:
         infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
@@ -173,9 +176,10 @@ class GradientExchange(SteppingExchange):
 
     # Gradients, to the reducer
 
-    def _take(self, slot: Slot, parameter: torch.Tensor) -> None:
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
         """The hook of a large parameter."""
-        self._count_pass(slot.index)
+        slot = self._slots[index]
+        self._count_pass(index)
         if self._quiet:
             return
         if self._planner.learning:

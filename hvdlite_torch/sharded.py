@@ -66,6 +66,7 @@ class ShardedExchange(SharedSteps, GradientExchange):
             parameter.data = memory
         self._parameters = parameters
         self._shares.deal(parameters, reducer.pieces)
+        self.lease.share(parameters)
         return reducer
 
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:

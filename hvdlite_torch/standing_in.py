@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+
 from hvdlite import ProcessSet
+from hvdlite.api import world
 from hvdlite_torch.distributed import Exchange
 from hvdlite_torch.movements import broadcast_
 from hvdlite_torch.state import broadcast_optimizer_state
 
 
 class StandIn:
-    """As `hvdlite.protocols.Exchange` says.
+    """As `hvdlite.protocols.Exchange` says. It does not keep the optimizer.
 
     Args:
         exchange: The optimizer's.
@@ -17,23 +20,40 @@ class StandIn:
     """
 
     def __init__(self, exchange: Exchange, falls_behind: bool) -> None:
-        self._exchange = exchange
+        self._exchange = weakref.ref(exchange)
+        self._lease = exchange.lease
+        self._process_set = exchange.process_set
         self._falls_behind = falls_behind
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the optimizer is gone."""
+        return self._lease.dropped
+
+    def release(self) -> None:
+        """Release what the optimizer held. Every rank calls this."""
+        self._lease.release()
 
     def belongs_to(self, process_set: ProcessSet | None) -> bool:
         """Whether the ranks of this set, and no others, exchange here."""
-        return self._exchange.belongs_to(process_set)
+        here = world("join()")
+        return here.ranks(self._process_set) == here.ranks(process_set)
 
     def stand_in(self) -> None:
         """Take part in the others' steps until all ranks have joined."""
-        self._exchange.stand_in()
+        exchange = self._exchange()
+        if exchange is None:
+            self._lease.stand_in(owns_share=not self._falls_behind)
+        else:
+            exchange.stand_in()
 
     def catch_up(self, last: int) -> None:
         """Take the parameters and the optimizer state of the rank that joined last."""
-        if not self._falls_behind or not self._exchange.missed:
+        exchange = self._exchange()
+        if not self._falls_behind or exchange is None or not exchange.missed:
             return
-        optimizer, process_set = self._exchange.optimizer, self._exchange.process_set
+        optimizer, process_set = exchange.optimizer, exchange.process_set
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
         broadcast_(parameters, last, process_set=process_set)
         broadcast_optimizer_state(optimizer, last, process_set=process_set)
-        self._exchange.have_same_state()
+        exchange.have_same_state()

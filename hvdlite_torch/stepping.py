@@ -26,6 +26,7 @@ from hvdlite_torch.amp import finish_unscaling
 from hvdlite_torch.closures import Closure, closure_of, joined_loss, replace_closure
 from hvdlite_torch.fused import FusedStep
 from hvdlite_torch.in_step import InStep
+from hvdlite_torch.lease import Lease
 from hvdlite_torch.options import Options
 from hvdlite_torch.step_guard import StepGuard
 from hvdlite_torch.tensor import are_same
@@ -67,7 +68,7 @@ class SteppingExchange(abc.ABC):
         """Those whose gradients are dense on all ranks."""
         self._sparse: list[torch.Tensor] = []
         """Parameters that have sparse gradients on some rank."""
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self.lease = Lease(self)
         self._sees_all = options.passes > 1
         """All gradients are noticed during backward passes."""
         self._fused = FusedStep(optimizer)
@@ -97,6 +98,11 @@ class SteppingExchange(abc.ABC):
     @abc.abstractmethod
     def _make_hooks(self) -> None:
         """Have parameters call `_count_pass` after each backward pass: all of them if `_sees_all`."""
+
+    def _remove_hooks(self) -> None:
+        for hook in self.lease.hooks:
+            hook.remove()
+        self.lease.hooks.clear()
 
     # What the user says
 
