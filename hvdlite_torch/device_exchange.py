@@ -145,7 +145,7 @@ class DeviceExchange(SteppingExchange):
         if self._alone and not self._sees_all:
             return
         for index, parameter in enumerate(self._parameters):
-            hook = torch.compiler.disable(weakly(self._take, index))  # type: ignore[no-untyped-call]  # else it is looked into
+            hook = torch.compiler.disable(weakly(self, "_take", index))  # type: ignore[no-untyped-call]  # else it is looked into
             self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     # During a backward pass

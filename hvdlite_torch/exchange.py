@@ -66,7 +66,7 @@ class GradientExchange(SteppingExchange):
         reducer = self._reducer = self._make_reducer(parameters, plan)
         if outdated is not None:
             self._world.release(outdated)
-        self._overlap = Overlap(reducer, weakly(self._choose_room)) if plan.buckets else None
+        self._overlap = Overlap(reducer, weakly(self, "_choose_room")) if plan.buckets else None
         self.lease.reducer, self.lease.overlap = reducer, self._overlap
         self.lease.close = functools.partial(self._world.release, reducer)
         self._parameters = parameters
@@ -87,7 +87,7 @@ class GradientExchange(SteppingExchange):
         for slot in self._slots:
             large = self._reducer.is_large(slot.index)
             if large or self._sees_all or slot.index == 0:  # one, at least, for passes are counted
-                hook = weakly(self._take if large else self._count_pass, slot.index)
+                hook = weakly(self, "_take" if large else "_count_pass", slot.index)
                 parameter = self._parameters[slot.index]
                 self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 

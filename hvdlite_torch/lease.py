@@ -92,13 +92,13 @@ def _nothing() -> None:
     """Nothing is held."""
 
 
-def weakly(method: Callable[..., None], *args: object) -> Callable[..., None]:
-    """A hook that calls a method with `args` first, as long as its object is there, which it does not keep."""
-    reference = weakref.WeakMethod(method)
+def weakly(owner: object, method: str, *args: object) -> Callable[..., None]:
+    """A hook that calls a method of `owner` with `args` first, as long as that is there, which it does not keep."""
+    reference = weakref.ref(owner)
 
     def call(*more: object) -> None:
-        target = reference()
-        if target is not None:
-            target(*args, *more)
+        there = reference()
+        if there is not None:
+            getattr(there, method)(*args, *more)
 
     return call
