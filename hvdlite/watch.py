@@ -169,7 +169,8 @@ class Exchanging:
         if link is None:
             wait = Wait(self._what, self._ranks, watch.fail)
         else:
-            link.check()
+            if link.failure is not None:
+                link.check()
             wait = Wait(self._what, self._ranks, link.fail, link=link)
         if self._remember:
             wait.need = partial(self._need, watch.begin_exchange(self._ranks, self._channel))
