@@ -64,7 +64,7 @@ class _GlobalProcessSet(ProcessSet):
         self.process_set_id = 0
 
     @property
-    def ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+    def members(self) -> tuple[int, ...]:  # type: ignore[override]
         return world("global_process_set").ranks()
 
     def size(self) -> int | None:
@@ -104,7 +104,7 @@ def init(
 
     Raises:
         ArgumentError: `comm` does not hold this process, or the processes that it names called with other ranks; or
-            `process_sets` is another text.
+            `process_sets` is another text, or has a set twice or of unknown ranks. The job has not begun then.
         WorldSizeError: A launcher started several processes and MPI sees only this one.
         ThreadLevelError: The MPI library does not support threads.
         MissingPackageError: This process is one of several, and no MPI library is installed. One alone does without.
@@ -122,8 +122,12 @@ def init(
         failure.end_job_on_uncaught_exceptions()
     atexit.register(_leave_at_exit)
     _look_after_children()
-    for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-        add_process_set(process_set)
+    try:
+        for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+            add_process_set(process_set)
+    except BaseException:  # on all ranks alike: a second attempt begins anew
+        _leave("its init() has failed.")
+        raise
 
 
 def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:

@@ -46,12 +46,12 @@ def root_within(process_set: ProcessSet | None, root_rank: int) -> int:
     """
     if process_set is None or process_set is global_process_set:
         return root_rank
-    if root_rank not in process_set.ranks:
+    if root_rank not in process_set.members:
         raise ArgumentError(
             f"root_rank={root_rank!r}: expected the rank in the job of a member of {process_set}, "
-            f"one of {', '.join(map(str, process_set.ranks))}."
+            f"one of {', '.join(map(str, process_set.members))}."
         )
-    return process_set.ranks.index(root_rank)
+    return process_set.members.index(root_rank)
 
 
 def rank_in(process_set: ProcessSet | None) -> int:

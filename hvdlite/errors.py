@@ -7,6 +7,7 @@ that one too.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -36,7 +37,10 @@ class NotInitializedError(HvdliteError, ValueError):
     """A call that needs ``hvdlite.init()`` came before it, or after ``shutdown()``."""
 
     def __init__(self, call: str) -> None:
-        super().__init__(f"hvdlite.{call} needs hvdlite.init() first: call it once at the start of the program.")
+        text = f"hvdlite.{call} needs hvdlite.init() first: call it once at the start of the program."
+        if "horovod" in sys.modules:  # whose programs look for its words
+            text = f"Horovod has not been initialized; use hvd.init(). ({text})"
+        super().__init__(text)
 
 
 class WorldSizeError(HvdliteError):

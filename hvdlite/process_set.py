@@ -18,8 +18,9 @@ class ProcessSet:
             communicator was split, each rank passes its own part, and all parts take effect.
 
     Attributes:
-        ranks: The world ranks, ascending; of a communicator, empty until the set is added. A rank's number within the set is
+        members: The world ranks, ascending; of a communicator, empty until the set is added. A rank's number within the set is
             its place in this order.
+        ranks: They as a list, as Horovod has them.
         communicator: The communicator given, if one was.
         process_set_id: 0 for the set of all ranks; None until the set is added, and again after it is removed.
 
@@ -30,10 +31,15 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
         self.process_set_id: int | None = None
         self._world_rank: int | None = None
-        self.ranks: tuple[int, ...] = ()
+        self.members: tuple[int, ...] = ()
         self.communicator: Any = ranks_or_comm if hasattr(ranks_or_comm, "Get_group") else None
         if self.communicator is None:
             self.take_ranks(ranks_or_comm)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The world ranks, ascending: a new list."""
+        return list(self.members)
 
     def take_ranks(self, ranks: Iterable[int]) -> None:
         """World and `api` only: the ranks of the set are these."""
@@ -41,10 +47,10 @@ class ProcessSet:
         for rank in given:
             if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
                 raise ArgumentError(f"ProcessSet({given}): {rank!r} is not a rank; expected whole numbers from 0.")
-        self.ranks = tuple(sorted(int(rank) for rank in given))
-        if len(set(self.ranks)) != len(self.ranks):
+        self.members = tuple(sorted(int(rank) for rank in given))
+        if len(set(self.members)) != len(self.members):
             raise ArgumentError(f"ProcessSet({given}): a rank is there more than once.")
-        if not self.ranks:
+        if not self.members:
             raise ArgumentError("ProcessSet([]): expected at least one rank.")
 
     def bind(self, process_set_id: int | None, world_rank: int | None) -> None:
@@ -54,15 +60,15 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """The number of ranks in the set; None if the set is not in effect."""
-        return None if self._world_rank is None else len(self.ranks)
+        return None if self._world_rank is None else len(self.members)
 
     def rank(self) -> int | None:
         """This process's number within the set; None if it is not in it, or the set is not in effect."""
-        return self.ranks.index(self._world_rank) if self.included() and self._world_rank is not None else None
+        return self.members.index(self._world_rank) if self.included() and self._world_rank is not None else None
 
     def included(self) -> bool | None:
         """Whether this process is in the set; None if the set is not in effect."""
-        return None if self._world_rank is None else self._world_rank in self.ranks
+        return None if self._world_rank is None else self._world_rank in self.members
 
     def __repr__(self) -> str:
-        return f"ProcessSet({list(self.ranks)}, id={self.process_set_id})"
+        return f"ProcessSet({list(self.members)}, id={self.process_set_id})"

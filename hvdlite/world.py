@@ -139,7 +139,7 @@ class World:
 
     def ranks(self, process_set: ProcessSet | None = None) -> tuple[int, ...]:
         """The world ranks of a process set; all if None."""
-        return self._everybody if process_set is None else process_set.ranks
+        return self._everybody if process_set is None else process_set.members
 
     def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
         """The world ranks of the process set of a number; of all for 0.
@@ -154,7 +154,7 @@ class World:
                 f"process_set_id={process_set_id!r}: expected the number of a process set that is in effect, one of "
                 f"{', '.join(map(str, [0, *self._sets]))}."
             )
-        return self._sets[process_set_id].ranks
+        return self._sets[process_set_id].members
 
     def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         """Put a process set into effect. All ranks of the job call this, with equal ranks.
@@ -165,7 +165,7 @@ class World:
         """
         if not isinstance(process_set, ProcessSet):
             process_set = ProcessSet(process_set)
-        ranks = process_set.ranks
+        ranks = process_set.members
         if ranks[-1] >= self.topology.size:
             raise ArgumentError(
                 f"{process_set}: rank {ranks[-1]} does not exist; the job has ranks 0 to {self.topology.size - 1}."
@@ -193,17 +193,17 @@ class World:
         if process_set.process_set_id not in self._sets:
             return False
 
-        engine = self._engines[process_set.ranks]
+        engine = self._engines[process_set.members]
         if engine is not None and engine.busy:
             raise ArgumentError(f"{process_set} has operations in flight: wait for their handles before it is removed.")
 
         def remove(_: HierarchicalCollectives) -> None:
-            engine = self._engines.pop(process_set.ranks)
-            self._shared.pop(process_set.ranks, None)
+            engine = self._engines.pop(process_set.members)
+            self._shared.pop(process_set.members, None)
             if engine is not None:
                 engine.close()
 
-        self.engine().run(Agreement("remove_process_set", [("ranks", process_set.ranks)], remove))
+        self.engine().run(Agreement("remove_process_set", [("ranks", process_set.members)], remove))
         # One of the same ranks may be put into effect again, and begins anew.
         self.exchanges = [exchange for exchange in self.exchanges if not exchange.belongs_to(process_set)]
         del self._sets[process_set.process_set_id]

@@ -59,7 +59,7 @@ def broadcast_parameters(
     check_same(
         [*(repr(name) for name, _ in items), f"no more than these {len(items)}"],
         "the tensors that broadcast_parameters is given",
-        hvdlite.global_process_set.ranks if process_set is None else process_set.ranks,
+        hvdlite.global_process_set.members if process_set is None else process_set.members,
         functools.partial(hvdlite.allgather_object, process_set=process_set),
     )
     _broadcast(tensors, root_rank, process_set)

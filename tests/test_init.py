@@ -7,7 +7,9 @@ import pytest
 from tests.jobs import PROGRAMS, mpirun
 
 
-@pytest.mark.parametrize("program", ["ranks", "communicator", "process_sets", "strangers", "disagree", "arguments"])
+@pytest.mark.parametrize(
+    "program", ["ranks", "communicator", "process_sets", "equal_sets", "strangers", "disagree", "arguments"]
+)
 def test_parts_of_the_world(program: str) -> None:
     done = mpirun(3, str(PROGRAMS / "part_of_the_world.py"), program)
     assert done.returncode == 0, done.stdout + done.stderr

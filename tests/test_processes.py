@@ -151,3 +151,13 @@ def test_errors_survive_pickling(error: Exception) -> None:
         assert type(copy) is type(error) and str(copy) == str(error) and copy.args == error.args
         assert copy.__dict__["note"] == 3
         assert getattr(copy, "name", None) == getattr(error, "name", None)
+
+
+def test_horovods_words_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", object())
+    error = errors.NotInitializedError("rank()")
+    assert isinstance(error, ValueError)
+    assert str(error).startswith(
+        "Horovod has not been initialized; use hvd.init(). (hvdlite.rank() needs hvdlite.init()"
+    )
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)

@@ -46,27 +46,47 @@ def communicator() -> None:
     # The ranks of a process set are those of the job, also where a communicator names them.
     if hvd.size() == 2:
         alone = hvd.add_process_set(part.Split(hvd.rank()))
-        assert alone.ranks == (hvd.rank(),) and total(alone) == own
+        assert alone.ranks == [hvd.rank()] and total(alone) == own
 
 
 def process_sets() -> None:
     """Each part of a split communicator becomes a set; each rank has its own at hand."""
     part = everybody.Split(own % 2, own)
     mine = hvd.ProcessSet(part)
-    assert mine.ranks == () and mine.included() is None
+    assert mine.ranks == [] and mine.included() is None
     hvd.init(process_sets=[mine])
-    assert mine.ranks == tuple(r for r in range(size) if r % 2 == own % 2)
+    assert mine.ranks == [r for r in range(size) if r % 2 == own % 2]
     assert mine.included() and mine.rank() == own // 2
     assert total(mine) == sum(mine.ranks)
     # A communicator that not every rank has.
     some = everybody.Split(0 if own in (0, 1) else MPI.UNDEFINED, own)
     pair = hvd.add_process_set(some)
-    assert pair.ranks == (0, 1) and pair.included() == (own < 2)
+    assert pair.ranks == [0, 1] and pair.included() == (own < 2)
     if own < 2:
         assert total(pair) == 1
     assert hvd.remove_process_set(pair)
     refused(lambda: hvd.add_process_set(MPI.COMM_NULL), "every rank passed")
     assert total() == sum(range(size))
+
+
+def equal_sets() -> None:
+    """Sets of equal ranks are refused on every rank, and then there is no job; good ones are another matter."""
+    for bad in ([[0, 1], [1, 0]], [range(size)], [[0, size]], [[0, 1], everybody]):
+        refused(lambda bad=bad: hvd.init(process_sets=map(hvd.ProcessSet, bad)), "ProcessSet(")
+        assert not hvd.is_initialized()
+    good = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+    hvd.init(process_sets=good)
+    assert good[0].ranks == [0, 1] and type(good[0].ranks) is list and hvd.global_process_set.ranks == [0, 1, 2]
+    for each in good:
+        if each.included():
+            assert total(each) == sum(each.ranks)
+    hvd.shutdown()
+    # A job of a communicator, with sets of communicators: sets and job are numbered by ranks of the job.
+    backwards = everybody.Split(0, -own)
+    mine = hvd.ProcessSet(everybody.Split(own % 2, own))
+    hvd.init(comm=backwards, process_sets=[mine])
+    assert mine.ranks == sorted(size - 1 - r for r in range(size) if r % 2 == own % 2)
+    assert total(mine) == sum(r for r in range(size) if r % 2 == own % 2)
 
 
 def strangers() -> None:
@@ -101,5 +121,5 @@ def arguments() -> None:
     assert total() == sum(range(size))
 
 
-{f.__name__: f for f in (ranks, communicator, process_sets, strangers, disagree, arguments)}[sys.argv[1]]()
+{f.__name__: f for f in (ranks, communicator, process_sets, equal_sets, strangers, disagree, arguments)}[sys.argv[1]]()
 print(f"rank {own} is done")
