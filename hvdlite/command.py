@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,16 @@ from hvdlite.errors import HvdliteError
 _FAILED = 2
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("hvdlite")
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: running from its source)"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hvdlite", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="command", required=True)
     timeline = commands.add_parser(
         "timeline", help="merge and read what HVDLITE_TIMELINE has written", allow_abbrev=False

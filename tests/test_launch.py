@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -448,6 +449,30 @@ def test_check_build(start: Start) -> None:
     assert "[X] launcher: " in ended.out and "[X] library: " in ended.out
     assert "[X] calls from several threads: MULTIPLE" in ended.out
     assert "NCCL" in ended.out and "PyTorch" in ended.out
+
+
+HOROVODRUN = """--gloo --mpi --tcp --disable-cache --cycle-time-ms 1 --cache-capacity 1024 --log-level INFO --no-autotune
+    --hierarchical-allreduce --num-nccl-streams 2 --thread-affinity 1 --log-hide-timestamp -prefix-timestamp --no-stall-check"""
+
+
+def test_launch_lines_of_horovodrun(start: Start) -> None:
+    words = [*HOROVODRUN.split(), "--binding-args=--map-by slot", "-np", "2", "--mpi", "sh", "-c", "echo out"]
+    ended = start(*words).end()
+    assert ended.code == 0
+    assert sorted(re.findall(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[(\d)\] out$", ended.out, re.M)) == ["0", "1"]
+    assert "hvdliterun: --gloo: no effect, there is no Gloo, ranks speak by MPI.\n" in ended.err
+    assert ended.err.count("no effect") == ended.err.count("\n")
+    for flag in ("--config-file=x.yaml", "--min-np=1", "--jsrun"):
+        refused = start("-np", "2", flag, "true").end()
+        assert refused.code == 2 and f"{flag.partition('=')[0]} is horovodrun's: " in refused.err
+
+
+@pytest.mark.parametrize("words", [["hvdlite.launch"], ["hvdlite"]])
+def test_version(words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *words, "--version"], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert done.stdout == f"{importlib.metadata.version('hvdlite')}\n"
 
 
 # ---- parts ----

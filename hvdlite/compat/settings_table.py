@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdlite.compat.table import Note, words
+from hvdlite.launch import horovod_flags
 
 PLACE_VARIABLES = words("""
     HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME
@@ -91,51 +92,22 @@ def _flags(names: str, note: Note, takes_value: bool = False) -> dict[str, Flag]
 _SAME = Note("missing", "hvdliterun has none")
 
 FLAGS: dict[str, Flag] = {
-    **_flags("-v --version -cb --check-build --verbose --autotune --stall-check", _SAME),
+    **_flags("-v --version -cb --check-build --verbose --autotune --stall-check --no-stall-check", _SAME),
+    **_flags("--timeline-mark-cycles --no-timeline-mark-cycles", _SAME),
+    **_flags("-prefix-timestamp --prefix-output-with-timestamp", _SAME),
+    **_flags("--mpi", Note("changed", "no effect: ranks speak by MPI (--mpi openmpi or --mpi mpich chooses which)")),
     **_flags(
         """-np --num-proc -H --hosts -hostfile --hostfile -p --ssh-port -i --ssh-identity-file --start-timeout --mpi-args
         --network-interface --network-interfaces --output-filename --fusion-threshold-mb --autotune-log-file
-        --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --timeline-filename""",
+        --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --timeline-filename --binding-args""",
         _SAME,
         takes_value=True,
     ),
-    **_flags("--disable-cache", Note("changed", "leave it out: launch checks are not cached")),
-    **_flags("--config-file", Note("missing", "give the flags themselves"), takes_value=True),
-    **_flags("--cycle-time-ms", Note("changed", f"leave it out; {_NO_CYCLE.text}"), takes_value=True),
-    **_flags("--cache-capacity", Note("changed", "leave it out; no effect"), takes_value=True),
-    **_flags(
-        "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather "
-        "--torus-allreduce --no-torus-allreduce",
-        Note("changed", f"leave it out; {_HIERARCHICAL.text}"),
-    ),
-    **_flags("--no-autotune", Note("changed", "leave it out: off unless asked for")),
-    **_flags(
-        "--autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples "
-        "--autotune-gaussian-process-noise",
-        Note("changed", f"leave it out; {_AUTOTUNE.text}"),
-        takes_value=True,
-    ),
-    **_flags("--host-discovery-script", _ELASTIC, takes_value=True),
-    **_flags(
-        "--min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout --reset-limit",
-        _ELASTIC,
-        takes_value=True,
-    ),
-    **_flags("--timeline-mark-cycles --no-timeline-mark-cycles", Note("changed", f"leave it out; {_NO_CYCLE.text}")),
-    **_flags("--no-stall-check", Note("changed", "set HVDLITE_STALL_CHECK_DISABLE=1")),
-    **_flags("--mpi-threads-disable --no-mpi-threads-disable", Note("changed", "leave it out; no effect")),
-    **_flags("--tcp", Note("changed", "leave it out: on one machine that is so, else choose with --mpi-args")),
-    **_flags("--binding-args", Note("changed", "put its value into --mpi-args"), takes_value=True),
-    **_flags("--num-nccl-streams", Note("changed", f"leave it out; {_STREAMS.text}"), takes_value=True),
-    **_flags("--thread-affinity", Note("changed", "leave it out; no effect"), takes_value=True),
-    **_flags("--gloo-timeout-seconds", Note("changed", f"leave it out; {_NO_GLOO.text}"), takes_value=True),
-    **_flags("--log-level", Note("changed", f"leave it out; {_LOG.text}"), takes_value=True),
-    **_flags(
-        "--log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
-        Note("changed", f"leave it out; {_LOG.text}"),
-    ),
-    **_flags("-prefix-timestamp --prefix-output-with-timestamp", Note("missing", "pipe the output through `ts`")),
-    **_flags("--gloo --mpi", Note("changed", "leave it out: ranks speak by MPI (--mpi NAME chooses which)")),
-    **_flags("--jsrun", Note("missing", "use mpirun or srun by hand; hvdlite.init() finds its place")),
+    **{
+        name: Flag(
+            flag.takes_value, Note("changed", f"no effect: {flag.why}") if flag.is_taken else Note("missing", flag.why)
+        )
+        for name, flag in horovod_flags.FLAGS.items()
+    },
 }
 """The flags of horovodrun."""

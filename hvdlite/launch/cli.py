@@ -15,9 +15,10 @@ from hvdlite.launch import orphans
 from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.check_build import check_build, own_version
 from hvdlite.launch.horovod import check_interpreter, job_environment
+from hvdlite.launch.horovod_flags import FLAGS
 from hvdlite.launch.hosts import check_ranks_here, is_local
 from hvdlite.launch.job import Job, JobSpec
-from hvdlite.launch.mpi import Placement, find_mpi, worker_command
+from hvdlite.launch.mpi import PROGRAMS, Placement, find_mpi, worker_command
 from hvdlite.launch.output import Output, Sink
 from hvdlite.launch.shared_memory import new_directory
 
@@ -64,11 +65,14 @@ def _parser() -> argparse.ArgumentParser:
     add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
     add("--network-interface", "--network-interfaces", metavar="NIC,...", help="network that the hosts share")
     add("--start-timeout", metavar="S", type=_positive, default=30.0, help="seconds until all ranks run (30)")
-    add("--mpi", choices=("openmpi", "mpich"), help="which MPI to use, where both are installed")
+    add("--mpi", choices=tuple(PROGRAMS), help="which MPI to use, where both are installed")
     add("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, in quotes")
     add("--horovod", action="store_true", help="the program is written for Horovod: its `import horovod` means hvdlite")
+    add("--binding-args", metavar="ARGS", default="", help="the same, before those: where ranks are bound to")
     add("--verbose", action="store_true", help="show the mpirun command, and all that mpirun prints")
     add("--no-tag-output", action="store_true", help='no "[rank] " before each line (there is none with -np 1)')
+    stamp = "-prefix-timestamp", "--prefix-output-with-timestamp"
+    add(*stamp, dest="prefix_timestamp", action="store_true", help="the time before each line")
     add("--output-filename", metavar="DIR", help="also keep each rank's output in DIR/rank.N/stdout and stderr")
     add("--fusion-threshold-mb", metavar="MB", type=_not_negative, help="tensors fused into one exchange, at most")
     add("--autotune", action="store_true", help="search for the fastest way to exchange gradients in the first steps")
@@ -83,13 +87,52 @@ def _parser() -> argparse.ArgumentParser:
     stalls.add_argument("--no-stall-check", action="store_true", help="neither report waits nor end the job for them")
     add("--stall-check-warning-time-seconds", metavar="S", type=_positive, help="say who is missing after S (60)")
     add("--stall-check-shutdown-time-seconds", metavar="S", type=_not_negative, help="end it after S (1800; 0: never)")
+    for name, flag in FLAGS.items():
+        add(name, action=_Foreign, nargs=None if flag.takes_value else 0, help=argparse.SUPPRESS)
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="the program and its arguments")
     return parser
 
 
 def flags() -> set[str]:
     """The flags of ``hvdliterun``, in all their spellings."""
-    return {flag for action in _parser()._actions for flag in action.option_strings}
+    return {flag for action in _parser()._actions for flag in action.option_strings} - set(FLAGS)
+
+
+class _Foreign(argparse.Action):
+    """A flag of horovodrun's that hvdliterun has not: what to know is said, or it is refused."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        flag = FLAGS[str(option_string)]
+        if not flag.is_taken:
+            parser.error(f"{option_string} is horovodrun's: {flag.why}")
+        namespace.foreign = [*(getattr(namespace, "foreign", None) or []), str(option_string)]
+
+
+def _without_bare_mpi(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Leave out horovodrun's ``--mpi``, after which no MPI is named: it would take the program's name for one."""
+    rest = list(words)
+    index = 0
+    while index < len(rest) and rest[index].startswith("-") and rest[index] != "--":
+        if rest[index] == "--mpi" and (index + 1 == len(rest) or rest[index + 1] not in PROGRAMS):
+            del rest[index]
+            continue
+        action = parser._option_string_actions.get(rest[index].partition("=")[0])
+        index += 1 if action is None or action.nargs == 0 or "=" in rest[index] else 2
+    return rest
+
+
+def _tell_of_foreign(names: Sequence[str]) -> None:
+    """Say once of each group of flags why they have no effect."""
+    reasons = dict.fromkeys(FLAGS[name].why for name in names)
+    for why in reasons:
+        same = dict.fromkeys(name for name in names if FLAGS[name].why == why)
+        print(f"hvdliterun: {', '.join(same)}: no effect, {why}.", file=sys.stderr)
 
 
 def _positive_int(text: str) -> int:
@@ -119,7 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit code of ``hvdliterun``."""
     _open_standard_streams()
     parser = _parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(_without_bare_mpi(words, parser))
+    _tell_of_foreign(getattr(options, "foreign", None) or [])
     if options.version:
         print(own_version())
         return 0
@@ -132,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tagged = options.num_proc > 1 and not options.no_tag_output
         folder = make_folder(options.output_filename)
         orphans.adopt()
-        output = Output(Sink(1), Sink(2), tagged, folder)
+        output = Output(Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp)
         failure = Job(spec, output).run()
     except LaunchError as error:
         print(f"hvdliterun: {error}", file=sys.stderr)
@@ -184,7 +229,7 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
         interfaces=options.network_interface,
         ssh_port=options.ssh_port,
         ssh_identity_file=options.ssh_identity_file,
-        mpi_args=options.mpi_args,
+        mpi_args=f"{options.binding_args} {options.mpi_args}".strip(),
         shared_directory=new_directory(mpi.flavour),
     )
     settings = {
