@@ -77,6 +77,7 @@ from hvdlite_torch.movements import (  # noqa: E402
     grouped_allgather_async,
 )
 from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.own_parameters import own_parameters  # noqa: E402
 from hvdlite_torch.reductions import (  # noqa: E402
     allreduce,
     allreduce_,
@@ -177,6 +178,7 @@ __all__ = [
     "mpi_enabled",
     "mpi_threads_supported",
     "nccl_built",
+    "own_parameters",
     "poll",
     "rank",
     "rank_zero_only",

@@ -21,6 +21,7 @@ from hvdlite_torch.amp import share_infinities
 from hvdlite_torch.closures import closure_of, replace_closure
 from hvdlite_torch.lease import Lease
 from hvdlite_torch.options import Options
+from hvdlite_torch.own_parameters import refuse_steps
 from hvdlite_torch.step_guard import StepGuard
 
 
@@ -89,6 +90,7 @@ class AdasumExchange:
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        refuse_steps(optimizer)
         closure = closure_of(args, kwargs)
         if closure is not None:  # evaluated first, from the parameters that all have
             with torch.enable_grad():

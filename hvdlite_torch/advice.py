@@ -104,6 +104,15 @@ class Advice:
                 "the weight of the next step. Call it before optimizer.step() of the batch that it belongs to."
             )
 
+    def clipped_alone(self, called: str, how: str, can_synchronize: bool) -> None:
+        """Gradients are clipped that are not combined yet."""
+        if hvdlite.rank() == 0:
+            way = "; or call optimizer.synchronize() before you clip" if can_synchronize else ""
+            _say(
+                f"{called}() clips {how}, for they are combined by optimizer.step(): that is not what one process does with "
+                f"the joined batch. Pass max_grad_norm to DistributedOptimizer instead{way}."
+            )
+
     def _check_order(self, parameters: Sequence[torch.Tensor], everybody: Sequence[tuple[int, ...]]) -> None:
         """Layers of equal shapes that stand in another order on some rank: no exchange would notice."""
         first = everybody[0]

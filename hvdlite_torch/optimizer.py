@@ -117,6 +117,10 @@ def DistributedOptimizer(
         exchange = _kind_of_exchange(optimizer, bool(shard))(optimizer, options)
     plain = type(optimizer)
     add_to_class(optimizer, Sharded if shard else Distributed, step=guarded(plain.step))
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        # One that never called torch's constructor, as Lookahead of many programs: torch completes those that it unpickles.
+        vars(optimizer).setdefault("defaults", {})
+        torch.optim.Optimizer.__setstate__(optimizer, {})
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     exchange.attach()

@@ -15,6 +15,7 @@ from hvdlite.header import digest
 from hvdlite_torch.amp import share_infinities
 from hvdlite_torch.closures import closure_of, replace_closure
 from hvdlite_torch.options import Options
+from hvdlite_torch.own_parameters import refuse_steps
 from hvdlite_torch.shardable import check_shardable
 from hvdlite_torch.shares import Shares, refuse_synchronize
 from hvdlite_torch.stepping import SteppingExchange
@@ -57,6 +58,9 @@ class SharedSteps(SteppingExchange):
     def synchronize(self) -> None:
         refuse_synchronize("synchronize()")
 
+    def _has_local_gradients(self) -> bool:
+        return True  # of whole parameters it is never the combined one
+
     @contextlib.contextmanager
     def skip(self) -> Iterator[None]:
         refuse_synchronize("skip_synchronize()")
@@ -65,6 +69,7 @@ class SharedSteps(SteppingExchange):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._shares.put_back()  # a step that failed may have left the pieces there
         self._fused.back()
+        refuse_steps(optimizer)
         if self._standing_in is not None:
             self._give(self._standing_in)
             self._clip()

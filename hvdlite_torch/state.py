@@ -6,7 +6,8 @@ import contextlib
 import functools
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,9 @@ from hvdlite_torch.distributed import Distributed, Sharded
 from hvdlite_torch.movements import broadcast_
 
 T = TypeVar("T")
+
+_EXTRA = "_extra_state"
+"""How torch's state dicts call what `get_extra_state` of a module returns."""
 
 
 def broadcast_parameters(
@@ -40,6 +44,7 @@ def broadcast_parameters(
         ArgumentError: `params` has something else in it.
         MismatchError: The ranks have different tensors, or other names for them. Raised on all of them.
     """
+    model = params if isinstance(params, torch.nn.Module) else None
     if isinstance(params, torch.nn.Module):
         params = params.state_dict()
     if isinstance(params, torch.optim.Optimizer):
@@ -49,6 +54,8 @@ def broadcast_parameters(
     given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
     unnamed = [(str(number), value) for number, value in enumerate(given) if isinstance(value, torch.Tensor)]
     items = unnamed or sorted(given, key=lambda item: item[0])
+    extra = [(name, value) for name, value in items if str(name).endswith(_EXTRA)]
+    items = [item for item in items if not str(item[0]).endswith(_EXTRA)]
     tensors = []
     for name, value in items:
         if not isinstance(value, torch.Tensor):
@@ -57,12 +64,40 @@ def broadcast_parameters(
             )
         tensors.append(value)
     check_same(
-        [*(repr(name) for name, _ in items), f"no more than these {len(items)}"],
+        [*(repr(name) for name, _ in [*items, *extra]), f"no more than these {len(items) + len(extra)}"],
         "the tensors that broadcast_parameters is given",
         hvdlite.global_process_set.members if process_set is None else process_set.members,
         functools.partial(hvdlite.allgather_object, process_set=process_set),
     )
     _broadcast(tensors, root_rank, process_set)
+    if extra and model is not None:
+        _broadcast_extra_states(model, root_rank, process_set)
+    elif extra:
+        _check_extra_states(extra, process_set)
+
+
+def _broadcast_extra_states(model: torch.nn.Module, root_rank: int, process_set: ProcessSet) -> None:
+    """What modules of a model have besides parameters and buffers: `torch.nn.Module.get_extra_state`."""
+    own = torch.nn.Module.get_extra_state
+    modules = {name: each for name, each in model.named_modules() if type(each).get_extra_state is not own}
+    states = {name: module.get_extra_state() for name, module in modules.items()}
+    for name, state in broadcast_object(states, root_rank, process_set=process_set).items():
+        if rank_in(process_set) != root_within(process_set, root_rank):
+            modules[name].set_extra_state(state)
+
+
+def _check_extra_states(extra: Sequence[tuple[str, Any]], process_set: ProcessSet) -> None:
+    """Raise if what modules have besides is not the same on all ranks: of it a state dict has a copy.
+
+    Raises:
+        MismatchError: It is not. Raised on all ranks.
+    """
+    check_same(
+        [f"{name!r} with checksum {zlib.crc32(pickle.dumps(value)):08x}" for name, value in extra],
+        "extra states, which can be set in a model only: use hvd.broadcast_parameters(model), for it",
+        hvdlite.global_process_set.ranks if process_set is None else process_set.ranks,
+        functools.partial(hvdlite.allgather_object, process_set=process_set),
+    )
 
 
 def broadcast_optimizer_state(

@@ -22,12 +22,15 @@ class StepGuard:
     Args:
         before: What goes on before a step, as a step hook of torch.
         after: What goes on after a step, as a step hook of torch.
+
+    Attributes:
+        inside: A step goes on.
     """
 
     def __init__(self, before: Before, after: After) -> None:
         self._before = before
         self._after = after
-        self._inside = False
+        self.inside = False
         self._depth = 0
         """Of steps whose hooks have run, within the outermost. It says nothing outside."""
         self._owed: Callable[[], None] | None = None
@@ -51,20 +54,20 @@ class StepGuard:
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `step`, which is the outermost one unless another goes on."""
-        if self._inside:
+        if self.inside:
             return step(*args, **kwargs)
-        self._inside, self._depth, self._owed = True, 0, None
+        self.inside, self._depth, self._owed = True, 0, None
         try:
             result = step(*args, **kwargs)
             if self._owed is not None:  # a step within has failed, and the outermost has caught that
                 self._owed()
             return result
         finally:
-            self._inside = False
+            self.inside = False
             self._owed = None
 
     def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._inside:
+        if self.inside:
             self._depth += 1
             if self._depth > 1:
                 return None
@@ -72,7 +75,7 @@ class StepGuard:
         return self._before(optimizer, args, kwargs)
 
     def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._inside:
+        if self.inside:
             self._depth -= 1
             if self._depth > 0:
                 return
@@ -82,6 +85,8 @@ class StepGuard:
 
 def guarded(step: Callable[..., Any]) -> Callable[..., Any]:
     """The `step` of a distributed optimizer's class: that of its plain class, which it wraps."""
+    if not getattr(step, "hooked", False):  # of a class that torch has not met: hooks are for this object alone
+        step = torch.optim.Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:

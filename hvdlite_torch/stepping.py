@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.header import Exchanged, Said
+from hvdlite_torch import clipping
 from hvdlite_torch.advice import Advice
 from hvdlite_torch.agreement import check_agreement
 from hvdlite_torch.amp import finish_unscaling
@@ -28,6 +30,7 @@ from hvdlite_torch.fused import FusedStep
 from hvdlite_torch.in_step import InStep
 from hvdlite_torch.lease import Lease
 from hvdlite_torch.options import Options
+from hvdlite_torch.own_parameters import refuse_steps
 from hvdlite_torch.step_guard import StepGuard
 from hvdlite_torch.tensor import are_same
 
@@ -84,6 +87,8 @@ class SteppingExchange(abc.ABC):
     def attach(self) -> None:
         """Have the optimizer call this at each step."""
         self.guard.attach(self.optimizer)
+        if self._world.config.advice and len(self._world.ranks(self.process_set)) > 1:
+            clipping.watch(self)
 
     def _trainable(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -151,6 +156,23 @@ class SteppingExchange(abc.ABC):
             self._sees_all = True
             self._make_hooks()
 
+    # What may go wrong quietly
+
+    def trains_any_of(self, parameters: AbstractSet[int]) -> bool:
+        """Whether some of these, given by their ``id``, are trained here."""
+        return any(id(parameter) in parameters for parameter in self._trainable())
+
+    def advise_on_clipping(self, called: str, how: str) -> bool:
+        """Gradients are being clipped, by the function `called`. Returns whether that was the time for advice."""
+        local = self._has_local_gradients()
+        if local:
+            self._advice.clipped_alone(called, how, can_synchronize=self._adapts)
+        return local
+
+    def _has_local_gradients(self) -> bool:
+        """Whether ``p.grad`` is what this rank alone has computed."""
+        return not (self._synchronized or self.guard.inside)
+
     def before_unscale(self) -> None:
         """A GradScaler is about to look for infinities: in the combined gradients, so that all ranks find the same."""
         if not self._synchronized and not self._skip:
@@ -182,6 +204,7 @@ class SteppingExchange(abc.ABC):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """The step hook. `args` begin with the optimizer; returns those to call `step` with instead."""
         self._fused.back()  # a step that failed may have left it
+        refuse_steps(optimizer)
         closure = closure_of(args, kwargs)
         if closure is None:
             self._before_plain_step()

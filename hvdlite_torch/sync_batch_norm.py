@@ -102,7 +102,8 @@ class SyncBatchNorm(_BatchNorm):
         share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1))
         for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
-            running.mul_(1 - share).add_(now.to(running.dtype), alpha=share)
+            # Rounded once, as torch does, where they are halves.
+            running.copy_(running.to(now.dtype) * (1 - share) + now * share)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: M, process_set: ProcessSet | None = None) -> M | SyncBatchNorm:

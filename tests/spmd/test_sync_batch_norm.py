@@ -287,3 +287,23 @@ def test_bad_input(ranks: Any) -> None:
         assert SyncBatchNorm(2)(torch.ones(1, 2)).shape == (1, 2)
 
     ranks(check)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_running_statistics_in_halves_are_rounded_once(ranks: Any, dtype: torch.dtype) -> None:
+    """As torch rounds them; with each step they would come further from those in float32."""
+
+    def check() -> None:
+        if hvd.size() == 1:
+            return  # it is torch's own then
+        layer = hvd.SyncBatchNorm(64, dtype=dtype)
+        before = torch.linspace(1, 3, 64).to(dtype)
+        assert layer.running_mean is not None
+        layer.running_mean.copy_(before)
+        x = torch.arange(8 * 64).view(8, 64).remainder(13).to(dtype)
+        layer(x[::2] if hvd.rank() == 0 else x[1::2])
+        mean = torch.cat([x[::2], *[x[1::2]] * (hvd.size() - 1)]).double().mean(0)
+        expected = 0.9 * before.double() + 0.1 * mean
+        assert ((layer.running_mean.double() - expected).abs() <= 0.501 * torch.finfo(dtype).eps * expected).all()
+
+    ranks(check)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
 import hvdlite_torch as hvd
-from tests.spmd.test_torch_training import every_way
+from hvdlite.errors import ArgumentError, MismatchError
+from tests.spmd.test_torch_training import (
+    MODEL,
+    OPTIMIZERS,
+    assert_equal_everywhere,
+    distance,
+    every_way,
+    flat,
+    split,
+    train,
+)
 
 
 @every_way
@@ -87,5 +98,80 @@ def test_state_keeps_the_dtypes_that_the_root_has(ranks: Any, cls: Any, way: str
         if cls is Mixed:
             assert [everybody[0][0][name].dtype for name in ("master",)] == [torch.float64]
             assert everybody[0][0]["history"][0].dtype is torch.int8
+
+    ranks(check)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As many programs have it: without torch's constructor (Zhang et al., arXiv:1907.08610)."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+        self.state, self.defaults = optimizer.state, optimizer.defaults
+        self.slow = {p: p.detach().clone() for group in self.param_groups for p in group["params"]}
+        self.steps = 0
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for parameter, slow in self.slow.items():
+                parameter.copy_(slow.add_(parameter - slow, alpha=0.5))
+
+
+@pytest.mark.parametrize("options", [{"overlap": False}, {"overlap": True}], ids=["plain", "overlapped"])
+def test_optimizers_that_do_not_call_torchs_constructor(ranks: Any, options: Any) -> None:
+    single = copy.deepcopy(MODEL)
+    train(single, Lookahead(OPTIMIZERS["adam"](single.parameters())), slice(None), steps=5)
+
+    def check() -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = hvd.DistributedOptimizer(Lookahead(OPTIMIZERS["adam"](model.parameters())), **options)
+        train(model, optimizer, split(48, "uneven"), steps=5)
+        assert distance(flat(model), flat(single)) <= 1e-5
+        with pytest.raises(ArgumentError, match="Lookahead is not known to"):
+            hvd.DistributedOptimizer(Lookahead(OPTIMIZERS["adam"](model.parameters())), shard=True)
+
+    ranks(check)
+    train(single, Lookahead(OPTIMIZERS["adam"](single.parameters())), slice(None), steps=1)  # others are left alone
+
+
+class Counting(torch.nn.Linear):
+    """A module with an extra state, as layers of float8 have."""
+
+    def __init__(self, seen: object) -> None:
+        super().__init__(2, 2)
+        self.seen = seen
+
+    def get_extra_state(self) -> object:
+        return self.seen
+
+    def set_extra_state(self, state: object) -> None:
+        self.seen = state
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_extra_states_are_broadcast_to_a_model(ranks: Any, tensor: bool) -> None:
+    def check() -> None:
+        value = [float(hvd.rank()), 2.0]
+        inner = Counting(torch.tensor(value) if tensor else value)
+        model = torch.nn.Sequential(torch.nn.Sequential(inner), Counting("the same"))
+        root = hvd.size() - 1
+        hvd.broadcast_parameters(model, root)
+        assert list(inner.seen) == [root, 2.0]  # type: ignore[call-overload]
+        assert_equal_everywhere(flat(model))
+        inner.seen = torch.tensor(value) if tensor else value
+        if hvd.size() > 1:  # a state dict has a copy, so nothing can be set by it
+            with pytest.raises(
+                MismatchError, match=r"(?s)broadcast_parameters\(model\).*'0.0._extra_state' with checksum"
+            ):
+                hvd.broadcast_parameters(model.state_dict(), root)
+        inner.seen = 7
+        hvd.broadcast_parameters(model.state_dict(), root)
 
     ranks(check)

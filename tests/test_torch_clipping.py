@@ -1,0 +1,87 @@
+"""A program that clips gradients before they are combined is told so, once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+
+import hvdlite_torch as hvd
+from hvdlite.config import Config
+from hvdlite.testing import on_ranks
+
+CLIP: dict[str, Callable[[Any], object]] = {
+    "by its name": lambda parameters: clip_grad_norm_(parameters, 1.0),
+    "by its place": lambda parameters: torch.nn.utils.clip_grad_norm_(iter(parameters), max_norm=1.0),
+    "one": lambda parameters: clip_grad_norm_(parameters[0], 1.0),
+    "values": lambda parameters: torch.nn.utils.clip_grad_value_(parameters, 0.5),
+}
+
+
+def said(n: int, program: Callable[..., None], **options: Any) -> list[str]:
+    """What the program is told about clipping, on n ranks."""
+
+    def run() -> None:
+        parameters = [torch.nn.Parameter(torch.full((3,), 1.0)) for _ in range(2)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (sum(parameter.sum() for parameter in parameters) * (hvd.rank() + 1.0)).backward()
+            program(parameters, optimizer)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        on_ranks(n, run, config=Config(advice=True))
+    return [str(each.message) for each in found if "clip" in str(each.message)]
+
+
+@pytest.mark.parametrize("how", CLIP)
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "sharded"])
+def test_clipping_before_the_exchange(how: str, options: Any) -> None:
+    def program(parameters: Any, optimizer: Any) -> None:
+        CLIP[how](parameters)
+        optimizer.step()
+
+    (text,) = said(2, program, **options)
+    assert (
+        "clip_grad_value_() clips this" if how == "values" else "clip_grad_norm_() clips by the norm of this"
+    ) in text
+    assert "max_grad_norm" in text
+    assert ("synchronize()" in text) is (not options)
+
+
+def test_clipping_of_combined_gradients() -> None:
+    def program(parameters: Any, optimizer: Any) -> None:
+        optimizer.synchronize()
+        clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        norm = torch.stack([parameter.grad.norm() for parameter in parameters]).norm()
+        assert abs(float(norm) - 1.0) < 1e-5
+
+    assert not said(2, program)
+
+
+def test_clipping_by_a_hook_of_the_step() -> None:
+    def program(parameters: Any, optimizer: Any) -> None:
+        handle = optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(parameters, 1.0) and None)
+        optimizer.step()
+        handle.remove()
+
+    assert not said(2, program)
+
+
+def test_clipping_that_is_nobodys_business() -> None:
+    other = torch.nn.Parameter(torch.ones(3))
+
+    def program(parameters: Any, optimizer: Any) -> None:
+        clip_grad_norm_([other], 1.0)
+        optimizer.step()
+
+    assert not said(2, program)
+    assert not said(2, program, max_grad_norm=0.1)
+    assert not said(1, lambda parameters, optimizer: CLIP["by its name"](parameters))
+    assert not said(2, lambda parameters, optimizer: CLIP["by its name"](parameters), op=hvd.Adasum)
