@@ -11,11 +11,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from hvdlite.errors import LaunchError
-from hvdlite.launch import failures, shared_memory, worker
+from hvdlite.launch import failures, ranks, shared_memory, worker
 from hvdlite.launch.failures import Failure
 from hvdlite.launch.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
 from hvdlite.launch.mpi import (
@@ -28,6 +29,8 @@ from hvdlite.launch.mpi import (
     worker_command,
 )
 from hvdlite.launch.output import Output, Sink
+from hvdlite.launch.ranks import Departure, Rank
+from hvdlite.launch.server import Connection
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
 
 
@@ -551,6 +554,33 @@ def test_first_failure() -> None:
     assert failures.first([effect, later, cause]) is cause
     assert failures.first([effect]) is effect
     assert failures.exit_code(-9) == 137 and failures.signal_name(64) in ("SIGRTMAX", "signal 64")
+
+
+def test_ranks_on_a_busy_machine_may_take_long_to_go() -> None:
+    """What counts is the time that they could have used."""
+
+    connection = cast(Connection, None)
+    known = [Rank(number, connection, "here", pid=number, guard=9, local=True) for number in range(2)]
+    waited = {0: 5.0, 1: 7.0}
+    departure = Departure(known, 100.0, waited.__getitem__)
+    assert departure.seconds(known, 103.0) == 3.0
+    waited[1] += 18.5
+    assert departure.seconds(known, 120.0) == 1.5
+    known[1].exited = True
+    assert departure.seconds(known, 120.0) == 20.0
+
+
+def test_time_for_which_a_process_waits_for_a_core() -> None:
+    core = min(os.sched_getaffinity(0))
+    spin = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    both = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
+    try:
+        wait_for(lambda: all(ranks._starved_seconds(each.pid) > 0.1 for each in both), 30)
+    finally:
+        for each in both:
+            each.kill()
+            each.wait()
+    assert ranks._starved_seconds(both[0].pid) == 0.0
 
 
 def test_guard_needs_no_package() -> None:

@@ -26,7 +26,7 @@ from hvdlite.launch.mpi import Mpi, Placement, command, environment
 from hvdlite.launch.mpi_process import MpiProcess
 from hvdlite.launch.output import Output
 from hvdlite.launch.rank_environment import THREADS_VARIABLE
-from hvdlite.launch.ranks import Rank, Ranks
+from hvdlite.launch.ranks import Departure, Rank, Ranks
 from hvdlite.launch.server import Connection, Server
 from hvdlite.session import Message, ProtocolError
 
@@ -89,7 +89,7 @@ class Job:
         self._interrupted: int | None = None
         self._noted = False
         self._first_asked: Rank | None = None
-        self._all_finished_at: float | None = None
+        self._departure: Departure | None = None
         self._last_look = time.monotonic()
 
     def run(self) -> Failure | None:
@@ -291,8 +291,8 @@ class Job:
     def _note_slow_exit(self, now: float) -> None:
         if self._noted or self._ending is not None or not self._ranks.are_finished:
             return
-        self._all_finished_at = self._all_finished_at or now
-        if now - self._all_finished_at <= _EXIT_NOTE_SECONDS:
+        self._departure = self._departure or Departure(self._ranks, now)
+        if self._departure.seconds(self._ranks, now) <= _EXIT_NOTE_SECONDS:
             return
         if self._ranks.are_complete:
             self._ending = _Ending(0.0)  # the MPI launcher alone is left, and does not go by itself

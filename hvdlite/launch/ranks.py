@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,6 +153,36 @@ class Ranks:
             if rank.local and not rank.gone:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(rank.guard, signal.SIGKILL)
+
+
+class Departure:
+    """How long ranks take to go whose programs have come to their ends. On a busy machine that may be long, and is no fault.
+
+    Args:
+        ranks: All of them.
+        now: The time, as of `time.monotonic`.
+        starved: Gives for how long a process of this machine has waited for a core, in all.
+    """
+
+    def __init__(self, ranks: Iterable[Rank], now: float, starved: Callable[[int], float] | None = None) -> None:
+        self._starved = starved or _starved_seconds
+        self._since = now
+        self._before = {rank.number: self._starved(rank.pid) for rank in ranks if rank.local}
+
+    def seconds(self, ranks: Iterable[Rank], now: float) -> float:
+        """The time that each rank which is still there could have used: the least of them; since the beginning if none is."""
+        had = [now - self._since]
+        for rank in ranks:
+            if rank.local and not rank.exited:
+                had.append(now - self._since - (self._starved(rank.pid) - self._before.get(rank.number, 0.0)))
+        return min(had)
+
+
+def _starved_seconds(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):  # it has just ended; or this kernel does not count
+        return 0.0
 
 
 def _is_stopped(pid: int) -> bool:
