@@ -567,14 +567,14 @@ def test_a_rank_that_leaves_ends_what_the_others_have_launched() -> None:
             x = gpu.ready(torch.ones(4))
             channel.allreduce(x, hvd.Sum, gpu.current())
             if hvd.rank() == 1:
-                world.watch.leave()
+                world.watch.leave("it has come to the end of its program")
                 return
             library.hang_at = "all_reduce"  # as a kernel that waits for rank 1
             try:
                 channel.allreduce(x, hvd.Sum, gpu.current())
             except Exception as error:
                 failures.append(error)
-            world.watch.leave()
+            world.watch.leave("it has come to the end of its program")
 
     on_ranks(2, check, timeout=30)
     (failure,) = failures
