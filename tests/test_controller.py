@@ -366,3 +366,23 @@ def test_joining_costs_one_letter_up_and_one_plan_down(size: int) -> None:
 def test_ranks_text() -> None:
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([0, 2, 1, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
+
+
+def test_names_that_are_used_once_are_forgotten() -> None:
+    """By all ranks at the same points of their sequences: each understands the others' ids all the way."""
+    fabric, ranks = controllers(5, 2, cache_entries=16)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    draw = random.Random(0)
+    for number in range(500):
+        for rank in draw.sample(ranks, len(ranks)):
+            rank.announce(f"once {number}", signature("float32"))
+            rank.announce("again", signature("float32"))
+        settle(fabric, ranks, log, draw)
+    assert all(entry == log[0] for entry in log)
+    assert sorted(key for decision in log[0] for key in decision.keys) == sorted(
+        [*(f"once {number}" for number in range(500)), *["again"] * 500]
+    )
+    for rank in ranks:
+        assert len(rank._cache.entries) == len(rank._cache.ids) <= 16
+        assert len(rank._retired) <= 2
+        assert not rank._announced and not rank._failed and not rank._tallies._tallies

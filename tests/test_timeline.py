@@ -324,7 +324,7 @@ def test_what_a_killed_rank_leaves_is_merged_and_says_who_waited_for_it(start: S
     path, out = tmp_path / "trace.json", tmp_path / "merged.json"
     ended = start("-np", "3", "--timeline-filename", str(path), "python", PROGRAM, "killed", str(tmp_path)).end()
     assert ended.code == 137
-    assert not path.exists()
+    assert path.samefile(tmp_path / "trace.json.ranks" / "rank.0.json")
     assert main(["timeline", "merge", f"{path}.ranks", "-o", str(out)]) == 0
     trace = json.loads(out.read_text())
     events = check_chrome_trace(trace)

@@ -344,7 +344,7 @@ class Reducescatter(TensorOperation):
                     "reducescatter splits the first dimension among the ranks; a 0-d tensor has none."
                 )
         self.arithmetic = _Arithmetic(op, float(prescale), float(postscale), "auto")
-        arguments = (("op", op.value), ("prescale", prescale), ("postscale", postscale), *self.where)
+        arguments = (("op", op.value), ("prescale", float(prescale)), ("postscale", float(postscale)), *self.where)
         self.signature = ("reducescatter", tuple(self.infos), arguments)
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:

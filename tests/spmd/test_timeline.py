@@ -16,6 +16,7 @@ import pytest
 import hvdlite as hvd
 from hvdlite.errors import ArgumentError
 from tests.chrome_trace import check_chrome_trace
+from tests.jobs import wait_for
 
 Ranks = Callable[..., list[Any]]
 
@@ -95,6 +96,28 @@ def test_what_ran_together_has_the_same_number_on_all_ranks(ranks: Ranks, tmp_pa
             numbers[event["pid"]].append((event["name"], event["args"]["number"]))
     assert all(sorted(found) == sorted(numbers[0]) for found in numbers.values())
     assert len(set(numbers[0])) == len(numbers[0]) == 20
+
+
+def test_the_trace_can_be_read_while_the_job_runs(ranks: Ranks, tmp_path: Path) -> None:
+    """As Horovod's: at its path, on rank 0's host, with what rank 0 does."""
+
+    def work() -> None:
+        path = _shared(tmp_path / "trace.json")
+        if hvd.rank() == 0:
+            path.write_text("of an earlier job")
+        hvd.start_timeline(path, mark_cycles=True)
+        hvd.allreduce(np.ones(3), name="seen")
+        if hvd.rank() == 0:
+            wanted = ("allreduce.seen", "NEGOTIATE_ALLREDUCE", '"ALLREDUCE"', "CYCLE_START")
+            wait_for(lambda: all(word in path.read_text() for word in wanted), 20)
+            assert path.read_text().startswith("[\n{")
+        hvd.barrier()
+        hvd.stop_timeline()
+        assert json.loads(path.read_text())["otherData"]["hvdlite"]
+        assert not path.is_symlink() and list(path.parent.iterdir()) == [path]
+        hvd.barrier()
+
+    ranks(work)
 
 
 def test_start_and_stop_again(ranks: Ranks, tmp_path: Path) -> None:
