@@ -10,6 +10,7 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.arguments import root_within
+from hvdlite.errors import ArgumentError
 from hvdlite_tf.graph import as_written, operation_of
 from hvdlite_tf.movements import broadcast_
 
@@ -34,10 +35,16 @@ def broadcast_variables(
         In a graph for a session, the operation that does it. Else None: in eager code it is done, and a tf.function does it.
 
     Raises:
+        ArgumentError: It is no list of variables.
         UnsupportedTensorError: One of them is no variable.
         MismatchError: The ranks have different variables; raised on all of them.
         tf.errors.OpError: As in `allreduce`.
     """
+    if not isinstance(variables, Iterable):
+        raise ArgumentError(
+            "broadcast_variables takes a list of variables, such as model.weights or optimizer.variables; got a "
+            f"{type(variables).__name__}."
+        )
     return operation_of(broadcast_(list(variables), root_rank, process_set=process_set))
 
 

@@ -73,8 +73,8 @@ class Started:
             text=True,
         )
 
-    def end(self) -> Ended:
-        out, err = self.process.communicate(timeout=LIMIT)
+    def end(self, limit: float = LIMIT) -> Ended:
+        out, err = self.process.communicate(timeout=limit)
         return Ended(self.process.returncode, out, err, time.time())
 
     def ready(self, count: int) -> list[tuple[int, int]]:

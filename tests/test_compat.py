@@ -379,6 +379,9 @@ def test_what_is_missing_is_explained(horovod: ModuleType) -> None:
     for statement in ("import horovod.mxnet", "from horovod import mxnet", "import horovod.mxnet.x as y"):
         with pytest.raises(ModuleNotFoundError, match=rf"horovod\.mxnet.* is not in hvdlite: MXNet is not.*{where}"):
             exec(statement)
+    for statement in ("from horovod.run import run", "import horovod.run.runner"):
+        with pytest.raises(ModuleNotFoundError, match=r"is a function now: `from horovod import run`"):
+            exec(statement)
     with pytest.raises(ModuleNotFoundError, match="hvdliterun"):
         importlib.import_module("horovod.runner.launch")
 

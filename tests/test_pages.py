@@ -11,6 +11,9 @@ import pytest
 from tests.jobs import ROOT, Start
 from tests.pages import program_of
 
+LIMIT = 150.0
+"""Seconds for one job. Each imports much more than others do, which takes a busy machine long."""
+
 
 def test_pieces_keep_their_lines(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
@@ -23,32 +26,38 @@ def losses(out: str) -> list[tuple[int, float, float]]:
     return [(int(epoch), float(loss), float(accuracy)) for epoch, loss, accuracy in found]
 
 
+@pytest.mark.timeout(3 * LIMIT + 20)
 def test_torch_training(start: Start, tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text(program_of(ROOT / "docs/torch_training.md"))
+    """One rank; two that stop; and two that go on from there, each with a share of the optimizer's state."""
+    text = program_of(ROOT / "docs/torch_training.md")
+    program, sharded = tmp_path / "train.py", tmp_path / "train_sharded.py"
+    program.write_text(text)
+    sharded.write_text(text.replace("max_grad_norm=1.0)", "max_grad_norm=1.0, shard=True)"))
+    assert "shard=True" in sharded.read_text()
     seen = {}
-    for name, size, epochs in (("alone", 1, 6), ("stopped", 2, 3), ("resumed", 2, 6)):
+    for name, size, epochs in (("alone", 1, 4), ("stopped", 2, 2), ("resumed", 2, 4)):
         folder = tmp_path / ("alone" if size == 1 else "together")
         folder.mkdir(exist_ok=True)
-        ended = start("-np", str(size), "--no-tag-output", str(program), str(epochs), cwd=folder).end()
+        chosen = sharded if name == "resumed" else program
+        ended = start("-np", str(size), "--no-tag-output", str(chosen), str(epochs), cwd=folder).end(LIMIT)
         assert ended.code == 0, ended.out + ended.err
         assert re.match(rf"{size} ranks? on 1 host \(.*MPI.*\)\n", ended.out), ended.out
         assert "Warning" not in ended.err
         seen[name] = losses(ended.out)
-    assert [epoch for epoch, _, _ in seen["alone"]] == [1, 2, 3, 4, 5, 6]
+    assert [epoch for epoch, _, _ in seen["alone"]] == [1, 2, 3, 4]
     together = seen["stopped"] + seen["resumed"]
-    assert [epoch for epoch, _, _ in together] == [1, 2, 3, 4, 5, 6]
+    assert [epoch for epoch, _, _ in together] == [1, 2, 3, 4]
     for one, several in zip(seen["alone"], together, strict=True):
         assert abs(one[1] - several[1]) < 2e-3 * max(1, one[1])
         assert abs(one[2] - several[2]) < 0.6  # two of 360 images
-    assert seen["alone"][-1][2] > 90
+    assert seen["alone"][-1][2] > 85
 
 
 def test_jax(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="JAX is not installed, which docs/jax.md is about")
     program = tmp_path / "train.py"
     program.write_text(program_of(ROOT / "docs/jax.md"))
-    ended = start("-np", "2", "--no-tag-output", str(program)).end()
+    ended = start("-np", "2", "--no-tag-output", str(program)).end(LIMIT)
     assert ended.code == 0, ended.out + ended.err
     rows = np.random.default_rng(0).normal(size=(64, 3))
     inputs = np.column_stack([rows, np.ones(64)])

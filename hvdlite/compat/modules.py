@@ -28,6 +28,10 @@ def spec_of(name: str) -> ModuleSpec:
     Raises:
         ModuleNotFoundError: hvdlite has no such module; also where a name is imported that a module does not have.
     """
+    if f"{name}.".startswith("horovod.run."):
+        raise ModuleNotFoundError(
+            f"{name}: horovod.run was a module before Horovod 0.20, and is a function now: `from horovod import run`. {_WHERE}"
+        )
     if name not in MODULES:
         # Without `name=`: ``from horovod import x`` would drop this error and raise one that says nothing.
         raise ModuleNotFoundError(f"{missing(name)} {_WHERE}")

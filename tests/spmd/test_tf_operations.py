@@ -449,6 +449,8 @@ def test_broadcast_of_variables(ranks: Any, mode: str) -> None:
         assert value.numpy().tolist() == variables[0].numpy().tolist() == [0.0, 0.0]
         with pytest.raises(UnsupportedTensorError, match="expected a variable"):
             hvd.broadcast_variables([tf.ones(1)], 0)
+        with pytest.raises(ArgumentError, match="such as model.weights or optimizer.variables; got a Module"):
+            hvd.broadcast_variables(tf.Module(), 0)
         with pytest.raises(ArgumentError, match="root_rank=-1"):
             hvd.broadcast_variables(variables, -1)
 
