@@ -10,23 +10,38 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from hvdlite_tf import optimizer as own
+from hvdlite_tf.horovod_keras import KerasHabits, gradients_of, is_known, let_keras_take
+from hvdlite_tf.horovod_operations import (
+    allgather,
+    broadcast,
+    grouped_allgather,
+    grouped_reducescatter,
+    reducescatter,
+)
 from hvdlite_tf.keras_optimizer import Distributed
 from hvdlite_tf.tf_keras_optimizer import DistributedTfKeras
 from hvdlite_tf.v1 import DistributedV1
 
-__all__ = ["DistributedOptimizer"]
+__all__ = [
+    "DistributedOptimizer",
+    "allgather",
+    "broadcast",
+    "grouped_allgather",
+    "grouped_reducescatter",
+    "reducescatter",
+]
 
 Wrap = TypeVar("Wrap", bound=Callable[..., Any])
 
 
 def with_habits(wrap: Wrap) -> Wrap:
-    """Let a function that makes an optimizer a distributed one give it the habits of `_KerasHabits` and `_TfKerasHabits`."""
+    """Let a function that makes an optimizer a distributed one give it the habits of `KerasHabits` and `_TfKerasHabits`."""
 
     @functools.wraps(wrap)
     def wrapped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         distributed = wrap(optimizer, *args, **kwargs)
         if isinstance(distributed, Distributed):
-            _add_to_class(distributed, _KerasHabits)
+            _add_to_class(distributed, KerasHabits)
         elif isinstance(distributed, DistributedTfKeras):
             _add_to_class(distributed, _TfKerasHabits)
             distributed._hvdlite_state.counts_passes = True
@@ -60,31 +75,6 @@ def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
     return cached
 
 
-class _CallableList(list[Any]):
-    """``optimizer.variables`` was a method once, and is a list now: this is both."""
-
-    def __call__(self) -> list[Any]:
-        return self
-
-
-class _KerasHabits(Distributed):
-    """``optimizer.variables()`` and ``optimizer.lr``, as in the Keras of Horovod's time."""
-
-    @property
-    def variables(self) -> Any:
-        """The optimizer's variables."""
-        return _CallableList(super().variables)
-
-    @property
-    def lr(self) -> Any:
-        """The learning rate."""
-        return self.learning_rate
-
-    @lr.setter
-    def lr(self, value: Any) -> None:
-        self.learning_rate = value
-
-
 class _TfKerasHabits(DistributedTfKeras):
     """`compute_gradients` returns the gradients of all ranks, and `iterations` counts every pass."""
 
@@ -98,9 +88,12 @@ class _TfKerasHabits(DistributedTfKeras):
         object.__setattr__(self, "_horovod_combined", combined)
         return combined
 
-    def _compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        pairs = super()._compute_gradients(*args, **kwargs)  # type: ignore[misc]
-        return self._combined(pairs)
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[tuple[Any, Any]]:
+        # The newer ones have none, and programs for Horovod call it.
+        compute = getattr(super(), "_compute_gradients", gradients_of)
+        return self._combined(compute(loss, var_list, grad_loss, tape))
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """The gradients of all ranks, with their variables. Arguments as the plain optimizer has them."""
@@ -116,7 +109,7 @@ class _TfKerasHabits(DistributedTfKeras):
         pairs = list(grads_and_vars)
         known = self.__dict__.get("_horovod_combined", ())
         plain = functools.partial(super().apply_gradients, pairs, *args)  # type: ignore[misc]
-        if len(pairs) != len(known) or any(pair[0] is not each for pair, each in zip(pairs, known, strict=True)):
+        if not is_known([gradient for gradient, _ in pairs], known):
             return plain(**kwargs)
         plain = functools.partial(plain, **{**kwargs, "experimental_aggregate_gradients": False})
         passes = self._hvdlite_state.passes
@@ -132,3 +125,4 @@ def _add_to_class(optimizer: Any, mixin: type) -> None:
 
 
 DistributedOptimizer = with_habits(own.DistributedOptimizer)
+let_keras_take()

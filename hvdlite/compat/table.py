@@ -160,7 +160,7 @@ MODULES: dict[str, Module] = {
         loads=words("compression elastic functions gradient_aggregation mpi_ops sync_batch_norm util"),
     ),
     "horovod.tensorflow.mpi_ops": Module(
-        ("hvdlite_tf.horovod_names", "hvdlite_tf"),
+        ("hvdlite_tf.horovod_operations", "hvdlite_tf.horovod_names", "hvdlite_tf"),
         (*_COMMON, *_TF_OPERATIONS, *_TF_HELPERS[:3], *words("_allreduce _alltoall_grad")),
     ),
     "horovod.tensorflow.functions": Module(("hvdlite_tf",), _TF_FUNCTIONS),
@@ -185,7 +185,9 @@ MODULES: dict[str, Module] = {
                 whole=True,
                 loads=("callbacks", "elastic"),
             ),
-            f"{package}.callbacks": Module(("hvdlite_tf.keras.callbacks",), _KERAS_CALLBACKS),
+            f"{package}.callbacks": Module(
+                ("hvdlite_tf.keras.horovod_callbacks", "hvdlite_tf.keras.callbacks"), _KERAS_CALLBACKS
+            ),
             f"{package}.elastic": Module(("hvdlite_tf.keras.elastic",), _KERAS_ELASTIC),
         }.items()
     },

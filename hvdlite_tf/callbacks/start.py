@@ -107,7 +107,8 @@ def check_models(model: Any, process_set: ProcessSet | None) -> None:
         MismatchError: Numbers, shapes or dtypes of the weights differ. Raised on all of them; names the first that does.
     """
     # By shape and dtype: names count up the layers that a process has made, for this model or another.
-    own = [(str(getattr(weight, "path", weight.name)), tuple(weight.shape), _dtype(weight)) for weight in model.weights]
+    weights = model.weights if model.built else []  # of a model of tf_keras that is not built, to ask for them raises
+    own = [(str(getattr(weight, "path", weight.name)), tuple(weight.shape), _dtype(weight)) for weight in weights]
     built = hvdlite.allgather_object(own if model.built else None, process_set=process_set)
     unbuilt = [rank for rank, layout in enumerate(built) if layout is None]
     if unbuilt:

@@ -1,0 +1,74 @@
+"""The operations of ``horovod.tensorflow`` whose gradients are not those of the sum of all ranks' losses, with Horovod's.
+
+With n ranks, the gradients of Horovod's `allgather` and `broadcast` are those of `hvdlite_tf` divided by n, and those of its
+`reducescatter` are n times as large. Learning rates of programs that differentiate them were chosen for that.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import tensorflow as tf
+
+from hvdlite.arguments import group_of, size_of
+from hvdlite_tf import movements, scattering
+from hvdlite_tf.arguments import as_tensor, is_group
+from hvdlite_tf.graph import as_written
+from hvdlite_tf.keras import values
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _scaled(given: Any, factor: float) -> Any:
+    """A tensor, or a list of tensors, as it is, with gradients that are multiplied by a number."""
+    if is_group(given):
+        return [_scaled(each, factor) for each in given]
+    tensor = as_tensor(given)
+    if not (tensor.dtype.is_floating or tensor.dtype.is_complex):
+        return tensor
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def scale(same: tf.Tensor) -> Any:
+        return tf.identity(same), lambda gradient: gradient * tf.cast(factor, gradient.dtype)
+
+    return scale(tensor)
+
+
+def _with_gradient(function: Callable[P, R], factor: Callable[[int], float]) -> Callable[P, R]:
+    """`function`, whose gradient is multiplied by the `factor` of the number of ranks that take part."""
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters))
+
+    @as_written
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments[first]
+        if not isinstance(given, tf.IndexedSlices):  # which the operation itself takes, or refuses
+            given = group_of(given) if first == "tensors" else given
+            bound.arguments[first] = _scaled(given, factor(size_of(bound.arguments.get("process_set"))))
+        return function(*bound.args, **bound.kwargs)
+
+    return wrapped
+
+
+def _divided(size: int) -> float:
+    return 1 / size
+
+
+allgather = _with_gradient(movements.allgather, _divided)
+grouped_allgather = _with_gradient(movements.grouped_allgather, _divided)
+broadcast = _with_gradient(movements.broadcast, _divided)
+reducescatter = _with_gradient(scattering.reducescatter, float)
+grouped_reducescatter = _with_gradient(scattering.grouped_reducescatter, float)
+
+keras_allgather = _with_gradient(values.allgather, _divided)
+keras_broadcast = _with_gradient(values.broadcast, _divided)
+keras_reducescatter = _with_gradient(values.reducescatter, float)
+"""Those of Horovod's Keras modules, which have fewer arguments."""
+
+__all__ = ["allgather", "broadcast", "grouped_allgather", "grouped_reducescatter", "reducescatter"]
