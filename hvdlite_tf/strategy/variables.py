@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -46,6 +46,15 @@ def create_variable(create: Callable[..., tf.Variable], settings: dict[str, Any]
     return variable
 
 
+class _NotToBeReadByItself(NamedTuple):
+    """In the place of a variable's handle, so that an operation that is given the variable asks it for its value."""
+
+    handle: tf.Tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handle, name)
+
+
 @functools.cache
 def _joined(plain: Any) -> type[Any]:
     """Of a class of variables, the one whose value outside of `Strategy.run` is that of all ranks.
@@ -61,7 +70,16 @@ def _joined(plain: Any) -> type[Any]:
             return own
         return allreduce(own, op=_OVER_RANKS[self.aggregation])
 
-    return type(plain.__name__, (plain,), {"__module__": plain.__module__, "__doc__": plain.__doc__, "value": value})
+    def handle(self: Any) -> tf.Tensor:
+        return vars(self)["_handle"]
+
+    def handle_to_read(self: Any) -> Any:
+        # Eager operations take a resource variable's memory by this attribute, if it is an eager tensor, and do not ask it.
+        own = vars(self)["_handle"]
+        return _NotToBeReadByItself(own) if reads_for_all(self._distribute_strategy) else own
+
+    members = {"value": value, "handle": property(handle), "_handle": property(handle_to_read)}
+    return type(plain.__name__, (plain,), {"__module__": plain.__module__, "__doc__": plain.__doc__, **members})
 
 
 def reads_for_all(strategy: tf.distribute.Strategy) -> bool:

@@ -111,6 +111,78 @@ def check_everything(ranks: Any, sizes: set[int], library: Any, kind: str, norma
     ranks(check)
 
 
+class Rows(keras.metrics.Metric):  # type: ignore[misc]  # mypy does not see Keras
+    """The number of rows, looked at in one of many ways."""
+
+    def __init__(self, name: str, look: Any) -> None:
+        super().__init__(name=name)
+        self.rows, self.look = self.add_variable((), "zeros", name="rows"), look
+
+    def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+        self.rows.assign_add(tf.cast(tf.shape(y)[0], tf.float32))
+
+    def result(self) -> Any:
+        return self.look(self.rows)
+
+
+def make_metrics(labels: str) -> list[Any]:
+    """All kinds of Keras' metrics, new ones, for labels of rows as a class each or as 3 bits."""
+    kinds = keras.metrics
+    if labels == "classes":
+        return [kinds.MeanIoU(3, sparse_y_pred=False), kinds.SparseTopKCategoricalAccuracy(2), "accuracy"]
+    return [
+        kinds.R2Score(),
+        kinds.R2Score(name="of_each", class_aggregation=None),
+        kinds.F1Score(),
+        kinds.FBetaScore(average="macro", threshold=0.3),
+        kinds.AUC(),
+        kinds.Precision(),
+        kinds.Recall(thresholds=[0.3, 0.6]),
+        kinds.SensitivityAtSpecificity(0.5),
+        kinds.RootMeanSquaredError(),
+        kinds.OneHotIoU(3, [0, 1]),
+        kinds.CosineSimilarity(),
+        kinds.PearsonCorrelation(),
+        kinds.ConcordanceCorrelation(),
+        kinds.KLDivergence(),
+        kinds.FalseNegatives(),
+        Rows("times", lambda rows: rows * 1.0),
+        Rows("root", lambda rows: keras.ops.sqrt(rows)),
+        Rows("power", lambda rows: tf.abs(rows.value) ** 2),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*lower than 2")
+@pytest.mark.parametrize("labels", ["bits", "classes"])
+def test_metrics_are_those_of_all_rows(ranks: Any, labels: str) -> None:
+    """What `evaluate` gives is what one process gives, with batches that the ranks cannot share evenly."""
+    rows = 31
+    y = Y[:rows] if labels == "classes" else (np.random.default_rng(2).random((rows, 3)) > 0.5).astype("float32")
+    loss = "sparse_categorical_crossentropy" if labels == "classes" else "mse"
+
+    def evaluate() -> dict[str, Any]:
+        model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(3, "softmax")])
+        model.layers[0].set_weights([WEIGHTS[0][:, :3], WEIGHTS[3]])
+        model.compile(loss=loss, metrics=make_metrics(labels))
+        found: dict[str, Any] = model.evaluate(X[:rows], y, batch_size=7, verbose=0, return_dict=True)
+        return {name.rstrip("_0123456789"): np.asarray(value) for name, value in found.items()}
+
+    if UNDER_MPI and hvd.size() != 2:
+        return
+    expected = evaluate()
+
+    def check() -> None:
+        if hvd.size() != 2:
+            return
+        with Strategy().scope():
+            found = evaluate()
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5, nan_ok=True), name
+
+    ranks(check)
+
+
 def test_a_loop_of_ones_own(ranks: Any) -> None:
     """Losses divided by the size of the global batch; gradients clipped together, in one loop over the dataset in a graph."""
 
