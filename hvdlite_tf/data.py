@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Literal
 
 import numpy as np
@@ -12,9 +13,12 @@ from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite_tf.order import check_order, seeds_of
+from hvdlite_tf.passes import Passes, shuffled, with_orders_of_passes
 
 By = Literal["examples", "batches"]
 Remainder = Literal["repeat", "drop", "uneven"]
+
+_numbers = itertools.count(1)
 
 
 def shard(
@@ -34,7 +38,8 @@ def shard(
         train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)), shuffle=10_000).batch(64)  # of each rank
         train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(128), by="batches")   # of all ranks together
 
-    What shuffles after `shard` may shuffle differently on each rank; what shuffles before must not, and is checked.
+    What shuffles after `shard` may shuffle differently on each rank; what shuffles before must not, and is checked. A rank may
+    look at some elements alone: the order changes when a pass has been read to its end, on all ranks.
 
     Args:
         dataset: Of single examples, or of batches of all ranks together.
@@ -55,7 +60,7 @@ def shard(
 
     Raises:
         ArgumentError: An argument is not one of those; or, by examples, the dataset cannot say how many it has; or the ranks
-            shuffle it differently.
+            shuffle it differently; or something comes between its own shuffle and `shard` that hides the shuffle from `shard`.
         MismatchError: The ranks passed different datasets. Raised on all of them.
         UnsupportedTensorError: By batches, an element has no rows.
     """
@@ -68,20 +73,33 @@ def shard(
         raise ArgumentError(f'remainder={remainder!r}: expected "repeat", "drop" or "uneven".')
     check_order(dataset, "shard()", process_set)
     engine = here.engine(process_set)
+    number = itertools.count(1)
+
+    def passes_of(own_seed: int) -> Passes:
+        name = f"shard() {hvdlite.broadcast_object(next(_numbers), process_set=process_set)}, shuffle {next(number)}"
+        return Passes(name, hvdlite.broadcast_object(own_seed, process_set=process_set) % 2**63, process_set)
+
+    shuffles = any(seeds_of(dataset))
+    if engine.size > 1:
+        dataset = with_orders_of_passes(dataset, passes_of)
     if by == "examples":
-        dataset = with_equal_shares(dataset, engine.size, remainder)
+        dataset = with_equal_shares(dataset, engine.size, remainder, shuffles)
     if shuffle:
         drawn = int(np.random.default_rng().integers(2**31)) if seed is None else seed
-        dataset = dataset.shuffle(shuffle, seed=hvdlite.broadcast_object(drawn, process_set=process_set))
+        dataset = shuffled(dataset, shuffle, passes_of(drawn))
     if by == "examples":
         share = dataset.shard(engine.size, engine.rank)
     else:
         share = rows_of_batches(dataset, engine.rank, engine.size, remainder)
+    if shuffle or shuffles:
+        share = share.prefetch(1)  # so that the end of a pass is noticed with its last element
     return as_it_is(share)
 
 
-def with_equal_shares(dataset: tf.data.Dataset, size: int, remainder: Remainder) -> tf.data.Dataset:
-    """As many elements as `size` ranks share evenly, if `remainder` wants that; see `shard`."""
+def with_equal_shares(
+    dataset: tf.data.Dataset, size: int, remainder: Remainder, shuffles: bool = False
+) -> tf.data.Dataset:
+    """As many elements as `size` ranks share evenly, if `remainder` wants that, of one that shuffles or not; see `shard`."""
     total = int(dataset.cardinality())
     if remainder == "uneven" or total == tf.data.INFINITE_CARDINALITY:
         return dataset
@@ -95,7 +113,7 @@ def with_equal_shares(dataset: tf.data.Dataset, size: int, remainder: Remainder)
         return dataset
     if remainder == "drop":
         return dataset.take(total // size * size)
-    if any(seeds_of(dataset)):
+    if shuffles:
         # What comes again is read in a second pass, which not every rank begins: orders would differ from then on.
         raise ArgumentError(
             f"{total} shuffled elements cannot be dealt out evenly to {size} ranks: let shard() shuffle them "

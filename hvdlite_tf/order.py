@@ -15,6 +15,21 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import ArgumentError, MismatchError
 
+_SHUFFLING = {
+    **dict.fromkeys(("ShuffleDataset", "ShuffleDatasetV3"), slice(2, 4)),
+    **dict.fromkeys(("ShuffleAndRepeatDataset", "ShuffleAndRepeatDatasetV2"), slice(2, 4)),
+    **dict.fromkeys(("RandomDataset", "RandomDatasetV2"), slice(0, 2)),
+}
+"""Operations that make datasets in random order, and which of their inputs are seeds."""
+_CHOOSING = {"FilterDataset", "TakeWhileDataset"}
+"""Datasets whose functions say which elements there are."""
+_DRAWING = {
+    *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "ParameterizedTruncatedNormal"),
+    *("RandomGamma", "RandomPoisson", "RandomPoissonV2", "Multinomial"),
+}
+"""Operations that draw random numbers. They matter where they choose elements, or are sorted, which puts rows in their order;
+those that only change values, as when images are flipped, may differ between ranks."""
+
 
 class _Order(NamedTuple):
     """What decides which rows come when.
@@ -23,11 +38,13 @@ class _Order(NamedTuple):
         structure: Dtypes and shapes of an element.
         cardinality: The number of elements; negative if it is not known or infinite.
         seeds: Of everything that shuffles, from the end of the pipeline to its beginning.
+        loose: What is in no certain order, whatever the seeds; "" if all is.
     """
 
     structure: str
     cardinality: int
     seeds: tuple[tuple[int, ...], ...]
+    loose: str
 
 
 def check_order(dataset: tf.data.Dataset, call: str, process_set: ProcessSet | None = None) -> None:
@@ -46,14 +63,25 @@ def check_order(dataset: tf.data.Dataset, call: str, process_set: ProcessSet | N
     """
     if tf.inside_function():
         raise ArgumentError(f"{call} asks the other ranks: call it outside of tf.function.")
-    own = _Order(repr(dataset.element_spec), int(dataset.cardinality()), tuple(seeds_of(dataset)))
+    own = _Order(
+        repr(dataset.element_spec), int(dataset.cardinality()), tuple(seeds_of(dataset)), _loose_part_of(dataset)
+    )
     orders = hvdlite.allgather_object(own, process_set=process_set)
     for what, values in (
         ("elements", [order.structure for order in orders]),
         ("numbers of elements", [order.cardinality for order in orders]),
     ):
         if len(set(values)) > 1:
-            raise MismatchError(f"{call}: the ranks' datasets have different {what}: {values} on ranks 0, 1, ….")
+            raise MismatchError(
+                f"{call}: the ranks' datasets have different {what}: {values} on ranks 0, 1, …. Every rank makes the same "
+                "calls (fit, evaluate, predict, …) in the same order, with the same data."
+            )
+    loose = next((order.loose for order in orders if order.loose), "")
+    if len(orders) > 1 and loose:
+        raise ArgumentError(
+            f"{call}: {loose} gives elements in an order that differs between the ranks, so rows would be lost: leave "
+            "deterministic as it is, or say deterministic=True."
+        )
     unseeded = any(not any(seeds) for order in orders for seeds in order.seeds)
     if len(orders) > 1 and (unseeded or len({order.seeds for order in orders}) > 1):
         raise ArgumentError(
@@ -67,10 +95,62 @@ def seeds_of(dataset: Any) -> Iterator[tuple[int, ...]]:
     own = [int(getattr(dataset, name)) for name in ("_seed", "_seed2") if getattr(dataset, name, None) is not None]
     if own:
         yield tuple(own)
-    for function in dataset._functions():
-        definition = function.function.graph.as_graph_def()
-        bodies = [definition.node, *(each.node_def for each in definition.library.function)]
-        for node in (node for body in bodies for node in body if node.op == "RandomShuffle"):
-            yield node.attr["seed"].i, node.attr["seed2"].i
+    chooses = type(dataset).__name__.lstrip("_") in _CHOOSING
+    for body in _bodies(dataset):
+        nodes = {node.name: node for node in body}
+        shuffled = {name for node in body if node.op == "TopKV2" for name in _sources(node, nodes)}
+        for node in body:
+            if node.op == "RandomShuffle" or (node.op in _DRAWING and (chooses or node.name in shuffled)):
+                yield node.attr["seed"].i, node.attr["seed2"].i
+            elif node.op in _SHUFFLING:
+                seeds = {_name(each) for each in node.input[_SHUFFLING[node.op]]} & nodes.keys()
+                behind = sorted(seeds.union(*(_sources(nodes[name], nodes) for name in seeds)))
+                found = tuple(value for value in (_constant(nodes[name]) for name in behind) if value is not None)
+                if found:  # and not what the program computes from its data
+                    yield found
     for source in dataset._inputs():
         yield from seeds_of(source)
+
+
+def _loose_part_of(dataset: Any) -> str:
+    """What of a pipeline may give elements in any order; "" if nothing does."""
+    if dataset.options().deterministic is False:
+        return "a dataset with options().deterministic=False"
+    text = f"a {type(dataset).__name__.lstrip('_')} with deterministic=False"
+    if getattr(dataset, "_deterministic", None) in (False, "false"):
+        return text
+    if any(node.attr["deterministic"].s == b"false" for body in _bodies(dataset) for node in body):
+        return text
+    return next(filter(None, map(_loose_part_of, dataset._inputs())), "")
+
+
+def _bodies(dataset: Any) -> Iterator[list[Any]]:
+    """The nodes of the functions that a dataset calls, and of those that they call."""
+    for function in dataset._functions():
+        definition = function.function.graph.as_graph_def()
+        yield list(definition.node)
+        yield from (list(each.node_def) for each in definition.library.function)
+
+
+def _sources(node: Any, nodes: dict[str, Any]) -> set[str]:
+    """The names of what a node is computed from, in the same body."""
+    found: set[str] = set()
+    to_do = [node]
+    while to_do:
+        new = {_name(each) for each in to_do.pop().input} & nodes.keys() - found
+        found |= new
+        to_do += [nodes[name] for name in new]
+    return found
+
+
+def _name(source: str) -> str:
+    """Of the node that an input comes from."""
+    return source.lstrip("^").split(":")[0]
+
+
+def _constant(node: Any) -> int | None:
+    """The value of a node that is a whole number; None if it is anything else."""
+    if node.op != "Const" or not tf.as_dtype(node.attr["dtype"].type).is_integer:
+        return None
+    value = tf.make_ndarray(node.attr["value"].tensor)
+    return int(value) if value.ndim == 0 else None

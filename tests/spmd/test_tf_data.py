@@ -96,6 +96,77 @@ def test_shuffled_together(ranks: Any) -> None:
     ranks(check)
 
 
+def test_what_a_rank_looks_at_alone_changes_nothing(ranks: Any) -> None:
+    """Each row comes once in each pass, though ranks have looked at elements, before `shard` and after it."""
+
+    def numbers(**shuffle: Any) -> Any:
+        return tf.data.Dataset.range(48).shuffle(48, **shuffle)
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        pipelines: dict[str, tuple[Any, Any]] = {
+            "by shard": (tf.data.Dataset.range(48), lambda dataset: hvd.shard(dataset, shuffle=48)),
+            "before shard": (numbers(seed=1), hvd.shard),
+            "batches": (
+                numbers(seed=1).map(lambda x: x + 0).batch(6).prefetch(1),
+                lambda dataset: hvd.shard(dataset, "batches"),
+            ),
+            "once": (numbers(seed=1, reshuffle_each_iteration=False).skip(0), hvd.shard),
+        }
+        for name, (dataset, share_of) in pipelines.items():
+            if rank == 0:
+                next(iter(dataset))
+            share = share_of(dataset)
+            orders = []
+            for epoch in range(3):
+                if rank == epoch % size:
+                    next(iter(share))
+                shares = all_shares(share)
+                assert sorted(row for each in shares for row in each) == list(range(48)), name
+                orders.append(shares[0])
+            assert (orders[0] == orders[1]) == (name == "once"), name
+            repeated = rows_of(share.repeat().take(72 // size if name != "batches" else 12))
+            assert len(repeated) == 72 // size, name
+
+    ranks(check)
+
+
+def test_what_ranks_read_in_other_orders_is_refused(ranks: Any) -> None:
+    def check() -> None:
+        if hvd.size() == 1:
+            return
+        numbers = tf.data.Dataset.range(24)
+        loose = tf.data.Options()
+        loose.deterministic = False
+
+        def sorted_by_chance(rows: Any) -> Any:
+            return tf.gather(rows, tf.argsort(tf.random.uniform([8])))
+
+        inner = tf.data.Dataset.range(3)
+        for dataset, text in {
+            inner.interleave(lambda i: numbers.shuffle(24)): "in different orders",
+            inner.flat_map(lambda i: numbers.shuffle(24, seed=hvd.rank())): "in different orders",
+            numbers.batch(8).map(tf.random.shuffle).unbatch(): "in different orders",
+            numbers.batch(8).map(sorted_by_chance).unbatch(): "in different orders",
+            numbers.filter(lambda x: tf.random.uniform([]) < 0.5): "in different orders",
+            numbers.map(
+                lambda x: x, num_parallel_calls=2, deterministic=False
+            ): "ParallelMapDataset with deterministic=False",
+            numbers.with_options(loose).batch(2): "options.*deterministic=False",
+            inner.flat_map(
+                lambda i: numbers.map(lambda x: x, 2, deterministic=False)
+            ): "FlatMapDataset with deterministic",
+            numbers.shuffle(24, seed=1).window(2): "Window.*after a shuffle",
+        }.items():
+            with pytest.raises(ArgumentError, match=text):
+                hvd.shard(dataset, remainder="uneven")
+        # What only changes values is each rank's own affair.
+        flipped = numbers.map(lambda x: (x, tf.random.uniform([])))
+        assert len(list(hvd.shard(flipped))) == 24 // hvd.size()
+
+    ranks(check)
+
+
 def test_a_process_set_shares(ranks: Any) -> None:
     def check() -> None:
         size = hvd.size()

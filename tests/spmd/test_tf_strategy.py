@@ -399,6 +399,61 @@ def test_data_that_ranks_shuffle_differently_is_refused(ranks: Any) -> None:
     ranks(check)
 
 
+class Looks(keras.Model):  # type: ignore[misc]  # mypy does not see Keras
+    """Notes the rows that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        tf.numpy_function(lambda rows: self.seen.extend(map(int, rows[:, 0])), [data[0]], [])
+        return {"loss": tf.constant(0.0)}
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+def test_each_row_is_seen_once(ranks: Any) -> None:
+    """Of generators, which Keras looks at to build the model; and of what is shuffled, though ranks have looked at it alone."""
+    rows = np.arange(24.0).reshape(24, 1)
+
+    def generator() -> Any:
+        for begin in range(0, 24, 6):
+            yield rows[begin : begin + 6], rows[begin : begin + 6]
+
+    def check() -> None:
+        rank = hvd.rank()
+        strategy = Strategy()
+        with strategy.scope():
+            model = Looks()
+            model.compile()
+        shuffled = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(24, seed=1).batch(6)
+        distributed = strategy.experimental_distribute_dataset(shuffled)
+
+        @tf.function
+        def loop() -> None:
+            for x, _ in distributed:
+                tf.numpy_function(lambda part: model.seen.extend(map(int, part[:, 0])), [x], [])
+
+        def fit() -> None:
+            model.fit(shuffled, epochs=1, shuffle=False, verbose=0)
+
+        orders = []
+        for train in (lambda: model.fit(generator(), shuffle=False, verbose=0), fit, fit, loop, loop):
+            if rank == 0:
+                next(iter(shuffled))
+            model.seen.clear()
+            train()
+            everybody = hvd.allgather_object(list(model.seen))
+            assert sorted(row for each in everybody for row in each) == list(range(24))
+            orders.append(everybody)
+        assert len({str(order) for order in orders}) == 5
+
+    ranks(check)
+
+
 def test_bad_use(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if not UNDER_MPI:
         with pytest.raises(NotInitializedError, match="Strategy"):

@@ -1,0 +1,147 @@
+"""An order for each pass over a dataset, the same on all ranks whatever each of them has looked at in between.
+
+TensorFlow's own shuffle takes the next order whenever somebody begins to read, so a rank that looks at one element alone is
+ahead of the others from then on. Here a pass counts when it has been read to its end::
+
+    begin ──▶ seed of (seed, number of passes that have ended) ──▶ shuffle ──▶ elements ──▶ end: announced to all ranks
+      └ waits until all ranks have read the pass before to its end
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.errors import ArgumentError
+from hvdlite.protocols import Array
+
+
+class Passes:
+    """This rank's passes over one dataset.
+
+    Args:
+        name: Of the dataset, the same on all ranks.
+        seed: The same on all ranks.
+        process_set: The ranks that share the dataset; all if None.
+    """
+
+    def __init__(self, name: str, seed: int, process_set: ProcessSet | None) -> None:
+        self._name = name
+        self._seed = seed
+        self._process_set = process_set
+        self._ended = 0
+        self._told: list[Any] = []  # handles
+        self._lock = threading.Lock()
+
+    def begin(self) -> Array:
+        """The seed of the pass that begins now, an int64 scalar.
+
+        Waits until all ranks have ended the pass before; if this rank alone has read the dataset to its end, it waits for ever,
+        and hvdlite says so as of any operation that lasts.
+        """
+        with self._lock:
+            told, self._told, ended = self._told, [], self._ended
+        for handle in told:
+            handle.wait()
+        return np.asarray(np.random.SeedSequence([self._seed, ended]).generate_state(1)[0], np.int64)
+
+    def end(self) -> Array:
+        """A pass has been read to its end. Returns 0, an int64 scalar."""
+        with self._lock:
+            name = f"the end of pass {self._ended + 1} over {self._name}"
+            self._told.append(hvdlite.allreduce_async(np.zeros(1), hvdlite.Sum, name, process_set=self._process_set))
+            self._ended += 1
+        return np.asarray(0, np.int64)
+
+
+def shuffled(dataset: tf.data.Dataset, buffer_size: Any, passes: Passes) -> tf.data.Dataset:
+    """The dataset in another order in each pass.
+
+    Args:
+        dataset: In the same order on all ranks.
+        buffer_size: As for `tf.data.Dataset.shuffle`.
+        passes: Of this rank.
+    """
+    cardinality = dataset.cardinality()
+
+    once = tf.data.Dataset.from_tensors(0)
+    elements = once.map(lambda _: _called(passes.begin)).flat_map(lambda seed: _in_order(dataset, buffer_size, seed, 1))
+    nothing = once.flat_map(lambda _: dataset.take(_called(passes.end)))
+    whole = elements.concatenate(nothing)
+    return whole.apply(tf.data.experimental.assert_cardinality(cardinality)) if cardinality >= 0 else whole
+
+
+def _in_order(dataset: Any, buffer_size: Any, seed: Any, seed2: Any) -> Any:
+    """Shuffled by just these seeds. `Dataset.shuffle` mixes in that of `tf.random.set_seed`, and ranks may have set others."""
+    variant = tf.raw_ops.ShuffleDataset(
+        input_dataset=tf.data.experimental.to_variant(dataset),
+        buffer_size=tf.cast(buffer_size, tf.int64),
+        seed=tf.cast(seed, tf.int64),
+        seed2=tf.cast(seed2, tf.int64),
+        reshuffle_each_iteration=False,
+        **dataset._flat_structure,
+    )
+    return tf.data.experimental.from_variant(variant, dataset.element_spec)
+
+
+def with_orders_of_passes(dataset: Any, passes_of: Callable[[int], Passes]) -> Any:
+    """The same pipeline, whose own shuffles take the order of each pass as `shuffled` does; itself if it has none.
+
+    Args:
+        dataset: Its shuffles have seeds.
+        passes_of: Makes the passes of a shuffle from its seed. Every rank calls it equally often.
+
+    Raises:
+        ArgumentError: After a shuffle comes something that cannot be built anew.
+    """
+    if not _reshuffles(dataset):
+        return dataset
+    kind = type(dataset).__name__
+    if kind not in _BUILT_ANEW:
+        raise ArgumentError(
+            f"a {kind.lstrip('_')} after a shuffle, before shard(): the ranks would shuffle differently as soon as one of them "
+            "looks at an element alone. Let shard() shuffle (shard(dataset, shuffle=buffer_size, seed=1)), and do the rest "
+            "after it; or shuffle with reshuffle_each_iteration=False."
+        )
+    source = with_orders_of_passes(dataset._input_dataset, passes_of)
+    return _BUILT_ANEW[kind](source, dataset, passes_of)
+
+
+def _reshuffles(dataset: Any) -> bool:
+    """Whether this, or what it reads from, takes another order each time."""
+    return bool(getattr(dataset, "_reshuffle_each_iteration", False)) or any(map(_reshuffles, dataset._inputs()))
+
+
+def _shuffled_anew(source: Any, old: Any, passes_of: Callable[[int], Passes]) -> Any:
+    if not old._reshuffle_each_iteration:
+        return _in_order(source, old._buffer_size, old._seed, old._seed2)
+    return shuffled(source, old._buffer_size, passes_of(int(old._seed) * 1_000_003 + int(old._seed2)))
+
+
+_BUILT_ANEW: dict[str, Callable[[Any, Any, Callable[[int], Passes]], Any]] = {
+    "_ShuffleDataset": _shuffled_anew,
+    "_BatchDataset": lambda source, old, _: source.batch(old._batch_size, old._drop_remainder),
+    "_PrefetchDataset": lambda source, old, _: source.prefetch(int(old._buffer_size)),
+    "_RepeatDataset": lambda source, old, _: source.repeat(old._count),
+    "_TakeDataset": lambda source, old, _: source.take(old._count),
+    "_SkipDataset": lambda source, old, _: source.skip(old._count),
+    "_OptionsDataset": lambda source, old, _: source.with_options(old.options()),
+    "_MapDataset": lambda source, old, _: source.map(old._map_func._func),
+    "_ParallelMapDataset": lambda source, old, _: source.map(old._map_func._func, old._num_parallel_calls),
+}
+"""How to make a dataset like an old one, by its class, from another source."""
+
+
+def _called(function: Callable[[], Array]) -> tf.Tensor:
+    """What a function returns when the graph runs, an int64 scalar. It runs in the world of the code that calls this."""
+    context = contextvars.copy_context()  # TensorFlow's threads have none
+    value = tf.numpy_function(lambda: context.copy().run(function), [], tf.int64)
+    value.set_shape(())
+    return value
