@@ -25,6 +25,7 @@ from hvdlite.layout import Block, Piece, lay_out, pieces, with_equal_parts
 from hvdlite.protocols import ReduceOp, Stream, TensorInfo
 from hvdlite.tensors import HALF_DTYPES
 from hvdlite_torch.device import TORCH
+from hvdlite_torch.ownership import uses_of_storage
 from hvdlite_torch.slot import Codec
 
 FIRST_BYTES = 2**20
@@ -154,6 +155,22 @@ class Flat:
             index: view_like(piece, parameters[index]) if share is None else piece.view(parameters[index].shape)
             for index, piece in pieces.items()
         }
+        self._own_uses = uses_of_storage(self.memory)
+
+    def is_held(self, at_home: int) -> bool:
+        """Whether the program holds some of the memory, beside so many gradients that are where they are expected."""
+        return uses_of_storage(self.memory) > self._own_uses + at_home
+
+    def renew(self) -> None:
+        """Leave the memory to the program, and take other memory."""
+        old = self.memory
+        self.memory = torch.zeros_like(old)
+        self.wire = self.memory if self.wire is old else self.wire
+        self.result = self.memory if self.result is old else self.result
+        self.views = {
+            index: self.memory.as_strided(view.shape, view.stride(), view.storage_offset())
+            for index, view in self.views.items()
+        }
 
     def counts(self) -> list[int]:
         """The lengths of the parts."""
@@ -210,6 +227,41 @@ class DeviceBucket:
         self._usual = self._template(Said(self._all_used))
         self._usual_state = 0
 
+    def is_home(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is where the bucket expects it: whatever a program has done to the tensor object."""
+        view = self.views[index]
+        return (
+            gradient is not None
+            and gradient.layout is torch.strided
+            and gradient.data_ptr() == view.data_ptr()
+            and gradient.shape == view.shape
+            and gradient.stride() == view.stride()
+            and gradient.dtype is view.dtype
+            and not (gradient.is_neg() or gradient.is_conj())
+        )
+
+    def lend(self, index: int) -> torch.Tensor:
+        """The gradient for the program: a tensor object of its own, of which changes count as new versions."""
+        return self.views[index].detach()
+
+    def leave_what_is_held(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Take other memory where the program still holds what it was given, apart from what is in ``p.grad`` now.
+
+        Args:
+            gradients: In the order of `tensors`.
+
+        Returns:
+            New memory.
+        """
+        home = {index for index, each in zip(self.tensors, gradients, strict=True) if self.is_home(index, each)}
+        renewed = []
+        for flat in self.flats:
+            if flat.is_held(len(home.intersection(flat.views))):
+                flat.renew()
+                self.views.update(flat.views)
+                renewed.append(flat.memory)
+        return renewed
+
     def memory(self) -> list[torch.Tensor]:
         """All that the communication stream works on."""
         found = [self.tail]
@@ -250,7 +302,7 @@ class DeviceBucket:
             view = self.views[index]
             if gradient is None:
                 unused.append(view)
-            elif gradient is not view:
+            elif not self.is_home(index, gradient):
                 views.append(view)
                 sources.append(gradient)
         if views:

@@ -222,6 +222,8 @@ class DeviceExchange(SteppingExchange):
         if bucket is self._buckets[0]:
             self._collectives.check()
             self._reports.check()
+        for memory in bucket.leave_what_is_held(gradients):
+            self._device.keep(memory, self._stream)
         bucket.pack(gradients, weight)
         state = self._in_step.digest(rates_only=True) if bucket is self._buckets[-1] and not joined else 0
         bucket.say(Said(tuple([gradient is not None for gradient in gradients]), weight, joined, lost, state))
@@ -232,7 +234,12 @@ class DeviceExchange(SteppingExchange):
             bucket.exchange(stream)
         for index, gradient in zip(bucket.tensors, gradients, strict=True):
             if gradient is not None:
-                self._parameters[index].grad = bucket.views[index]
+                self._give_one(bucket, index)
+
+    def _give_one(self, bucket: DeviceBucket, index: int) -> None:
+        parameter = self._parameters[index]
+        if not bucket.is_home(index, parameter.grad):
+            parameter.grad = bucket.lend(index)
 
     @property
     def _stream(self) -> Stream:
@@ -369,7 +376,7 @@ class DeviceExchange(SteppingExchange):
             return "the weight of the batch was set after the backward pass"
         for bucket, seal in zip(self._buckets, self._seals, strict=False):
             if bucket.versions != seal or any(
-                [self._parameters[index].grad is not bucket.views[index] for index in bucket.tensors]
+                [not bucket.is_home(index, self._parameters[index].grad) for index in bucket.tensors]
             ):
                 return "they were changed after the backward pass"
         return ""
@@ -386,6 +393,7 @@ class DeviceExchange(SteppingExchange):
         """
         if gradients is None:
             gradients = [parameter.grad for parameter in self._parameters]
+        gradients = self._apart_from_buckets(gradients)
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket, [gradients[index] for index in bucket.tensors], weight, lost=bool(problem))
         last = self._buckets[-1]
@@ -396,6 +404,18 @@ class DeviceExchange(SteppingExchange):
         if problem:
             raise lost_gradients(problem)
         self._deliver(gradients, weight)
+
+    def _apart_from_buckets(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Copies of those gradients that lie where another one is expected (swapped ones): that is about to be overwritten."""
+        memory = {flat.memory.untyped_storage().data_ptr() for bucket in self._buckets for flat in bucket.flats}
+        return [
+            gradient.clone()
+            if gradient is not None
+            and not self._buckets[self._bucket_of[index]].is_home(index, gradient)
+            and gradient.untyped_storage().data_ptr() in memory
+            else gradient
+            for index, gradient in enumerate(gradients)
+        ]
 
     def _deliver(self, gradients: Sequence[torch.Tensor | None], weight: float) -> None:
         """Where this rank has no gradient, find out whether another has one, and take it."""
@@ -422,7 +442,7 @@ class DeviceExchange(SteppingExchange):
         for bucket in self._buckets:
             for index in bucket.tensors:
                 if there[index]:
-                    self._parameters[index].grad = bucket.views[index]
+                    self._give_one(bucket, index)
 
     def _read(self, buckets: Sequence[DeviceBucket]) -> list[Told]:
         """The tails of buckets that the current stream has waited for. The host waits."""

@@ -15,14 +15,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-_uses_of_storage = torch._C._storage_Use_Count
+_storage_uses = torch._C._storage_Use_Count
 _compare = ctypes.CDLL(None).memcmp
 _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
+def uses_of_storage(tensor: torch.Tensor) -> int:
+    """How many tensors, and things made of them, have a tensor's memory; one more, for this question."""
+    return int(_storage_uses(tensor.untyped_storage()._cdata))
+
+
 def _users(gradient: torch.Tensor) -> tuple[int, int, int]:
-    storage = gradient.untyped_storage()
-    return gradient._use_count(), sys.getrefcount(gradient), _uses_of_storage(storage._cdata)  # type: ignore[attr-defined]
+    return gradient._use_count(), sys.getrefcount(gradient), uses_of_storage(gradient)  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -51,7 +55,7 @@ def is_exclusive(gradient: torch.Tensor) -> bool:
 
 def is_storage_shared(gradient: torch.Tensor) -> bool:
     """Whether another tensor, or something made of one, has a gradient's memory."""
-    return int(_uses_of_storage(gradient.untyped_storage()._cdata)) > _parameter_only()[2]
+    return uses_of_storage(gradient) > _parameter_only()[2]
 
 
 class Lent:
@@ -65,7 +69,7 @@ class Lent:
         self.tensor = tensor
         self.address = tensor.data_ptr()
         self._storage = tensor.untyped_storage()._cdata
-        self._own_uses = _uses_of_storage(self._storage)
+        self._own_uses = _storage_uses(self._storage)
 
     def lend(self) -> torch.Tensor:
         """Another tensor object for the same memory: the program may give that other memory, or detach it in place."""
@@ -74,12 +78,12 @@ class Lent:
     @property
     def is_only_here(self) -> bool:
         """Whether one tensor that `lend` has given, and nothing else, is there of it."""
-        return int(_uses_of_storage(self._storage)) == self._own_uses + 1
+        return int(_storage_uses(self._storage)) == self._own_uses + 1
 
     @property
     def is_held(self) -> bool:
         """Whether the program still holds any of it, or has moved its storage (``share_memory_()``)."""
-        return _uses_of_storage(self._storage) != self._own_uses or self.tensor.data_ptr() != self.address
+        return _storage_uses(self._storage) != self._own_uses or self.tensor.data_ptr() != self.address
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

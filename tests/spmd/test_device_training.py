@@ -891,3 +891,75 @@ def test_a_model_that_has_moved_is_not_switched_to_a_fused_step() -> None:
     torch.utils.swap_tensors(parameter, torch.nn.Parameter(torch.zeros(3, device="meta")))
     fused.switch()
     assert not optimizer.param_groups[0]["fused"]
+
+
+def meddle(what: str, model: torch.nn.Module) -> None:
+    """What a program does to gradients: the same on all ranks, and linear, so that averages stay averages."""
+    parameters = list(model.parameters())
+    if what == "data is assigned":
+        for parameter in parameters:
+            parameter.grad.data = parameter.grad.data / 2  # type: ignore[union-attr]
+    elif what == "swapped":
+        for one, other in ((parameters[0], parameters[2]), (parameters[1], parameters[3])):
+            if one.shape == other.shape:
+                one.grad, other.grad = other.grad, one.grad
+    else:
+        for parameter in parameters:
+            parameter.grad.data.mul_(0.5)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("what", ["data is assigned", "swapped", "data is scaled"])
+def test_what_programs_do_to_gradients(ranks: Any, what: str, set_to_none: bool) -> None:
+    torch.manual_seed(2)
+    start = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    x = torch.randn(12, 8)
+
+    def train_meddled(model: torch.nn.Module, optimizer: Any, rows: slice) -> None:
+        for _ in range(5):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            (model(x[rows]) ** 2).mean().backward()
+            meddle(what, model)
+            optimizer.step()
+
+    single = copy.deepcopy(start)
+    train_meddled(single, OPTIMIZERS["adam"](single.parameters()), slice(None))
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(start)
+        each = 12 // hvd.size()
+        train_meddled(model, distributed(model), slice(hvd.rank() * each, (hvd.rank() + 1) * each))
+        assert distance(flat(model), flat(single)) <= 1e-5
+
+    ranks(check)
+
+
+def test_gradients_that_a_program_keeps_are_not_overwritten(ranks: Any) -> None:
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model)
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for _ in range(5):
+            step(model, optimizer, split(48, "equal"))
+            kept += [(p.grad.view(-1), p.grad.detach().clone()) for p in model.parameters()]  # type: ignore[union-attr]
+        assert all(torch.equal(gradient.view_as(was), was) for gradient, was in kept)
+
+    ranks(check)
+
+
+def test_gradients_are_no_views(ranks: Any) -> None:
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model)
+        for _ in range(4):
+            for parameter in model.parameters():
+                if parameter.grad is not None:  # as torch's zero_grad once did
+                    parameter.grad.detach_()
+                    parameter.grad.zero_()
+            F.cross_entropy(model(X), Y).backward()
+            optimizer.step()
+
+    ranks(check)
