@@ -137,7 +137,8 @@ class Overlap:
     def _finish(self, used: Sequence[bool], said: Said, changed: bool) -> list[bool]:
         told, weight = [], said.weight
         for _ in range(self._launched):
-            result = self._results.get()
+            with self._reducer.waiting:
+                result = self._results.get()
             if isinstance(result, BaseException):
                 raise result
             told.append(result)
@@ -170,6 +171,7 @@ class Overlap:
         self._thread.join(_JOIN_SECONDS)
 
     def _run(self) -> None:
+        self._reducer.works_for_another()
         while (order := self._orders.get()) is not None:
             number, weight = order
             self._host.patience = PATIENT  # the backward pass needs the core more

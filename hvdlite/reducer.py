@@ -58,6 +58,7 @@ class Reducer:
     Attributes:
         buckets: What is exchanged together, in this order.
         timeline: As given.
+        waiting: For a with statement, while another thread of this rank exchanges.
         told: What the ranks have said in the last exchange: in its last bucket, for weights and the like.
         stood_in: How many exchanges of others this rank has taken part in with nothing.
 
@@ -86,6 +87,7 @@ class Reducer:
         channel = watch.new_channel(ranks)
         self._link = watch.link(ranks, channel, collectives.layers.host.stop)
         self._watching = watch.exchanging(self._name, ranks, channel=channel, link=self._link)
+        self.waiting = watch.exchanging(self._name, ranks, remember=False, channel=channel, link=self._link)
         self._steps = 1
         self._count = len(infos)
         self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
@@ -165,8 +167,8 @@ class Reducer:
         if self._busy.acquire(timeout=_CLOSE_SECONDS):
             self.buckets, self._bucket_of = [], {}
             self._collectives.close()
-            # It refers to this object: memory is to go now, not when Python looks for such cycles.
-            del self._watching
+            # They refer to this object: memory is to go now, not when Python looks for such cycles.
+            del self._watching, self.waiting
 
     @property
     def nbytes(self) -> int:
@@ -214,6 +216,10 @@ class Reducer:
                 told = self.exchange_buckets(used, said)
         self.next_step()
         return self.outcome(told)
+
+    def works_for_another(self) -> None:
+        """Say that the program's thread waits for whatever the calling one does (`waiting`)."""
+        self._watch.users.leave_out()
 
     def sum_over_ranks(self, value: float) -> float:
         """The sum of a number over all ranks, in step with the exchanges."""

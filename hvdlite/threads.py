@@ -39,6 +39,10 @@ class Threads:
             found = next((each for each in threading.enumerate() if each.ident == number), None)
             self._known[number] = None if isinstance(found, threading._DummyThread) else found
 
+    def leave_out(self) -> None:
+        """Never note the calling thread: all that it does, another thread waits for."""
+        self._noted.here = True
+
     def are_all_among(self, waiting: Collection[int]) -> bool:
         """Whether all that are alive are `waiting` (thread numbers), or have a framework's thread wait for them."""
         others = [

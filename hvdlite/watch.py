@@ -174,6 +174,8 @@ class Exchanging:
             wait = Wait(self._what, self._ranks, link.fail, link=link)
         if self._remember:
             wait.need = partial(self._need, watch.begin_exchange(self._ranks, self._channel))
+        elif self._channel:
+            wait.need = lambda: self._need(watch.exchanges_begun(self._ranks, self._channel))
         self._number = watch.begin(wait)
 
     def _need(self, number: int) -> Need:
@@ -279,7 +281,8 @@ class Watch:
             ranks: The world ranks that must take part.
             remember: It is an exchange of its own, not part of an operation: call `completed` at its end. All ranks make the
                 same such exchanges, in the same order.
-            channel: What `new_channel` gave for these gradients.
+            channel: What `new_channel` gave for these gradients. If not `remember`: this thread waits for another one of its
+                rank, which exchanges them.
             link: Where it happens. Without one no exception reaches the body, so that it can only end with the job.
         """
         return Exchanging(self, what, ranks, remember, channel, link)
@@ -321,6 +324,10 @@ class Watch:
     def fail(self, error: HvdliteError) -> None:
         """End the job, since a wait within a collective can never end."""
         self._end_job(str(error))
+
+    def exchanges_begun(self, ranks: Sequence[int], channel: int) -> int:
+        """How many exchanges of a channel this rank has begun."""
+        return self._exchanges.get((tuple(ranks), channel), 0)
 
     def begin_exchange(self, ranks: tuple[int, ...], channel: int) -> int:
         """This thread begins an exchange of gradients. Returns how many there have been among `ranks` in `channel`."""
@@ -439,7 +446,7 @@ class Watch:
         if not self.users.are_all_among({wait.thread for wait in waits}):
             return ()  # a thread that may do what the others wait for
         needs = [None if wait.need is None else wait.need() for wait in waits]
-        return () if None in needs else tuple(need for need in needs if need is not None)
+        return () if None in needs else tuple(dict.fromkeys(need for need in needs if need is not None))
 
     def _lacks(self, need: Need) -> bool:
         """Whether this rank has not done its part of what another needs."""

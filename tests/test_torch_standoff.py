@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import hvdlite.bucket
 import hvdlite_torch as hvd
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
@@ -64,3 +65,26 @@ def test_one_rank_alone(oddity: Callable[..., None], steps: int, options: dict[s
     text = f"{caught.value} {caught.value.__cause__}"
     assert "two ranks wait for each other, so neither can go on:\n  rank 0 waits for" in text
     assert f"waits for gradient exchange {steps + 1}" in text
+
+
+def test_one_rank_alone_while_a_thread_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program waits for a thread, which waits for the other rank."""
+    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 0)
+
+    def check() -> None:
+        parameters = [ones(40), ones(40), ones(40)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), overlap=True)
+        for step in range(6):
+            optimizer.zero_grad()
+            sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+            if step == 5 and hvd.rank() == 1:
+                hvd.barrier()  # while its thread exchanges what the backward pass has made
+            optimizer.step()
+        if hvd.rank() == 0:
+            sum(parameter.sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        hvd.barrier()
+
+    with pytest.raises(HvdliteError) as caught:
+        on_ranks(2, check, config=Config(deadlock_time_seconds=0.3, advice=False), timeout=30)
+    assert "two ranks wait for each other, so neither can go on:" in f"{caught.value} {caught.value.__cause__}"
