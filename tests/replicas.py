@@ -65,6 +65,7 @@ class Job:
         wrap: Makes that distributed, or leaves it.
 
     Attributes:
+        make, wrap: As given.
         step: The number of the step.
         kept: For what an idiom wants to keep between steps.
     """
@@ -75,6 +76,7 @@ class Job:
         self.rank = rank
         self.model = copy.deepcopy(MODEL)
         self.parameters = list(self.model.parameters())
+        self.make, self.wrap = make, wrap
         self.optimizer = wrap(make(self.parameters))
         self.step = 0
         self.kept: dict[str, Any] = {}
