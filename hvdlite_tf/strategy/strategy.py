@@ -67,6 +67,18 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         if all(given is None for given, _ in seeds):
             tf.random.set_seed(seeds[0][1])
 
+    @property
+    def cluster_resolver(self) -> Any:
+        """Who this is, for programs that ask a cluster: `task_type` "worker", and the rank as `task_id`.
+
+        Rank 0 is the chief, as worker 0 is of a cluster that has no other. The addresses in `cluster_spec` are made up.
+        """
+        here = world("cluster_resolver")
+        workers = tf.train.ClusterSpec({"worker": [f"rank{rank}:0" for rank in range(here.topology.size)]})
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            workers, task_type="worker", task_id=here.topology.rank
+        )
+
     def scope(self) -> AbstractContextManager[Any]:
         """Where models, optimizers, metrics and other variables are made. Every rank makes the same ones in the same order.
 

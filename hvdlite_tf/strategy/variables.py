@@ -27,23 +27,34 @@ def create_variable(create: Callable[..., tf.Variable], settings: dict[str, Any]
         settings: Arguments for it, as `tf.variable_creator_scope` passes them.
 
     Raises:
-        ArgumentError: In a tf.function, where there are no values to share.
+        ArgumentError: In a tf.function, with a value that is known only when it runs.
     """
     name = settings.get("name") or ""
     own = any(each in name for each in _OWN)
-    if not own and not tf.executing_eagerly():
-        raise ArgumentError(
-            f"the variable {name} is made in a tf.function, where ranks cannot agree on its value: make it "
-            "before, within strategy.scope() (build the model and its optimizer there)."
-        )
+    traced = not tf.executing_eagerly()
+    if traced and not own:
+        settings = settings | {"initial_value": _agreed_while_traced(settings.get("initial_value"), settings, name)}
     variable = create(**settings)
-    if not own:
+    if not (own or traced):
         hvdlite.broadcast(variable, 0, inplace=True)
     on_read = settings.get("synchronization") == tf.VariableSynchronization.ON_READ
     if on_read and settings.get("aggregation") in _OVER_RANKS:
         plain: Any = type(variable)
         variable.__class__ = _joined(plain)
     return variable
+
+
+def _agreed_while_traced(given: Any, settings: dict[str, Any], name: str) -> tf.Tensor:
+    """Rank 0's initial value of a variable that is made while a tf.function is first traced, on all ranks at once."""
+    with tf.init_scope():
+        if not tf.executing_eagerly() or (tf.is_tensor(given) and not hasattr(given, "numpy")):
+            raise ArgumentError(
+                f"the variable {name} is made in a tf.function, of a value that is only known when it runs, so that ranks "
+                "cannot agree on it: make it before, within strategy.scope()."
+            )
+        value = tf.convert_to_tensor(given() if callable(given) else given, settings.get("dtype"))
+        agreed: tf.Tensor = hvdlite.broadcast(value, 0)
+        return agreed
 
 
 class _NotToBeReadByItself(NamedTuple):
