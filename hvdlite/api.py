@@ -86,6 +86,9 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 
 # The world
 
+at_the_end: list[Callable[[World], None]] = []
+"""What adapters look at when the program has come to its end, before this rank leaves."""
+
 
 def init(
     comm: Sequence[int] | Any | None = None, process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None
@@ -164,6 +167,9 @@ def shutdown() -> None:
 
 
 def _leave_at_exit() -> None:
+    if _process_world is not None and not _process_world.is_childs_copy:
+        for look in at_the_end:
+            look(_process_world)
     _leave("it has come to the end of its program.")
 
 

@@ -126,6 +126,8 @@ class Engine:
         self._watch = watch
         self._config = config
         self._timeline = timeline
+        self.kinds: set[str] = set()
+        """Of the operations that this rank has submitted."""
         self._runs = 0  # that all ranks have made, whether a timeline was kept or not
         self._decided = 0  # when the latest plan was known, for the timeline
         self._controller = Controller(transport, self._fuse)
@@ -248,8 +250,10 @@ class Engine:
 
     def _put(self, key: Key, operation: Operation) -> Handle[Any]:
         handle: Handle[Any] = Handle(self, key)
+        kind = operation.signature[0]
+        self.kinds.add(kind)
         if self._timeline.on:
-            handle.record = self._timeline.submitted(operation.signature[0], key, operation.nbytes)
+            handle.record = self._timeline.submitted(kind, key, operation.nbytes)
         self._in_flight[key] = (operation, handle)
         self._inbox.append(key)
         self._submitters.add()

@@ -36,7 +36,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     # rank -> launcher
     "hello": {"rank": int, "host": str, "pid": int, "guard": int, "threads": (int, type(None))},
     "output": {"stream": str},
-    "done": {"used": (bool, type(None))},
+    "done": {"used": bool},
     "failed": {"text": str, "code": int, "error": str},
     "stopped": {"signal": int},
     "continued": {},

@@ -121,6 +121,11 @@ class World:
         counts = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
         return f"{counts} ({self._transport.medium})"
 
+    @property
+    def kinds(self) -> set[str]:
+        """Of the operations that this rank has submitted."""
+        return set().union(*(engine.kinds for engine in self._engines.values() if engine is not None))
+
     def engine(self, process_set: ProcessSet | None = None) -> Engine:
         """The engine of a process set; of all ranks if None.
 

@@ -41,7 +41,7 @@ from hvdlite import (
     shutdown,
     size,
 )
-from hvdlite.api import mpi_threads_supported, start_timeline, stop_timeline
+from hvdlite.api import at_the_end, mpi_threads_supported, start_timeline, stop_timeline
 from hvdlite.built import (
     ccl_built,
     cuda_built,
@@ -61,7 +61,7 @@ from hvdlite.extras import require
 # First, for the modules below import it.
 require("torch", "torch", "hvdlite_torch")
 
-from hvdlite_torch import elastic  # noqa: E402
+from hvdlite_torch import alone, elastic  # noqa: E402
 from hvdlite_torch.checks import assert_in_sync, rank_zero_only  # noqa: E402
 from hvdlite_torch.distributed import Distributed  # noqa: E402
 from hvdlite_torch.movements import (  # noqa: E402
@@ -104,6 +104,8 @@ from hvdlite_torch.state import (  # noqa: E402
 )
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from hvdlite_torch.waiting import barrier, join, poll, synchronize, uneven  # noqa: E402
+
+at_the_end.append(alone.look)
 
 __all__ = [
     "Adasum",

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
+from hvdlite.config import Config
 from hvdlite.launch import failures
 from hvdlite.launch.failures import Failure
 from hvdlite.launch.hosts import check_reachable, control_host, remove_elsewhere, ssh_options
@@ -206,7 +207,7 @@ class Job:
                 rank.unacknowledged[fields["stream"]] += len(message.payload)
                 self._output.feed(rank.number, fields["stream"], message.payload)
             case "done":
-                rank.finished = True
+                rank.finished, rank.used_mpi = True, fields["used"]
             case "failed":
                 rank.reported = True
                 text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
@@ -358,4 +359,16 @@ class Job:
         if self._failures:
             return failures.first(self._failures)
         self._process.release_banner(everything=True)
+        self._tell_of_ranks_alone()
         return None
+
+    def _tell_of_ranks_alone(self) -> None:
+        """Each rank was a Python program that has run from start to end, and knew nothing of the others."""
+        count = self._spec.placement.num_proc
+        wanted = Config.from_env(self._spec.environ).advice and not self._spec.function
+        if count > 1 and wanted and self._ranks.all_are(lambda rank: rank.used_mpi is False):
+            self._output.say(
+                f"hvdliterun: each of the {count} ranks has run the whole program alone: none has called hvdlite.init(), nor "
+                "used MPI otherwise. See docs/torch_training.md or docs/keras.md for what a program needs; HVDLITE_ADVICE=0 "
+                "if this is as it should be.\n"
+            )

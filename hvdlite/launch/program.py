@@ -95,7 +95,7 @@ def _run(arguments: list[str], reports: int) -> NoReturn:
         code = error.code
     if os.getpid() != own:
         _end_child(None)
-    _report(reports, kind="done", used=None)
+    _report(reports, kind="done", used="mpi4py.MPI" in sys.modules)
     raise SystemExit(code)
 
 

@@ -29,6 +29,7 @@ class Rank:
         guard: The guard's process id.
         local: It runs on this machine.
         finished: The program came to its end by itself.
+        used_mpi: Whether the program had anything to do with MPI; None if it could not say.
         exited: The program's process has ended.
         gone: The guard has left too.
         reported: It said itself why it failed.
@@ -45,6 +46,7 @@ class Rank:
     guard: int
     local: bool
     finished: bool = False
+    used_mpi: bool | None = None
     exited: bool = False
     gone: bool = False
     reported: bool = False
