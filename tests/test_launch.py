@@ -128,7 +128,8 @@ def test_spawned_children_import_the_program(start: Start) -> None:
 
 
 def test_lines_stay_whole_and_on_their_stream(start: Start, tmp_path: Path) -> None:
-    ended = start("-np", "2", "--output-filename", str(tmp_path / "out"), str(PROGRAMS / "lines.py")).end()
+    words = ["-np", "2", "--output-filename", str(tmp_path / "out"), str(PROGRAMS / "lines.py")]
+    ended = start(*words, env={"HVDLITE_ADVICE": "0"}).end()
     assert ended.code == 0
     for name, text in (("stdout", ended.out), ("stderr", ended.err)):
         for rank in "01":
