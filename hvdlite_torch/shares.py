@@ -70,6 +70,8 @@ class Shares:
         self._whole_groups: list[list[torch.Tensor]] | None = None
         self._cut_groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         """Of each group: its parameters, and this rank's pieces of them."""
+        self._left_out: list[torch.Tensor] = []
+        """Parameters of the groups of which nobody has a piece."""
         self.pieces: dict[Piece, torch.nn.Parameter] = {}
         self.loaded: dict[Any, dict[str, Any]] | None = None
 
@@ -111,13 +113,27 @@ class Shares:
             )
 
     def put_in(self) -> None:
-        """Let the optimizer's groups hold this rank's pieces, until `put_back`. Nothing if nothing has been dealt out."""
+        """Let the optimizer's groups hold this rank's pieces, until `put_back`. Nothing if nothing has been dealt out.
+
+        Raises:
+            ArgumentError: A parameter that was not dealt out, such as a frozen one, has a gradient: torch would step it.
+        """
         if not self._parameters:
             return
         groups = self._optimizer.param_groups
-        self._whole_groups = [group["params"] for group in groups]
-        if not self._are_cut(self._whole_groups):
-            self._cut_groups = [(list(whole), self._pieces_of(whole)) for whole in self._whole_groups]
+        whole_groups = [group["params"] for group in groups]
+        if not self._are_cut(whole_groups):
+            self._cut_groups = [(list(whole), self._pieces_of(whole)) for whole in whole_groups]
+            dealt_out = set(map(id, self._parameters))
+            self._left_out = [p for whole in whole_groups for p in whole if id(p) not in dealt_out]
+        if any([parameter.grad is not None for parameter in self._left_out]):
+            shape = next(tuple(p.shape) for p in self._left_out if p.grad is not None)
+            raise ArgumentError(
+                f"a parameter of shape {shape} is frozen (requires_grad=False) and has a gradient, maybe of zeros: torch steps "
+                "it all the same, by its momentum and decay, which a sharded optimizer does not. Set its p.grad to None: "
+                "zero_grad() does, without set_to_none=False."
+            )
+        self._whole_groups = whole_groups
         for group, (_, pieces) in zip(groups, self._cut_groups, strict=True):
             group["params"] = pieces
 

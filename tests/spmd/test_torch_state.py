@@ -175,3 +175,32 @@ def test_extra_states_are_broadcast_to_a_model(ranks: Any, tensor: bool) -> None
         hvd.broadcast_parameters(model.state_dict(), root)
 
     ranks(check)
+
+
+@every_way
+def test_a_frozen_parameter_with_a_gradient_of_zeros(ranks: Any, options: Any) -> None:
+    """torch moves it on by momentum and decay; shared out, it is an error with the way out."""
+
+    def trained(optimizer: torch.optim.Optimizer, scale: float) -> list[torch.Tensor]:
+        parameters = optimizer.param_groups[0]["params"]
+        for step in range(6):
+            if step == 3:
+                parameters[1].requires_grad_(False)
+            optimizer.zero_grad(set_to_none=False)
+            (sum(parameter.sum() for parameter in parameters) * scale).backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in parameters]
+
+    def make() -> torch.optim.Optimizer:
+        parameters = [torch.nn.Parameter(torch.full((length,), 0.5)) for length in (5000, 5000, 3)]
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    def check() -> None:
+        optimizer = hvd.DistributedOptimizer(make(), **options)
+        if options.get("shard") and hvd.size() > 1:
+            with pytest.raises(ArgumentError, match=r"shape \(5000,\) is frozen .* zero_grad\(\) does"):
+                trained(optimizer, hvd.rank() + 1.0)
+        elif not options.get("shard"):
+            torch.testing.assert_close(trained(optimizer, hvd.rank() + 1.0), trained(make(), (hvd.size() + 1) / 2))
+
+    ranks(check)
