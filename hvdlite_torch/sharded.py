@@ -30,7 +30,7 @@ from hvdlite_torch.exchange import GradientExchange
 from hvdlite_torch.options import Options
 from hvdlite_torch.share_steps import SharedSteps
 from hvdlite_torch.shares import clip_factor, cut, refuse_sparse, squared_norm
-from hvdlite_torch.slot import Slot, Where, as_tensor
+from hvdlite_torch.slot import Slot, Where, as_tensor, gradient_dtype
 from hvdlite_torch.tensor import ADAPTER
 
 
@@ -52,6 +52,12 @@ class ShardedExchange(SharedSteps, GradientExchange):
 
     @torch.no_grad()
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> ShardedReducer:
+        for parameter in parameters:
+            if gradient_dtype(parameter) is not parameter.dtype:
+                raise ArgumentError(
+                    f"a parameter of {parameter.dtype} with grad_dtype={gradient_dtype(parameter)} cannot be sharded: leave "
+                    "out shard=True, or grad_dtype."
+                )
         infos = [ADAPTER.info(parameter) for parameter in parameters]
         self._shares.collect()
         reducer = self._world.sharded_reducer(

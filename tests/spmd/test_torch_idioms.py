@@ -11,6 +11,7 @@ import torch
 
 import hvdlite.bucket
 import hvdlite_torch as hvd
+from hvdlite.errors import ArgumentError
 from tests.replicas import Idiom, Job, distance, on_this_rank, truth
 
 WAYS: dict[str, dict[str, Any]] = {"plain": {}, "sharded": {"shard": True}, "overlapped": {"overlap": True}}
@@ -31,8 +32,11 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 IDIOMS: dict[str, Idiom] = {}
-MEANINGLESS_SHARDED = {"the last step's gradients are kept", "parameters go to float32 and back"}
-"""The first: after a sharded step p.grad means nothing. The second raises there: parameters may not be given other memory."""
+MEANINGLESS_SHARDED = {
+    "the last step's gradients are kept",  # after a sharded step p.grad means nothing
+    "parameters go to float32 and back",  # which raises: parameters may not be given other memory
+    "parameters are frozen, and keep gradients of zeros",  # nobody steps them any more
+}
 
 
 def idiom(name: str) -> Any:
@@ -272,6 +276,14 @@ def moved(job: Job) -> None:
         job.model.double()
 
 
+@idiom("parameters are frozen, and keep gradients of zeros")
+def frozen(job: Job) -> None:
+    if job.step == 3:
+        job.model.second.requires_grad_(False)
+        job.model.bias.requires_grad_(False)
+    zeros(job)
+
+
 @idiom("gradients in shared memory")
 def shared_memory(job: Job) -> None:
     job.backward()
@@ -300,19 +312,55 @@ def check_all(expected: Expected, **options: Any) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def cases_of(way: str) -> list[tuple[str, str]]:
-    """SGD does everything; for each idiom one of the others is drawn."""
+def cases_of(way: str, plain: bool) -> list[tuple[str, str]]:
+    """SGD does everything; or for each idiom one of the others is drawn."""
     names = [name for name in IDIOMS if way != "sharded" or name not in MEANINGLESS_SHARDED]
     draw = random.Random("idioms")
     others = list(OPTIMIZERS)[1:]
     drawn = [(draw.choice(others), name) for name in names]
-    return [*(("SGD", name) for name in names), *drawn, *((optimizer, "data.clamp_") for optimizer in others)]
+    return [("SGD", name) for name in names] if plain else drawn
 
 
+@pytest.mark.parametrize("plain", [True, False], ids=["SGD", "others"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_programs_do_to_gradients_counts(ranks: Any, way: str) -> None:
-    cases = cases_of(way)
+def test_what_programs_do_to_gradients_counts(ranks: Any, way: str, plain: bool) -> None:
+    cases = cases_of(way, plain)
     (size, *_) = ranks(hvd.size)
     print(f"{way}: {len(cases)} cases on {size} ranks, seed 'idioms'")
     expected = {(optimizer, name): truth(IDIOMS[name], OPTIMIZERS[optimizer], size) for optimizer, name in cases}
     ranks(lambda: check_all(expected, **WAYS[way]))
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.9 or later has grad_dtype")
+@pytest.mark.parametrize("way", ["plain", "overlapped"])
+def test_gradients_of_another_dtype_than_their_parameter(ranks: Any, way: str) -> None:
+    """Sums are of the gradients' dtype: 2^-9 is lost in a bfloat16 of 1."""
+
+    def check() -> None:
+        parameters = [torch.nn.Parameter(torch.zeros(200, dtype=torch.bfloat16)) for _ in range(3)]
+        for parameter in parameters:
+            parameter.grad_dtype = torch.float32
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0, foreach=False), op=hvd.Sum, **WAYS[way]
+        )
+        for _ in range(4):
+            optimizer.zero_grad()
+            for parameter in parameters:
+                parameter.grad = torch.full((200,), 1.0 if hvd.rank() == 0 else 2.0**-9)
+            optimizer.synchronize()
+            for parameter in parameters:
+                assert parameter.grad.dtype is torch.float32  # type: ignore[union-attr]
+                assert parameter.grad.tolist() == [1 + 2.0**-9 * (hvd.size() - 1)] * 200  # type: ignore[union-attr]
+
+    ranks(check)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.9 or later has grad_dtype")
+def test_gradients_of_another_dtype_are_not_sharded(ranks: Any) -> None:
+    def check() -> None:
+        parameter = torch.nn.Parameter(torch.zeros(200, dtype=torch.bfloat16))
+        parameter.grad_dtype = torch.float32
+        with pytest.raises(ArgumentError, match="grad_dtype=torch.float32 cannot be sharded"):
+            hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), shard=True)
+
+    ranks(check)
