@@ -80,7 +80,7 @@ def one_process(shares: list[Any], every: int, epochs: int) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("tape", [False, True], ids=["optimizers", "tapes"])
-@pytest.mark.parametrize("counts", [(2, 4), (0, 4), (4, 1)], ids=str)
+@pytest.mark.parametrize("counts", [(0, 4), (4, 1)], ids=str)
 def test_two_optimizers_one_of_which_has_no_step_on_a_rank(ranks: Any, counts: tuple[int, int], tape: bool) -> None:
     """The second one steps in every third batch, so it makes its first step where the other rank has run out of data."""
 
@@ -106,9 +106,16 @@ def test_two_optimizers_one_of_which_has_no_step_on_a_rank(ranks: Any, counts: t
 
 
 @pytest.mark.parametrize(
-    "kind", ["embedding", "LossScaleOptimizer", "accumulating", "accumulating embedding", "MultiOptimizer"]
+    ("kind", "counts"),
+    [
+        ("embedding", (0, 3)),
+        ("LossScaleOptimizer", (3, 1)),
+        ("accumulating", (0, 3)),
+        ("accumulating embedding", (3, 2)),
+        ("MultiOptimizer", (3, 1)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("counts", [(0, 3), (3, 1), (3, 2)], ids=str)
 def test_optimizers_where_a_rank_has_fewer_batches(
     ranks: Any, counts: tuple[int, int], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
