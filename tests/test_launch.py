@@ -183,6 +183,14 @@ def test_closed_standard_streams(closed: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_limits_of_open_files() -> None:
+    assert launch_by_shell("ulimit -Sn 100; exec {} -np 2 sh -c true").returncode == 0
+    done = launch_by_shell("ulimit -n 100; exec {} -np 2 sh -c true")
+    assert (
+        done.returncode == 2 and "needs 194 open files in hvdliterun, and the limit is 100 (ulimit -Hn)" in done.stderr
+    )
+
+
 def launch_by_shell(line: str) -> subprocess.CompletedProcess[str]:
     command = ["sh", "-c", line.format(f"{sys.executable} -m hvdlite.launch")]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)

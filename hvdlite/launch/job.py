@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from hvdlite.config import Config
+from hvdlite.errors import LaunchError
 from hvdlite.launch import failures
 from hvdlite.launch.failures import Failure
 from hvdlite.launch.hosts import check_reachable, control_host, remove_elsewhere, ssh_options
@@ -28,16 +30,18 @@ from hvdlite.launch.mpi_process import MpiProcess
 from hvdlite.launch.output import Output
 from hvdlite.launch.rank_environment import THREADS_VARIABLE
 from hvdlite.launch.ranks import Departure, Rank, Ranks
-from hvdlite.launch.server import Connection, Server
+from hvdlite.launch.server import STRANGERS, Connection, Server
 from hvdlite.session import Message, ProtocolError
 
 _POLL_SECONDS = 0.1
+_OWN_FILES = 64  # that hvdliterun has open besides its connections
 _SETTLE_SECONDS = 0.15  # a rank that failed because of another one may report first
 _CAUSE_SECONDS = 0.5  # the same, if only consequences of a failure are known yet
 _GRACE_SECONDS = 1.0  # between TERM and KILL for the ranks, after a failure
 _INTERRUPT_GRACE_SECONDS = 3.0  # the same, after Ctrl-C
 _LINGER_SECONDS = 0.5  # for the MPI launcher, once its ranks should be gone
 _SUSPENDED_SECONDS = 1.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_NOTE_SECONDS = 10.0
 
 
@@ -97,9 +101,10 @@ class Job:
         """Run to the end. Returns what went wrong, if anything.
 
         Raises:
-            LaunchError: A host cannot be reached.
+            LaunchError: A host cannot be reached, or this process may not open so many connections.
         """
         placement = self._spec.placement
+        _allow_files(placement.num_proc + STRANGERS + _OWN_FILES)
         if placement.by_ssh:
             check_reachable(placement.hosts, ssh_options(placement.ssh_port, placement.ssh_identity_file))
         self._server = Server(control_host(placement.hosts, placement.interfaces))
@@ -131,8 +136,7 @@ class Job:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         try:
             yield
         finally:
@@ -142,7 +146,10 @@ class Job:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._interrupted is not None:
             # Again: at once. The guards see the connection close, and kill their ranks.
-            self._sweep()
+            for each in _SIGNALS:  # one more in the middle of this would do it twice
+                signal.signal(each, signal.SIG_IGN)
+            self._process.kill()
+            self._sweep_here()
             os._exit(128 + self._interrupted)
         self._interrupted = number
 
@@ -342,6 +349,9 @@ class Job:
     def _sweep(self) -> None:
         """Remove what only this job could have left: the names contain this job's process ids."""
         self._process.sweep()
+        self._sweep_here()
+
+    def _sweep_here(self) -> None:
         if self._spec.placement.shared_directory:
             shutil.rmtree(self._spec.placement.shared_directory, ignore_errors=True)
 
@@ -372,3 +382,16 @@ class Job:
                 "used MPI otherwise. See docs/torch_training.md or docs/keras.md for what a program needs; HVDLITE_ADVICE=0 "
                 "if this is as it should be.\n"
             )
+
+
+def _allow_files(needed: int) -> None:
+    """Raise the limit of open files of this process, where it is too low for a connection to each rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard) or needed <= soft:
+        return
+    if needed > hard:
+        raise LaunchError(
+            f"a job of so many ranks needs {needed} open files in hvdliterun, and the limit is {hard} (ulimit -Hn): have it "
+            "raised, or start fewer ranks."
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -128,6 +128,14 @@ class MpiProcess:
             self._server.unwatch(descriptor)
         self._pipes.clear()
 
+    def kill(self) -> None:
+        """Kill it at once, in a signal handler: `subprocess` has locks that the interrupted code may hold."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._process.pid, 0)
+        self._remove_files()
+
     def sweep(self) -> None:
         """Kill it if need be, and remove what only it could have left: the name contains its process id."""
         if self._process.poll() is None:
@@ -136,6 +144,9 @@ class MpiProcess:
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
+        self._remove_files()
+
+    def _remove_files(self) -> None:
         shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{self._process.pid}", ignore_errors=True)
 
 
