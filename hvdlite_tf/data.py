@@ -80,8 +80,7 @@ def shard(
         return Passes(name, hvdlite.broadcast_object(own_seed, process_set=process_set) % 2**63, process_set)
 
     shuffles = any(seeds_of(dataset))
-    if engine.size > 1:
-        dataset = with_orders_of_passes(dataset, passes_of)
+    dataset = with_orders_of_passes(dataset, passes_of)  # for one rank too: the order is that of any number of ranks
     if by == "examples":
         dataset = with_equal_shares(dataset, engine.size, remainder, shuffles)
     if shuffle:

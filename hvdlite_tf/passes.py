@@ -122,7 +122,10 @@ def _reshuffles(dataset: Any) -> bool:
 def _shuffled_anew(source: Any, old: Any, passes_of: Callable[[int], Passes]) -> Any:
     if not old._reshuffle_each_iteration:
         return _in_order(source, old._buffer_size, old._seed, old._seed2)
-    return shuffled(source, old._buffer_size, passes_of(int(old._seed) * 1_000_003 + int(old._seed2)))
+    seeds = int(old._seed), int(old._seed2)
+    if not any(seeds):  # only one rank may do without
+        return shuffled(source, old._buffer_size, passes_of(int(np.random.default_rng().integers(2**31))))
+    return shuffled(source, old._buffer_size, passes_of(seeds[0] * 1_000_003 + seeds[1]))
 
 
 _BUILT_ANEW: dict[str, Callable[[Any, Any, Callable[[int], Passes]], Any]] = {

@@ -53,6 +53,30 @@ def test_torch_training(start: Start, tmp_path: Path) -> None:
     assert seen["alone"][-1][2] > 85
 
 
+@pytest.mark.timeout(3 * LIMIT + 20)
+def test_keras_training(start: Start, tmp_path: Path) -> None:
+    """One rank and two train alike; and one goes on from where two stopped."""
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed, which docs/keras_training.md is about")
+    program = tmp_path / "train.py"
+    program.write_text(program_of(ROOT / "docs/keras_training.md"))
+    seen = {}
+    for name, size, epochs in (("alone", 1, 2), ("together", 2, 2), ("resumed", 1, 3)):
+        folder = tmp_path / ("alone" if name == "alone" else "together")
+        folder.mkdir(exist_ok=True)
+        ended = start("-np", str(size), "--no-tag-output", str(program), str(epochs), cwd=folder).end(LIMIT)
+        assert ended.code == 0, ended.out + ended.err
+        assert re.match(rf"{size} ranks? on 1 host \(.*MPI.*\)\n", ended.out), ended.out
+        assert "Warning" not in ended.err, ended.err
+        seen[name] = losses(ended.out)
+        assert re.search(r"^\d+ of 360 test images are right$", ended.out, re.MULTILINE), ended.out
+    assert [epoch for epoch, _, _ in seen["alone"]] == [1, 2]
+    for one, two in zip(seen["alone"], seen["together"], strict=True):
+        assert one == pytest.approx(two, rel=2e-3, abs=0.3)  # one of 360 images
+    ((epoch, loss, _),) = seen["resumed"]
+    assert epoch == 3
+    assert loss < seen["together"][-1][1]
+
+
 def test_jax(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="JAX is not installed, which docs/jax.md is about")
     program = tmp_path / "train.py"
