@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.arguments import rank_in, size_of
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.callbacks.base import Callback, refuse_together
 from hvdlite_tf.callbacks.optimizers import learning_rate_of, velocities_of
@@ -29,6 +31,7 @@ class LearningRateScheduleCallback(Callback):
             steps; others need none.
         steps_per_epoch: Batches in an epoch, for fractional epochs; by default what Keras knows of the data, the largest number
             of all ranks.
+        process_set: The ranks that train together; all by default.
 
     Raises:
         ArgumentError: An argument that makes no sense.
@@ -43,8 +46,11 @@ class LearningRateScheduleCallback(Callback):
         staircase: bool = True,
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
+        *,
+        process_set: ProcessSet | None = None,
     ) -> None:
         super().__init__()
+        self._process_set = process_set
         if initial_lr is None or not math.isfinite(initial_lr):
             raise ArgumentError(f"initial_lr={initial_lr!r}: expected the learning rate that is to be multiplied.")
         if steps_per_epoch is not None and steps_per_epoch < 1:
@@ -73,13 +79,14 @@ class LearningRateScheduleCallback(Callback):
             problem = str(error)
         if not self.staircase and not self.steps_per_epoch:
             # The ranks' numbers may differ, and their rates must not.
-            known = [steps for steps in hvdlite.allgather_object((self.params or {}).get("steps")) if steps]
+            own = (self.params or {}).get("steps")
+            known = [steps for steps in hvdlite.allgather_object(own, process_set=self._process_set) if steps]
             self._steps = max(known, default=0)
             if not known:
                 problem = problem or (
                     f"Keras does not know how many batches an epoch has: pass steps_per_epoch to {type(self).__name__}."
                 )
-        refuse_together(problem, None)
+        refuse_together(problem, self._process_set)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Remember the epoch."""
@@ -125,7 +132,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         warmup_epochs: How long it takes. 0 for none.
         momentum_correction: As in `LearningRateScheduleCallback`.
         steps_per_epoch: As in `LearningRateScheduleCallback`.
-        verbose: 1 to print the rate when it has been reached, on rank 0.
+        verbose: 1 to print the rate when it has been reached, on the first rank.
+        process_set: As in `LearningRateScheduleCallback`.
 
     Raises:
         ArgumentError: An argument that makes no sense.
@@ -138,9 +146,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
         verbose: int = 0,
+        *,
+        process_set: ProcessSet | None = None,
     ) -> None:
         def multiplier(epoch: float) -> float:
-            size = hvdlite.size()
+            size = size_of(process_set)
             return (1 + (size - 1) * (epoch + 1 / self._steps) / warmup_epochs) / size
 
         super().__init__(
@@ -150,6 +160,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             staircase=False,
             momentum_correction=momentum_correction,
             steps_per_epoch=steps_per_epoch,
+            process_set=process_set,
         )
         self.warmup_epochs = warmup_epochs
         self.verbose = verbose
@@ -157,6 +168,6 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Put the rate in the history, as "lr", and say when it has been reached."""
         super().on_epoch_end(epoch, logs)
-        if epoch == self.warmup_epochs - 1 and self.verbose and hvdlite.rank() == 0:
+        if epoch == self.warmup_epochs - 1 and self.verbose and rank_in(self._process_set) == 0:
             rate = float(learning_rate_of(self.model.optimizer).numpy())
             print(f"\nEpoch {epoch + 1}: the warm-up has reached a learning rate of {rate:g}.")

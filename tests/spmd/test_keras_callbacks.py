@@ -210,6 +210,24 @@ def test_warmup(ranks: Any, explicit: bool, capsys: pytest.CaptureFixture[str]) 
     assert printed.count("Epoch 3: the warm-up has reached a learning rate of") == (not UNDER_MPI or hvd.rank() == 0)
 
 
+def test_warmup_of_some_ranks(ranks: Any) -> None:
+    """Ranks that are not in the set are neither asked nor counted."""
+
+    def check() -> None:
+        if hvd.size() != 3:
+            return
+        some = hvd.add_process_set([1, 2])
+        if hvd.rank() > 0:
+            callback = hvd.callbacks.LearningRateWarmupCallback(0.8, 1, process_set=some)
+            model = begin(callback, keras.optimizers.SGD(7.0), 4)
+            callback.on_epoch_begin(0)
+            callback.on_batch_begin(0)
+            assert float(model.optimizer.learning_rate) == pytest.approx(0.8 / 2 * (1 + 1 / 4))
+        hvd.remove_process_set(some)
+
+    ranks(check)
+
+
 def test_schedules(ranks: Any) -> None:
     def check() -> None:
         def schedule(*arguments: Any, **more: Any) -> Any:
