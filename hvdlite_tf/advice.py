@@ -78,8 +78,9 @@ def say(everybody: Sequence[Seen]) -> None:
     weights = [seen.weights for seen in everybody]
     if any(each is not None and weights[0] is not None and not _alike(each, weights[0]) for each in weights):
         _warn(
-            "the ranks start with different weights, so they will stay different: fit with hvd.callbacks.Distributed(), or "
-            "call hvd.broadcast_variables(model.weights, 0) before training."
+            "the weights of the ranks differ in the second step, so they will stay different. If they start with different "
+            "weights: fit with hvd.callbacks.Distributed(), or call hvd.broadcast_variables(model.weights, 0) before training. "
+            "If not: their learning rates differ, or the program changes the weights of some ranks."
         )
     elif len(everybody) > 1 and everybody[0].gradients is not None and len({seen.gradients for seen in everybody}) == 1:
         _warn(

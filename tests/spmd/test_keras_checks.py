@@ -164,7 +164,7 @@ def test_what_is_told(ranks: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> 
     sizes = ranks(lambda: check() or hvd.size())
     if len(sizes) > 1 and (not UNDER_MPI or hvd.rank() == 0):
         assert [rank for rank, _ in told] == [0, 0]
-        assert "start with different weights" in told[0][1] and "hvd.broadcast_variables" in told[0][1]
+        assert "start with different weights:" in told[0][1] and "hvd.broadcast_variables" in told[0][1]
         assert "bit for bit" in told[1][1] and "hvd.shard(dataset)" in told[1][1]
     else:
         assert told == []
