@@ -239,7 +239,8 @@ class World:
             thread.join()
         self._shared[self.ranks(process_set)].wait()
         self.missed = []
-        kept = exchanges
+        # Memory alone has nothing to catch up, and ranks that had joined may not have it yet.
+        exchanges = kept = [exchange for exchange in exchanges if not getattr(exchange, "memory_only", False)]
         if exchanges:
             # Letters that say who has joined may arrive in another order than gradients, which go other ways.
             missed = self._stood_in() - before, [exchange.dropped for exchange in exchanges]

@@ -138,6 +138,7 @@ class Buckets:
             return []
 
     dropped = False
+    memory_only = True
     """TensorFlow's functions may use it at any time."""
 
     def release(self) -> None:
