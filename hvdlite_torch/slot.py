@@ -120,8 +120,8 @@ class Slot:
             parameter.grad = self._home.lend()
 
     def copy(self, gradient: torch.Tensor) -> bool:
-        """Copy a gradient that may be exchanged before the step. Returns whether it may be."""
-        if not self._is_like(gradient) or not (self._codec is None or self._codec.repeatable):
+        """Copy a gradient that may be exchanged before the step. Returns whether it may be: not if it is part of a graph."""
+        if gradient.requires_grad or not self._is_like(gradient) or not (self._codec is None or self._codec.repeatable):
             return False
         self.load(gradient, 0)
         return True
