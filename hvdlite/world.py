@@ -76,6 +76,7 @@ class World:
         self.devices = Devices(config, hosts, self.watch.launches_on)
         self._everybody = tuple(range(transport.size))
         self._reducers: list[Reducer] = []
+        self._collect_at = _MUCH_BYTES
         self._shared: dict[tuple[int, ...], SharedReducers] = {}
         self._engines: dict[tuple[int, ...], Engine | None] = {
             self._everybody: self._engine(transport.duplicate(), self._everybody)
@@ -413,7 +414,8 @@ class World:
         if not exchanges:
             return
         # An optimizer and what it uses refer to each other, and to look for that takes Python a tenth of a second.
-        if len(exchanges) % _MANY_EXCHANGES == 0 or sum(reducer.nbytes for reducer in self._reducers) >= _MUCH_BYTES:
+        looked = len(exchanges) % _MANY_EXCHANGES == 0 or self._held_bytes() >= self._collect_at
+        if looked:
             gc.collect()
         mine = [exchange.dropped for exchange in exchanges]
         everybody = self.engine(process_set).run(AllgatherObject(mine))
@@ -421,6 +423,11 @@ class World:
             if all(dropped):
                 self.exchanges.remove(exchange)
                 exchange.release()
+        if looked:
+            self._collect_at = max(_MUCH_BYTES, 2 * self._held_bytes())
+
+    def _held_bytes(self) -> int:
+        return sum(reducer.nbytes for reducer in self._reducers)
 
     def release(self, reducer: Reducer) -> None:
         """Close a reducer that is not used again. All ranks of its set do this."""
