@@ -66,6 +66,7 @@ SPMD = [
 ]
 
 
+@pytest.mark.timeout(SPMD_LIMIT + 20)
 @pytest.mark.parametrize("where", [EVEN, UNEVEN])
 def test_spmd(two_hosts: Hosts, where: str) -> None:
     files = [str(ROOT / f"tests/spmd/test_{name}.py") for name in SPMD]
