@@ -36,7 +36,7 @@ from hvdlite.watch import Watch
 
 R = TypeVar("R", bound=Reducer)
 
-_MANY_EXCHANGES, _MUCH_BYTES = 8, 2**24
+_MANY_EXCHANGES, _MUCH_BYTES = 32, 2**24
 """From here on it is worth looking for exchanges that the program has dropped."""
 
 

@@ -11,6 +11,15 @@ from tests.jobs import ROOT, mpirun
 FILES = sorted((ROOT / "tests/spmd").glob("test_*.py"))
 TENSORFLOW = [path for path in FILES if path.name.startswith(("test_tf_", "test_keras_"))]
 REST = [path for path in FILES if path not in TENSORFLOW]
+LONG = {"test_torch_idioms.py", "test_torch_programs.py", "test_torch_steps.py", "test_keras_programs.py"}
+"""Comparisons of many programs with one process: two processes tell what threads do not."""
+
+
+def files_for(files: list[Path], size: int) -> list[Path]:
+    """What is run again on so many processes."""
+    return [path for path in files if size == 2 or path.name not in LONG]
+
+
 LIMIT = 900.0  # on a busy machine
 
 
@@ -18,7 +27,7 @@ LIMIT = 900.0  # on a busy machine
 @pytest.mark.parametrize(
     ("size", "files"),
     # Each process of TensorFlow's takes seconds to start, and nothing there begins at four.
-    [*((size, REST) for size in (2, 3, 4)), *((size, TENSORFLOW) for size in (2, 3))],
+    [*((size, files_for(REST, size)) for size in (2, 3, 4)), *((size, files_for(TENSORFLOW, size)) for size in (2, 3))],
     ids=["2", "3", "4", "2-tensorflow", "3-tensorflow"],
 )
 def test_spmd(size: int, files: list[Path]) -> None:

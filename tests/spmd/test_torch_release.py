@@ -46,6 +46,8 @@ def collect(gone: weakref.ref[Any]) -> None:
 def held() -> tuple[int, int]:
     """The mappings and threads of this process, which may be several ranks. Every rank calls this."""
     hvd.barrier()
+    gc.collect()  # memory of earlier tests, and of layouts that are given up, may wait for that
+    hvd.barrier()
     mappings = Path("/proc/self/maps").read_text().count("memfd:hvdlite")
     threads = sum(thread.name == "hvdlite-overlap" for thread in threading.enumerate())
     hvd.barrier()
