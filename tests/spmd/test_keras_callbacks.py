@@ -365,7 +365,7 @@ def test_moving_statistics_of_uneven_data(ranks: Any, tmp_path: Path, library: s
         model.compile(optimizer, "mse")
         own = X[: 16 * (rank + 1)] + 5 * rank
         data = tf.data.Dataset.from_tensor_slices((own, Y[: len(own)])).batch(8)
-        path = tmp_path / "model.keras"
+        path = hvd.broadcast_object(str(tmp_path / "model.keras"), 0)  # each process has a folder of its own
         kept = package.layers.Dense(1)
         kept.build((None, 1))
         model.kept, kept.trainable = kept, False
