@@ -351,13 +351,14 @@ def join(process_set: ProcessSet | None = None) -> int:
     `add_process_set`, `remove_process_set`, and the making of a `DistributedOptimizer`'s buffers.
 
     It also takes part in the steps of a `DistributedOptimizer`: an average of gradients is one of the ranks that have data. In
-    the end every rank has the parameters and the optimizer state of the one that joined last.
+    the end every rank has the parameters and the optimizer state of the one that went furthest.
 
     Args:
         process_set: Take part in what the ranks of this set do; all ranks by default. Each set is joined by itself.
 
     Returns:
-        The rank (its number within `process_set`) that was the last to join, the same on all.
+        The rank (its number within `process_set`) that was the last to join, the same on all. If some missed steps of an
+        optimizer: the one that missed the fewest, and of these the one that has added up the most gradients since.
 
     Raises:
         HvdliteError: This rank has joined already, in another thread; or, raised by any other operation of the set, it has

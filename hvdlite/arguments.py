@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 from hvdlite.api import Average, Sum, global_process_set, world
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def choose_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) -> ReduceOp:
@@ -73,6 +78,37 @@ def group_of(tensors: Iterable[Any]) -> list[Any]:
     if hasattr(tensors, "shape") or not isinstance(tensors, Iterable):
         raise ArgumentError(f"a grouped operation takes a list of tensors; got one {type(tensors).__name__}.")
     return list(tensors)
+
+
+def with_scaled_input(
+    function: Callable[P, R], scale: Callable[[Any, float], Any], factor: Callable[[int], float]
+) -> Callable[P, R]:
+    """An operation whose gradient is multiplied by a number.
+
+    That is done to what goes in: programs write into what comes out, which must not be a view therefore.
+
+    Args:
+        function: The operation; its first parameter is a tensor, or several.
+        scale: ``scale(given, number)`` returns what was given, with gradients that are multiplied by the number.
+        factor: The number, by that of the ranks that take part.
+    """
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters))
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments[first]
+        tensors = list(given) if isinstance(given, Iterator) else given
+        bound.arguments[first] = scale(tensors, factor(size_of(bound.arguments.get("process_set"))))
+        return function(*bound.args, **bound.kwargs)
+
+    return wrapped
+
+
+def divided(size: int) -> float:
+    """The factor of an average."""
+    return 1 / size
 
 
 def factors(prescale_factor: float, postscale_factor: float, process_set: ProcessSet) -> dict[str, Any]:

@@ -274,10 +274,18 @@ class Exchange(Protocol):
 
     Attributes:
         dropped: The program cannot use it any more on this rank.
+        memory_only: It has nothing to catch up.
+        passes: How far this rank has gone, in passes that the program adds up between two exchanges; 0 if it is not known.
     """
 
     @property
     def dropped(self) -> bool: ...
+
+    @property
+    def memory_only(self) -> bool: ...
+
+    @property
+    def passes(self) -> int: ...
 
     def release(self) -> None:
         """Release what it holds: all ranks have dropped it. Every rank calls this."""

@@ -181,6 +181,11 @@ class Reducer:
         return self._collectives.size == 1
 
     @property
+    def exchanges(self) -> int:
+        """How many exchanges there have been, those that were put off too. The same on all ranks, with data or without."""
+        return self._steps - 1
+
+    @property
     def divisor(self) -> float:
         """The sum of the weights of all ranks, in the last exchange."""
         return self.told.divisor
@@ -253,6 +258,13 @@ class Reducer:
             return None
         self.stood_in += 1
         return self.outcome(told)
+
+    def try_to_stand_in(self) -> list[bool] | None:
+        """As `stand_in`; empty if the exchange fails, which the others raise too, or is put off, which they settle."""
+        try:
+            return self.stand_in()
+        except (HvdliteError, Postponed):
+            return []
 
     def next_step(self) -> None:
         """The exchanges from now on are those of another step."""

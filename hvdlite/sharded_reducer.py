@@ -122,9 +122,9 @@ class ShardedReducer(Reducer):
 
     def _make_buckets(self, infos: Sequence[TensorInfo], plan: Plan) -> list[Bucket]:
         sizes = plan.chunk_bytes, plan.message_bytes
-        spare = {"spare": plan.spare}
+        everything = range(len(infos))
         self._bucket = _ShardedBucket(
-            self._whole, infos, range(len(infos)), self._collectives, self._average, *sizes, **spare
+            self._whole, infos, everything, self._collectives, self._average, *sizes, spare=plan.spare
         )
         return [self._bucket]
 

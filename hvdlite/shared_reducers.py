@@ -14,10 +14,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.errors import HvdliteError
 from hvdlite.operations import SHARED_BUCKETS, Agreement, Operation, Signature
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
-from hvdlite.reducer import Postponed, Reducer
+from hvdlite.reducer import Reducer
 
 Layout = tuple[tuple[TensorInfo, ...], ReduceOp]
 Make = Callable[[Sequence[TensorInfo], ReduceOp, Plan, HierarchicalCollectives], Reducer]
@@ -77,12 +76,8 @@ class SharedReducers:
 
 def stand_in(reducer: Reducer) -> None:
     """Take part in the exchanges of the others with nothing, until all ranks have joined."""
-    while True:
-        try:
-            if reducer.stand_in() is None:
-                return
-        except (HvdliteError, Postponed):  # which the others raise, too, or settle among themselves
-            pass
+    while reducer.try_to_stand_in() is not None:
+        pass
 
 
 def _signature(infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan) -> Signature:

@@ -220,7 +220,7 @@ class World:
         """Take part with nothing in what the others do, until all ranks of the set have called this.
 
         Returns:
-            The number, within the set, of the rank that was the last.
+            The number, within the set, of the rank that went furthest, and of several the one that was the last.
 
         Raises:
             HvdliteError: As `Engine.join`.
@@ -241,16 +241,17 @@ class World:
         self._shared[self.ranks(process_set)].wait()
         self.missed = []
         # Memory alone has nothing to catch up, and ranks that had joined may not have it yet.
-        exchanges = kept = [exchange for exchange in exchanges if not getattr(exchange, "memory_only", False)]
+        exchanges = kept = [exchange for exchange in exchanges if not exchange.memory_only]
         if exchanges:
             # Letters that say who has joined may arrive in another order than gradients, which go other ways.
-            missed = self._stood_in() - before, [exchange.dropped for exchange in exchanges]
-            answers = self.engine(process_set).run(AllgatherObject(missed))
+            missed = self._stood_in() - before
+            mine = missed, sum(exchange.passes for exchange in exchanges), [exchange.dropped for exchange in exchanges]
+            answers = self.engine(process_set).run(AllgatherObject(mine))
             self.missed = [answer[0] for answer in answers]
-            dropped = [any(each) for each in zip(*(answer[1] for answer in answers), strict=True)]
+            dropped = [any(each) for each in zip(*(answer[2] for answer in answers), strict=True)]
             kept = [exchange for exchange, gone in zip(exchanges, dropped, strict=True) if not gone]
-            fewest = min(self.missed)
-            last = last if self.missed[last] == fewest else self.missed.index(fewest)
+            # Nor does it tell who has gone on without the others.
+            last = max(range(len(answers)), key=lambda rank: (-answers[rank][0], answers[rank][1], rank == last))
         for exchange in kept:
             exchange.catch_up(self.ranks(process_set)[last])
         return last

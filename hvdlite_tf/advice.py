@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from hvdlite.protocols import Array
 from hvdlite.tensors import adapter_for
-from hvdlite_tf.tensor import has_value
+from hvdlite_tf.tensor import has_value, read
 
 _LOOK_IN = 2
 """The exchange to look in."""
@@ -95,9 +94,8 @@ def _samples(sources: Sequence[Any]) -> list[Array] | None:
     for source in sources:
         if not hasattr(source, "numpy") or not has_value(source):
             return None  # a tensor of a graph
-        if isinstance(source, tf.Variable):  # read so that no tape takes notice
-            source = tf.raw_ops.ReadVariableOp(resource=source.handle, dtype=source.dtype.base_dtype)
-        flat = adapter_for(source).to_array(source, wide=True).reshape(-1)
+        value = read(source)
+        flat = adapter_for(value).to_array(value, wide=True).reshape(-1)
         found.append(flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].copy())
     return found
 

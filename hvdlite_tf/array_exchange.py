@@ -19,10 +19,13 @@ import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
+from hvdlite.header import Said, digest
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.reducer import Postponed
 from hvdlite_tf.advice import Advice, say, see
 from hvdlite_tf.buckets import Buckets, Registry
+from hvdlite_tf.identity import Identity
+from hvdlite_tf.optimizer_parts import check_rates
 
 T = TypeVar("T")
 
@@ -55,6 +58,7 @@ class ArrayExchange:
         process_set: The ranks that take part; all if None.
         channel: If not empty, exchanges of other channels may go on at the same time.
         sparse: Some rank may have rows.
+        identity: Of the optimizer whose gradients these are.
     """
 
     def __init__(
@@ -65,12 +69,14 @@ class ArrayExchange:
         process_set: ProcessSet | None,
         channel: str = "",
         sparse: bool = True,
+        identity: Identity | None = None,
     ) -> None:
         self._registry = registry
         self._infos = infos
         self._op = op
         self._process_set = process_set
         self._channel = channel
+        self._identity = identity
         self._own_buckets: dict[tuple[TensorInfo, ...], Buckets] = {}
         # Of a session, its own: other exchanges change them at any time.
         self._tables: set[int] = registry.tables((tuple(infos), op)) if sparse and not channel else set()
@@ -103,21 +109,27 @@ class ArrayExchange:
             For each an array, or `Rows`, or None if no rank has one.
 
         Raises:
+            MismatchError: The learning rates of the ranks differ. Raised on all of them, and nothing is changed.
             HvdliteError: The weights of all ranks are 0. Raised on all of them.
         """
         if self._op is hvdlite.Adasum:
             return self._adasum(own)
         infos = [_known(info, gradient) for info, gradient in zip(self._infos, own, strict=True)]
         looks = advice is not None and advice.is_due()
+        rates = self._identity.rates() if self._identity is not None else ()
         while True:
             dense = [i for i in range(len(own)) if i not in self._tables]
             new = [i for i in dense if isinstance(own[i], Rows)]
             try:
                 found = self._exchange_dense(
-                    [infos[i] for i in dense], [None if i in new else own[i] for i in dense], weight, bool(new) or looks
+                    [infos[i] for i in dense],
+                    [None if i in new else own[i] for i in dense],
+                    Said(weight, news=bool(new) or looks, state=digest(rates)),
                 )
                 break
-            except Postponed:
+            except Postponed as stop:
+                if not stop.told.news:
+                    self._refuse_rates(rates)
                 self._hear_news(new, looks, own, sources)
                 looks = False
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
@@ -133,6 +145,12 @@ class ArrayExchange:
             seen = self.gather(see(sources, own))
             if world("the exchange of gradients").engine(self._process_set).rank == 0:
                 say(seen)
+
+    def _refuse_rates(self, rates: tuple[float, ...]) -> None:
+        """Some rank has other learning rates. Every rank that has data calls this."""
+        here = world("the exchange of gradients")
+        own = here.ranks(self._process_set)[here.engine(self._process_set).rank], rates
+        check_rates("in this step", dict(self.gather(own)))
 
     def gather_by_source(self, values: Sequence[T]) -> list[tuple[T, ...]]:
         """For each source, what the ranks that have data say of its gradients.
@@ -161,13 +179,15 @@ class ArrayExchange:
         return self._own_buckets[key]
 
     def _exchange_dense(
-        self, infos: Sequence[TensorInfo], own: Sequence[Array | None], weight: float, news: bool
+        self, infos: Sequence[TensorInfo], own: Sequence[Array | None], said: Said
     ) -> list[Array | None]:
         if not infos:
             return []
         buckets = self._buckets(infos, in_use=True)
-        found = buckets.exchange(own, weight, news)
+        found = buckets.exchange(own, said)
         self.joined = buckets.joined
+        if self._identity is not None and self._identity.first is None:
+            self._identity.first = buckets.last
         return found
 
     def _exchange_rows(self, tables: Sequence[int], own: Sequence[Gradient], weight: float) -> list[Rows | None]:

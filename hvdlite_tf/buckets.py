@@ -22,13 +22,14 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.arithmetic import arithmetic
-from hvdlite.errors import HvdliteError
 from hvdlite.header import Said
 from hvdlite.protocols import Array, TensorInfo
-from hvdlite.reducer import Postponed, Reducer
+from hvdlite.reducer import Reducer
 from hvdlite.tensors import adapter_for
 from hvdlite.world import World
 from hvdlite_tf.advice import Advice
+from hvdlite_tf.identity import Identity, follow
+from hvdlite_tf.optimizer_parts import passes_of
 from hvdlite_tf.tensor import has_value
 
 ROOMS = 3
@@ -60,6 +61,7 @@ class Buckets:
     def __init__(self, here: World, infos: Sequence[TensorInfo], op: ReduceOp, process_set: ProcessSet | None) -> None:
         self._here = here
         self._infos = infos
+        self._op = op
         self._process_set = process_set
         self._reducer: Reducer = here.shared_reducer(infos, op, process_set, here.plan()._replace(lend=ROOMS))
         kernels = [arithmetic(info.dtype, ReduceOp.SUM) for info in infos]
@@ -70,19 +72,25 @@ class Buckets:
         here.exchanges.append(self)
 
     @property
+    def last(self) -> Hashable:
+        """A name of the last exchange, which is the same on all ranks."""
+        return tuple(self._infos), self._op, self._reducer.exchanges
+
+    @property
     def joined(self) -> bool:
         """Whether some rank had run out of data in the last exchange."""
         return self._reducer.joined > 0
 
     def exchange(
-        self, gradients: Sequence[Array | None], weight: float = 1.0, news: bool = False
+        self,
+        gradients: Sequence[Array | None],
+        said: Said = Said(),  # noqa: B008  # it cannot change
     ) -> list[Array | None]:
         """The gradients of all ranks.
 
         Args:
             gradients: Like the layout; None if this rank has none. They are only read.
-            weight: Share of this rank in an average.
-            news: As for `Reducer.exchange`.
+            said: As for `Reducer.exchange`.
 
         Returns:
             For each an array that nobody changes, or None if no rank has a gradient.
@@ -95,7 +103,7 @@ class Buckets:
             for index, gradient in enumerate(gradients):
                 if gradient is not None:
                     self._show(index, gradient)
-            anywhere = self._reducer.exchange(used, Said(weight, news=news))
+            anywhere = self._reducer.exchange(used, said)
         finally:
             for index, (start, stop) in enumerate(self._parts):
                 if start < stop:
@@ -128,18 +136,14 @@ class Buckets:
 
     def stand_in(self) -> None:
         """Take part in the exchanges of the others with nothing, until all ranks have joined."""
-        while self._stand_in_once() is not None:
+        while self._reducer.try_to_stand_in() is not None:
             pass
 
-    def _stand_in_once(self) -> list[bool] | None:
-        try:
-            return self._reducer.stand_in()
-        except (HvdliteError, Postponed):  # which the others raise, too, or settle among themselves
-            return []
-
     dropped = False
-    memory_only = True
     """TensorFlow's functions may use it at any time."""
+
+    memory_only = True
+    passes = 0
 
     def release(self) -> None:
         """Nothing: see `close`."""
@@ -173,7 +177,7 @@ class Registry:
         self._tables: dict[Hashable, set[int]] = {}
         self._known: dict[Hashable, tuple[str | None, str]] = {}
         self._advice: dict[Hashable, Advice] = {}
-        self._optimizers: list[weakref.ref[Any]] = []
+        self._optimizers: weakref.WeakKeyDictionary[Identity, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         here.exchanges.append(self)
 
     @classmethod
@@ -191,14 +195,17 @@ class Registry:
 
     def buckets(self, infos: Sequence[TensorInfo], op: ReduceOp) -> Buckets:
         """Those of a layout. Every rank calls this if they are not there."""
-        key = (tuple(infos), op)
-        found = self._buckets.get(key)
+        found = self._buckets.get((tuple(infos), op))
         if found is None:
-            found = self._buckets[key] = Buckets(self._here, infos, op, self._process_set)
+            found = self._make(infos, op)
             # A rank that has joined does not know which was not used for longest.
             if len(self._buckets) > LAYOUTS and not found.somebody_has_joined():
                 self._close_oldest()
         return found
+
+    def _make(self, infos: Sequence[TensorInfo], op: ReduceOp) -> Buckets:
+        made = self._buckets[tuple(infos), op] = Buckets(self._here, infos, op, self._process_set)
+        return made
 
     def _close_oldest(self) -> None:
         while len(self._buckets) > LAYOUTS:
@@ -236,14 +243,14 @@ class Registry:
         """Keep what gradients this rank has, and what the ranks have together. Every rank that has data calls this."""
         _remember(self._known, key, (own, union))
 
-    def add_optimizer(self, optimizer: Any) -> None:
-        """Let an optimizer's variables be broadcast by `catch_up`. Every rank calls this, for the optimizers in the same order.
+    def add_optimizer(self, identity: Identity, optimizer: Any) -> None:
+        """Let an optimizer's variables be broadcast by `catch_up`.
 
         Args:
+            identity: The optimizer keeps it alive.
             optimizer: It has `hvdlite_variables`, which lists its backend's variables. It is not kept alive.
         """
-        if all(known() is not optimizer for known in self._optimizers):
-            self._optimizers.append(weakref.ref(optimizer))
+        self._optimizers[identity] = weakref.ref(optimizer)
 
     def belongs_to(self, process_set: ProcessSet | None) -> bool:
         """Whether the ranks of this set, and no others, exchange here."""
@@ -255,15 +262,28 @@ class Registry:
     dropped = False
     """It is there as long as the process set."""
 
+    memory_only = False
+
+    @property
+    def passes(self) -> int:
+        """Of all optimizers together."""
+        found = [known() for known in self._optimizers.values()]
+        return sum(passes_of(each) for each in found if each is not None and each.built)
+
     def release(self) -> None:
         """Nothing: see `Buckets.close`."""
 
     def catch_up(self, last: int) -> None:
         """Take what the ranks have told each other, and the variables of the optimizers, from the rank that joined last."""
         for infos, op in self._here.late_layouts(self._process_set):
-            self.buckets(infos, op)
+            self._make(infos, op)
         root = self._here.ranks(self._process_set).index(last)
-        known, tables = hvdlite.broadcast_object((self._known, self._tables), root, process_set=self._process_set)
+        firsts = {each.first: each.number for each in self._optimizers if each.first is not None}
+        known, tables, firsts = hvdlite.broadcast_object(
+            (self._known, self._tables, firsts), root, process_set=self._process_set
+        )
+        if follow(self._here, self._optimizers, firsts):
+            self._known.clear()  # by numbers that are others' now
         for key, (_, union) in known.items():
             self._known.setdefault(key, (None, union))
         for key, rows in tables.items():
@@ -272,8 +292,8 @@ class Registry:
         for key in sorted(self._buckets, key=lambda key: self._here.exchanges.index(self._buckets[key])):
             self._buckets[key] = self._buckets.pop(key)
         self._close_oldest()
-        found = [(number, known()) for number, known in enumerate(self._optimizers)]
-        variables = {number: optimizer.hvdlite_variables() for number, optimizer in found if optimizer is not None}
+        found = {identity.number: known() for identity, known in self._optimizers.items()}
+        variables = {number: each.hvdlite_variables() for number, each in found.items() if each is not None}
         # Each rank forgets optimizers when it pleases; where a function failed while it was traced, they have no values.
         about = {
             number: [adapter_for(v).info(v) for v in each]

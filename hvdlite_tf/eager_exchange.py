@@ -21,6 +21,7 @@ from hvdlite_tf.advice import Advice
 from hvdlite_tf.array_exchange import ArrayExchange
 from hvdlite_tf.buckets import Registry
 from hvdlite_tf.exchange import Options
+from hvdlite_tf.identity import Identity
 from hvdlite_tf.tensor import plain_variable, zeros_like
 
 
@@ -29,10 +30,12 @@ class EagerExchange:
 
     Args:
         options: How. The same on all ranks. `sparse_as_dense` changes nothing: gradients are dense.
+        identity: Of the optimizer whose exchange it is.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, identity: Identity) -> None:
         self.options = options
+        self._identity = identity
         self._advice = Advice(world("the exchange of gradients").config.advice)
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
@@ -88,7 +91,7 @@ class EagerExchange:
     def _exchange(self, infos: Sequence[TensorInfo]) -> ArrayExchange:
         options = self.options
         registry = Registry.of(world("the exchange of gradients"), options.process_set)
-        return ArrayExchange(registry, infos, options.op, options.process_set, sparse=False)
+        return ArrayExchange(registry, infos, options.op, options.process_set, sparse=False, identity=self._identity)
 
     def _encode(self, source: Any, gradient: Any) -> _Sent:
         # Without a gradient, the source stands for it: to see what would be sent.

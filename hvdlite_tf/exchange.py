@@ -11,9 +11,7 @@ When it is traced again, maybe on one rank alone, nobody is asked. In eager code
 
 from __future__ import annotations
 
-import itertools
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +24,10 @@ from hvdlite.api import world
 from hvdlite.compression import Compression, Compressor
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array
-from hvdlite.world import World
 from hvdlite_tf.array_exchange import ArrayExchange
 from hvdlite_tf.buckets import Registry
 from hvdlite_tf.graph import is_built_for_a_session, ordered
+from hvdlite_tf.identity import Identity
 from hvdlite_tf.tensor import plain_variable
 from hvdlite_tf.wire import DENSE, NONE, SPARSE, Wire, arrays_of, as_dense, take, taken
 
@@ -80,26 +78,19 @@ class Options:
             raise ArgumentError(f"a batch weight has no meaning for op={self.op!r}: it is for averages.")
 
 
-_counts: weakref.WeakKeyDictionary[World, Iterator[int]] = weakref.WeakKeyDictionary()
-
-
-def _next_number(here: World) -> int:
-    """A number for a lasting exchange, which is the same on all ranks if all make theirs in the same order."""
-    return next(_counts.setdefault(here, itertools.count(1)))
-
-
 class GradientExchange:
     """Combines the gradients of all ranks. Cheap to make: what is dear belongs to the world.
 
     Args:
         options: How. The same on all ranks.
-        lasting: Functions that are traced again use the same exchange: an optimizer's. What the ranks have told each other is
-            then not mixed up with what they told of another exchange, in a function of the same name over equal variables.
+        identity: Of the optimizer whose exchange it is: functions that are traced again use the same. What the ranks have told
+            each other is then not mixed up with what they told of another one, in a function of the same name over equal
+            variables.
     """
 
-    def __init__(self, options: Options, lasting: bool = False) -> None:
+    def __init__(self, options: Options, identity: Identity | None = None) -> None:
         self.options = options
-        self._number = _next_number(world("the exchange of gradients")) if lasting else 0
+        self._identity = identity
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """The gradients of all ranks. Every rank calls this, with sources of the same dtypes and shapes in the same order.
@@ -148,7 +139,14 @@ class GradientExchange:
             gradients = [as_dense(gradient, source) for gradient, source in zip(gradients, plain, strict=True)]
         if not plain or here.engine(options.process_set).size == 1:
             return list(gradients)
-        return _Call(Registry.of(here, options.process_set), options, plain, gradients, weight, self._number)
+        return _Call(
+            Registry.of(here, options.process_set),
+            options,
+            plain,
+            gradients,
+            weight,
+            self._identity,
+        )
 
 
 class _Call:
@@ -161,7 +159,7 @@ class _Call:
         sources: Sequence[Any],
         gradients: Sequence[Any],
         weight: Any,
-        number: int,
+        identity: Identity | None,
     ) -> None:
         self._gradients = gradients
         self._weight = weight
@@ -175,7 +173,10 @@ class _Call:
         self._registry = registry
         infos = [wire.info for wire in self._wires]
         sparse = not options.sparse_as_dense
-        self._exchange = ArrayExchange(registry, infos, options.op, options.process_set, self._channel, sparse)
+        self._exchange = ArrayExchange(
+            registry, infos, options.op, options.process_set, self._channel, sparse, identity
+        )
+        number = 0 if identity is None else identity.number
         self._key = tuple(infos), options.op, sparse, number, self._channel
         self._sources = [] if in_session else [wire.source for wire in self._wires]
         self._advice = None if in_session else registry.advice((number, tuple(infos)))

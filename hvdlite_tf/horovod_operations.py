@@ -6,14 +6,12 @@ With n ranks, the gradients of Horovod's `allgather` and `broadcast` are those o
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import tensorflow as tf
 
-from hvdlite.arguments import group_of, size_of
+from hvdlite.arguments import divided, with_scaled_input
 from hvdlite_tf import movements, scattering
 from hvdlite_tf.arguments import as_tensor, is_group
 from hvdlite_tf.graph import as_written
@@ -25,6 +23,8 @@ R = TypeVar("R")
 
 def _scaled(given: Any, factor: float) -> Any:
     """A tensor, or a list of tensors, as it is, with gradients that are multiplied by a number."""
+    if isinstance(given, tf.IndexedSlices):  # which the operation itself takes, or refuses
+        return given
     if is_group(given):
         return [_scaled(each, factor) for each in given]
     tensor = as_tensor(given)
@@ -39,35 +39,17 @@ def _scaled(given: Any, factor: float) -> Any:
 
 
 def _with_gradient(function: Callable[P, R], factor: Callable[[int], float]) -> Callable[P, R]:
-    """`function`, whose gradient is multiplied by the `factor` of the number of ranks that take part."""
-    signature = inspect.signature(function)
-    first = next(iter(signature.parameters))
-
-    @as_written
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments[first]
-        if not isinstance(given, tf.IndexedSlices):  # which the operation itself takes, or refuses
-            given = group_of(given) if first == "tensors" else given
-            bound.arguments[first] = _scaled(given, factor(size_of(bound.arguments.get("process_set"))))
-        return function(*bound.args, **bound.kwargs)
-
-    return wrapped
+    return as_written(with_scaled_input(function, _scaled, factor))
 
 
-def _divided(size: int) -> float:
-    return 1 / size
-
-
-allgather = _with_gradient(movements.allgather, _divided)
-grouped_allgather = _with_gradient(movements.grouped_allgather, _divided)
-broadcast = _with_gradient(movements.broadcast, _divided)
+allgather = _with_gradient(movements.allgather, divided)
+grouped_allgather = _with_gradient(movements.grouped_allgather, divided)
+broadcast = _with_gradient(movements.broadcast, divided)
 reducescatter = _with_gradient(scattering.reducescatter, float)
 grouped_reducescatter = _with_gradient(scattering.grouped_reducescatter, float)
 
-keras_allgather = _with_gradient(values.allgather, _divided)
-keras_broadcast = _with_gradient(values.broadcast, _divided)
+keras_allgather = _with_gradient(values.allgather, divided)
+keras_broadcast = _with_gradient(values.broadcast, divided)
 keras_reducescatter = _with_gradient(values.reducescatter, float)
 """Those of Horovod's Keras modules, which have fewer arguments."""
 

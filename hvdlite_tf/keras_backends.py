@@ -12,6 +12,7 @@ import tensorflow as tf
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.eager_exchange import EagerExchange
 from hvdlite_tf.exchange import GradientExchange, Options
+from hvdlite_tf.identity import Identity
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,8 +42,8 @@ class Weight(Protocol):
 class Backend(Protocol):
     """What an optimizer needs of a backend."""
 
-    def exchange(self, options: Options) -> Exchange:
-        """An exchange for one optimizer."""
+    def exchange(self, options: Options, identity: Identity) -> Exchange:
+        """An exchange for the optimizer of this identity."""
         ...
 
     def weight(self) -> Weight:
@@ -57,8 +58,8 @@ class Backend(Protocol):
 class _TensorFlow:
     """Steps may be functions that TensorFlow compiles."""
 
-    def exchange(self, options: Options) -> Exchange:
-        return GradientExchange(options, lasting=True)
+    def exchange(self, options: Options, identity: Identity) -> Exchange:
+        return GradientExchange(options, identity)
 
     def weight(self) -> Weight:
         with tf.init_scope(), tf.device("CPU:0"):
@@ -73,8 +74,8 @@ class _TensorFlow:
 class _Torch:
     """Steps are eager."""
 
-    def exchange(self, options: Options) -> Exchange:
-        return EagerExchange(options)
+    def exchange(self, options: Options, identity: Identity) -> Exchange:
+        return EagerExchange(options, identity)
 
     def weight(self) -> Weight:
         return _Number()

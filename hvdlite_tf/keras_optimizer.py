@@ -21,7 +21,9 @@ from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite_tf import keras_backends
 from hvdlite_tf.buckets import Registry
 from hvdlite_tf.exchange import Options
+from hvdlite_tf.identity import Identity
 from hvdlite_tf.local_variables import LocalVariables
+from hvdlite_tf.optimizer_parts import rates_of_variables
 from hvdlite_tf.tensor import plain_variable
 
 
@@ -67,7 +69,8 @@ class _State:
     def __init__(self, options: Options, passes: int, average_passes: bool, scale_local_gradients: bool) -> None:
         self.options = options
         backend = keras_backends.current()
-        self.exchange = backend.exchange(options)
+        self.identity = Identity(world("DistributedOptimizer"))
+        self.exchange = backend.exchange(options, self.identity)
         self.local = LocalVariables(scale_local_gradients, options.process_set)
         self.factor = 1 if average_passes else passes
         """Keras divides the sum over several passes by their number: this makes it a sum again."""
@@ -152,7 +155,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise UnsupportedTensorError(f"{variable.path} (float8 training) has scales in place of gradients.")
-        Registry.of(world("apply()"), state.options.process_set).add_optimizer(self)
+        Registry.of(world("apply()"), state.options.process_set).add_optimizer(state.identity, self)
         indices = [self._get_variable_index(variable) for variable in given]
         own: list[Any] = [None] * len(variables)
         for index, gradient in zip(indices, gradients, strict=True):
@@ -228,6 +231,7 @@ def _wrap(optimizer: Any, state: _State) -> None:
     )
     # Not by plain assignment: Keras would look into it for variables.
     object.__setattr__(optimizer, "_hvdlite", state)
+    state.identity.rates = rates_of_variables(optimizer)
     inner = optimizer
     while isinstance(inner, keras.optimizers.LossScaleOptimizer):
         inner = inner.inner_optimizer

@@ -62,6 +62,13 @@ def plain_variable(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def read(variable: Any) -> Any:
+    """The value of a backend's variable, where no tape takes notice, and fast; anything else as it is."""
+    if not isinstance(variable, tf.Variable):
+        return variable
+    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
+
+
 def has_value(variable: Any) -> bool:
     """Whether a backend's variable is initialized: one of TensorFlow that was made in a function may not be, if that failed."""
     return not isinstance(variable, tf.Variable) or bool(variable.is_initialized())

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.exchange import GradientExchange, Options
 from hvdlite_tf.gradient_aggregation import LocalGradientAggregationHelperEager
+from hvdlite_tf.identity import Identity
 from hvdlite_tf.local_variables import LocalVariables
+from hvdlite_tf.optimizer_parts import rates_of_variables
 
 
 def is_tf_keras(optimizer: Any) -> bool:
@@ -70,6 +73,7 @@ def distribute_tf_keras(
     )
     # Not by plain assignment: tf_keras would take it for part of what a checkpoint holds.
     object.__setattr__(optimizer, "_hvdlite_state", state)
+    state.identity.rates = rates_of_variables(optimizer)
     return optimizer
 
 
@@ -80,7 +84,8 @@ class _State:
         self.counts_passes = False
         """Let the optimizer's `iterations` count passes, and not only what is applied, which is what Adam's correction and
         schedules of the learning rate want."""
-        self.exchange = GradientExchange(options)
+        self.identity = Identity(world("DistributedOptimizer"))
+        self.exchange = GradientExchange(options, self.identity)
         self.local = LocalVariables(scale_local, options.process_set)
         self.passes: LocalGradientAggregationHelperEager | None = None
         if passes != 1:

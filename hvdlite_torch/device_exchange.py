@@ -141,7 +141,7 @@ class DeviceExchange(SteppingExchange):
             raise HvdliteError("; ".join(problems))
 
     def _make_hooks(self) -> None:
-        self._remove_hooks()
+        self.lease.remove_hooks()
         if self._alone and not self._sees_all:
             return
         for index, parameter in enumerate(self._parameters):

@@ -8,7 +8,6 @@ import time
 import torch
 
 import hvdlite
-from hvdlite.errors import HvdliteError
 from hvdlite.overlap import Overlap
 from hvdlite.planner import Planner
 from hvdlite.protocols import Plan
@@ -76,6 +75,8 @@ class GradientExchange(SteppingExchange):
             for index, parameter in enumerate(parameters)
         ]
         self._large = [slot for slot in self._slots if reducer.is_large(slot.index) or slot.compressed]
+        large = {slot.index: slot for slot in self._large}
+        self._large_in = [[large[i] for i in bucket.tensors if i in large] for bucket in reducer.buckets]
         small = [slot for slot in self._slots if not (reducer.is_large(slot.index) or slot.compressed)]
         self._trivial = reducer.alone and codec is None and self._adapts
         self._small = SmallGradients(small, [parameters[slot.index] for slot in small])
@@ -83,7 +84,7 @@ class GradientExchange(SteppingExchange):
 
     def _make_hooks(self) -> None:
         assert self._reducer is not None
-        self._remove_hooks()
+        self.lease.remove_hooks()
         for slot in self._slots:
             large = self._reducer.is_large(slot.index)
             if large or self._sees_all or slot.index == 0:  # one, at least, for passes are counted
@@ -148,12 +149,8 @@ class GradientExchange(SteppingExchange):
         self.missed = False
 
     def _stand_in_once(self) -> list[bool] | None:
-        """As `Reducer.stand_in`; empty if the others' step has failed, or is put off."""
         assert self._reducer is not None
-        try:
-            return self._reducer.stand_in()
-        except (HvdliteError, Postponed):  # which they raise, too, or settle among themselves
-            return []
+        return self._reducer.try_to_stand_in()
 
     def _find_dense(self) -> list[torch.Tensor]:
         """The parameters whose gradients go through the reducer, which is made anew if they are others than before."""
@@ -194,8 +191,7 @@ class GradientExchange(SteppingExchange):
     def _choose_room(self, number: int) -> None:
         """Choose where the results of a bucket are to go, on this rank: not where the program looks."""
         assert self._reducer is not None
-        tensors = set(self._reducer.buckets[number].tensors)
-        held = any([slot.is_held for slot in self._large if slot.index in tensors])
+        held = any(slot.is_held for slot in self._large_in[number])
         self._reducer.use_room(number, int(held))
 
     def _collect_large(self, used: list[bool], news: list[int]) -> bool:

@@ -6,15 +6,13 @@ With n ranks, the gradients of Horovod's `allgather` and `broadcast` are those o
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 import hvdlite_torch as own
-from hvdlite.arguments import size_of
+from hvdlite.arguments import divided, with_scaled_input
 
 __all__ = ["allgather", "broadcast", "grouped_allgather", "grouped_reducescatter", "reducescatter"]
 
@@ -44,30 +42,11 @@ def _scaled(given: Any, factor: float) -> Any:
 
 
 def _with_gradient(function: Callable[P, R], factor: Callable[[int], float]) -> Callable[P, R]:
-    """`function`, whose gradient is multiplied by the `factor` of the number of ranks that take part.
-
-    The factor is applied to what goes in: programs write into what comes out, which must not be a view therefore.
-    """
-    signature = inspect.signature(function)
-    first = next(iter(signature.parameters))
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments[first]
-        tensors = list(given) if isinstance(given, Iterator) else given
-        bound.arguments[first] = _scaled(tensors, factor(size_of(bound.arguments.get("process_set"))))
-        return function(*bound.args, **bound.kwargs)
-
-    return wrapped
+    return with_scaled_input(function, _scaled, factor)
 
 
-def _divided(size: int) -> float:
-    return 1 / size
-
-
-allgather = _with_gradient(own.allgather, _divided)
-grouped_allgather = _with_gradient(own.grouped_allgather, _divided)
-broadcast = _with_gradient(own.broadcast, _divided)
+allgather = _with_gradient(own.allgather, divided)
+grouped_allgather = _with_gradient(own.grouped_allgather, divided)
+broadcast = _with_gradient(own.broadcast, divided)
 reducescatter = _with_gradient(own.reducescatter, float)
 grouped_reducescatter = _with_gradient(own.grouped_reducescatter, float)

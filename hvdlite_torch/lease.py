@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hvdlite.errors import HvdliteError
 from hvdlite.overlap import Overlap
-from hvdlite.reducer import Postponed, Reducer
+from hvdlite.reducer import Reducer
 
 
 class Lease:
@@ -44,10 +44,15 @@ class Lease:
         """These lie in memory that all ranks of the host write to, as long as this is held."""
         self._shared = [(weakref.ref(parameter), parameter.data_ptr()) for parameter in parameters]
 
-    def _drop(self) -> None:
-        self.dropped = True
+    def remove_hooks(self) -> None:
+        """Leave the parameters alone."""
         for hook in self.hooks:
             hook.remove()
+        self.hooks.clear()
+
+    def _drop(self) -> None:
+        self.dropped = True
+        self.remove_hooks()
         if self.overlap is not None:
             self.overlap.close()
 
@@ -75,10 +80,7 @@ class Lease:
             HvdliteError: They make steps, and it does.
         """
         while self.reducer is not None:
-            try:
-                there = self.reducer.stand_in()
-            except (HvdliteError, Postponed):  # which they raise, too, or settle among themselves
-                continue
+            there = self.reducer.try_to_stand_in()
             if there is None:
                 return
             if owns_share and any(there):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections import OrderedDict, defaultdict
 from typing import Any
 
@@ -97,10 +98,14 @@ def _bare(cls: type, name: str) -> Any:
 # Trying out
 
 
+_generator = threading.Lock()
+"""Threads have one generator of random numbers together."""
+
+
 def _try_out(optimizer: torch.optim.Optimizer) -> str:
     """What is different if an optimizer has one parameter only; empty if nothing is, or if it cannot be tried out."""
     chosen = [p for group in optimizer.param_groups for p in [q for q in group["params"] if q.requires_grad][:_TRIED]]
-    with torch.random.fork_rng(devices=[]):
+    with _generator, torch.random.fork_rng(devices=[]):
         try:
             together = _steps(optimizer, None)
         except Exception:

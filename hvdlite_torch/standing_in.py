@@ -25,6 +25,9 @@ class StandIn:
         self._process_set = exchange.process_set
         self._falls_behind = falls_behind
 
+    memory_only = False
+    passes = 0
+
     @property
     def dropped(self) -> bool:
         """Whether the optimizer is gone."""

@@ -104,13 +104,6 @@ class SteppingExchange(abc.ABC):
     def _make_hooks(self) -> None:
         """Have parameters call `_count_pass` after each backward pass: all of them if `_sees_all`."""
 
-    def _remove_hooks(self) -> None:
-        for hook in self.lease.hooks:
-            hook.remove()
-        self.lease.hooks.clear()
-
-    # What the user says
-
     def set_weight(self, weight: float) -> None:
         """The number of samples that the gradients of the next step are the mean of."""
         if self._options.op is not hvdlite.Average:

@@ -9,9 +9,6 @@ import pytest
 from tests.jobs import ROOT, mpirun
 
 FILES = sorted((ROOT / "tests/spmd").glob("test_*.py"))
-THREADS_ONLY = {"test_keras_checks.py", "test_keras_uneven.py", "test_keras_programs.py"}
-"""Under mpirun, where all tests share one job, ranks of these wait for each other. The cause is not found yet."""
-FILES = [path for path in FILES if path.name not in THREADS_ONLY]
 TENSORFLOW = [path for path in FILES if path.name.startswith(("test_tf_", "test_keras_"))]
 REST = [path for path in FILES if path not in TENSORFLOW]
 LONG = {"test_torch_idioms.py", "test_torch_programs.py", "test_torch_steps.py"}

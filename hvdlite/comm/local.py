@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import queue
+import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -169,7 +171,8 @@ class LocalFabric:
             thread.join(None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if late and not failures:
-            timed_out = TimeoutError(f"ranks {late} of {len(threads)} were not done after {timeout} s")
+            where = "".join(f"\nrank {rank} is at\n{_stack_of(threads[rank])}" for rank in late)
+            timed_out = TimeoutError(f"ranks {late} of {len(threads)} were not done after {timeout} s{where}")
             self.abort(late[0], timed_out)
             raise timed_out
         if failures:
@@ -376,3 +379,9 @@ class LocalTransport:
             f"Rank {left.rank} left the job, noticed when rank {self._members[self.rank]} {action}. "
             f"Its error: {type(left.error).__name__}: {left.error}"
         ) from left.error
+
+
+def _stack_of(thread: threading.Thread) -> str:
+    """Where a thread is."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return "it has just ended\n" if frame is None else "".join(traceback.format_stack(frame))

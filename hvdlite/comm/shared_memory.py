@@ -87,7 +87,8 @@ def share(transport: Transport, nbytes: int) -> Array:
     whole = np.frombuffer(memory, np.uint8)
     address = whole.ctypes.data
     _mapped[address] = total, descriptor
-    weakref.finalize(memory, _forget, address)
+    # Not with `memory`, whose finalizers run when it is unmapped already: another thread may have mapped something there.
+    weakref.finalize(whole, _forget, address)
     return whole[PAGE:]
 
 

@@ -120,7 +120,8 @@ class Server:
         self._listener.close()
 
     def _knows(self, connection: Connection) -> bool:
-        return connection.stream.fileno() in self._selector.get_map()
+        descriptor = connection.stream.fileno()  # -1 if it was closed while others were listened to
+        return descriptor >= 0 and descriptor in self._selector.get_map()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):

@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import MismatchError
 from hvdlite_tf.callbacks.base import Callback, ranks_of
-from hvdlite_tf.callbacks.optimizers import rates_of
-
-
-def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:
-    """Let learning rates pass that are the same on all ranks.
-
-    Args:
-        when: For the message.
-        rates: By rank, as `hvdlite_tf.callbacks.optimizers.rates_of` gives them.
-
-    Raises:
-        MismatchError: They differ.
-    """
-    if len(set(rates.values())) > 1:
-        told = ", ".join(
-            f"{' and '.join(format(rate, 'g') for rate in own)} on rank {rank}" for rank, own in rates.items()
-        )
-        raise MismatchError(
-            f"{when} the learning rates of the ranks differ: {told}. A callback or the program has changed them by what only "
-            "its own rank knows: let it use the metrics of all ranks (put it after hvd.callbacks.Distributed()), or numbers "
-            "that are the same on all of them."
-        )
+from hvdlite_tf.optimizer_parts import check_rates, rates_of
 
 
 class AgreementCallback(Callback):

@@ -9,7 +9,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.arguments import root_within
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite_tf.callbacks import optimizers
+from hvdlite_tf import optimizer_parts as optimizers
 from hvdlite_tf.callbacks.base import Callback
 from hvdlite_tf.tensor import plain_variable
 

@@ -10,10 +10,10 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite_tf.buckets import Registry
-from hvdlite_tf.callbacks.agreement import check_rates
 from hvdlite_tf.callbacks.base import Callback, ranks_of
-from hvdlite_tf.callbacks.optimizers import accumulated, innermost, local_state_of, rates_of
 from hvdlite_tf.callbacks.start import build_alike, state_of
+from hvdlite_tf.identity import agree
+from hvdlite_tf.optimizer_parts import accumulated, check_rates, identities_in, local_state_of, passes_of, rates_of
 from hvdlite_tf.tensor import plain_variable
 
 
@@ -21,7 +21,7 @@ class UnevenDataCallback(Callback):
     """Lets a rank that has run out of batches stand in, in the steps of the others, until the epoch is over for all.
 
     The gradients of these steps are averages over the ranks that have data. Before validation, and before the next epoch, every
-    rank has the weights and the optimizer state of the rank that was the last: also what steps change without gradients, such
+    rank has the weights and the optimizer state of the rank that went furthest: also what steps change without gradients, such
     as the moving statistics of BatchNormalization, so that all ranks validate and save the same model.
 
     Args:
@@ -37,8 +37,10 @@ class UnevenDataCallback(Callback):
         self._steps = self._epoch = self._rest = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Be known to the others: a rank without data exchanges nothing by itself."""
-        Registry.of(world("fit()"), self._process_set)
+        """Be known to the others, and call optimizers by the same numbers: a rank without data exchanges nothing by itself."""
+        here = world("fit()")
+        Registry.of(here, self._process_set)
+        agree(here, identities_in(self.model), self._process_set)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """There are batches from now on."""
@@ -109,4 +111,4 @@ class UnevenDataCallback(Callback):
     def _count(self) -> int:
         """The steps of this rank so far."""
         optimizer = getattr(self.model, "optimizer", None)
-        return 0 if optimizer is None else int(innermost(optimizer).iterations.numpy())
+        return 0 if optimizer is None else passes_of(optimizer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import keras
@@ -128,8 +129,10 @@ def test_other_ranks_than_the_callbacks_are_refused(ranks: Any) -> None:
 
 # What is told
 
+HOW = ["tape", "tape in a function", "optimizer", "optimizer in a function"]
 
-@pytest.mark.parametrize("how", ["tape", "tape in a function", "optimizer", "optimizer in a function"])
+
+@pytest.mark.parametrize("how", HOW)
 def test_what_is_told(ranks: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that start apart; that read the same data; and that do neither. The first rank says it."""
     told: list[tuple[int, str]] = []
@@ -139,8 +142,9 @@ def test_what_is_told(ranks: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> 
         here = world()
         here.config, config = dataclasses.replace(here.config, advice=True), here.config
         for number, (apart, same) in enumerate(((True, False), (False, True), (False, False))):
-            layers = [keras.layers.Dense(1) for _ in range(2 + number)]  # memory of one layout is that of one model
-            model = keras.Sequential([keras.layers.Input((3,)), *layers])
+            # Each model of this file has a layout of its own: tapes are told once for each.
+            layers = [keras.layers.Dense(1) for _ in range(1 + number)]
+            model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1 + HOW.index(how)), *layers])
             for place, weight in enumerate(model.weights):
                 weight.assign(np.full(weight.shape, place + 1.0 + (apart and hvd.rank() == 1)))
             train(model, *((X[:4], Y[:4]) if same else share(4)))
@@ -188,17 +192,38 @@ def test_a_rank_that_counts_otherwise_looks_with_the_others() -> None:
 # Learning rates
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_learning_rates_that_differ_during_an_epoch(ranks: Any, uneven: bool) -> None:
-    """Rates that each rank sets as an epoch begins. What the end of the epoch gives all ranks must not hide them."""
+@pytest.mark.parametrize("package", ["keras", "tf_keras", "legacy", "eager"])
+@pytest.mark.parametrize(
+    ("callback", "uneven"),
+    [
+        (hvd.callbacks.Distributed, False),
+        (hvd.callbacks.Distributed, True),
+        (hvd.callbacks.BroadcastGlobalVariablesCallback, False),
+    ],
+)
+def test_learning_rates_that_differ(ranks: Any, callback: Any, package: str, uneven: bool) -> None:
+    """Rates that each rank sets as an epoch begins: an error in the first step with them, before it changes anything."""
 
     def check() -> None:
         if hvd.size() != 3:
             return
-        model = linear(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-        own = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 * (1 + hvd.rank() * epoch))
-        with pytest.raises(MismatchError, match=r"after epoch 2 the learning rates .*: 0.01 on rank 0, 0.02 on rank 1"):
-            fit(model, hvd.callbacks.Distributed(), own, epochs=3, rows=12 if uneven and hvd.rank() == 2 else 16)
+        library: Any = importlib.import_module("keras" if package == "eager" else package.replace("legacy", "tf_keras"))
+        kind = library.optimizers.legacy.SGD if package == "legacy" else library.optimizers.SGD
+        model = linear(hvd.DistributedOptimizer(kind(0.1)), library, run_eagerly=package == "eager")
+        weights = []
+
+        class Look(library.callbacks.Callback):  # type: ignore[misc]
+            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+                weights.append(model.get_weights())
+
+        own = library.callbacks.LearningRateScheduler(lambda epoch: 0.01 * (1 + hvd.rank() * epoch))
+        with pytest.raises(
+            (MismatchError, tf.errors.UnknownError),
+            match=r"in this step the learning rates of the ranks differ: 0.01 on rank 0, 0.02 on rank 1, 0.03 on rank 2",
+        ):
+            fit(model, callback(0), own, Look(), epochs=3, rows=12 if uneven and hvd.rank() == 2 else 16)
+        assert len(weights) == 2 and np.array_equal(weights[1][0], model.get_weights()[0])
+        assert same_everywhere(model)
 
     ranks(check)
 
@@ -278,6 +303,25 @@ def test_a_rank_without_data_and_metrics(ranks: Any, eagerly: bool) -> None:
         alone = linear(keras.optimizers.SGD(0.01))
         alone.fit(X[:16], Y[:16], batch_size=4, epochs=2, shuffle=False, verbose=0)
         assert model.get_weights()[0] == pytest.approx(alone.get_weights()[0], rel=1e-5)
+
+    ranks(check)
+
+
+@pytest.mark.filterwarnings("ignore:.*ran out of data")
+def test_an_optimizer_that_only_one_rank_makes(ranks: Any) -> None:
+    """To evaluate a model that it has loaded, say. Others are still known by where they are, after a rank had no data too."""
+
+    def check() -> None:
+        if hvd.size() == 1:
+            return
+        if hvd.rank() == 0:
+            hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
+        for number in range(2):
+            model = linear(hvd.DistributedOptimizer(keras.optimizers.SGD(0.01, momentum=0.9)))
+            rows = 16 * (hvd.rank() != 1 or number > 0)
+            data = tf.data.Dataset.from_tensor_slices((X[:rows], Y[:rows])).batch(4)
+            model.fit(data, verbose=0, shuffle=False, callbacks=[hvd.callbacks.Distributed()])
+            assert same_everywhere(model)
 
     ranks(check)
 

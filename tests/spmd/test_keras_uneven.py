@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import keras
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as hvd
+from hvdlite.engine import Engine
 from hvdlite_tf.callbacks import uneven
 from tests.conftest import UNDER_MPI
 
@@ -169,3 +171,34 @@ def test_optimizers_where_a_rank_has_fewer_batches(
     sizes = ranks(lambda: check() or hvd.size())
     told = any("ran out of data between two updates, with gradient_accumulation_steps" in text for text in warned)
     assert told == (loses and len(sizes) == 2 and (not UNDER_MPI or hvd.rank() == 0))
+
+
+def test_the_rank_that_went_furthest_counts(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third batch of one rank is only added up, so it may be there first and wait for the other one, which had two."""
+    arrived = threading.Event()
+    join = Engine.join
+
+    def in_this_order(engine: Engine) -> int:
+        if engine.rank == 0:
+            arrived.set()
+        elif not UNDER_MPI:
+            assert arrived.wait(30)
+        return join(engine)
+
+    def check() -> None:
+        rank = hvd.rank()
+        if hvd.size() != 2:
+            return
+        model = keras.Sequential([keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        model.set_weights([np.array([[1.0]])])
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5, gradient_accumulation_steps=2)), "mse")
+        for rows in (3 - rank, 1):  # gradients of 2 each; the third one of the first rank waits for another
+            data = tf.data.Dataset.from_tensor_slices((np.ones((rows, 1)), np.zeros((rows, 1)))).batch(1)
+            model.fit(data, verbose=0, shuffle=False, callbacks=[hvd.callbacks.Distributed()])
+            arrived.clear()
+        assert int(model.optimizer._iterations) == 4
+        # After the first update the weight is 0, so all that follows is 0.
+        assert model.get_weights()[0] == pytest.approx(np.zeros((1, 1)))
+
+    monkeypatch.setattr(Engine, "join", in_this_order)
+    ranks(check)

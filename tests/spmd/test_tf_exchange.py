@@ -371,6 +371,29 @@ def test_memory_is_found_again_and_given_up(ranks: Any, monkeypatch: pytest.Monk
     ranks(check)
 
 
+def test_memory_is_given_up_where_a_rank_has_no_more_data(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the same as the others in the end, and goes on with them."""
+    monkeypatch.setattr(buckets, "LAYOUTS", 3)
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        if size == 1:
+            return
+
+        def exchange(elements: int, having: int) -> None:
+            source = [tf.Variable(tf.zeros(elements))]
+            (found,) = GradientExchange(Options()).combine(source, [tf.fill([elements], float(rank))])
+            assert (found.numpy() == (size - 1 if having == 1 else (size - 1) / 2)).all()
+
+        for elements in [71, 72] + [73, 74, 75, 76] * (rank == size - 1):
+            exchange(elements, having=size if elements < 73 else 1)
+        assert hvd.join() == size - 1
+        for elements in (76, 75, 71, 77):
+            exchange(elements, having=size)
+
+    ranks(check)
+
+
 def test_shapes_that_are_not_known_when_a_function_is_traced(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
@@ -458,11 +481,17 @@ def test_bad_gradients(ranks: Any) -> None:
     ranks(check)
 
 
-def test_a_rank_that_has_no_more_data(ranks: Any) -> None:
-    """The others' averages are of those who have data; in the end all have the weights and the state of the last."""
+@pytest.mark.parametrize("one_more", [False, True])
+def test_a_rank_that_has_no_more_data(ranks: Any, one_more: bool) -> None:
+    """The others' averages are of those who have data; in the end all have the weights and the state of the last.
+
+    So it is if a rank has made one optimizer more, for itself.
+    """
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
+        if one_more and rank == 0:
+            hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
         # Variables of another test may be in the same process: these optimizers are others.
         model = [keras.Variable([0.0, 0.0]), keras.Variable([[1.0]])]
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.5))

@@ -120,7 +120,10 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))
         for _ in range(2):
-            hidden = torch.tanh(checkpoint(self.again, hidden, use_reentrant=self.reentrant))
+            # Threads that save the state of torch's generator at a time, one of them while Python collects garbage, wait for
+            # each other for ever: that one has torch's lock then, and the other thread has Python's.
+            again = checkpoint(self.again, hidden, use_reentrant=self.reentrant, preserve_rng_state=False)
+            hidden = torch.tanh(again)
         result: torch.Tensor = self.last(hidden)
         return result
 

@@ -46,7 +46,8 @@ def collect(gone: weakref.ref[Any]) -> None:
 def held() -> tuple[int, int]:
     """The mappings and threads of this process, which may be several ranks. Every rank calls this."""
     hvd.barrier()
-    gc.collect()  # memory of earlier tests, and of layouts that are given up, may wait for that
+    with COLLECTING:
+        gc.collect()  # memory of earlier tests, and of layouts that are given up, may wait for that
     hvd.barrier()
     mappings = Path("/proc/self/maps").read_text().count("memfd:hvdlite")
     threads = sum(thread.name == "hvdlite-overlap" for thread in threading.enumerate())
@@ -58,16 +59,20 @@ def held() -> tuple[int, int]:
 def test_optimizers_in_turn(ranks: Any, way: str) -> None:
     def check() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(100, 60), torch.nn.Linear(60, 60), torch.nn.Linear(60, 5))
-        counts = []
-        for _ in range(4):
+        before, counts = held()[0], []
+        for _ in range(5):
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), **WAYS[way])
             train(model, optimizer)
             counts.append((*held(), len(model[0].weight._post_accumulate_grad_hooks)))
             gone = weakref.ref(optimizer)
             del optimizer
             collect(gone)
-        assert counts[-1] <= max(counts[:2]), counts
-        assert [hooks for *_, hooks in counts] == [1] * 4
+        mappings, threads, hooks = zip(*counts, strict=True)
+        # What the last but one had may wait for Python. Three optimizers more would be all of them.
+        of_one = max(2, mappings[0] - before)
+        assert mappings[-1] < mappings[1] + 3 * of_one, (before, counts)
+        assert threads[-1] <= max(threads[:2]), counts
+        assert hooks == (1,) * 5
 
     ranks(check)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from hvdlite.errors import ArgumentError
-from hvdlite_tf.tensor import plain_variable
+from hvdlite.errors import ArgumentError, MismatchError
+from hvdlite_tf.identity import Identity
+from hvdlite_tf.tensor import plain_variable, read
 
 
 def innermost(optimizer: Any) -> Any:
@@ -27,10 +30,22 @@ def optimizers_in(model: Any) -> list[Any]:
 
 def options_of(optimizer: Any) -> Any:
     """How an optimizer (or one inside of it) exchanges gradients; None if it does not."""
+    state = _distributed_state_of(optimizer)
+    return None if state is None else state.exchange.options
+
+
+def identities_in(model: Any) -> list[Identity]:
+    """Of the model's distributed optimizers."""
+    states = map(_distributed_state_of, optimizers_in(model))
+    return [state.identity for state in states if state is not None]
+
+
+def _distributed_state_of(optimizer: Any) -> Any:
+    """What makes an optimizer, or one inside of it, a distributed one; None if it is not."""
     while optimizer is not None:
         state = getattr(optimizer, "_hvdlite", None) or getattr(optimizer, "_hvdlite_state", None)
         if state is not None:
-            return state.exchange.options
+            return state
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return None
 
@@ -99,6 +114,47 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
         rate = rate(part.iterations) if callable(rate) else rate  # legacy optimizers return the schedule itself
         found += [] if rate is None else [float(rate)]
     return tuple(found)
+
+
+def rates_of_variables(optimizer: Any) -> Callable[[], tuple[float, ...]]:
+    """What tells the learning rates that an optimizer holds in variables, which callbacks set; not those of schedules.
+
+    It does not keep the optimizer.
+    """
+    reference = weakref.ref(optimizer)
+
+    def rates() -> tuple[float, ...]:
+        found = [] if (there := reference()) is None else [_learning_rate(part) for part in parts_of(there)]
+        return tuple(float(read(plain_variable(rate))) for rate in found if hasattr(rate, "assign"))
+
+    return rates
+
+
+def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:
+    """Let learning rates pass that are the same on all ranks.
+
+    Args:
+        when: For the message.
+        rates: By rank, as `rates_of` gives them.
+
+    Raises:
+        MismatchError: They differ.
+    """
+    if len(set(rates.values())) > 1:
+        told = ", ".join(
+            f"{' and '.join(format(rate, 'g') for rate in own)} on rank {rank}" for rank, own in rates.items()
+        )
+        raise MismatchError(
+            f"{when} the learning rates of the ranks differ: {told}. A callback or the program has changed them by what only "
+            "its own rank knows: let it use the metrics of all ranks (put it after hvd.callbacks.Distributed()), or numbers "
+            "that are the same on all of them."
+        )
+
+
+def passes_of(optimizer: Any) -> int:
+    """The calls of `apply_gradients`, those too that only add up gradients, which Keras 3 leaves out of ``iterations``."""
+    inner = innermost(optimizer)
+    return int(getattr(inner, "_iterations", inner.iterations).numpy())
 
 
 def accumulated(optimizer: Any) -> int:
