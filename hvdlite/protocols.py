@@ -6,7 +6,7 @@ Nothing here does any work. A module of a higher layer names the protocol, never
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -275,7 +275,8 @@ class Exchange(Protocol):
     Attributes:
         dropped: The program cannot use it any more on this rank.
         memory_only: It has nothing to catch up.
-        passes: How far this rank has gone, in passes that the program adds up between two exchanges; 0 if it is not known.
+        passes: How far this rank has gone with each of its optimizers, in passes that the program adds up between two
+            exchanges. Ranks know an optimizer by the same key. Empty if it is not known.
     """
 
     @property
@@ -285,7 +286,7 @@ class Exchange(Protocol):
     def memory_only(self) -> bool: ...
 
     @property
-    def passes(self) -> int: ...
+    def passes(self) -> Mapping[Hashable, int]: ...
 
     def release(self) -> None:
         """Release what it holds: all ranks have dropped it. Every rank calls this."""

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -44,6 +44,20 @@ def _stand_in(exchange: Exchange) -> None:
     """Take part in the exchanges of others, until they end or fail: why they fail, the wait for the others says."""
     with contextlib.suppress(PeerLeftError):
         exchange.stand_in()
+
+
+def _furthest(missed: Sequence[int], passes: Sequence[Mapping[Hashable, int]], last: int) -> int:
+    """The rank that missed the fewest exchanges, and of these the one that has made the most passes.
+
+    Args:
+        missed: How many each rank missed.
+        passes: How many each rank has made with each optimizer. An optimizer that not all of these ranks have does not count:
+            one of them made it for itself, or the others have dropped it already.
+        last: The rank to take where several are equal, if it is one of them.
+    """
+    complete = [rank for rank, count in enumerate(missed) if count == min(missed)]
+    shared = set.intersection(*(set(passes[rank]) for rank in complete))
+    return max(complete, key=lambda rank: (sum(passes[rank][key] for key in shared), rank == last))
 
 
 class World:
@@ -245,13 +259,13 @@ class World:
         if exchanges:
             # Letters that say who has joined may arrive in another order than gradients, which go other ways.
             missed = self._stood_in() - before
-            mine = missed, sum(exchange.passes for exchange in exchanges), [exchange.dropped for exchange in exchanges]
+            passes = {(index, key): made for index, each in enumerate(exchanges) for key, made in each.passes.items()}
+            mine = missed, passes, [exchange.dropped for exchange in exchanges]
             answers = self.engine(process_set).run(AllgatherObject(mine))
             self.missed = [answer[0] for answer in answers]
             dropped = [any(each) for each in zip(*(answer[2] for answer in answers), strict=True)]
             kept = [exchange for exchange, gone in zip(exchanges, dropped, strict=True) if not gone]
-            # Nor does it tell who has gone on without the others.
-            last = max(range(len(answers)), key=lambda rank: (-answers[rank][0], answers[rank][1], rank == last))
+            last = _furthest(self.missed, [answer[1] for answer in answers], last)
         for exchange in kept:
             exchange.catch_up(self.ranks(process_set)[last])
         return last

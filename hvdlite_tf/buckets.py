@@ -14,7 +14,8 @@ their outputs), so one rank's clipping leaves the gradients of the others alone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -143,7 +144,7 @@ class Buckets:
     """TensorFlow's functions may use it at any time."""
 
     memory_only = True
-    passes = 0
+    passes: Mapping[Hashable, int] = MappingProxyType({})
 
     def release(self) -> None:
         """Nothing: see `close`."""
@@ -265,10 +266,10 @@ class Registry:
     memory_only = False
 
     @property
-    def passes(self) -> int:
-        """Of all optimizers together."""
-        found = [known() for known in self._optimizers.values()]
-        return sum(passes_of(each) for each in found if each is not None and each.built)
+    def passes(self) -> Mapping[Hashable, int]:
+        """Of each optimizer that has variables, by its first exchange; by its number where it has made none yet."""
+        found = {identity.first or identity.number: known() for identity, known in self._optimizers.items()}
+        return {key: passes_of(each) for key, each in found.items() if each is not None and each.built}
 
     def release(self) -> None:
         """Nothing: see `Buckets.close`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
 
 from hvdlite import ProcessSet
 from hvdlite.api import world
@@ -26,7 +28,7 @@ class StandIn:
         self._falls_behind = falls_behind
 
     memory_only = False
-    passes = 0
+    passes: Mapping[Hashable, int] = MappingProxyType({})
 
     @property
     def dropped(self) -> bool:

@@ -18,29 +18,31 @@ def raise_timeout(*_: object) -> None:
 
 hvd.init()
 rank = hvd.rank()
-outcomes = {"done": 0, "refused": 0}
+done = 0
 
 
 def handler(*_: object) -> None:
+    """Meet the other rank's handler. In the middle of an exchange it cannot: it is called again a moment later."""
+    global done
     try:
-        outcomes["done"] += hvd.allreduce(np.ones(1), hvd.Sum, f"in handler {sum(outcomes.values())}")[0] == 2
+        done += hvd.allreduce(np.ones(1), hvd.Sum, f"in handler {done}")[0] == 2
     except hvd.HvdliteError as error:
-        outcomes["refused"] += "in a signal handler" in str(error)
+        if "in a signal handler" not in str(error):
+            raise
+        signal.setitimer(signal.ITIMER_REAL, 0.005)
 
 
-# Operations of the handlers meet only if none is refused; so each rank is interrupted while it naps, waiting for the other.
+# One rank is interrupted while it naps, the other one while it waits for it.
 signal.signal(signal.SIGALRM, handler)
 for turn in range(4):
     signal.setitimer(signal.ITIMER_REAL, 0.05)
     if rank == turn % 2:
-        while sum(outcomes.values()) <= turn:
+        while done <= turn:
             time.sleep(0.001)
     assert (hvd.allreduce(np.full(200_000, turn), hvd.Sum, f"main {turn}") == 2 * turn).all()
-    if outcomes["refused"]:
-        break
-    while sum(outcomes.values()) <= turn:
+    while done <= turn:
         time.sleep(0.001)
-print("in handlers: all right" if outcomes["done"] or outcomes["refused"] else outcomes, flush=True)
+print("in handlers: all right", flush=True)
 
 signal.signal(signal.SIGALRM, raise_timeout)
 for turn in range(3):
