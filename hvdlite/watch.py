@@ -404,16 +404,20 @@ class Watch:
             if now - before > _SUSPENDED_SECONDS:
                 self._forgive(now - before)
             before = now
-            self._check_launches()
+            self._look(now)
+
+    def _look(self, now: float) -> None:
+        # A method of its own, for a loop's variable would keep the last wait, and the memory of its exchange with it.
+        self._check_launches()
+        for wait in list(self._waits.values()):
+            self._check(wait, now)
+        if (text := self._standoff.look(self._needs(now))) is not None:
             for wait in list(self._waits.values()):
-                self._check(wait, now)
-            if (text := self._standoff.look(self._needs(now))) is not None:
-                for wait in list(self._waits.values()):
-                    wait.fail(MismatchError(text))
-            for number, question in list(self._questions.items()):
-                if len(question.answers) == len(question.wait.ranks) or now > question.asked + _ANSWER_SECONDS:
-                    del self._questions[number]
-                    self._report(question, now)
+                wait.fail(MismatchError(text))
+        for number, question in list(self._questions.items()):
+            if len(question.answers) == len(question.wait.ranks) or now > question.asked + _ANSWER_SECONDS:
+                del self._questions[number]
+                self._report(question, now)
 
     def _read_letters(self) -> None:
         while (received := self._transport.poll()) is not None:

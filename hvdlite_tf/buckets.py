@@ -26,6 +26,7 @@ from hvdlite.arithmetic import arithmetic
 from hvdlite.header import Said
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.reducer import Reducer
+from hvdlite.shared_reducers import stand_in
 from hvdlite.tensors import adapter_for
 from hvdlite.world import World
 from hvdlite_tf.advice import Advice
@@ -137,8 +138,7 @@ class Buckets:
 
     def stand_in(self) -> None:
         """Take part in the exchanges of the others with nothing, until all ranks have joined."""
-        while self._reducer.try_to_stand_in() is not None:
-            pass
+        stand_in(self._reducer)
 
     dropped = False
     """TensorFlow's functions may use it at any time."""

@@ -139,14 +139,8 @@ class GradientExchange:
             gradients = [as_dense(gradient, source) for gradient, source in zip(gradients, plain, strict=True)]
         if not plain or here.engine(options.process_set).size == 1:
             return list(gradients)
-        return _Call(
-            Registry.of(here, options.process_set),
-            options,
-            plain,
-            gradients,
-            weight,
-            self._identity,
-        )
+        registry = Registry.of(here, options.process_set)
+        return _Call(registry, options, plain, gradients, weight, self._identity)
 
 
 class _Call:

@@ -139,6 +139,8 @@ class SteppingExchange(abc.ABC):
         self._see_all()  # a step left out after this one must not spare the next its exchange
         self._exchange()
 
+    # What the user says
+
     def set_passes(self, passes: int) -> None:
         """How many backward passes there are before a step, at most; 1 for any number."""
         self._options = replace(self._options, passes=passes)

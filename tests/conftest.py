@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import traceback
@@ -71,6 +72,13 @@ def _on_processes(fn: Callable[..., Any], *args: Any) -> list[Any]:
     for rank, (_, failure) in enumerate(outcomes):
         assert failure is None, f"rank {rank}:\n{failure}"
     return [result for result, _ in outcomes]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def what_is_there_stays() -> None:
+    """TensorFlow keeps millions of objects of the functions that it has traced: `gc.collect` need not look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from hvdlite.launch import cli
 from hvdlite.protocols import TensorInfo
 from hvdlite.stall import Answer, reporter, stack_of
 from hvdlite.testing import on_ranks
-from hvdlite.watch import Wait
+from hvdlite.watch import Wait, Watch
 from tests.jobs import PROGRAMS, Start
 
 
@@ -268,3 +269,36 @@ def test_a_thread_that_has_ended_is_not_mistaken_for_one_with_its_number() -> No
         on_ranks(2, check, config=Config(deadlock_time_seconds=0.3), timeout=20)
     finally:
         over.set()
+
+
+def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may refer to an exchange, whose memory goes with it."""
+
+    class Holder:
+        def __call__(self) -> str:
+            return "something"
+
+    looked = threading.Semaphore(0)
+    check_launches = Watch._check_launches
+
+    def note(watch: Watch) -> None:
+        check_launches(watch)
+        if watch is mine:
+            looked.release()
+
+    def work() -> None:
+        nonlocal mine
+        mine = world().watch
+        holder = Holder()
+        gone = weakref.ref(holder)
+        with mine.exchanging(holder, (0, 1), remember=False):
+            for _ in range(2):  # the second one begins when the first is over
+                assert looked.acquire(timeout=20)
+        del holder
+        for _ in range(2):
+            assert looked.acquire(timeout=20)
+        assert gone() is None
+
+    mine: Watch | None = None
+    monkeypatch.setattr(Watch, "_check_launches", note)
+    on_ranks(2, lambda: work() if hvd.rank() == 0 else None, timeout=60)
