@@ -194,7 +194,7 @@ def world(call: str = "world") -> World:
     """
     found = _thread_world.get() or _process_world
     if found is None:
-        raise NotInitializedError(call)
+        raise NotInitializedError.of(call)
     return found
 
 

@@ -14,19 +14,6 @@ from typing import Any
 class HvdliteError(RuntimeError):
     """Base of all errors of this package."""
 
-    def __reduce__(self) -> Any:
-        # By its text: those whose constructors make the text of something else would make one of the text.
-        return _restore, (type(self), self.args, self.__dict__, getattr(self, "name", None))
-
-
-def _restore(kind: type[HvdliteError], args: tuple[Any, ...], state: dict[str, Any], name: str | None) -> HvdliteError:
-    error = kind.__new__(kind, *args)
-    Exception.__init__(error, *args)
-    if isinstance(error, MissingPackageError):
-        ModuleNotFoundError.__init__(error, *args, name=name)
-    error.__dict__.update(state)
-    return error
-
 
 # TensorFlow makes exceptions that pass through a function which it has translated anew, with the lines of the function in their
 # text; of classes that are made like this. Others come out as its own StagingError.
@@ -36,11 +23,17 @@ HvdliteError.__init__ = Exception.__init__  # type: ignore[method-assign]
 class NotInitializedError(HvdliteError, ValueError):
     """A call that needs ``hvdlite.init()`` came before it, or after ``shutdown()``."""
 
-    def __init__(self, call: str) -> None:
+    @classmethod
+    def of(cls, call: str) -> NotInitializedError:
+        """The error of such a call, given as ``"rank()"``.
+
+        Exceptions are made again of their text alone: by pickle, by Keras, which adds the arguments of a layer to it, by
+        TensorFlow. So no constructor makes the text.
+        """
         text = f"hvdlite.{call} needs hvdlite.init() first: call it once at the start of the program."
         if "horovod" in sys.modules:  # whose programs look for its words
             text = f"Horovod has not been initialized; use hvd.init(). ({text})"
-        super().__init__(text)
+        return cls(text)
 
 
 class WorldSizeError(HvdliteError):
@@ -90,7 +83,7 @@ class NcclError(CommunicationError):
 class MissingPackageError(HvdliteError, ModuleNotFoundError):
     """A package that an extra of hvdlite brings is not installed."""
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str | None = None) -> None:
         ModuleNotFoundError.__init__(self, text, name=name)
 
 

@@ -137,7 +137,7 @@ def test_a_control_variable_that_hvdliterun_has_not_set(control: str) -> None:
 def every_error() -> list[Any]:
     classes = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, Exception)]
     made = [each("the text") for each in classes if each is not errors.MissingPackageError]
-    return [*made, errors.MissingPackageError("the text", name="torch"), errors.NotInitializedError("rank()")]
+    return [*made, errors.MissingPackageError("the text", name="torch"), errors.NotInitializedError.of("rank()")]
 
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
@@ -151,11 +151,12 @@ def test_errors_survive_pickling(error: Exception) -> None:
         assert type(copy) is type(error) and str(copy) == str(error) and copy.args == error.args
         assert copy.__dict__["note"] == 3
         assert getattr(copy, "name", None) == getattr(error, "name", None)
+    assert str(type(error)(f"In a layer: {error}")) == f"In a layer: {error}"  # as Keras makes it again
 
 
 def test_horovods_words_under_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", object())
-    error = errors.NotInitializedError("rank()")
+    error = errors.NotInitializedError.of("rank()")
     assert isinstance(error, ValueError)
     assert str(error).startswith(
         "Horovod has not been initialized; use hvd.init(). (hvdlite.rank() needs hvdlite.init()"
