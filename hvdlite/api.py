@@ -23,6 +23,7 @@ from hvdlite.config import Config
 from hvdlite.control import check_address
 from hvdlite.engine import Engine, Handle
 from hvdlite.errors import ArgumentError, NotInitializedError
+from hvdlite.handlers import silence_handlers
 from hvdlite.operations import (
     Allgather,
     AllgatherObject,
@@ -167,6 +168,7 @@ def shutdown() -> None:
 
 
 def _leave_at_exit() -> None:
+    silence_handlers()  # a time limit of the program's may run out while this rank waits for the others' ends
     if _process_world is not None and not _process_world.is_childs_copy:
         for look in at_the_end:
             look(_process_world)

@@ -16,7 +16,7 @@ from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, Peer
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
 from hvdlite.watch import Watch
-from tests.jobs import PROGRAMS, Start
+from tests.jobs import PROGRAMS, Start, mpirun
 
 LARGE = 100_000
 
@@ -184,3 +184,16 @@ def test_signals(start: Start) -> None:
         assert f"[{rank}] in handlers: all right" in ended.out
         assert f"[{rank}] out of waits: all right" in ended.out
         assert f"[{rank}] out of exchanges: all right" in ended.out
+
+
+@pytest.mark.parametrize("launcher", ["hvdliterun", "mpirun"])
+def test_a_signal_after_the_end_of_the_program(start: Start, launcher: str) -> None:
+    program = str(PROGRAMS / "signal_at_exit.py")
+    if launcher == "hvdliterun":
+        ended = start("-np", "2", "python", program).end()
+        assert (ended.code, ended.err) == (0, "")
+        assert ended.out == "[1] rank 0 was told\n"
+    else:
+        done = mpirun(2, program, timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "rank 0 was told\n"

@@ -22,6 +22,7 @@ import traceback
 import types
 from typing import NoReturn
 
+from ..handlers import silence_handlers
 from ..session import clip
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -108,7 +109,7 @@ def _fail_by(error: BaseException, reports: int) -> NoReturn:
         _fail(reports, text, (error.code & 0xFF or 1) if isinstance(error.code, int) else 1)
     more = ""
     try:
-        _silence_handlers()
+        silence_handlers()
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, error.__traceback__)
     except (
@@ -138,14 +139,6 @@ def _dead_workers(error: BaseException, text: str) -> str:
     except RuntimeError as reason:
         return "" if str(reason) in text else f"{reason}\n"
     return ""
-
-
-def _silence_handlers() -> None:
-    """From now on no signal handler of the program's runs."""
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
