@@ -44,10 +44,18 @@ class InStep:
         self._gather = gather
         self._owns_state = owns_state
 
-    def digest(self, rates_only: bool = False) -> int:
-        """Stands for all that is compared; or for the learning rates, without the numbers of steps."""
+    def digest(self, rates_only: bool = False, changed: bool | None = None) -> int:
+        """Stands for all that is compared.
+
+        Args:
+            rates_only: Without the numbers of steps, and without `changed`.
+            changed: Whether the program has changed parameters in place since the last step, where that is a change for all
+                ranks of the host; else None.
+        """
         rates = [_number(group.get("lr")) for group in self._optimizer.param_groups]
-        return digest(rates, self.origin) if rates_only else digest(rates, self.origin, self.steps, self._state_step())
+        if rates_only:
+            return digest(rates, self.origin)
+        return digest(rates, self.origin, self.steps, self._state_step(), changed)
 
     def _state_step(self) -> float | None:
         """The number of steps that the first state has seen, where the optimizer counts them; None if there is no state."""
@@ -56,8 +64,11 @@ class InStep:
         state = self._optimizer.state
         return _number(next(iter(state.values())).get("step", 0.0)) if state else None
 
-    def refuse(self) -> NoReturn:
+    def refuse(self, changed: bool | None = None) -> NoReturn:
         """Raise what differs. Every rank calls this.
+
+        Args:
+            changed: As for `digest`.
 
         Raises:
             MismatchError: The text has each rank's value.
@@ -71,6 +82,8 @@ class InStep:
         if self._owns_state:
             lines.append(f"its state is {self.origin}")
         lines.append(f"the optimizer has made {self.steps} steps since it was made distributed")
+        if changed is not None:
+            lines.append(f"the program has {'' if changed else 'not '}changed parameters in place since the last step")
         text = variants_text(self._ranks, self._gather(lines))
         raise MismatchError(
             "the optimizers of the ranks are not in the same state, so this step would let their parameters come apart:\n"
@@ -78,6 +91,7 @@ class InStep:
             "If a checkpoint was loaded on one rank: hvd.broadcast_optimizer_state(optimizer, root_rank=0) after it. If a "
             "scheduler follows a loss: give it the same number everywhere, such as hvd.allreduce(loss). If a rank leaves out a "
             "step: let all do."
+            f"{_SHARED if changed is not None else ''}"
         )
 
     def refuse_weights(self, weight: float | None) -> NoReturn:
@@ -95,6 +109,12 @@ class InStep:
             f"{variants_text(self._ranks, self._gather([said]))}\n"
             "Call it on every rank before each step, with the number of samples of the batch, 0 included; or on none."
         )
+
+
+_SHARED = (
+    " If a rank loads other weights for itself, as to evaluate: within `with hvd.own_parameters(model):`, for with shard=True all "
+    "ranks of a host have their parameters in one memory."
+)
 
 
 def _number(value: Any) -> float | None:

@@ -6,11 +6,15 @@ import contextlib
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdlite.errors import ArgumentError
 
 _held: dict[int, torch.Tensor] = {}
 """Parameters that are within a body now, by their ``id``. Usually none, which a step sees at once."""
+
+_changes: WeakIdKeyDictionary[torch.Tensor, int] = WeakIdKeyDictionary()
+"""How often parameters were changed in place within bodies."""
 
 
 @contextlib.contextmanager
@@ -38,16 +42,24 @@ def own_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[
     parameters = list({id(parameter): parameter for parameter in given}.values())
     if any(id(parameter) in _held for parameter in parameters):
         raise ArgumentError("own_parameters: these parameters are this rank's own already, by another such statement.")
-    shared = [parameter.data for parameter in parameters]
+    shared = [(parameter.data, parameter._version) for parameter in parameters]
     _held.update({id(parameter): parameter for parameter in parameters})
     try:
         for parameter in parameters:
             parameter.data = parameter.data.clone()
         yield
     finally:
-        for parameter, memory in zip(parameters, shared, strict=True):
+        for parameter, (memory, version) in zip(parameters, shared, strict=True):
             parameter.data = memory
+            _changes[parameter] = _changes.get(parameter, 0) + parameter._version - version
             del _held[id(parameter)]
+
+
+def versions_of(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """How often each parameter was changed in place, outside of such bodies."""
+    if not _changes:
+        return [parameter._version for parameter in parameters]
+    return [parameter._version - _changes.get(parameter, 0) for parameter in parameters]
 
 
 def refuse_steps(optimizer: torch.optim.Optimizer) -> None:

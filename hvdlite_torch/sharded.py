@@ -18,6 +18,7 @@ means nothing. ``state_dict()`` and ``load_state_dict()`` are called by every ra
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,7 @@ from hvdlite.protocols import Plan
 from hvdlite.sharded_reducer import ShardedReducer
 from hvdlite_torch.exchange import GradientExchange
 from hvdlite_torch.options import Options
+from hvdlite_torch.own_parameters import versions_of
 from hvdlite_torch.share_steps import SharedSteps
 from hvdlite_torch.shares import clip_factor, cut, refuse_sparse, squared_norm
 from hvdlite_torch.slot import Slot, Where, as_tensor, gradient_dtype
@@ -42,6 +44,8 @@ class ShardedExchange(SharedSteps, GradientExchange):
     """
 
     _reducer: ShardedReducer
+    _versions: list[int] | None = None
+    """Of the parameters, after the last step; None if ranks may have different ones."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
         if options.overlap:
@@ -73,7 +77,19 @@ class ShardedExchange(SharedSteps, GradientExchange):
         self._parameters = parameters
         self._shares.deal(parameters, reducer.pieces)
         self.lease.share(parameters)
+        self._versions = versions_of(parameters)
         return reducer
+
+    def _changed(self) -> bool | None:
+        return self._versions is not None and self._versions != versions_of(self._parameters)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        super()._after_step(optimizer, args, kwargs)
+        self._versions = versions_of(self._parameters)
+
+    def have_same_state(self) -> None:
+        super().have_same_state()
+        self._versions = None
 
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
         super()._follow(plan, parameters)

@@ -124,7 +124,12 @@ class SteppingExchange(abc.ABC):
     def _said(self, news: bool) -> Said:
         """What this rank says with its gradients."""
         passes = max(self._passes.values(), default=0)
-        return Said(self._weight, False, news, False, self._weighted, self._in_step.digest(), passes)
+        state = self._in_step.digest(changed=self._changed())
+        return Said(self._weight, False, news, False, self._weighted, state, passes)
+
+    def _changed(self) -> bool | None:
+        """Whether the program has changed parameters in place since the last step; None where that is each rank's affair."""
+        return None
 
     def _refuse(self, told: Exchanged) -> NoReturn:
         """The ranks have said what cannot be. Every rank calls this."""
@@ -132,7 +137,7 @@ class SteppingExchange(abc.ABC):
         self._take_weight()
         if told.odd_weights:
             self._in_step.refuse_weights(weight)
-        self._in_step.refuse()
+        self._in_step.refuse(self._changed())
 
     def synchronize(self) -> None:
         """Exchange the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""

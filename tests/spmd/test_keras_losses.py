@@ -1,4 +1,4 @@
-"""What changes the loss of `fit`, or what it trains: with a distributed optimizer and with the strategy, against one process."""
+"""What changes the loss of `fit`, or what it trains: with a distributed optimizer and the strategy, against one process."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hvdlite_torch as hvd
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, MismatchError
 from tests.spmd.test_torch_training import (
     MODEL,
     OPTIMIZERS,
@@ -81,3 +81,54 @@ def test_what_it_refuses(ranks: Any, options: Any) -> None:
         assert_equal_everywhere(flat(model))
 
     ranks(check)
+
+
+def change(model: torch.nn.Module, how: str) -> None:
+    """What a program does to its parameters between two steps of a sharded optimizer."""
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    if how == "rank 0 evaluates with other weights" and hvd.rank() == 0:
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in values.items()})
+        model.load_state_dict(values)
+    elif how == "rank 0 loads, and broadcasts":
+        if hvd.rank() == 0:
+            model.load_state_dict(values)
+        hvd.broadcast_parameters(model.state_dict())
+    elif how == "broadcasts":
+        hvd.broadcast_parameters(model.state_dict())
+    elif how == "all load":
+        hvd.barrier()  # all have read
+        model.load_state_dict(values)
+    elif how == "within the statement" and hvd.rank() == 0:
+        with hvd.own_parameters(model):
+            model.load_state_dict({name: torch.zeros_like(value) for name, value in values.items()})
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["rank 0 evaluates with other weights", "rank 0 loads, and broadcasts", "broadcasts", "all load", "within the statement"],
+)
+def test_a_change_of_one_rank_to_shared_parameters_is_told(ranks: Any, how: str) -> None:
+    single = copy.deepcopy(MODEL)
+    train(single, OPTIMIZERS["adam"](single.parameters()), slice(None), steps=6)
+
+    def check() -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), shard=True)
+        for _ in range(2):
+            train(model, optimizer, split(48, "equal"), steps=2)
+            hvd.barrier()
+            change(model, how)
+        if "other weights" in how and hvd.size() > 1:
+            raise AssertionError("the change was not noticed")
+        train(model, optimizer, split(48, "equal"), steps=2)
+        assert distance(flat(model), flat(single)) <= 1e-5
+
+    def told() -> None:
+        if "other weights" in how and hvd.size() > 1:
+            with pytest.raises(MismatchError, match="rank 0: the program has changed parameters") as raised:
+                check()
+            assert "within `with hvd.own_parameters(model):`" in str(raised.value)
+        else:
+            check()
+
+    ranks(told)
