@@ -112,8 +112,8 @@ class InStep:
 
 
 _SHARED = (
-    " If a rank loads other weights for itself, as to evaluate: within `with hvd.own_parameters(model):`, for with shard=True all "
-    "ranks of a host have their parameters in one memory."
+    " If a rank loads other weights for itself, as to evaluate: within `with hvd.own_parameters(model):`, for with shard=True "
+    "all ranks of a host have their parameters in one memory."
 )
 
 
