@@ -105,7 +105,13 @@ def change(model: torch.nn.Module, how: str) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    ["rank 0 evaluates with other weights", "rank 0 loads, and broadcasts", "broadcasts", "all load", "within the statement"],
+    [
+        "rank 0 evaluates with other weights",
+        "rank 0 loads, and broadcasts",
+        "broadcasts",
+        "all load",
+        "within the statement",
+    ],
 )
 def test_a_change_of_one_rank_to_shared_parameters_is_told(ranks: Any, how: str) -> None:
     single = copy.deepcopy(MODEL)
