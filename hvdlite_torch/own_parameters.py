@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -13,7 +13,7 @@ from hvdlite.errors import ArgumentError
 _held: dict[int, torch.Tensor] = {}
 """Parameters that are within a body now, by their ``id``. Usually none, which a step sees at once."""
 
-_changes: WeakIdKeyDictionary[torch.Tensor, int] = WeakIdKeyDictionary()
+_changes: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
 """How often parameters were changed in place within bodies."""
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     # lowest first; modules of one row do not import each other, those of one folder may
     {"guide"},
-    {"protocols", "errors", "config", "process_set", "topology", "session"},
+    {"protocols", "errors", "config", "process_set", "topology", "session", "handlers"},
     {"control", "devices", "algorithms", "extras", "threads", "timeline"},
     {"tensors"},
     {"arithmetic", "layout", "compression", "header"},
@@ -57,7 +57,7 @@ EXCEPTIONS = {
     ("process_set", "errors"),
     ("topology", "errors"),
 }
-LAUNCH_MAY_IMPORT = {"errors", "config", "control", "session", "launch"}
+LAUNCH_MAY_IMPORT = {"errors", "config", "control", "handlers", "session", "launch"}
 
 
 def modules() -> list[Path]:
