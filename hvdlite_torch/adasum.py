@@ -45,7 +45,7 @@ class AdasumExchange:
         self._options = options
         self.process_set = options.process_set
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.missed = True  # as far as is known: nobody is told who has joined
+        self._steps = 0  # since all ranks had the same state
         self.lease = Lease(self)
         self.guard = StepGuard(self._before_step, self._after_step)
 
@@ -78,8 +78,14 @@ class AdasumExchange:
 
     quiet = skip
 
+    @property
+    def missed(self) -> bool:
+        """Whether some rank has missed a step since all had the same state. Every rank asks."""
+        return len(set(hvdlite.allgather_object(self._steps, process_set=self.process_set))) > 1
+
     def have_same_state(self) -> None:
-        """Nothing: the ranks' states are not compared."""
+        """All ranks have been given the same parameters and state. Every rank calls this."""
+        self._steps = 0
 
     def belongs_to(self, process_set: ProcessSet | None) -> bool:
         """Whether these ranks exchange here."""
@@ -115,3 +121,4 @@ class AdasumExchange:
         for (parameter, start), (_, context), change in zip(self._start, encoded, combined, strict=True):
             parameter.copy_(start + (change if codec is None else codec.decode(change, context)))
         self._start = []
+        self._steps += 1

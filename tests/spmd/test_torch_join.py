@@ -144,9 +144,9 @@ def test_adasum_and_process_sets(ranks: Any) -> None:
     ranks(check)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("options", [{}, {"overlap": True}, {"op": hvd.Adasum}], ids=["plain", "overlapped", "Adasum"])
 def test_a_join_sends_the_model_only_if_a_step_was_missed(
-    ranks: Any, monkeypatch: pytest.MonkeyPatch, overlap: bool
+    ranks: Any, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Programs use join() as a barrier, too."""
     sent: dict[int, int] = {}
@@ -162,7 +162,7 @@ def test_a_join_sends_the_model_only_if_a_step_was_missed(
         sent[hvd.rank()] = 0
         world().exchanges.clear()  # under mpirun, those of earlier tests
         model = copy.deepcopy(MODEL)
-        optimizer: Any = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), overlap=overlap)
+        optimizer: Any = hvd.DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), **options)
 
         def step() -> None:
             optimizer.zero_grad()
