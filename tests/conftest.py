@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +37,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """`pytest -m gpu` does not look at other tests: a machine with a GPU may lack what they import."""
     only_gpu = config.option.markexpr == "gpu"
     return True if only_gpu and collection_path.is_file() and collection_path.parent.name != "gpu" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Under mpirun every rank has a folder of its own: in a common one each would clear away what another is clearing away."""
+    if UNDER_MPI:
+        folder = tempfile.TemporaryDirectory(prefix="hvdlite-rank-", ignore_cleanup_errors=True)
+        config.option.basetemp = Path(folder.name) / "pytest"
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
