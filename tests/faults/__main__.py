@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections import defaultdict
@@ -35,6 +36,8 @@ def main() -> int:
     if reason := why_not():
         print(f"faults on several hosts are left out: {reason}")
         names = [name for name in names if KINDS[name].needs != "hosts"]
+    for number in (signal.SIGINT, signal.SIGQUIT):  # ignored where a shell has started this in the background
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     faults = choose(options.seed, options.count, names, options.torch)
     if options.only is not None:
         faults = [fault for fault in faults if fault.number == options.only]
