@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -197,3 +198,13 @@ def test_a_signal_after_the_end_of_the_program(start: Start, launcher: str) -> N
         done = mpirun(2, program, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == "rank 0 was told\n"
+
+
+def test_a_worker_that_dies_while_its_loop_is_torn_down(start: Start) -> None:
+    """The reason is the rank's last word, though torch has raised it where nobody hears it."""
+    ended = start("-np", "1", "python", str(PROGRAMS / "worker_dies_in_between.py")).end()
+    assert ended.code == 1
+    assert re.search(
+        r"\nConnectionResetError: the connection to the data loader\nDataLoader worker \(pid \d+\) is killed by signal: Killed",
+        ended.err,
+    )

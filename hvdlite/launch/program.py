@@ -36,6 +36,9 @@ _OWN_FILES = (
 _DYING_SECONDS = 0.2
 """So long after its connections have broken a process may take until its parent can see how it has ended."""
 
+_unheard: list[str] = []
+"""What torch has said of a data loader's process that was killed, where Python was in a finalizer and has only printed it."""
+
 _HOROVOD = """hvdliterun: this program is written for Horovod. Run it as it is with hvdliterun --horovod, or change its import
 (import horovod.torch as hvd: import hvdlite_torch as hvd); see docs/from_horovod.md.
 """
@@ -86,6 +89,7 @@ def _run(arguments: list[str], reports: int) -> NoReturn:
     code: object = None
     if arguments[0] == "--exec":
         _exec(arguments[1:], reports)
+    _hear_finalizers()
     try:
         run_python(arguments)
     except BaseException as error:
@@ -126,11 +130,27 @@ def _fail_by(error: BaseException, reports: int) -> NoReturn:
     _fail(reports, text + more, 1, type(error).__name__)
 
 
+def _hear_finalizers() -> None:
+    """Remember what torch's handler of SIGCHLD raises in a finalizer: it says it once."""
+    previous = sys.unraisablehook
+
+    def hear(unraisable: sys.UnraisableHookArgs) -> None:
+        if isinstance(unraisable.exc_value, RuntimeError) and (text := str(unraisable.exc_value)).startswith(
+            "DataLoader"
+        ):
+            _unheard.append(text)
+        previous(unraisable)
+
+    sys.unraisablehook = hear
+
+
 def _dead_workers(error: BaseException, text: str) -> str:
     """What torch says of a data loader's process that was killed, where the program has only found its connection broken."""
     loaders = sys.modules.get("torch.utils.data._utils.signal_handling")
     if loaders is None or not isinstance(error, OSError | EOFError):
         return ""
+    if _unheard:
+        return f"{_unheard[0]}\n"
     deadline = time.monotonic() + _DYING_SECONDS
     try:
         while time.monotonic() < deadline:

@@ -1,0 +1,32 @@
+"""A data loader's process dies while the loop over it is torn down: torch raises within a finalizer, where nobody hears it."""
+
+import os
+import signal
+import time
+
+import torch
+from torch.utils.data import DataLoader
+
+import hvdlite as hvd
+
+
+class Rows:
+    def __init__(self, loader: DataLoader) -> None:
+        self._rows = iter(loader)
+        self._workers = [worker.pid for worker in self._rows._workers]
+
+    def __iter__(self) -> "Rows":
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        return next(self._rows)
+
+    def __del__(self) -> None:
+        os.kill(self._workers[0], signal.SIGKILL)
+        while True:  # torch's handler of SIGCHLD ends this
+            time.sleep(0.1)
+
+
+hvd.init()
+for _ in Rows(DataLoader(torch.zeros(8, 1), num_workers=1)):
+    raise ConnectionResetError("the connection to the data loader")
