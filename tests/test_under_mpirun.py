@@ -9,12 +9,8 @@ import pytest
 from tests.jobs import ROOT, mpirun
 
 FILES = sorted((ROOT / "tests/spmd").glob("test_*.py"))
-# Open: with test_keras_losses.py among them the whole job of TensorFlow's files fails, though it passes with any few of them.
-THREADS_ONLY = {"test_keras_losses.py"}
-TENSORFLOW = [
-    path for path in FILES if path.name.startswith(("test_tf_", "test_keras_")) and path.name not in THREADS_ONLY
-]
-REST = [path for path in FILES if not path.name.startswith(("test_tf_", "test_keras_"))]
+TENSORFLOW = [path for path in FILES if path.name.startswith(("test_tf_", "test_keras_"))]
+REST = [path for path in FILES if path not in TENSORFLOW]
 LONG = {"test_torch_idioms.py", "test_torch_programs.py", "test_torch_steps.py"}
 """Comparisons of many programs with one process: two processes tell what threads do not."""
 

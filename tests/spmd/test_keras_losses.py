@@ -100,7 +100,6 @@ CASES = {
 
 def make(case: Case, wrap: Callable[[Any], Any]) -> Any:
     """The same model on every rank."""
-    keras.utils.set_random_seed(3)
     dense = keras.layers.Dense(5, "tanh", kernel_regularizer=case.regularizer, dtype=case.dtype)
     layers = [*case.before(), dense, *case.after(wrap is not same), keras.layers.Dense(3, "softmax", dtype=case.dtype)]
     model = keras.Sequential([keras.layers.Input((4,), dtype=case.dtype), *layers])
