@@ -104,6 +104,8 @@ class SteppingExchange(abc.ABC):
     def _make_hooks(self) -> None:
         """Have parameters call `_count_pass` after each backward pass: all of them if `_sees_all`."""
 
+    # What the user says
+
     def set_weight(self, weight: float) -> None:
         """The number of samples that the gradients of the next step are the mean of."""
         if self._options.op is not hvdlite.Average:
@@ -143,8 +145,6 @@ class SteppingExchange(abc.ABC):
         """Exchange the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
         self._see_all()  # a step left out after this one must not spare the next its exchange
         self._exchange()
-
-    # What the user says
 
     def set_passes(self, passes: int) -> None:
         """How many backward passes there are before a step, at most; 1 for any number."""

@@ -135,10 +135,9 @@ def _hear_finalizers() -> None:
     previous = sys.unraisablehook
 
     def hear(unraisable: sys.UnraisableHookArgs) -> None:
-        if isinstance(unraisable.exc_value, RuntimeError) and (text := str(unraisable.exc_value)).startswith(
-            "DataLoader"
-        ):
-            _unheard.append(text)
+        error = unraisable.exc_value
+        if isinstance(error, RuntimeError) and str(error).startswith("DataLoader"):
+            _unheard.append(str(error))
         previous(unraisable)
 
     sys.unraisablehook = hear

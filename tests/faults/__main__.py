@@ -36,8 +36,9 @@ def main() -> int:
     if reason := why_not():
         print(f"faults on several hosts are left out: {reason}")
         names = [name for name in names if KINDS[name].needs != "hosts"]
-    for number in (signal.SIGINT, signal.SIGQUIT):  # ignored where a shell has started this in the background
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # What jobs inherit: a shell that has started this in the background has had both ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     faults = choose(options.seed, options.count, names, options.torch)
     if options.only is not None:
         faults = [fault for fault in faults if fault.number == options.only]
