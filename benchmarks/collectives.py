@@ -15,7 +15,7 @@ from benchmarks.backends import NO_HOROVOD
 from benchmarks.plan import BUCKETS, KINDS, MEMCPY, MPI_HALF, MPI_OWN
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.api import world
-from hvdlite_torch.tensor import ADAPTER
+from hvdlite_torch.tensors.adapter import ADAPTER
 
 DTYPES: dict[str, torch.dtype] = {kind: getattr(torch, kind.removesuffix(" NumPy")) for kind in KINDS}
 """By kind: torch's dtypes, of NumPy's tensors too."""

@@ -38,16 +38,17 @@ import torch.nn.functional as F
 from torch import nn
 
 import hvdlite_torch
-import hvdlite_torch.device_exchange
+import hvdlite_torch.sync.device
 from benchmarks.checks import WrongResult, check_weights
 from benchmarks.models import Gpt, GptSize, ResNet, parameters_of
 from hvdlite.api import world
-from hvdlite.comm import nccl
-from hvdlite.comm.device import DeviceCollectives, NcclCollectives
 from hvdlite.config import Config
+from hvdlite.gpu import nccl
+from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.gpu.nccl_collectives import NcclCollectives
 from hvdlite.protocols import Device, ReduceOp
 from hvdlite.testing import on_ranks
-from hvdlite_torch.tensor import ADAPTER
+from hvdlite_torch.tensors.adapter import ADAPTER
 
 NOTHING, DDP, SPARED, BUCKETS = "no exchange", "DDP", "hvdlite", "hvdlite, buckets"
 VARIANTS = (NOTHING, DDP, SPARED, BUCKETS)
@@ -147,7 +148,7 @@ class Training:
 @contextlib.contextmanager
 def unspared() -> Iterator[None]:
     """Let an optimizer that is made inside of it exchange gradients though there is one rank, by NCCL if there is one."""
-    here, module = world(), hvdlite_torch.device_exchange
+    here, module = world(), hvdlite_torch.sync.device
 
     def connect(process_set: Any, device: Device) -> DeviceCollectives:
         library = nccl.load() if torch.cuda.is_available() else None

@@ -30,14 +30,14 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
-from hvdlite.controller import Controller
 from hvdlite.errors import HvdliteError
-from hvdlite.letters import Key
+from hvdlite.gradients.reducer import Reducer
+from hvdlite.negotiation.controller import Controller
+from hvdlite.negotiation.messages import Key
 from hvdlite.operations import Signature
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
-from hvdlite.reducer import Reducer
 from hvdlite.timeline import Timeline
-from hvdlite.watch import Watch
+from hvdlite.watchdog.watchdog import Watchdog
 
 RANKS = (2, 8, 64, 256, 1024)
 TENSORS = (10, 100, 1000, 10_000)
@@ -156,7 +156,7 @@ def _reducer(transport: LocalTransport, tensors: int) -> Reducer:
 
     ranks = range(transport.size)
     collectives = HierarchicalCollectives(transport.duplicate(), ranks, PointToPointCollectives, shared_memory=False)
-    watch = Watch(transport.subgroup([transport.rank]), Config(), end_job)
+    watch = Watchdog(transport.subgroup([transport.rank]), Config(), end_job)
     infos = [TensorInfo("float32", (_ELEMENTS,))] * tensors
     return Reducer(infos, collectives, ReduceOp.AVERAGE, Plan(), ranks, watch, Timeline(transport.rank, transport.size))
 

@@ -15,7 +15,7 @@ import hvdlite_torch
 from benchmarks.backends import NO_HOROVOD
 from benchmarks.models import MakeOptimizer, train
 from benchmarks.plan import ALONE, ALONE_TUNED, DDP, FLAT, VARIANTS
-from hvdlite_torch.allocator import keep_freed_memory
+from hvdlite_torch.tensors.malloc import keep_freed_memory
 
 
 class Missing(Exception):

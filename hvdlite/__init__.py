@@ -51,7 +51,6 @@ from hvdlite.api import (
     start_timeline,
     stop_timeline,
 )
-from hvdlite.engine import Handle
 from hvdlite.errors import (
     ArgumentError,
     CommunicationError,
@@ -68,9 +67,10 @@ from hvdlite.errors import (
     WorkerError,
     WorldSizeError,
 )
+from hvdlite.negotiation.handle import Handle
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
-from hvdlite.tensors import register_adapter
+from hvdlite.tensors.registry import register_adapter
 
 if TYPE_CHECKING:
     from hvdlite.launch.run_function import run

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from hvdlite.command import main
+from hvdlite.cli import main
 
 sys.exit(main())

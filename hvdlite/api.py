@@ -16,14 +16,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
-from hvdlite import failure
 from hvdlite.comm.local import LocalFabric
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
-from hvdlite.control import check_address
-from hvdlite.engine import Engine, Handle
 from hvdlite.errors import ArgumentError, NotInitializedError
-from hvdlite.handlers import silence_handlers
+from hvdlite.launcher_link.handlers import silence_handlers
+from hvdlite.launcher_link.link import check_address
+from hvdlite.negotiation.engine import Engine
+from hvdlite.negotiation.handle import Handle
 from hvdlite.operations import (
     Allgather,
     AllgatherObject,
@@ -37,7 +37,8 @@ from hvdlite.operations import (
 )
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
-from hvdlite.stall import stack_of
+from hvdlite.watchdog import failure
+from hvdlite.watchdog.stall_report import stack_of
 from hvdlite.world import World
 
 T = TypeVar("T")
@@ -135,12 +136,13 @@ def init(
 
 
 def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:
-    from hvdlite.comm.start import start_mpi
+    from hvdlite.comm.mpi_start import start_mpi
 
     if not start_mpi() and comm is None:
         alone = LocalFabric(1).transports[0]
         return World(alone, PointToPointCollectives, [0], config, functools.partial(failure.end_job, config, 0))
-    from hvdlite.comm.mpi import MpiCollectives, connect
+    from hvdlite.comm.mpi_collectives import MpiCollectives
+    from hvdlite.comm.mpi_job import connect
 
     transport, hosts = connect(comm)
     return World(transport, MpiCollectives, hosts, config, functools.partial(failure.end_job, config, transport.rank))
@@ -302,7 +304,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
 
 def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
     """Add a set for each communicator that a rank passed."""
-    from hvdlite.comm.mpi import members_of
+    from hvdlite.comm.mpi_job import members_of
 
     places = here.engine().run(AllgatherObject(members_of(process_set.communicator)))
     numbers = {mpi_rank: rank for rank, (mpi_rank, _) in enumerate(places)}

@@ -24,7 +24,7 @@ class Config:
         autotune: Search for the fastest way to exchange gradients in the first steps.
         autotune_log: A file to record that search in, as CSV.
         advice: Warn, at the first step, of ranks that start with other weights or read the same data.
-        keep_memory: Tell the C library to keep freed memory for the next step (see `hvdlite_torch.allocator`).
+        keep_memory: Tell the C library to keep freed memory for the next step (see `hvdlite_torch.tensors.malloc`).
         shared_memory: Let the ranks of a host share memory; if not, all goes by messages.
         algorithm: How ``allreduce`` works where the call does not say.
         timeline: Write a timeline to this file; with "DYNAMIC", Horovod's word for it, not before `start_timeline` is called.

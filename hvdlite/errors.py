@@ -8,6 +8,7 @@ that one too.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -46,6 +47,10 @@ class ThreadLevelError(HvdliteError):
 
 class ArgumentError(HvdliteError, ValueError):
     """An argument whose type is right and whose value is not."""
+
+
+class DistributedAlreadyError(ArgumentError):
+    """An optimizer or a tape that exchanges gradients by itself is to be made distributed again."""
 
 
 class UnsupportedTensorError(HvdliteError, TypeError):
@@ -118,3 +123,15 @@ def not_yet(name: str) -> type[Any]:
     module, _, short = name.rpartition(".")
     text = f"Raises `NotYetError` when it is called: elastic training is not there yet. Horovod's ``{short}``."
     return type(short, (), {"__init__": __init__, "__doc__": text, "__module__": module})
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

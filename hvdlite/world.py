@@ -15,24 +15,24 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from hvdlite.arithmetic import nbytes_of
-from hvdlite.comm.device import DeviceCollectives
-from hvdlite.comm.devices import DeviceGroup, Devices
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.comm.layers import MakeCollectives
+from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.config import Config
-from hvdlite.engine import Engine
 from hvdlite.errors import ArgumentError, HvdliteError, PeerLeftError
+from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.gpu.groups import DeviceGroup, Devices
+from hvdlite.gradients.planner import Planner
+from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.sharded_reducer import ShardedReducer
+from hvdlite.gradients.shared_reducers import Layout, SharedReducers
+from hvdlite.negotiation.engine import Engine
 from hvdlite.operations import Agreement, AllgatherObject
-from hvdlite.planner import Planner
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Device, Exchange, Plan, ReduceOp, TensorInfo, Transport
-from hvdlite.reducer import Reducer
-from hvdlite.sharded_reducer import ShardedReducer
-from hvdlite.shared_reducers import Layout, SharedReducers
+from hvdlite.tensors.arithmetic import nbytes_of
 from hvdlite.timeline import Timeline
 from hvdlite.topology import Topology
-from hvdlite.watch import Watch
+from hvdlite.watchdog.watchdog import Watchdog
 
 R = TypeVar("R", bound=Reducer)
 
@@ -85,7 +85,7 @@ class World:
         self._make_flat = make_flat
         self._hosts = hosts
         self._letters = transport.duplicate()
-        self.watch = Watch(self._letters, config, end_job)
+        self.watch = Watchdog(self._letters, config, end_job)
         self.timeline = Timeline(transport.rank, transport.size)
         self.devices = Devices(config, hosts, self.watch.launches_on)
         self._everybody = tuple(range(transport.size))

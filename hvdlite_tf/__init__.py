@@ -44,8 +44,8 @@ from hvdlite import (
     shutdown,
     size,
 )
-from hvdlite.api import mpi_threads_supported, start_timeline, stop_timeline
-from hvdlite.built import (
+from hvdlite.adapter.arguments import num_rank_is_power_2 as check_num_rank_power_of_2
+from hvdlite.adapter.capabilities import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -56,50 +56,53 @@ from hvdlite.built import (
     nccl_built,
     rocm_built,
 )
-from hvdlite.compat.common.util import num_rank_is_power_2 as check_num_rank_power_of_2
-from hvdlite.compression import Compression
+from hvdlite.adapter.optional import require
+from hvdlite.api import mpi_threads_supported, start_timeline, stop_timeline
 from hvdlite.errors import CommunicationError as HorovodInternalError
 from hvdlite.errors import NotYetError
-from hvdlite.extras import require
+from hvdlite.tensors.compression import Compression
 
 # First, for the modules below import them.
 require("tensorflow", "tf", "hvdlite_tf")
 require("keras", "tf", "hvdlite_tf")
 
 from hvdlite_tf import callbacks, elastic  # noqa: E402
-from hvdlite_tf.arguments import (  # noqa: E402
-    handle_average_backwards_compatibility,
-)
 from hvdlite_tf.callbacks import BroadcastGlobalVariablesCallback  # noqa: E402
-from hvdlite_tf.data import shard  # noqa: E402
-from hvdlite_tf.gradient_aggregation import (  # noqa: E402
+from hvdlite_tf.data.shard import shard  # noqa: E402
+from hvdlite_tf.gradients.accumulation import (  # noqa: E402
     LocalGradientAggregationHelper,
     LocalGradientAggregationHelperEager,
 )
-from hvdlite_tf.movements import (  # noqa: E402
-    allgather,
-    alltoall,
-    broadcast,
-    broadcast_,
-    grouped_allgather,
+from hvdlite_tf.ops.allgather import allgather, grouped_allgather  # noqa: E402
+from hvdlite_tf.ops.allreduce import (  # noqa: E402
+    allreduce,
+    grouped_allreduce,
 )
-from hvdlite_tf.optimizer import DistributedOptimizer  # noqa: E402
-from hvdlite_tf.ranks import (  # noqa: E402
+from hvdlite_tf.ops.alltoall import alltoall  # noqa: E402
+from hvdlite_tf.ops.arguments import (  # noqa: E402
+    handle_average_backwards_compatibility,
+)
+from hvdlite_tf.ops.broadcast import broadcast, broadcast_  # noqa: E402
+from hvdlite_tf.ops.rank_ops import (  # noqa: E402
     local_rank_op,
     local_size_op,
     process_set_included_op,
     rank_op,
     size_op,
 )
-from hvdlite_tf.reductions import (  # noqa: E402
-    allreduce,
-    grouped_allreduce,
-)
-from hvdlite_tf.scattering import (  # noqa: E402
+from hvdlite_tf.ops.reducescatter import (  # noqa: E402
     grouped_reducescatter,
     reducescatter,
 )
-from hvdlite_tf.state import (  # noqa: E402
+from hvdlite_tf.optimizers.tape import DistributedGradientTape, PartialDistributedGradientTape  # noqa: E402
+from hvdlite_tf.optimizers.v1 import BroadcastGlobalVariablesHook, broadcast_global_variables  # noqa: E402
+from hvdlite_tf.optimizers.wrap import DistributedOptimizer  # noqa: E402
+from hvdlite_tf.strategy import Strategy  # noqa: E402
+from hvdlite_tf.training.join import (  # noqa: E402
+    barrier,
+    join,
+)
+from hvdlite_tf.training.state import (  # noqa: E402
     allgather_object,
     broadcast_object,
     broadcast_object_fn,
@@ -107,14 +110,7 @@ from hvdlite_tf.state import (  # noqa: E402
     refs_to_vars,
     vars_to_refs,
 )
-from hvdlite_tf.strategy import Strategy  # noqa: E402
-from hvdlite_tf.sync_batch_norm import SyncBatchNormalization  # noqa: E402
-from hvdlite_tf.tape import DistributedGradientTape, PartialDistributedGradientTape  # noqa: E402
-from hvdlite_tf.v1 import BroadcastGlobalVariablesHook, broadcast_global_variables  # noqa: E402
-from hvdlite_tf.waiting import (  # noqa: E402
-    barrier,
-    join,
-)
+from hvdlite_tf.training.sync_batch_norm import SyncBatchNormalization  # noqa: E402
 
 __all__ = [
     "Adasum",

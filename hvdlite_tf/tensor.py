@@ -8,9 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.errors import UnsupportedTensorError
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
-from hvdlite.tensors import NumpyAdapter, adapter_for, check_dtype
+from hvdlite.tensors.numpy_adapter import NumpyAdapter, check_dtype
+from hvdlite.tensors.registry import adapter_for
 
 
 class TensorFlowAdapter:
@@ -90,3 +91,16 @@ def _name(dtype: tf.DType) -> str:
 _BFLOAT16 = np.empty(0, tf.bfloat16.as_numpy_dtype)
 
 ADAPTER = TensorFlowAdapter()
+
+
+def need_tensorflow(what: str) -> None:
+    """Let pass what is made of TensorFlow's operations.
+
+    Raises:
+        ArgumentError: Keras has another backend.
+    """
+    name = keras.backend.backend()
+    if name != "tensorflow":
+        raise ArgumentError(
+            f"{what} needs Keras on TensorFlow; its backend is {name}. Set KERAS_BACKEND=tensorflow before Keras is imported."
+        )

@@ -41,8 +41,7 @@ from hvdlite import (
     shutdown,
     size,
 )
-from hvdlite.api import at_the_end, mpi_threads_supported, start_timeline, stop_timeline
-from hvdlite.built import (
+from hvdlite.adapter.capabilities import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -53,32 +52,18 @@ from hvdlite.built import (
     nccl_built,
     rocm_built,
 )
-from hvdlite.compression import Compression
+from hvdlite.adapter.optional import require
+from hvdlite.api import at_the_end, mpi_threads_supported, start_timeline, stop_timeline
 from hvdlite.errors import CommunicationError as HorovodInternalError
 from hvdlite.errors import NotYetError
-from hvdlite.extras import require
+from hvdlite.tensors.compression import Compression
 
 # First, for the modules below import it.
 require("torch", "torch", "hvdlite_torch")
 
-from hvdlite_torch import alone, elastic  # noqa: E402
-from hvdlite_torch.checks import assert_in_sync, rank_zero_only  # noqa: E402
-from hvdlite_torch.distributed import Distributed  # noqa: E402
-from hvdlite_torch.movements import (  # noqa: E402
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
-from hvdlite_torch.own_parameters import own_parameters  # noqa: E402
-from hvdlite_torch.reductions import (  # noqa: E402
+from hvdlite_torch import elastic  # noqa: E402
+from hvdlite_torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async  # noqa: E402
+from hvdlite_torch.ops.allreduce import (  # noqa: E402
     allreduce,
     allreduce_,
     allreduce_async,
@@ -88,22 +73,30 @@ from hvdlite_torch.reductions import (  # noqa: E402
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from hvdlite_torch.scattering import (  # noqa: E402
+from hvdlite_torch.ops.alltoall import alltoall, alltoall_async  # noqa: E402
+from hvdlite_torch.ops.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_  # noqa: E402
+from hvdlite_torch.ops.handles import poll, synchronize  # noqa: E402
+from hvdlite_torch.ops.join import barrier, join, uneven  # noqa: E402
+from hvdlite_torch.ops.reducescatter import (  # noqa: E402
     grouped_reducescatter,
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
-from hvdlite_torch.schedule import scale_lr, warmup  # noqa: E402
-from hvdlite_torch.sparse import sparse_allreduce_async  # noqa: E402
-from hvdlite_torch.state import (  # noqa: E402
+from hvdlite_torch.ops.sparse import sparse_allreduce_async  # noqa: E402
+from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.step import alone  # noqa: E402
+from hvdlite_torch.step.own_parameters import own_parameters  # noqa: E402
+from hvdlite_torch.step.wrapped import Distributed  # noqa: E402
+from hvdlite_torch.training.in_sync import assert_in_sync, rank_zero_only  # noqa: E402
+from hvdlite_torch.training.large_batch import scale_lr, warmup  # noqa: E402
+from hvdlite_torch.training.state import (  # noqa: E402
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from hvdlite_torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
-from hvdlite_torch.waiting import barrier, join, poll, synchronize, uneven  # noqa: E402
+from hvdlite_torch.training.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
 at_the_end.append(alone.look)
 

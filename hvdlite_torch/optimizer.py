@@ -15,21 +15,21 @@ import torch
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.api import world
-from hvdlite.compression import Compression, Compressor
-from hvdlite.errors import ArgumentError
-from hvdlite_torch.adasum import AdasumExchange
-from hvdlite_torch.amp import teach_grad_scaler
-from hvdlite_torch.device import device_kind
-from hvdlite_torch.device_exchange import DeviceExchange
-from hvdlite_torch.device_sharded import ShardedDeviceExchange
-from hvdlite_torch.distributed import Distributed, Exchange, Opt, Sharded, add_to_class
-from hvdlite_torch.exchange import GradientExchange
-from hvdlite_torch.options import Options, Shard
-from hvdlite_torch.sharded import ShardedExchange
-from hvdlite_torch.slot import Codec
-from hvdlite_torch.standing_in import StandIn
-from hvdlite_torch.step_guard import guarded
-from hvdlite_torch.typed import typed
+from hvdlite.errors import ArgumentError, DistributedAlreadyError
+from hvdlite.tensors.compression import Compression, Compressor
+from hvdlite_torch.step.adasum import AdasumExchange
+from hvdlite_torch.step.amp import teach_grad_scaler
+from hvdlite_torch.step.codec import Codec
+from hvdlite_torch.step.options import Options, Shard
+from hvdlite_torch.step.step_guard import guarded
+from hvdlite_torch.step.typed import typed
+from hvdlite_torch.step.wrapped import Distributed, Exchange, Opt, Sharded, add_to_class
+from hvdlite_torch.sync.catch_up import StandIn
+from hvdlite_torch.sync.device import DeviceExchange
+from hvdlite_torch.sync.device_sharded import ShardedDeviceExchange
+from hvdlite_torch.sync.host import GradientExchange
+from hvdlite_torch.sync.host_sharded import ShardedExchange
+from hvdlite_torch.tensors.device import device_kind
 
 
 @typed
@@ -64,7 +64,7 @@ def DistributedOptimizer(
             be averaged.
         backward_passes_per_step: How often `backward` is called before `step`, at most: more is an error. 1 allows any number.
             Gradients add up over the passes, so divide the loss.
-        op: Average, Sum, or Adasum (see `hvdlite_torch.adasum`).
+        op: Average, Sum, or Adasum (see `hvdlite_torch.step.adasum`).
         gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
             multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it makes no difference.
         num_groups: As an int for `groups`.
@@ -72,11 +72,11 @@ def DistributedOptimizer(
         sparse_as_dense: Exchange sparse gradients as dense ones; if not, their rows alone travel.
         process_set: The ranks that take part; all by default.
         shard: Let each rank step its share of the parameters only, and hold only that share of the optimizer's state: less
-            time, less memory, the same result. See `hvdlite_torch.sharded` for what differs. True for an optimizer of torch;
-            "parameters" for any other that steps each parameter by itself, as if there were no others.
-        overlap: Exchange gradients while the backward pass goes on (see `hvdlite.overlap`). By default where each rank has a
-            core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". Of parameters on a GPU: by default always, if nothing
-            changes them between the last backward pass and `step`; see docs/gpu.md.
+            time, less memory, the same result. See `hvdlite_torch.sync.host_sharded` for what differs. True for an optimizer
+            of torch; "parameters" for any other that steps each parameter by itself, as if there were no others.
+        overlap: Exchange gradients while the backward pass goes on (see `hvdlite.gradients.overlap`). By default where each
+            rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". Of parameters on a GPU: by default always,
+            if nothing changes them between the last backward pass and `step`; see docs/gpu.md.
         max_grad_norm: Clip the combined gradients so that their norm over all parameters is at most this.
 
     Returns:
@@ -139,7 +139,7 @@ def _kind_of_exchange(optimizer: torch.optim.Optimizer, shard: bool) -> type[Exc
 
 def _check_optimizer(given: object) -> None:
     if isinstance(given, Distributed):
-        raise ArgumentError("this optimizer is distributed already: wrap it once.")
+        raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
     if isinstance(given, torch.optim.Optimizer):
         return
     what = given.__name__ if isinstance(given, type) else f"a {type(given).__name__}"

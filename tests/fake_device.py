@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 import hvdlite.api
-from hvdlite.comm.nccl import Library
-from hvdlite_torch import device as torch_device
-from hvdlite_torch.device import TorchDevice
+from hvdlite.gpu.nccl import Library
+from hvdlite_torch.tensors import device as torch_device
+from hvdlite_torch.tensors.device import TorchDevice
 from tests.fake_nccl import FakeNccl
 
 

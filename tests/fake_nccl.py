@@ -1,4 +1,4 @@
-"""A stand-in for NCCL on host memory, with the Python interface of `hvdlite.comm.nccl`: sockets, and NumPy on raw addresses.
+"""A stand-in for NCCL on host memory, with the Python interface of `hvdlite.gpu.nccl`: sockets, and NumPy on raw addresses.
 
 Ranks are threads or processes. As with NCCL, the unique id says where rank 0 listens. Every collective goes to a server there,
 which checks that all ranks ask for the same, computes, and answers: slow, and simple enough to be trusted.
@@ -19,8 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from hvdlite.comm.nccl import DTYPES, OPS
 from hvdlite.errors import NcclError
+from hvdlite.gpu.nccl import DTYPES, OPS
 from hvdlite.protocols import ReduceOp
 
 NUMPY = {
@@ -105,7 +105,7 @@ def _answer(requests: list[Request]) -> list[Any]:
 
 
 class FakeNccl:
-    """A `hvdlite.comm.nccl.Library`, one for each rank.
+    """A `hvdlite.gpu.nccl.Library`, one for each rank.
 
     Attributes:
         fail_at: The name of a call that fails on this rank, such as "connect" or "all_reduce".
@@ -135,7 +135,7 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """A `hvdlite.comm.nccl.Communicator`."""
+    """A `hvdlite.gpu.nccl.Communicator`."""
 
     def __init__(self, library: FakeNccl, address: Any, size: int, rank: int) -> None:
         self.library, self.size, self.rank = library, size, rank

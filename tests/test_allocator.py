@@ -8,7 +8,7 @@ import torch
 import hvdlite_torch as hvd
 from hvdlite.config import Config
 from hvdlite.testing import on_ranks
-from hvdlite_torch import exchange
+from hvdlite_torch.sync import host
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from hvdlite_torch import exchange
 )
 def test_switch(monkeypatch: pytest.MonkeyPatch, setting: dict[str, str], told: int) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(exchange, "keep_freed_memory", lambda: calls.append("told"))
+    monkeypatch.setattr(host, "keep_freed_memory", lambda: calls.append("told"))
     config = Config.from_env(setting)
 
     def wrap() -> None:

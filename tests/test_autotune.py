@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.autotune import MEASURED_STEPS, ROUNDS, SETTLE_STEPS, Autotune, Candidate, candidates
 from hvdlite.config import Config
-from hvdlite.overlap import plan_buckets
-from hvdlite.planner import Planner
+from hvdlite.gradients.autotune import MEASURED_STEPS, ROUNDS, SETTLE_STEPS, Autotune, Candidate, candidates
+from hvdlite.gradients.plan import plan_buckets
+from hvdlite.gradients.planner import Planner
 from hvdlite.protocols import Plan
 
 

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdlite import built
+from hvdlite.adapter import capabilities
+from hvdlite.adapter.arguments import num_rank_is_power_2
 from hvdlite.compat import finder, status
 from hvdlite.compat.common import util
 from hvdlite.compat.report import markdown
@@ -557,7 +558,7 @@ def test_split_list(count: int) -> None:
 
 
 def test_powers_of_two() -> None:
-    assert [n for n in range(-2, 70) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8, 16, 32, 64]
+    assert [n for n in range(-2, 70) if num_rank_is_power_2(n)] == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_versions() -> None:
@@ -592,7 +593,7 @@ def test_old_spelling_of_average() -> None:
 def test_extensions(capsys: pytest.CaptureFixture[str]) -> None:
     assert util.extension_available("torch", verbose=True) and not util.extension_available("mxnet")
     assert "torch: installed" in capsys.readouterr().out
-    assert util.gpu_available("torch") == (built.cuda_built() or built.rocm_built())
+    assert util.gpu_available("torch") == (capabilities.cuda_built() or capabilities.rocm_built())
     util.check_extension("horovod.torch", "HOROVOD_WITH_PYTORCH", __file__, "mpi_lib")
     with pytest.raises(MissingPackageError, match="mxnet"):
         util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")

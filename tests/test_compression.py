@@ -7,8 +7,8 @@ import pytest
 import tensorflow as tf
 import torch
 
-from hvdlite.compression import Compression, FP16Compressor
 from hvdlite.errors import UnsupportedTensorError
+from hvdlite.tensors.compression import Compression, FP16Compressor
 
 WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

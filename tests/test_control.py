@@ -17,11 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.config import Config
-from hvdlite.control import Address, connect, report_failure, request
 from hvdlite.launch import server as server_module
 from hvdlite.launch.server import STRANGERS, Server
-from hvdlite.session import MAGIC, Message, ProtocolError, Session, clip
+from hvdlite.launcher_link.link import Address, connect, report_failure, request
+from hvdlite.launcher_link.session import MAGIC, Message, ProtocolError, Session, clip
 from tests.jobs import LIMIT, PROGRAMS, Start, wait_for
 
 SECRET = "the secret of this job"
@@ -342,10 +341,10 @@ def test_a_rank_that_does_not_read_keeps_nobody_waiting(served: Served) -> None:
 
 
 def test_no_launcher_no_report(served: Served) -> None:
-    assert not report_failure(Config(), 0, "text", 1)
-    assert not report_failure(Config(control="127.0.0.1:1:secret"), 0, "text", 1)
+    assert not report_failure("", 0, "text", 1)
+    assert not report_failure("127.0.0.1:1:secret", 0, "text", 1)
     for garbage in ("garbage", "a:b:c", "h:99999999:s", ":::", "h:1:"):
-        assert not report_failure(Config(control=garbage), 0, "text", 1)
+        assert not report_failure(garbage, 0, "text", 1)
     assert Address.parse("::1:80:t") == Address("::1", 80, "t")
     assert SECRET not in repr(Address("h", 1, SECRET))
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.comm.local import LocalFabric
-from hvdlite.controller import CACHE_ENTRIES, FANOUT, Controller, Decision
-from hvdlite.disagreement import ranks_text
-from hvdlite.letters import Key
+from hvdlite.errors import ranks_text
+from hvdlite.negotiation.controller import CACHE_ENTRIES, FANOUT, Controller, Decision
+from hvdlite.negotiation.messages import Key
 from hvdlite.operations import Signature
 
 

@@ -16,8 +16,8 @@ import pytest
 import hvdlite_tf
 import hvdlite_tf.keras
 import hvdlite_tf.keras.callbacks
-import hvdlite_tf.tape
-import hvdlite_tf.v1
+import hvdlite_tf.optimizers.tape
+import hvdlite_tf.optimizers.v1
 import hvdlite_torch
 from hvdlite.compat.table import MODULES
 from hvdlite.errors import NotYetError
@@ -190,9 +190,9 @@ def test_every_relaxation_is_needed() -> None:
 METHODS = {
     f"{kind}.{name}": (getattr(ours, name), entry)
     for kind, ours in (
-        ("_DistributedGradientTape", hvdlite_tf.tape.Distributed),
-        ("_DistributedOptimizer", hvdlite_tf.v1.DistributedV1),
-        ("BroadcastGlobalVariablesHook", hvdlite_tf.v1.BroadcastGlobalVariablesHook),
+        ("_DistributedGradientTape", hvdlite_tf.optimizers.tape.Distributed),
+        ("_DistributedOptimizer", hvdlite_tf.optimizers.v1.DistributedV1),
+        ("BroadcastGlobalVariablesHook", hvdlite_tf.optimizers.v1.BroadcastGlobalVariablesHook),
     )
     for name, entry in API["horovod.tensorflow"][kind]["methods"].items()
     if not takes_anything(entry)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import hvdlite as hvd
 import hvdlite.comm.host
 from hvdlite.algorithms.slices import slices
-from hvdlite.arithmetic import NumpyHalf, arithmetic
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.host import Host
 from hvdlite.comm.host_collectives import HostCollectives
@@ -26,8 +25,9 @@ from hvdlite.comm.shared_memory import SharedMemoryError, share
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, PeerLeftError
 from hvdlite.protocols import Array, ReduceOp
+from hvdlite.tensors.arithmetic import NumpyHalf, arithmetic
 from hvdlite.testing import on_ranks
-from hvdlite_torch.tensor import TorchHalf
+from hvdlite_torch.tensors.adapter import TorchHalf
 
 UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.MIN: np.minimum, ReduceOp.MAX: np.maximum, ReduceOp.PRODUCT: np.multiply}
 DTYPES = ["float32", "float64", "int32", "int8", "float16", "bfloat16", "complex64"]

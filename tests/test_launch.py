@@ -292,8 +292,8 @@ def test_traceback_of_a_program_that_does_not_compile(start: Start, tmp_path: Pa
 
 
 def test_reported_failure_is_printed(start: Start) -> None:
-    code = "import os; from hvdlite.control import report_failure; from hvdlite.config import Config; "
-    code += "print(report_failure(Config.from_env(), 0, 'rank 0 waited for rank 1', 21)); os._exit(4)"
+    code = "import os; from hvdlite.launcher_link.link import report_failure; from hvdlite.config import Config; "
+    code += "print(report_failure(Config.from_env().control, 0, 'rank 0 waited for rank 1', 21)); os._exit(4)"
     ended = start("-np", "1", "python", "-c", code).end()
     assert (ended.code, ended.out) == (21, "True\n")
     assert ended.err.splitlines()[1:] == ["rank 0 waited for rank 1"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import hvdlite
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 from hvdlite.api import world
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
@@ -24,7 +24,7 @@ ROOMS = 2
 
 @pytest.fixture(autouse=True, params=[0, 2**14])
 def large(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", request.param)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", request.param)
 
 
 def make() -> Any:

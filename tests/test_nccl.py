@@ -18,14 +18,17 @@ import numpy as np
 import pytest
 import torch
 
-from hvdlite import built, devices
-from hvdlite.comm import device_mpi, nccl
-from hvdlite.comm.device import wire_of
-from hvdlite.comm.nccl import Nccl
-from hvdlite.comm.patience import Attempt
-from hvdlite.devices import CupyDevice
+from hvdlite.adapter import capabilities
 from hvdlite.errors import DeviceError, NcclError, UnsupportedTensorError
+from hvdlite.gpu import mpi as device_mpi
+from hvdlite.gpu import nccl
+from hvdlite.gpu.abandonable import AbandonableCall
+from hvdlite.gpu.nccl import Nccl
+from hvdlite.gpu.reduce_dtype import wire_of
 from hvdlite.protocols import ReduceOp
+from hvdlite.tensors import device_registry
+from hvdlite.tensors.cupy_device import CupyDevice
+from hvdlite.tensors.held import Held
 from tests.jobs import PROGRAMS, ROOT, mpirun
 
 
@@ -253,7 +256,7 @@ def test_how_dtypes_travel() -> None:
 
 def test_a_call_that_never_comes_back_is_left_behind() -> None:
     release = threading.Event()
-    attempt = Attempt(release.wait, "test")
+    attempt = AbandonableCall(release.wait, "test")
     assert not attempt.is_over(0.0)
     release.set()
     assert attempt.is_over(20.0) and attempt.result() is True
@@ -261,19 +264,19 @@ def test_a_call_that_never_comes_back_is_left_behind() -> None:
     def fails() -> None:
         raise NcclError("as asked for")
 
-    failing = Attempt(fails, "test")
+    failing = AbandonableCall(fails, "test")
     assert failing.is_over(20.0)
     with pytest.raises(NcclError, match="as asked for"):
         failing.result()
 
 
 def test_what_is_built() -> None:
-    assert built.cuda_built() is (torch.version.cuda is not None)
-    assert built.rocm_built() is (torch.version.hip is not None)
+    assert capabilities.cuda_built() is (torch.version.cuda is not None)
+    assert capabilities.rocm_built() is (torch.version.hip is not None)
     without_torch = {name: module for name, module in sys.modules.items() if name != "torch"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(built, "sys", SimpleNamespace(modules=without_torch))
-        assert built.cuda_built() is (torch.version.cuda is not None)
+        patch.setattr(capabilities, "sys", SimpleNamespace(modules=without_torch))
+        assert capabilities.cuda_built() is (torch.version.cuda is not None)
 
 
 # GPUs by other libraries, and none at all
@@ -290,17 +293,17 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(DeviceError, match="was built for the CPU only"):
-        devices.find_device("cuda")
+        device_registry.find_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(DeviceError, match="sees no GPU: is CUDA_VISIBLE_DEVICES empty"):
-        devices.find_device("cuda")
-    assert devices.device_kind(Lent()) == "cuda"
-    devices._library.cache_clear()
-    monkeypatch.setattr(devices, "sys", SimpleNamespace(modules={}))
-    monkeypatch.setattr(devices.importlib.util, "find_spec", lambda name: None)
+        device_registry.find_device("cuda")
+    assert device_registry.device_kind(Lent()) == "cuda"
+    device_registry._library.cache_clear()
+    monkeypatch.setattr(device_registry, "sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr(device_registry.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DeviceError, match="neither is installed"):
-        devices.device_of(Lent())
+        device_registry.device_of(Lent())
 
 
 def test_cupys_arithmetic_on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +377,7 @@ def test_cupys_gpu_is_current_where_it_must_be(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_held_is_let_go_once() -> None:
     """Whoever looks at what is held may be several threads."""
-    held, over = devices.Held(), threading.Event()
+    held, over = Held(), threading.Event()
     looked = threading.Barrier(2, timeout=0.2)
 
     def is_over(event: str) -> bool:
@@ -407,7 +410,7 @@ def test_the_real_library(real: Nccl) -> None:
     assert real.version >= nccl.OLDEST
     first, second = real.unique_id(), real.unique_id()
     assert len(first) == len(second) == 128 and first != second
-    assert built.nccl_built() == real.version
+    assert capabilities.nccl_built() == real.version
 
 
 def test_the_real_library_up_to_the_gpu(real: Nccl) -> None:

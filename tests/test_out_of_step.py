@@ -16,7 +16,7 @@ from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, PeerLeftError
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
-from hvdlite.watch import Watch
+from hvdlite.watchdog.watchdog import Watchdog
 from tests.jobs import PROGRAMS, Start, mpirun
 
 LARGE = 100_000
@@ -132,10 +132,10 @@ def test_the_end_of_a_stall_is_an_error() -> None:
 
 
 def test_the_end_of_the_watch_itself_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Watch, needs: Any) -> None:
+    def broken(self: Watchdog, needs: Any) -> None:
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr("hvdlite.standoff.Standoff.look", broken)
+    monkeypatch.setattr("hvdlite.watchdog.deadlock.DeadlockDetector.look", broken)
     with pytest.raises(HvdliteError) as caught:
         on_ranks(2, lambda: threading.Event().wait(0.1) and None if hvd.rank() else hvd.barrier(), timeout=30)
     text = str(caught.value) + str(caught.value.__cause__)

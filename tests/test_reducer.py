@@ -15,8 +15,8 @@ import hvdlite as hvd
 from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import UnsupportedTensorError
-from hvdlite.header import Said
-from hvdlite.layout import lay_out, pieces
+from hvdlite.gradients.header import Header
+from hvdlite.gradients.layout import lay_out, pieces
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
 
@@ -83,7 +83,7 @@ def test_an_exchange_is_a_weighted_average(
             # what a rank does not use is garbage from before, and must not count
             mine = values[hvd.rank()][index]
             store(reducer.memory_of(index), info.dtype, mine if used[hvd.rank()][index] else np.full_like(mine, np.nan))
-        anywhere = reducer.exchange(used[hvd.rank()], Said(float(weights[hvd.rank()])))
+        anywhere = reducer.exchange(used[hvd.rank()], Header(float(weights[hvd.rank()])))
         return anywhere, [load(reducer.memory_of(index), info.dtype) for index, info in enumerate(infos)]
 
     for anywhere, results in on_ranks(size, exchange, hosts=hosts, config=Config(shared_memory=shared_memory)):

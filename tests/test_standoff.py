@@ -18,8 +18,8 @@ from hvdlite.api import in_world, world
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
 from hvdlite.protocols import TensorInfo
-from hvdlite.standoff import Need, Needs, Standoff
 from hvdlite.testing import on_ranks
+from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 
 FAST = Config(deadlock_time_seconds=0.3)
 
@@ -174,7 +174,7 @@ class Rank:
     ) -> None:
         self.rank, self.program, self.position, self.draw = rank, program, -1, draw
         self.announced: Counter[tuple[int, ...]] = Counter()
-        self.standoff = Standoff(rank, lambda dest, *letter: letters[dest].append((rank, *letter)), self.lacks)
+        self.standoff = DeadlockDetector(rank, lambda dest, *letter: letters[dest].append((rank, *letter)), self.lacks)
         self.go_on()
 
     def lacks(self, need: Need) -> bool:

@@ -16,7 +16,7 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.api import world
-from hvdlite.command import main
+from hvdlite.cli import main
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError
 from hvdlite.testing import on_ranks

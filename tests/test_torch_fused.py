@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hvdlite_torch import fused
-from hvdlite_torch.fused import FusedStep
+from hvdlite_torch.step import fused
+from hvdlite_torch.step.fused import FusedStep
 
 LENGTHS = (1, 67, 4099)
 """What fills a vector register and what does not, and what is shared between threads."""

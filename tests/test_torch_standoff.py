@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
@@ -69,7 +69,7 @@ def test_one_rank_alone(oddity: Callable[..., None], steps: int, options: dict[s
 
 def test_one_rank_alone_while_a_thread_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program waits for a thread, which waits for the other rank."""
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 0)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", 0)
 
     def check() -> None:
         parameters = [ones(40), ones(40), ones(40)]

@@ -17,9 +17,9 @@ from hvdlite.config import Config
 from hvdlite.errors import HvdliteError, MismatchError
 from hvdlite.launch import cli
 from hvdlite.protocols import TensorInfo
-from hvdlite.stall import Answer, reporter, stack_of
 from hvdlite.testing import on_ranks
-from hvdlite.watch import Wait, Watch
+from hvdlite.watchdog.stall_report import Answer, reporter, stack_of
+from hvdlite.watchdog.watchdog import Wait, Watchdog
 from tests.jobs import PROGRAMS, Start
 
 
@@ -202,7 +202,7 @@ def test_time_in_which_the_process_was_stopped_is_nobodys_wait(monkeypatch: pyte
             looked.release()
             return real() + 1000.0
 
-    monkeypatch.setattr("hvdlite.watch.time", Clock)
+    monkeypatch.setattr("hvdlite.watchdog.watchdog.time", Clock)
 
     def wait() -> None:
         here = world()
@@ -279,9 +279,9 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
             return "something"
 
     looked = threading.Semaphore(0)
-    check_launches = Watch._check_launches
+    check_launches = Watchdog._check_launches
 
-    def note(watch: Watch) -> None:
+    def note(watch: Watchdog) -> None:
         check_launches(watch)
         if watch is mine:
             looked.release()
@@ -299,6 +299,6 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
             assert looked.acquire(timeout=20)
         assert gone() is None
 
-    mine: Watch | None = None
-    monkeypatch.setattr(Watch, "_check_launches", note)
+    mine: Watchdog | None = None
+    monkeypatch.setattr(Watchdog, "_check_launches", note)
     on_ranks(2, lambda: work() if hvd.rank() == 0 else None, timeout=60)

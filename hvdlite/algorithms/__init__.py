@@ -1,6 +1,9 @@
 """Collective operations written on a `Transport`: one idea per file.
 
-Five allreduce algorithms under one signature (`ALGORITHMS`), and the building blocks that they share.
+- Allreduce, under one signature (`ALGORITHMS`): `ring`, `tree`, `butterfly`, `rabenseifner`, `parameter_server`.
+- `choose`: which of them; `cost`: what they cost. `adasum`: another sum.
+- `reduce`, `reduce_scatter`, `allgather`, `broadcast`, `alltoall`, `barrier`, `gather_bytes`: the other collectives.
+- `fold`: any number of ranks as a power of two; `slices`: a vector as one slice per rank.
 """
 
 from __future__ import annotations

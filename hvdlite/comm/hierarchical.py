@@ -8,14 +8,14 @@ import numpy as np
 
 from hvdlite.algorithms.adasum import adasum, check_adasum
 from hvdlite.algorithms.slices import slices
-from hvdlite.arithmetic import Arithmetic, arithmetic
-from hvdlite.comm.device import DeviceCollectives
-from hvdlite.comm.devices import DeviceGroup
+from hvdlite.comm.hierarchy import HostHierarchy, MakeCollectives
 from hvdlite.comm.host_collectives import HostCollectives
-from hvdlite.comm.layers import Layers, MakeCollectives
 from hvdlite.errors import ArgumentError, DeviceError
+from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.gpu.groups import DeviceGroup
 from hvdlite.protocols import Array, Collectives, Device, Finish, ReduceOp, Transport
-from hvdlite.tensors import check_dtype
+from hvdlite.tensors.arithmetic import Arithmetic, arithmetic
+from hvdlite.tensors.numpy_adapter import check_dtype
 
 _TINY_BYTES = 2**12
 """Up to here a message is there sooner than Python has looked at its memory."""
@@ -39,7 +39,7 @@ class HierarchicalCollectives:
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._hosts, self._make_flat = transport, hosts, make_flat
         self._shared_memory = shared_memory
-        self.layers = Layers(transport, hosts, make_flat, shared_memory)
+        self.layers = HostHierarchy(transport, hosts, make_flat, shared_memory)
         self.flat: Collectives = make_flat(transport)
         self._here: HostCollectives | None = None
         """None if no two ranks of the group share memory."""

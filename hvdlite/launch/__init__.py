@@ -3,7 +3,7 @@
 cli.py            options of hvdliterun          run_function.py   hvdlite.run
         \\                                       /
          job.py   what happens, what follows
-          |- hosts.py        where the ranks go
+          |- hosts.py        where the ranks go; of an allocation (Slurm, PBS, LSF): allocation.py
           |- mpi.py          which MPI, and its command line
           |- mpi_process.py  that MPI launcher, running
           |- ranks.py        what is known of each rank
@@ -13,4 +13,7 @@ cli.py            options of hvdliterun          run_function.py   hvdlite.run
                                                                 |- orphans.py  what it left behind
                                                                 |- rank_environment.py  MPI's variables, threads
                                                                 '- shared_memory.py     MPI's files in /dev/shm
+
+`horovod` lets ``import horovod`` mean hvdlite in a job, `horovod_flags` has horovodrun's flags, `check_build` lists what is
+installed, and `__main__` is ``python -m hvdlite.launch``.
 """

@@ -16,8 +16,8 @@ import signal
 import time
 from typing import Any
 
-from ..control import Channel
-from ..session import clip
+from ..launcher_link.link import Channel
+from ..launcher_link.session import clip
 from . import orphans, shared_memory
 from .program import without_own_frames
 

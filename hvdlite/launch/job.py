@@ -31,7 +31,7 @@ from hvdlite.launch.output import Output
 from hvdlite.launch.rank_environment import THREADS_VARIABLE
 from hvdlite.launch.ranks import Departure, Rank, Ranks
 from hvdlite.launch.server import STRANGERS, Connection, Server
-from hvdlite.session import Message, ProtocolError
+from hvdlite.launcher_link.session import Message, ProtocolError
 
 _POLL_SECONDS = 0.1
 _OWN_FILES = 64  # that hvdliterun has open besides its connections

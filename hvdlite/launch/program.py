@@ -22,8 +22,8 @@ import traceback
 import types
 from typing import NoReturn
 
-from ..handlers import silence_handlers
-from ..session import clip
+from ..launcher_link.handlers import silence_handlers
+from ..launcher_link.session import clip
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
 _RUN_FUNCTION = os.path.join(_FOLDER, "run_function.py")

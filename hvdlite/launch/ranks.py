@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.launch.server import Connection
-from hvdlite.session import ProtocolError
+from hvdlite.launcher_link.session import ProtocolError
 
 _STOPPED_SECONDS = 1.5
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hvdlite.config import Config
-from hvdlite.control import Address, request
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
 from hvdlite.launch.cli import check_not_nested, find_hosts, make_folder
 from hvdlite.launch.failures import Failure
@@ -21,7 +20,8 @@ from hvdlite.launch.mpi import Placement, find_mpi
 from hvdlite.launch.output import Output, Sink, TextSink
 from hvdlite.launch.rank_environment import own_rank
 from hvdlite.launch.shared_memory import new_directory
-from hvdlite.session import Message
+from hvdlite.launcher_link.link import Address, request
+from hvdlite.launcher_link.session import Message
 
 T = TypeVar("T")
 

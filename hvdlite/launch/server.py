@@ -13,8 +13,8 @@ import socket
 import time
 from typing import Any
 
-from hvdlite.control import Address, keep_alive
-from hvdlite.session import Message, ProtocolError, Session
+from hvdlite.launcher_link.link import Address, keep_alive
+from hvdlite.launcher_link.session import Message, ProtocolError, Session
 
 STRANGERS = 128
 """So many connections may be open that have not shown yet that they belong to the job; the oldest gives way."""

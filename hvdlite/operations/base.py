@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.comm.device import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite.operations.nothing import Nothing
-from hvdlite.operations.placed import Place, on_device
+from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.operations.absent import AbsentTensor
+from hvdlite.operations.on_device import DeviceInputs, on_device
 from hvdlite.protocols import Array, Device, TensorInfo
-from hvdlite.tensors import adapter_for, device_kind_of
+from hvdlite.tensors.registry import adapter_for, device_kind_of
 
 Signature = tuple[str, tuple[tuple[str, tuple[int | None, ...]], ...], tuple[tuple[str, Any], ...]]
 """What must be the same on all ranks: kind, (dtype, shape) of each tensor, other arguments by name.
@@ -103,9 +103,9 @@ class TensorOperation(Operation):
                 "some tensors of this list are in host memory and others on a GPU: exchange each kind by a call of its own, or "
                 "move them to one place."
             )
-        self.place: Place | None = None
-        if self.device_kind is not None and not isinstance(self.tensors[0], Nothing):
-            self.place = Place(self.tensors, self.adapters)
+        self.place: DeviceInputs | None = None
+        if self.device_kind is not None and not isinstance(self.tensors[0], AbsentTensor):
+            self.place = DeviceInputs(self.tensors, self.adapters)
             self.device = self.place.device
 
     @property
@@ -131,7 +131,7 @@ class TensorOperation(Operation):
     def run_on_device(
         cls, operations: Sequence[Any], collectives: HierarchicalCollectives, channel: DeviceCollectives
     ) -> list[Any]:
-        """As `run_together`, where the tensors lie; the results are tensors of `Device`, and None for those of `Nothing`."""
+        """As `run_together`, where the tensors lie; the results are tensors of `Device`, and None for an `AbsentTensor`."""
         return [operation.exchange_on_device(collectives, channel) for operation in operations]
 
     def exchange(self, collectives: HierarchicalCollectives) -> Any:
@@ -154,7 +154,7 @@ class Part:
     @property
     def is_nothing(self) -> bool:
         """This rank has joined and adds no values."""
-        return isinstance(self.tensor, Nothing)
+        return isinstance(self.tensor, AbsentTensor)
 
     def deliver(self, array: Array) -> Any:
         """The result for the caller: the tensor itself, overwritten, or a new one."""

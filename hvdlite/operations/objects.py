@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.algorithms.gather_bytes import allgather_bytes
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.comm.objects import allgather_bytes
 from hvdlite.operations.base import Operation, check_root
 from hvdlite.protocols import Array
 

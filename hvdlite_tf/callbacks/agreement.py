@@ -8,7 +8,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import MismatchError
 from hvdlite_tf.callbacks.base import Callback, ranks_of
-from hvdlite_tf.optimizer_parts import check_rates, rates_of
+from hvdlite_tf.gradients.optimizer_parts import check_rates, rates_of
 
 
 class AgreementCallback(Callback):

@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdlite import ProcessSet
 from hvdlite.api import world
-from hvdlite_tf.optimizer_parts import innermost, options_of
+from hvdlite_tf.gradients.optimizer_parts import innermost, options_of
 from hvdlite_tf.strategy import Strategy
 
 _KERASES = ("keras", "tf_keras")

@@ -8,10 +8,10 @@ from typing import Any
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.arguments import rank_in, size_of
+from hvdlite.adapter.arguments import rank_in, size_of
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.callbacks.base import Callback, refuse_together
-from hvdlite_tf.optimizer_parts import learning_rate_of, velocities_of
+from hvdlite_tf.gradients.optimizer_parts import learning_rate_of, velocities_of
 
 
 class LearningRateScheduleCallback(Callback):

@@ -7,10 +7,10 @@ from typing import Any
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.arguments import root_within
+from hvdlite.adapter.arguments import root_within
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite_tf import optimizer_parts as optimizers
 from hvdlite_tf.callbacks.base import Callback
+from hvdlite_tf.gradients import optimizer_parts as optimizers
 from hvdlite_tf.tensor import plain_variable
 
 

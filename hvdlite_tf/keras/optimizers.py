@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
-from hvdlite.compression import Compression, Compressor
-from hvdlite_tf.exchange import Options
-from hvdlite_tf.local_variables import LocalVariables
-from hvdlite_tf.optimizer import distribute
+from hvdlite.tensors.compression import Compression, Compressor
+from hvdlite_tf.gradients.exchange import Options
+from hvdlite_tf.gradients.local_variables import LocalVariables
+from hvdlite_tf.optimizers.wrap import distribute
 
 Opt = TypeVar("Opt")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvdlite.compression import Compression, Compressor
+from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.keras.optimizers import DistributedOptimizer
 
 

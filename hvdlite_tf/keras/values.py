@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hvdlite_tf
 from hvdlite import Average, ReduceOp
-from hvdlite.compression import Compression, Compressor
+from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.tensor import plain_variable
 
 

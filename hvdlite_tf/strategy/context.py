@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 import hvdlite
-from hvdlite_tf.reductions import allreduce
+from hvdlite_tf.ops.allreduce import allreduce
 
 
 class Share(NamedTuple):

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite.protocols import Array
-from hvdlite_tf.data import rows_of_batches
-from hvdlite_tf.graph import as_written, ordered
-from hvdlite_tf.order import check_order, seeds_of
+from hvdlite_tf.data.shard import rows_of_batches
+from hvdlite_tf.data.shuffle_check import check_order, seeds_of
+from hvdlite_tf.ops.ordered import as_written, ordered
 
 _OFF = tf.data.experimental.AutoShardPolicy.OFF
 _DEPTH = 8

@@ -19,9 +19,9 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 import hvdlite
 from hvdlite import ReduceOp
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.exchange import GradientExchange, Options
-from hvdlite_tf.movements import allgather
-from hvdlite_tf.reductions import grouped_allreduce
+from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.ops.allgather import allgather
+from hvdlite_tf.ops.allreduce import grouped_allreduce
 from hvdlite_tf.strategy.context import Replica, Share
 from hvdlite_tf.strategy.dataset import DistributedDataset, distribute
 from hvdlite_tf.strategy.variables import create_variable

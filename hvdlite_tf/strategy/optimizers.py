@@ -15,11 +15,11 @@ from typing import Any
 import tensorflow as tf
 
 import hvdlite
-from hvdlite.errors import ArgumentError
-from hvdlite_tf.exchange import GradientExchange, Options
-from hvdlite_tf.optimizer import distribute
+from hvdlite.errors import ArgumentError, DistributedAlreadyError
+from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.optimizers.tf_keras import is_tf_keras
+from hvdlite_tf.optimizers.wrap import distribute
 from hvdlite_tf.strategy.context import Replica
-from hvdlite_tf.tf_keras_optimizer import is_tf_keras
 
 _MARK = "_hvdlite_strategy"
 
@@ -58,9 +58,7 @@ def prepare(optimizer: Any, strategy: tf.distribute.Strategy) -> Any:
     options = Options(op=hvdlite.Sum)
     try:
         distribute(optimizer, options)
-    except ArgumentError as error:
-        if "distributed already" not in str(error):
-            raise
+    except DistributedAlreadyError:
         raise ArgumentError(
             "this optimizer exchanges gradients by itself (DistributedOptimizer), and under a strategy the strategy does: pass "
             "the plain optimizer to compile()."

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.reductions import grouped_allreduce
+from hvdlite_tf.ops.allreduce import grouped_allreduce
 from hvdlite_tf.strategy.context import Share
 from hvdlite_tf.strategy.extended import gather
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.reductions import allreduce
+from hvdlite_tf.ops.allreduce import allreduce
 
 _OWN = ("seed_generator_state", "hvdlite_")
 """In the names of variables that each rank has for itself: the state of Keras' random numbers, since with one for all the

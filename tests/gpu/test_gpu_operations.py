@@ -10,12 +10,12 @@ import torch
 
 import hvdlite
 import hvdlite_torch as hvd
-from hvdlite.comm import nccl
-from hvdlite.comm.device import NcclCollectives
-from hvdlite.devices import CupyDevice
+from hvdlite.gpu import nccl
+from hvdlite.gpu.nccl_collectives import NcclCollectives
 from hvdlite.protocols import Device
+from hvdlite.tensors.cupy_device import CupyDevice
 from hvdlite.testing import on_ranks
-from hvdlite_torch.device import TorchDevice
+from hvdlite_torch.tensors.device import TorchDevice
 from tests.jobs import PROGRAMS, PYTHONPATH, mpirun
 
 pytestmark = [

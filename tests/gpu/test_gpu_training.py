@@ -15,15 +15,15 @@ import torch
 from torch.nn import functional as F
 
 import hvdlite_torch as hvd
-import hvdlite_torch.device_exchange
+import hvdlite_torch.sync.device
 from benchmarks.gpu import waits_in
 from hvdlite.api import world
-from hvdlite.comm import nccl
-from hvdlite.comm.device import NcclCollectives
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
+from hvdlite.gpu import nccl
+from hvdlite.gpu.nccl_collectives import NcclCollectives
 from hvdlite.testing import on_ranks
-from hvdlite_torch.device import TorchDevice
+from hvdlite_torch.tensors.device import TorchDevice
 from tests.jobs import PROGRAMS, PYTHONPATH, mpirun
 
 pytestmark = [
@@ -42,7 +42,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
     """``one_rank(check)`` calls `check` on a rank that exchanges with itself, by NCCL, in buckets of 64 KiB."""
-    monkeypatch.setattr(hvdlite_torch.device_exchange, "SPARE_ONE_RANK", False)
+    monkeypatch.setattr(hvdlite_torch.sync.device, "SPARE_ONE_RANK", False)
     library = nccl.load()
     assert library is not None, "there is a GPU and no NCCL: pip install nvidia-nccl-cu13"
 

@@ -5,12 +5,12 @@ import torch
 
 import hvdlite
 import hvdlite_torch as hvd
-from hvdlite.comm import device_setup
-from hvdlite.comm.device_mpi import MpiDeviceCollectives
+from hvdlite.gpu import setup
+from hvdlite.gpu.mpi import MpiDeviceCollectives
 from tests.fake_device import fake_gpu
 
 hvdlite.init()
-device_setup.why_no_device_mpi = lambda host: ""  # as if the library had CUDA
+setup.why_no_device_mpi = lambda host: ""  # as if the library had CUDA
 rank, size = hvdlite.rank(), hvdlite.size()
 total = sum(range(size))
 with fake_gpu(None) as gpu:

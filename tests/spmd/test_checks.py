@@ -10,7 +10,7 @@ from torch import nn
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, OutOfSyncError
-from hvdlite_torch.checks import assert_in_sync, rank_zero_only
+from hvdlite_torch.training.in_sync import assert_in_sync, rank_zero_only
 
 
 def model() -> nn.Sequential:

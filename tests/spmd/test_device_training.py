@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import hvdlite_torch as hvd
-import hvdlite_torch.device_exchange
+import hvdlite_torch.sync.device
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
-from hvdlite.overlap import plan_buckets
-from hvdlite_torch.fused import FusedStep
+from hvdlite.gradients.plan import plan_buckets
+from hvdlite_torch.step.fused import FusedStep
 from tests.fake_device import FakeDevice, fake_gpu
 from tests.spmd.test_torch_training import (
     MODEL,
@@ -46,8 +46,8 @@ def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(order: Any, nbytes: Any, bucket_bytes: int, first_bytes: int) -> Any:
         return plan_buckets(order, nbytes, 256, 64)
 
-    monkeypatch.setattr(hvdlite_torch.device_exchange, "plan_buckets", plan)
-    monkeypatch.setattr(hvdlite_torch.device_exchange, "SPARE_ONE_RANK", False)
+    monkeypatch.setattr(hvdlite_torch.sync.device, "plan_buckets", plan)
+    monkeypatch.setattr(hvdlite_torch.sync.device, "SPARE_ONE_RANK", False)
 
 
 def on_gpu(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -556,20 +556,20 @@ def test_what_it_refuses(ranks: Any) -> None:
             distributed(model, op=hvd.Max)
         elsewhere = torch.nn.Parameter(torch.zeros(3, device="meta"))
         with pytest.raises(UnsupportedTensorError, match="are on cpu, meta; expected one device"):
-            hvdlite_torch.device_exchange.device_of([*model.parameters(), elsewhere])
+            hvdlite_torch.sync.device.device_of([*model.parameters(), elsewhere])
 
     ranks(check)
 
 
 def test_no_room_on_one_rank(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = hvdlite_torch.device_exchange.DeviceBucket
+    plain = hvdlite_torch.sync.device.DeviceBucket
 
     def make(*args: Any) -> Any:
         if hvd.rank() == 0:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return plain(*args)
 
-    monkeypatch.setattr(hvdlite_torch.device_exchange, "DeviceBucket", make)
+    monkeypatch.setattr(hvdlite_torch.sync.device, "DeviceBucket", make)
 
     @on_gpu
     def check(gpu: FakeDevice) -> None:
@@ -818,7 +818,7 @@ def test_loss_scaling_where_a_rank_has_no_samples(ranks: Any) -> None:
 
 def test_what_cannot_be_captured(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = threading.local()
-    monkeypatch.setattr(hvdlite_torch.device_exchange, "is_capturing", lambda: getattr(capturing, "now", False))
+    monkeypatch.setattr(hvdlite_torch.sync.device, "is_capturing", lambda: getattr(capturing, "now", False))
 
     @on_gpu
     def check(gpu: FakeDevice) -> None:

@@ -16,7 +16,7 @@ from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.testing import on_ranks
-from hvdlite_tf import advice
+from hvdlite_tf.gradients import advice
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

@@ -19,9 +19,9 @@ import tensorflow as tf
 import hvdlite_tf as hvd
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError, UnsupportedTensorError
-from hvdlite.reducer import Reducer
+from hvdlite.gradients.reducer import Reducer
 from hvdlite.testing import on_ranks
-from hvdlite_tf.buckets import Buckets
+from hvdlite_tf.gradients.gradient_memory import Buckets
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as hvd
-from hvdlite.engine import Engine
+from hvdlite.negotiation.engine import Engine
 from hvdlite_tf.callbacks import uneven
 from tests.conftest import UNDER_MPI
 

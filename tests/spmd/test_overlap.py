@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
-from hvdlite.overlap import Overlap
+from hvdlite.gradients.overlap import Overlap
 from tests.spmd.test_torch_training import MODEL, X, Y, assert_equal_everywhere, distance, flat, split
 
 
 @pytest.fixture(autouse=True)
 def all_gradients_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 0)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", 0)
 
 
 def distributed(model: torch.nn.Module, overlap: bool) -> torch.optim.Optimizer:

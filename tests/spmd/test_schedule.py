@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.schedule import scale_lr, warmup
+from hvdlite_torch.training.large_batch import scale_lr, warmup
 
 
 def sgd(lr: Any = 0.1) -> torch.optim.SGD:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.shardable import ELEMENTWISE
+from hvdlite_torch.step.shardable import ELEMENTWISE
 from tests.spmd.test_torch_training import (
     MODEL,
     OPTIMIZERS,

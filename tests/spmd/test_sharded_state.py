@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite_torch.shardable import ELEMENTWISE, PARAMETERWISE, UNSHARDABLE
+from hvdlite_torch.step.shardable import ELEMENTWISE, PARAMETERWISE, UNSHARDABLE
 from tests.spmd.test_torch_training import MODEL, X, Y, assert_equal_everywhere, distance, flat, split, train
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

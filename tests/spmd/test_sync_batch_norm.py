@@ -13,7 +13,7 @@ from torch import nn
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.sync_batch_norm import SyncBatchNorm
+from hvdlite_torch.training.sync_batch_norm import SyncBatchNorm
 
 PLAIN: dict[int, type[nn.Module]] = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 0.03}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hvdlite_tf as hvd
 from hvdlite.errors import ArgumentError, MismatchError, NotInitializedError, UnsupportedTensorError
-from hvdlite_tf.data import part_of_batch
+from hvdlite_tf.data.shard import part_of_batch
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_tf as hvd
 from hvdlite.api import world
-from hvdlite.compression import Compression
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
+from hvdlite.tensors.compression import Compression
 from hvdlite.testing import on_ranks
-from hvdlite_tf import buckets
-from hvdlite_tf.exchange import GradientExchange, Options
+from hvdlite_tf.gradients import gradient_memory
+from hvdlite_tf.gradients.exchange import GradientExchange, Options
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:
@@ -31,7 +31,7 @@ SHAPES = [(3, 4), (), (5,), (2, 0), (6, 2)]
 @pytest.fixture(params=[0, 2**14], ids=["large", "small"])
 def large(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether tensors are summed where TensorFlow has them."""
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", request.param)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", request.param)
 
 
 graph_too = pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
@@ -263,7 +263,12 @@ def test_compression(ranks: Any, graph: bool, compression: Any) -> None:
         for tensor, expected in zip(found, own, strict=True):
             assert tensor.dtype == expected.dtype
             np.testing.assert_allclose(tensor, expected, rtol=1e-2)
-        kinds = {info.dtype for each in world().exchanges if isinstance(each, buckets.Buckets) for info in each._infos}
+        kinds = {
+            info.dtype
+            for each in world().exchanges
+            if isinstance(each, gradient_memory.Buckets)
+            for info in each._infos
+        }
         assert ("bfloat16" if compression is Compression.bf16 else "float16") in kinds
 
     ranks(check)
@@ -301,7 +306,7 @@ def test_gradients_that_a_program_keeps_stay_as_they_are(ranks: Any, graph: bool
         sources, exchange = variables(), GradientExchange(Options(op=hvd.Sum))
         run = runner(graph, lambda *gradients: exchange.combine(sources, gradients))
         kept: dict[int, list[Any]] = {}
-        for step in range(4 * buckets.ROOMS):
+        for step in range(4 * gradient_memory.ROOMS):
             kept[step] = run(*(tf.constant(x, "float32") for x in of_rank(rank, step)))
             if step % (rank + 2) == 0:
                 kept.pop(step // 2, None)
@@ -345,7 +350,7 @@ def test_one_rank_computes_with_gradients_that_the_others_read_too(ranks: Any) -
 
 def test_memory_is_found_again_and_given_up(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exchanges of the same layout share it; of many layouts, those not used for longest are given up, on all ranks alike."""
-    monkeypatch.setattr(buckets, "LAYOUTS", 3)
+    monkeypatch.setattr(gradient_memory, "LAYOUTS", 3)
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
@@ -373,7 +378,7 @@ def test_memory_is_found_again_and_given_up(ranks: Any, monkeypatch: pytest.Monk
 
 def test_memory_is_given_up_where_a_rank_has_no_more_data(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the same as the others in the end, and goes on with them."""
-    monkeypatch.setattr(buckets, "LAYOUTS", 3)
+    monkeypatch.setattr(gradient_memory, "LAYOUTS", 3)
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()

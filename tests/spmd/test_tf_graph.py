@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdlite_tf as hvd
 from hvdlite.errors import ArgumentError, HvdliteError
-from hvdlite_tf.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.exchange import GradientExchange, Options
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdlite_tf as own
 from hvdlite_tf import horovod as theirs
-from hvdlite_tf.keras import horovod as theirs_keras
+from hvdlite_tf.horovod import keras as theirs_keras
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

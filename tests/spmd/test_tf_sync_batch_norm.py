@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import hvdlite_tf as hvd
 from hvdlite.errors import ArgumentError, NotInitializedError
-from hvdlite_tf.sync_batch_norm import synchronized
+from hvdlite_tf.training.sync_batch_norm import synchronized
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

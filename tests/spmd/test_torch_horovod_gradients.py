@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hvdlite_torch as own
-from hvdlite_torch import horovod_operations as theirs
+from hvdlite_torch.horovod import operations as theirs
 
 
 def gradient_of(operation: Callable[..., Any], rows: int, **options: Any) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
 from tests.replicas import Idiom, Job, distance, on_this_rank, truth
@@ -295,7 +295,7 @@ def shared_memory(job: Job) -> None:
 @pytest.fixture(autouse=True)
 def large_and_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The matrices of the model are large, the vectors are small."""
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 300)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", 300)
 
 
 Expected = dict[tuple[str, str], list[torch.Tensor]]

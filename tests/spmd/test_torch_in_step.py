@@ -151,7 +151,7 @@ def test_numbers_that_are_not_equal_are_found_whatever_they_are() -> None:
     from hypothesis import given
     from hypothesis import strategies as st
 
-    from hvdlite.header import Said, read, words
+    from hvdlite.gradients.header import Header, read, words
 
     @given(
         st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**20)), min_size=1, max_size=50), st.booleans()
@@ -159,7 +159,7 @@ def test_numbers_that_are_not_equal_are_found_whatever_they_are() -> None:
     def check(said: list[tuple[int, int]], equal: bool) -> None:
         if equal:
             said = said[:1] * len(said)
-        headers = [words(Said(state=state, passes=passes)) for state, passes in said]
+        headers = [words(Header(state=state, passes=passes)) for state, passes in said]
         told = read([], [sum(column) for column in zip(*headers, strict=True)])
         assert told.odd_states == (len({state for state, _ in said}) > 1)
         assert told.odd_passes == (len({min(passes, 2**16 - 1) for _, passes in said if passes}) > 1)

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.api import world
-from hvdlite_torch import standing_in
+from hvdlite_torch.sync import catch_up
 from tests.spmd.test_torch_training import MODEL, OPTIMIZERS, X, Y, assert_equal_everywhere, distance, every_way, flat
 
 
 @pytest.fixture(autouse=True)
 def all_gradients_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 0)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", 0)
 
 
 def batches(rank: int, size: int, step: int) -> slice:
@@ -155,8 +155,8 @@ def test_a_join_sends_the_model_only_if_a_step_was_missed(
         sent[hvd.rank()] += 1
         broadcast_(parameters, root, **options)
 
-    broadcast_ = standing_in.broadcast_
-    monkeypatch.setattr(standing_in, "broadcast_", count)
+    broadcast_ = catch_up.broadcast_
+    monkeypatch.setattr(catch_up, "broadcast_", count)
 
     def check() -> None:
         sent[hvd.rank()] = 0

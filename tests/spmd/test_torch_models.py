@@ -18,7 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
 from tests.conftest import UNDER_MPI
@@ -28,7 +28,7 @@ from tests.spmd.test_torch_training import X, Y, assert_equal_everywhere, distan
 @pytest.fixture(autouse=True)
 def large_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients take another road if they are large: here most weights do, and biases do not."""
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", getattr(request, "param", 150))
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", getattr(request, "param", 150))
 
 
 each_road = pytest.mark.parametrize("large_bytes", [0, 2**14], ids=["large", "small"], indirect=True)

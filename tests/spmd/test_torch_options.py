@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, MismatchError, UnsupportedTensorError
@@ -37,7 +37,7 @@ TOKENS = torch.randint(0, 50, (48, 5), generator=torch.Generator().manual_seed(3
 @pytest.fixture(autouse=True, params=[0, 2**14], ids=["large", "small"])
 def large_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients take another road if they are large."""
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", request.param)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", request.param)
 
 
 class Halving:

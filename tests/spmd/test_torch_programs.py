@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from tests.replicas import Idiom, Job, distance, on_this_rank, truth
 from tests.spmd.test_torch_idioms import OPTIMIZERS, WAYS
@@ -197,7 +197,7 @@ def tie(job: Job) -> None:
 
 @pytest.fixture(autouse=True)
 def all_gradients_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 256)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", 256)
 
 
 def cases_of(way: str) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 
 COLLECTING = threading.Lock()
@@ -19,7 +19,7 @@ COLLECTING = threading.Lock()
 
 @pytest.fixture(autouse=True)
 def most_gradients_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 300)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", 300)
 
 
 WAYS: dict[str, dict[str, Any]] = {"plain": {}, "sharded": {"shard": True}, "overlapped": {"overlap": True}}

@@ -15,8 +15,8 @@ import torch
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
 from hvdlite_torch import horovod
-from hvdlite_torch.adasum import AdasumExchange
-from hvdlite_torch.exchange import GradientExchange
+from hvdlite_torch.step.adasum import AdasumExchange
+from hvdlite_torch.sync.host import GradientExchange
 from tests.spmd.test_torch_training import assert_equal_everywhere
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import hvdlite.bucket
+import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 
@@ -88,7 +88,7 @@ def train_clipped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_
 @pytest.fixture(autouse=True)
 def small_gradients_are_not_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large ones are not. (tests/spmd/test_sharded.py leaves them to be.)"""
-    monkeypatch.setattr(hvdlite.bucket, "LARGE_BYTES", 0)
+    monkeypatch.setattr(hvdlite.gradients.bucket, "LARGE_BYTES", 0)
 
 
 every_way = pytest.mark.parametrize(

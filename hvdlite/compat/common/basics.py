@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import hvdlite
-from hvdlite import api, built
+from hvdlite import api
+from hvdlite.adapter import capabilities
 
 
 class HorovodBasics:
@@ -31,12 +32,12 @@ class HorovodBasics:
     cross_rank = staticmethod(hvdlite.cross_rank)
     is_homogeneous = staticmethod(hvdlite.is_homogeneous)
     mpi_threads_supported = staticmethod(api.mpi_threads_supported)
-    mpi_enabled = staticmethod(built.mpi_enabled)
-    mpi_built = staticmethod(built.mpi_built)
-    gloo_enabled = staticmethod(built.gloo_enabled)
-    gloo_built = staticmethod(built.gloo_built)
-    nccl_built = staticmethod(built.nccl_built)
-    ddl_built = staticmethod(built.ddl_built)
-    ccl_built = staticmethod(built.ccl_built)
-    cuda_built = staticmethod(built.cuda_built)
-    rocm_built = staticmethod(built.rocm_built)
+    mpi_enabled = staticmethod(capabilities.mpi_enabled)
+    mpi_built = staticmethod(capabilities.mpi_built)
+    gloo_enabled = staticmethod(capabilities.gloo_enabled)
+    gloo_built = staticmethod(capabilities.gloo_built)
+    nccl_built = staticmethod(capabilities.nccl_built)
+    ddl_built = staticmethod(capabilities.ddl_built)
+    ccl_built = staticmethod(capabilities.ccl_built)
+    cuda_built = staticmethod(capabilities.cuda_built)
+    rocm_built = staticmethod(capabilities.rocm_built)

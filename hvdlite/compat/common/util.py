@@ -1,4 +1,4 @@
-"""``horovod.common.util``: small functions that other projects use. The ``…_built`` ones are in `hvdlite.built`."""
+"""``horovod.common.util``: small functions that other projects use. ``…_built``: see `hvdlite.adapter.capabilities`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-from hvdlite import built
+from hvdlite.adapter import capabilities
 from hvdlite.compat.common.exceptions import HorovodVersionMismatchError
 from hvdlite.errors import ArgumentError, MissingPackageError, NotYetError
 
@@ -75,32 +75,32 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether tensors in the memory of a GPU can be exchanged, of a framework that is there; arguments as above."""
-    return extension_available(ext_base_name, verbose) and (built.cuda_built() or built.rocm_built())
+    return extension_available(ext_base_name, verbose) and (capabilities.cuda_built() or capabilities.rocm_built())
 
 
 def mpi_built(verbose: bool = False) -> bool:
     """Whether MPI can be used; `verbose` changes nothing here and below."""
-    return built.mpi_built()
+    return capabilities.mpi_built()
 
 
 def gloo_built(verbose: bool = False) -> bool:
     """False: Gloo is not used."""
-    return built.gloo_built()
+    return capabilities.gloo_built()
 
 
 def nccl_built(verbose: bool = False) -> bool:
     """Whether NCCL is used."""
-    return bool(built.nccl_built())
+    return bool(capabilities.nccl_built())
 
 
 def ddl_built(verbose: bool = False) -> bool:
     """False: IBM's DDL is not used."""
-    return built.ddl_built()
+    return capabilities.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
     """False: oneCCL is not used."""
-    return built.ccl_built()
+    return capabilities.ccl_built()
 
 
 @contextlib.contextmanager
@@ -144,11 +144,6 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, b
         return reduce_ops.Sum if average is False else reduce_ops.Average
 
     return handle_average
-
-
-def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number is 1, 2, 4, 8, …"""
-    return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741  # Horovod's name

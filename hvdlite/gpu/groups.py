@@ -1,0 +1,147 @@
+"""The GPU of this rank, and the collectives of each group on it: made when they are first needed, known to the watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from hvdlite.config import Config
+from hvdlite.errors import DeviceError
+from hvdlite.gpu.collectives import DeviceCollectives, HostPlane
+from hvdlite.gpu.nccl import load
+from hvdlite.gpu.setup import FindDevice, Load, connect
+from hvdlite.protocols import Device
+from hvdlite.tensors.device_registry import find_device
+
+
+class ClosableHostPlane(HostPlane, Protocol):
+    """A `HostPlane` of its user's own."""
+
+    def close(self) -> None: ...
+
+
+class Register(Protocol):
+    """Enters collectives in the watchdog. Returns what takes them out: `hvdlite.watchdog.watchdog.Watchdog.launches_on`."""
+
+    def __call__(self, ranks: Sequence[int], launches: DeviceCollectives, /) -> Callable[[], None]: ...
+
+
+class Devices:
+    """What one rank knows of its GPUs.
+
+    Args:
+        config: This rank's settings.
+        hosts: For each rank of the job, some number of its host.
+        register: Enters collectives in the watch.
+
+    Attributes:
+        load: Loads NCCL. Tests put another library here.
+        find: Finds the device of a kind where there is no tensor that lies on it.
+    """
+
+    def __init__(self, config: Config, hosts: Sequence[int], register: Register) -> None:
+        self._config, self._hosts, self._register = config, hosts, register
+        self.load: Load = partial(load, config.nccl_library)
+        self.find: FindDevice = find_device
+        self._chosen: dict[str, Device] = {}
+        self._open: list[DeviceCollectives] = []
+        self._shared: dict[tuple[tuple[int, ...], str], DeviceCollectives] = {}
+
+    def choose(self, device: Device) -> None:
+        """This rank works on `device`, and on no other of its kind.
+
+        Raises:
+            DeviceError: It has worked on another before, or by way of another library.
+        """
+        chosen = self._chosen.setdefault(device.kind, device)
+        if chosen.index != device.index:
+            raise DeviceError(
+                f"a tensor lies on {device.kind}:{device.index}, and this rank has exchanged tensors on "
+                f"{chosen.kind}:{chosen.index} before: each rank uses one GPU. Move it there; more ranks use more GPUs."
+            )
+        if chosen.library != device.library:
+            raise DeviceError(
+                f"this rank has exchanged GPU tensors by way of {chosen.library} before, and this one would go by way of "
+                f"{device.library}: use one of them, from_dlpack() makes tensors of one those of the other without a copy."
+            )
+
+    def connect(
+        self, host: ClosableHostPlane, ranks: Sequence[int], kind: str, device: Device | None, owned: bool = True
+    ) -> DeviceCollectives:
+        """New collectives of a group. All its ranks call this, at the same point of their sequence.
+
+        Args:
+            host: The group.
+            ranks: Its ranks in the job.
+            kind, device: As for `hvdlite.gpu.setup.connect`.
+            owned: `host` is closed with them.
+
+        Raises:
+            DeviceError, NcclError: As there; on all ranks alike.
+        """
+        hosts = [self._hosts[rank] for rank in ranks]
+        device = device or self._chosen.get(kind)
+        try:
+            device, made = connect(host, hosts, kind, device, self._config, self.load, self.find)
+        except BaseException:
+            if owned:
+                host.close()
+            raise
+        self._chosen.setdefault(kind, device)
+        forget = self._register(ranks, made)
+
+        def close() -> None:
+            forget()
+            self._open.remove(made)
+            if owned:
+                host.close()
+
+        made.close_with = close
+        self._open.append(made)
+        return made
+
+    def shared(
+        self, host: ClosableHostPlane, ranks: tuple[int, ...], kind: str, device: Device | None
+    ) -> DeviceCollectives:
+        """The collectives of a group for named operations, which run one after the other. As `connect`."""
+        found = self._shared.get((ranks, kind))
+        if found is None:
+            found = self._shared[ranks, kind] = self.connect(host, ranks, kind, device, owned=False)
+        return found
+
+    def forget(self, ranks: tuple[int, ...]) -> None:
+        """Close what `shared` made for these ranks. All of them do this."""
+        for key in [key for key in self._shared if key[0] == ranks]:
+            self._shared.pop(key).close()
+
+    def close(self) -> None:
+        """Close everything. All ranks of the job do this, in the same order."""
+        self._shared.clear()
+        for each in list(self._open):
+            each.close()
+        self._chosen.clear()
+
+
+class DeviceGroup:
+    """`Devices` as one group of ranks uses them.
+
+    Args:
+        devices: This rank's.
+        ranks: The group's ranks in the job.
+    """
+
+    def __init__(self, devices: Devices, ranks: Sequence[int]) -> None:
+        self._devices, self._ranks = devices, tuple(ranks)
+
+    def choose(self, device: Device) -> None:
+        """See `Devices.choose`."""
+        self._devices.choose(device)
+
+    def shared(self, host: ClosableHostPlane, kind: str, device: Device | None) -> DeviceCollectives:
+        """See `Devices.shared`."""
+        return self._devices.shared(host, self._ranks, kind, device)
+
+    def close(self) -> None:
+        """See `Devices.forget`."""
+        self._devices.forget(self._ranks)

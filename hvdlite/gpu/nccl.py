@@ -1,0 +1,385 @@
+"""NCCL, or AMD's RCCL with the same functions, by ctypes: the library and its communicators. It knows addresses, no tensors.
+
+The library is the one that this process has already (PyTorch brings one), or that of the ``gpu`` extra, or the system's. What
+the functions take and return is from nccl.h (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html).
+
+Communicators are made in NCCL's blocking mode. In the other mode recent versions start a thread for every single launch
+(group.cc, ``groupLaunchNonBlocking``), of which the host would have to await the end each time. What may last is therefore
+called from a thread that can be left behind (`hvdlite.gpu.abandonable`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from hvdlite.errors import DeviceError, NcclError
+from hvdlite.protocols import ReduceOp
+
+OLDEST = 21800
+"""2.18.0. PyTorch 2.6, the oldest that hvdlite takes, brings 2.21; older ones than 2.18 were never tried."""
+FLOAT8_SINCE = 22400
+
+DTYPES: dict[str, int] = {
+    **{"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5},
+    **{"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "float8_e4m3fn": 10, "float8_e5m2": 11},
+}
+"""NCCL's numbers of dtypes. The last two since `FLOAT8_SINCE`."""
+OPS: dict[ReduceOp, int] = {
+    **{ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVERAGE: 4},
+}
+"""NCCL's numbers of reductions. Its average multiplies by 1/n before it adds (rounding both)."""
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_WHEELS = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_NAMES = ("libnccl.so", "librccl.so")
+
+
+class Communicator(Protocol):
+    """One rank's end of a group. Counts are in elements; calls put work on a stream and return."""
+
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None: ...
+
+    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> None: ...
+
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None: ...
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
+        """`count` elements of each rank."""
+        ...
+
+    def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
+        """`count` elements for each rank."""
+        ...
+
+    def send(self, data: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+
+    def recv(self, data: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
+
+    def group(self) -> contextlib.AbstractContextManager[None]:
+        """For a with statement: the calls of this thread inside of it are one."""
+        ...
+
+    def error(self) -> str | None:
+        """What has gone wrong since a call returned, in the library's words; None if nothing. Asks the driver nothing."""
+        ...
+
+    def abort(self) -> None:
+        """End all that is under way, on this rank, and release everything. From any thread, also while another is in a call."""
+        ...
+
+    def destroy(self) -> None:
+        """Release everything, once all is done. May wait for the other ranks to call it."""
+        ...
+
+
+class Library(Protocol):
+    """What makes communicators."""
+
+    path: str
+    version: int
+
+    def unique_id(self) -> bytes:
+        """What the ranks of a new group recognise each other by. Needs no GPU."""
+        ...
+
+    def connect(self, unique_id: bytes, size: int, rank: int) -> Communicator:
+        """This rank's end of a new group, on the GPU that is current in this thread. Waits for the other ranks."""
+        ...
+
+
+class UniqueId(ctypes.Structure):
+    """``ncclUniqueId``."""
+
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+class _Config(ctypes.Structure):
+    """``ncclConfig_t`` of 2.14: later versions take it, and choose for themselves what it does not say."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+    )
+
+
+_POINTER, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "GetVersion": (ctypes.POINTER(_INT),),
+    "GetUniqueId": (ctypes.POINTER(UniqueId),),
+    "CommInitRankConfig": (ctypes.POINTER(_POINTER), _INT, UniqueId, _INT, ctypes.POINTER(_Config)),
+    "CommGetAsyncError": (_POINTER, ctypes.POINTER(_INT)),
+    "CommAbort": (_POINTER,),
+    "CommDestroy": (_POINTER,),
+    "GroupStart": (),
+    "GroupEnd": (),
+    "AllReduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "Reduce": (_POINTER, _POINTER, _SIZE, _INT, _INT, _INT, _POINTER, _POINTER),
+    "Broadcast": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "AllGather": (_POINTER, _POINTER, _SIZE, _INT, _POINTER, _POINTER),
+    "ReduceScatter": (_POINTER, _POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "Send": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+    "Recv": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
+}
+
+
+class Nccl:
+    """The library.
+
+    Args:
+        library: Loaded, with the functions of nccl.h.
+        path: Where it was found, for messages.
+
+    Raises:
+        DeviceError: It lacks functions, or is too old.
+    """
+
+    def __init__(self, library: Any, path: str) -> None:
+        self.path = path
+        self._calls: dict[str, Callable[..., int]] = {}
+        try:
+            for name, argtypes in _SIGNATURES.items():
+                function = getattr(library, "nccl" + name)
+                function.argtypes, function.restype = list(argtypes), _INT
+                self._calls[name] = function
+            self._text = library.ncclGetErrorString
+            self._text.argtypes, self._text.restype = [_INT], ctypes.c_char_p
+            self._last = library.ncclGetLastError
+            self._last.argtypes, self._last.restype = [_POINTER], ctypes.c_char_p
+        except AttributeError as error:
+            raise DeviceError(f"{path} is no NCCL that can be used here: {error}. {_ADVICE}") from None
+        version = _INT()
+        self.call("GetVersion", ctypes.byref(version))
+        self.version = version.value
+        if self.version < OLDEST:
+            raise DeviceError(
+                f"{path} is NCCL {in_words(self.version)}; expected at least {in_words(OLDEST)}. {_ADVICE}"
+            )
+
+    def call(self, name: str, *arguments: Any, comm: int | None = None) -> int:
+        """Call ``nccl<name>``.
+
+        Returns:
+            Its result: success, or "in progress".
+
+        Raises:
+            NcclError: It failed.
+        """
+        result = self._calls[name](*arguments)
+        if result not in (_SUCCESS, _IN_PROGRESS):
+            raise NcclError(f"nccl{name} failed: {self.explain(result, comm)}")
+        return result
+
+    def explain(self, result: int, comm: int | None) -> str:
+        """A result in NCCL's words, with what it says of its last error."""
+        text = self._text(result).decode(errors="replace")
+        last = (self._last(comm) or b"").decode(errors="replace").strip()
+        return f"{text} ({last})" if last else f"{text} (NCCL_DEBUG=WARN says more)"
+
+    def unique_id(self) -> bytes:
+        made = UniqueId()
+        self.call("GetUniqueId", ctypes.byref(made))
+        return ctypes.string_at(ctypes.byref(made), ctypes.sizeof(made))
+
+    def connect(self, unique_id: bytes, size: int, rank: int) -> NcclCommunicator:
+        handle = _POINTER()
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, 1)
+        known = UniqueId.from_buffer_copy(unique_id)
+        self.call("CommInitRankConfig", ctypes.byref(handle), size, known, rank, ctypes.byref(config))
+        assert handle.value is not None
+        made = NcclCommunicator(self, handle.value)
+        made.settle("CommInitRankConfig")
+        return made
+
+
+class NcclCommunicator:
+    """A `Communicator` of `Nccl`.
+
+    Args:
+        library: Made it.
+        handle: ``ncclComm_t``.
+    """
+
+    def __init__(self, library: Nccl, handle: int) -> None:
+        self._library = library
+        self._handle: int | None = handle
+        self._depth = 0  # of groups
+        self._ending = threading.Lock()  # the watch asks for errors, from its own thread
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        handle = self._handle
+        if handle is None:
+            raise NcclError(f"nccl{name} cannot be called: this communicator was given up.")
+        arguments = (*arguments[:-1], handle, arguments[-1])  # the stream comes last, in all of them
+        if self._library.call(name, *arguments, comm=handle) == _IN_PROGRESS and not self._depth:
+            self.settle(name)
+
+    def settle(self, name: str) -> None:
+        """Wait until a call is done that does not wait: NCCL_COMM_BLOCKING=0 in the environment is stronger than we are."""
+        while (state := self._state()) == _IN_PROGRESS:
+            time.sleep(1e-4)
+        if state != _SUCCESS:
+            raise NcclError(f"nccl{name} failed: {self._library.explain(state, self._handle)}")
+
+    def _state(self) -> int:
+        state = _INT()
+        self._library.call("CommGetAsyncError", self._handle, ctypes.byref(state))
+        return state.value
+
+    def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._call("AllReduce", send, recv, count, dtype, op, stream)
+
+    def reduce(self, send: int, recv: int, count: int, dtype: int, op: int, root: int, stream: int) -> None:
+        self._call("Reduce", send, recv, count, dtype, op, root, stream)
+
+    def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
+        self._call("Broadcast", send, recv, count, dtype, root, stream)
+
+    def all_gather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
+        self._call("AllGather", send, recv, count, dtype, stream)
+
+    def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
+        self._call("ReduceScatter", send, recv, count, dtype, op, stream)
+
+    def send(self, data: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._call("Send", data, count, dtype, peer, stream)
+
+    def recv(self, data: int, count: int, dtype: int, peer: int, stream: int) -> None:
+        self._call("Recv", data, count, dtype, peer, stream)
+
+    @contextlib.contextmanager
+    def group(self) -> Iterator[None]:
+        self._library.call("GroupStart")
+        self._depth += 1
+        try:
+            yield
+        finally:  # also after an error: all that this thread calls would be part of the group for ever
+            self._depth -= 1
+            if self._library.call("GroupEnd") == _IN_PROGRESS:
+                self.settle("GroupEnd")
+
+    def error(self) -> str | None:
+        with self._ending:
+            handle = self._handle
+            if handle is None:
+                return None
+            state = self._state()
+            return None if state in (_SUCCESS, _IN_PROGRESS) else self._library.explain(state, handle)
+
+    def abort(self) -> None:
+        if (handle := self._end()) is not None:
+            self._library.call("CommAbort", handle)
+
+    def destroy(self) -> None:
+        if (handle := self._end()) is not None:
+            self._library.call("CommDestroy", handle)
+
+    def _end(self) -> int | None:
+        with self._ending:
+            handle, self._handle = self._handle, None
+        return handle
+
+
+def in_words(version: int) -> str:
+    """``22809`` as ``2.28.9``."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+_ADVICE = (
+    "Install NCCL for the CUDA of your framework: pip install 'hvdlite[gpu]' (CUDA 13), or 'hvdlite[gpu-cu12]'; or name a "
+    "library by HVDLITE_NCCL_LIBRARY. HVDLITE_NCCL=0 does without, through host memory."
+)
+
+
+def find(chosen: str = "") -> str | None:
+    """Where the library is, or None if there is none.
+
+    Args:
+        chosen: The user's choice (``HVDLITE_NCCL_LIBRARY``).
+
+    Raises:
+        DeviceError: There are two in one place.
+    """
+    if chosen:
+        return chosen
+    wheel = _wheel()
+    loaded = _loaded()
+    if wheel is not None and (not loaded or wheel in loaded):
+        _check_wheels(wheel)
+        return wheel
+    if loaded:
+        return loaded[0]
+    return next((found for name in ("nccl", "rccl") if (found := ctypes.util.find_library(name)) is not None), None)
+
+
+def load(chosen: str = "") -> Nccl | None:
+    """The library, or None if there is none. Arguments and errors as for `find`, and as for `Nccl`."""
+    path = find(chosen)
+    if path is None:
+        return None
+    try:
+        return Nccl(ctypes.CDLL(path), path)
+    except OSError as error:
+        raise DeviceError(f"{path} cannot be loaded: {error}. {_ADVICE}") from None
+
+
+def _loaded() -> list[str]:
+    """Those that this process has loaded, by whomever."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    paths = dict.fromkeys(line.split(maxsplit=5)[5] for line in maps.read_text().splitlines() if "ccl.so" in line)
+    return [path for path in paths if os.path.basename(path).startswith(_NAMES)]
+
+
+def _wheel() -> str | None:
+    """The library of NVIDIA's wheel."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nccl")
+    except ModuleNotFoundError:
+        return None
+    for folder in () if spec is None else spec.submodule_search_locations or ():
+        for path in sorted(Path(folder).glob("lib/libnccl.so*")):
+            return str(path)
+    return None
+
+
+def _check_wheels(path: str) -> None:
+    """All of NVIDIA's wheels install the same file, so of two the later one has overwritten the other. And one for another CUDA
+    than torch's would bring a second CUDA into the process.
+
+    Raises:
+        DeviceError: There are two, or it is for another CUDA than the torch that this process has loaded.
+    """
+    import importlib.metadata  # not at import of hvdlite, which would take a quarter longer
+
+    installed = []
+    for name in _WHEELS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed.append(f"{name} {importlib.metadata.version(name)}")
+    if len(installed) > 1:
+        raise DeviceError(
+            f"{' and '.join(installed)} are installed together, and both are {path}: nobody knows which CUDA it is for. "
+            f"pip uninstall -y {' '.join(each.split()[0] for each in installed)}, and install the one that your framework "
+            "needs (pip show torch). HVDLITE_NCCL_LIBRARY names a library in any case."
+        )
+    built_for = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    for wheel in installed:
+        if built_for is not None and not wheel.split()[0].endswith(f"-cu{built_for.partition('.')[0]}"):
+            wanted = f"nvidia-nccl-cu{built_for.partition('.')[0]}"
+            raise DeviceError(
+                f"{wheel} is installed, which is for another CUDA than this torch: that was built for CUDA {built_for}. "
+                f"pip uninstall -y {wheel.split()[0]}; pip install --force-reinstall --no-deps {wanted}. HVDLITE_NCCL_LIBRARY "
+                "names a library in any case."
+            )

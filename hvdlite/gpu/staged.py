@@ -1,0 +1,80 @@
+"""Collectives on a device through host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.algorithms.slices import slices
+from hvdlite.gpu.collectives import DeviceCollectives, HostPlane
+from hvdlite.gpu.nccl import FLOAT8_SINCE
+from hvdlite.gpu.reduce_dtype import Wire, wire_of
+from hvdlite.protocols import Array, Device, ReduceOp, Stream
+
+
+class StagedCollectives(DeviceCollectives):
+    """Through (pinned) host memory, and the host's own collectives. Calls wait for `stream` and for the other ranks.
+
+    Args:
+        device: As for `DeviceCollectives`.
+        host: The group; for this object alone.
+    """
+
+    direct = False
+
+    def __init__(self, device: Device, host: HostPlane) -> None:
+        super().__init__(device, host.rank, host.size)
+        self._host = host
+
+    def wire(self, dtype: str, op: ReduceOp) -> Wire | None:
+        return wire_of(dtype, op, FLOAT8_SINCE - 1)
+
+    def allreduce(self, tensor: Any, op: ReduceOp, stream: Stream, out: Any = None) -> None:
+        self.launched += 1
+        with self.device.on(stream):
+            send, _ = self._reducible(tensor, op)
+            recv, _ = self._reducible(tensor if out is None else out, op)
+            array = self.device.to_host(send)
+            finish = None
+            if op is ReduceOp.AVERAGE:
+                op, finish = ReduceOp.SUM, self._divided
+            self._host.allreduce(array, op, dtype=self.device.dtype(send), finish=finish)
+            self.device.from_host(array, recv)
+
+    def _divided(self, array: Array) -> None:
+        np.divide(array, self.size, out=array)
+
+    def reduce_scatter(self, tensor: Any, out: Any, counts: Sequence[int], op: ReduceOp, stream: Stream) -> None:
+        # By an allreduce, which accumulates halves as float32.
+        with self.device.on(stream):
+            whole = self.device.cast(tensor, self.device.dtype(tensor))
+        self.allreduce(whole, op, stream)
+        with self.device.on(stream):
+            self.device.copy(whole[slices(counts)[self.rank]], out)
+
+    def allgather(self, tensor: Any, out: Any, counts: Sequence[int], stream: Stream) -> None:
+        self.launched += 1
+        with self.device.on(stream):
+            array = self.device.to_host(tensor)
+            gathered = np.empty(self.device.count(out), array.dtype)
+            self._host.allgather(array, gathered, counts)
+            self.device.from_host(gathered, out)
+
+    def broadcast(self, tensor: Any, root: int, stream: Stream) -> None:
+        self.launched += 1
+        with self.device.on(stream):
+            array = self.device.to_host(tensor)
+            self._host.broadcast(array, root)
+            self.device.from_host(array, tensor)
+
+    def alltoall(
+        self, tensor: Any, send_counts: Sequence[int], out: Any, recv_counts: Sequence[int], stream: Stream
+    ) -> None:
+        self.launched += 1
+        with self.device.on(stream):
+            array = self.device.to_host(tensor)
+            received = np.empty(self.device.count(out), array.dtype)
+            self._host.alltoall(array, send_counts, received, recv_counts)
+            self.device.from_host(received, out)

@@ -1,0 +1,306 @@
+"""Gradients in buckets of flat memory: the hot path. Every rank has the same layout, so nothing is negotiated."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.comm.host import VERY_PATIENT
+from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.gradients.bucket import Bucket
+from hvdlite.gradients.header import Header, HeaderSum
+from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
+from hvdlite.timeline import BucketRecord, Row, Timeline
+from hvdlite.watchdog.watchdog import Watchdog
+
+_CLOSE_SECONDS = 1.0
+"""How long a thread may take to notice that its exchange is given up."""
+
+
+class Postponed(Exception):
+    """Nothing was exchanged, for the reason that `told` has. Raised on all ranks.
+
+    Attributes:
+        told: `HeaderSum.stopped` is set.
+    """
+
+    def __init__(self, told: HeaderSum) -> None:
+        super().__init__()
+        self.told = told
+
+
+def check_combinable(op: ReduceOp) -> None:
+    """Let an operation pass by which gradients can be combined.
+
+    Raises:
+        ArgumentError: It is neither SUM nor AVERAGE.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
+        raise ArgumentError(f"op={op!r}: gradients are combined by Average or Sum.")
+
+
+class Reducer:
+    """The gradients of one model on one rank. All ranks make one, with equal arguments.
+
+    Args:
+        infos: Dtype and shape of each tensor.
+        collectives: For this reducer alone.
+        op: SUM or AVERAGE.
+        plan: How to exchange. With several buckets, results are kept apart from gradients (see `hvdlite.gradients.overlap`).
+        ranks: The world ranks that take part, for messages.
+        watch: Is told while an exchange lasts.
+        timeline: Is told of every exchange.
+
+    Attributes:
+        buckets: What is exchanged together, in this order.
+        timeline: As given.
+        waiting: For a with statement, while another thread of this rank exchanges.
+        told: What the ranks have said in the last exchange: in its last bucket, for weights and the like.
+        stood_in: How many exchanges of others this rank has taken part in with nothing.
+
+    Raises:
+        ArgumentError: Another `op`.
+        UnsupportedTensorError: A dtype that has no gradients.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[TensorInfo],
+        collectives: HierarchicalCollectives,
+        op: ReduceOp,
+        plan: Plan,
+        ranks: Sequence[int],
+        watch: Watchdog,
+        timeline: Timeline,
+    ) -> None:
+        check_combinable(op)
+        self._collectives = collectives
+        self._average = op is ReduceOp.AVERAGE
+        self._ranks = ranks
+        self._watch = watch
+        self.timeline = timeline
+        self._busy = threading.Lock()
+        channel = watch.new_channel(ranks)
+        self._link = watch.link(ranks, channel, collectives.layers.host.stop)
+        self._watching = watch.exchanging(self._name, ranks, channel=channel, link=self._link)
+        self.waiting = watch.exchanging(self._name, ranks, remember=False, channel=channel, link=self._link)
+        self._steps = 1
+        self._count = len(infos)
+        self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
+        self.told = HeaderSum([], 1.0)
+        self.stood_in = 0
+        self._spare = plan.spare
+        self.buckets = self._make_buckets(infos, plan)
+        self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.tensors}
+
+    def _make_buckets(self, infos: Sequence[TensorInfo], plan: Plan) -> list[Bucket]:
+        groups = plan.buckets or (tuple(range(len(infos))),)
+        return [
+            Bucket(
+                infos,
+                group,
+                self._collectives,
+                self._average,
+                plan.chunk_bytes,
+                plan.message_bytes,
+                len(groups) > 1,
+                plan.lend,
+                plan.spare,
+            )
+            for group in groups
+        ]
+
+    def memory_of(self, index: int, room: int = 0) -> Array:
+        """The flat memory where this rank's gradient of tensor `index` is expected.
+
+        Of the tensor's dtype; bfloat16 as its bits in uint16.
+
+        Args:
+            index: The number of the tensor.
+            room: Where this rank uses the room of this number (see `use_room`).
+        """
+        return self._bucket_of[index].memory_of(index, room)
+
+    def result_of(self, index: int, room: int = 0) -> Array:
+        """The flat memory where the combined gradient of tensor `index` is after an exchange; `memory_of` if it is in place.
+
+        With ``plan.lend`` see `Bucket.result_of`, and ask for it after each exchange.
+        """
+        return self._bucket_of[index].result_of(index, room)
+
+    def use_room(self, number: int, room: int) -> None:
+        """Use one of this rank's rooms for bucket `number` from its next exchange on: 0, or 1 with ``plan.spare``."""
+        self.buckets[number].room = room
+
+    def room_of(self, index: int) -> int:
+        """The room that this rank uses for tensor `index`."""
+        return self._bucket_of[index].room
+
+    def is_lent(self, index: int) -> bool:
+        """Whether the combined gradient of tensor `index` may be kept where it is. See `Bucket.lent`."""
+        return self._bucket_of[index].lent
+
+    def is_large(self, index: int) -> bool:
+        """Whether tensor `index` is so large that copying it is worth some thought."""
+        return index in self._bucket_of[index].large
+
+    def part_of(self, index: int) -> tuple[int, int]:
+        """See `Bucket.part_of`."""
+        return self._bucket_of[index].part_of(index)
+
+    def stays(self, index: int) -> bool:
+        """See `Bucket.stays`."""
+        return self._bucket_of[index].stays(index)
+
+    def place(self, index: int, gradient: Array | None) -> None:
+        """See `Bucket.place`."""
+        self._bucket_of[index].place(index, gradient)
+
+    def close(self) -> None:
+        """Release the memory and the channels. Every rank does this; the reducer is not used again."""
+        self._collectives.layers.host.stop()
+        # A thread may be in the middle of an exchange that never ends, since no step came after a backward pass.
+        if self._busy.acquire(timeout=_CLOSE_SECONDS):
+            self.buckets, self._bucket_of = [], {}
+            self._collectives.close()
+            # They refer to this object: memory is to go now, not when Python looks for such cycles.
+            del self._watching, self.waiting
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds for the exchange."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def alone(self) -> bool:
+        """There is one rank only."""
+        return self._collectives.size == 1
+
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges there have been, those that were put off too. The same on all ranks, with data or without."""
+        return self._steps - 1
+
+    @property
+    def divisor(self) -> float:
+        """The sum of the weights of all ranks, in the last exchange."""
+        return self.told.divisor
+
+    @property
+    def joined(self) -> int:
+        """How many ranks had run out of data in the last exchange."""
+        return self.told.joined
+
+    def exchange(self, used: Sequence[bool], said: Header = Header()) -> list[bool]:  # noqa: B008  # it cannot change
+        """Combine the gradients over the ranks.
+
+        Args:
+            used: For each tensor, whether this rank has a gradient of it in `memory_of`.
+            said: What else this rank tells the others.
+
+        Returns:
+            For each tensor, whether any rank has a gradient of it; if none has, its result is zeros.
+
+        Raises:
+            Postponed: Some rank has news, or the ranks have said what cannot be.
+            HvdliteError: The weights of all ranks are 0, so there is no average. Raised on all of them.
+        """
+        if self.alone:
+            told = [
+                HeaderSum([used[i] for i in bucket.tensors], said.weight, news=said.news) for bucket in self.buckets
+            ]
+            if not said.news:
+                for bucket in self.buckets:
+                    bucket.alone(used)
+        else:
+            with self.timeline.span(Row.PROGRAM, "WAIT", "gradients"):
+                told = self.exchange_buckets(used, said)
+        self.next_step()
+        return self.outcome(told)
+
+    def works_for_another(self) -> None:
+        """Say that the program's thread waits for whatever the calling one does (`waiting`)."""
+        self._watch.users.leave_out()
+
+    def sum_over_ranks(self, value: float) -> float:
+        """The sum of a number over all ranks, in step with the exchanges."""
+        total = np.array([value], np.float64)
+        if not self.alone:
+            with self._watch.exchanging(lambda: f"a sum in step {self._steps - 1}", self._ranks, link=self._link):
+                self._collectives.allreduce(total, ReduceOp.SUM)
+        return float(total[0])
+
+    def stand_in(self) -> list[bool] | None:
+        """Take part in an exchange of the others with nothing: this rank has run out of data.
+
+        Returns:
+            As `exchange`; None if all ranks have run out of data.
+
+        Raises:
+            As `exchange`.
+        """
+        nothing = [False] * self._count
+        self.buckets[-1].host.patience = VERY_PATIENT  # it may take the others a whole step
+        if self._spare:  # the program may hold something of the other room
+            for bucket in self.buckets:
+                bucket.room = 1
+        said = Header(0.0, joined=True)
+        told = self.exchange_buckets(nothing, said)
+        if told[-1].again and not told[-1].stopped:
+            told = self.exchange_buckets(nothing, said)
+        self.buckets[-1].host.patience = 0.0
+        self.next_step()
+        if told[-1].joined == self._collectives.size:
+            return None
+        self.stood_in += 1
+        return self.outcome(told)
+
+    def try_to_stand_in(self) -> list[bool] | None:
+        """As `stand_in`; empty if the exchange fails, which the others raise too, or is put off, which they settle."""
+        try:
+            return self.stand_in()
+        except (HvdliteError, Postponed):
+            return []
+
+    def next_step(self) -> None:
+        """The exchanges from now on are those of another step."""
+        self.timeline.step()
+        self._steps += 1
+
+    def exchange_bucket(self, number: int, used: Sequence[bool], said: Header) -> HeaderSum:
+        """One bucket's share of an exchange. All ranks go through the buckets in order."""
+        bucket, record = self.buckets[number], None
+        if self.timeline.on:
+            record = BucketRecord(self.timeline, f"bucket {number}", self._steps, bucket.nbytes, self._ranks)
+        with self._busy, self._watching, np.errstate(all="ignore"):
+            told = bucket.exchange(used, said, record)
+        if record is not None:
+            record.done()
+        return told
+
+    def exchange_buckets(self, used: Sequence[bool], said: Header) -> list[HeaderSum]:
+        """A whole exchange, with the same words in all headers."""
+        return [self.exchange_bucket(number, used, said) for number in range(len(self.buckets))]
+
+    def _name(self) -> str:
+        return f"gradient exchange {self._steps} of {self._about}"
+
+    def outcome(self, told: Sequence[HeaderSum]) -> list[bool]:
+        """What `exchange` returns and raises, from what each bucket has told."""
+        self.told = told[-1]
+        for each in told:
+            if each.stopped:
+                raise Postponed(each)
+        anywhere = [False] * self._count
+        for bucket, (there, divisor, *_) in zip(self.buckets, told, strict=True):
+            if self._average and divisor <= 0 and any(there):
+                raise HvdliteError(
+                    "the weights of all ranks add up to 0, so their gradients have no average: skip this step on all ranks."
+                )
+            for index, answer in zip(bucket.tensors, there, strict=True):
+                anywhere[index] = answer
+        return anywhere

@@ -1,0 +1,105 @@
+"""What one rank sums of a bucket, with the memory of all ranks of the host."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from hvdlite.gradients.layout import Block
+from hvdlite.protocols import Array
+from hvdlite.tensors.arithmetic import Arithmetic
+
+
+class Memory:
+    """One block of the layout, on all ranks of the host.
+
+    Attributes:
+        gradients: Of each rank: what it contributes.
+        results: Of each rank: where it gets the result. The same arrays, or others.
+    """
+
+    def __init__(self, block: Block, kernel: Arithmetic, gradients: list[Array], results: list[Array]) -> None:
+        self.block = block
+        self.kernel = kernel
+        self.gradients = gradients
+        self.results = results
+
+
+class Cut(NamedTuple):
+    """A chunk of a stretch."""
+
+    part: slice
+    before: tuple[Array, ...]
+    """The gradients of the ranks before this one on the host."""
+    after: tuple[Array, ...]
+    others: tuple[Array, ...]
+    """The results of the other ranks of the host."""
+
+
+class Chunk(NamedTuple):
+    """A chunk, with what this rank contributes where it is now."""
+
+    sources: tuple[Array, ...]
+    result: Array
+    others: tuple[Array, ...]
+
+
+class Owned(NamedTuple):
+    """Neighbouring elements that a rank answers for.
+
+    Attributes:
+        start, stop: In the block.
+        tensor: The large tensor that they belong to, or None: they are of any number of tensors.
+    """
+
+    start: int
+    stop: int
+    tensor: int | None
+
+
+class Stretch:
+    """What this rank sums, with the memory of all ranks.
+
+    Args:
+        memory: The block that it lies in.
+        owned: Where.
+        rank: This rank's number on the host.
+        length: Of a chunk, in elements.
+        share: Whether the other ranks get the result.
+
+    Attributes:
+        kernel: Its arithmetic.
+        tensor: As in `Owned`.
+    """
+
+    def __init__(self, memory: Memory, owned: Owned, rank: int, length: int, share: bool) -> None:
+        self.kernel = memory.kernel
+        self.tensor = owned.tensor
+        elements = owned.stop - owned.start
+        views = [array[owned.start : owned.stop] for array in memory.gradients]
+        self._in_place = memory.results is memory.gradients
+        results = views if self._in_place else [array[owned.start : owned.stop] for array in memory.results]
+        self._result = results[rank]
+        self.cuts = []
+        for lo, hi in itertools.pairwise([*range(0, elements, length), elements]):
+            parts = [view[lo:hi] for view in views]
+            others = [result[lo:hi] for result in results[:rank] + results[rank + 1 :]] if share else []
+            self.cuts.append(Cut(slice(lo, hi), tuple(parts[:rank]), tuple(parts[rank + 1 :]), tuple(others)))
+        self._home_chunks = self._chunks(views[rank], self._result)
+
+    def chunks(self, placed: Array | None, keep: bool) -> tuple[list[Chunk], bool]:
+        """What to sum, and where to put it.
+
+        Args:
+            placed: Where this rank's gradient is, if it is not where it is expected.
+            keep: Leave the result there too.
+
+        Returns:
+            The chunks; and whether results overwrite this rank's gradients.
+        """
+        if placed is None:
+            return self._home_chunks, self._in_place
+        return self._chunks(placed, placed if keep else self._result), keep
+
+    def _chunks(self, gradient: Array, result: Array) -> list[Chunk]:
+        return [Chunk((*cut.before, gradient[cut.part], *cut.after), result[cut.part], cut.others) for cut in self.cuts]

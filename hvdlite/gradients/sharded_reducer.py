@@ -1,0 +1,145 @@
+"""Gradients of which each rank gets only its own share, and the parameters of a host in one shared memory.
+
+Every rank of every host answers for a share; the shares of the ranks of equal number lie side by side in the part of that
+number, so that hosts exchange a part by one reduce-scatter of gradients and one allgather of parameters::
+
+    part 0: ├ host 0, rank 0 ┼ host 1, rank 0 ┤ part 1: ├ host 0, rank 1 ┼ host 1, rank 1 ┤
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gradients.bucket import Bucket
+from hvdlite.gradients.layout import Block, Piece, pieces
+from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.segments import Memory
+from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
+from hvdlite.timeline import Timeline
+from hvdlite.watchdog.watchdog import Watchdog
+
+
+class _ShardedBucket(Bucket):
+    """All gradients, each rank's share of which only that rank gets."""
+
+    _shares_results = False
+
+    def __init__(self, whole: bool, *args: Any, **kwargs: Any) -> None:
+        self._whole = whole
+        super().__init__(*args, **kwargs)
+        place = self.layers.places[self.collectives.rank]
+        self.share: int | None = None
+        if place.number < self.layers.owners:
+            among_hosts = 0 if self.layers.cross is None else self.layers.cross.rank
+            self.share = place.number * self.layers.hosts + among_hosts
+
+    def _parts(self) -> int:
+        return self.layers.owners * self.layers.hosts
+
+    def _keeps(self, index: int | None) -> bool:
+        return True
+
+    def publish(self, memory: Memory, parameters: Array) -> None:
+        """Bring this rank's share of the parameters to all hosts, and theirs here."""
+        cross, bounds = self.layers.cross, memory.block.bounds
+        if cross is not None and self.share is not None:
+            own = parameters[bounds[self.share] : bounds[self.share + 1]].copy()
+            begin, end = self._part_of(memory.block)
+            cross.allgather(own, parameters[begin:end], self._counts(memory.block))
+
+    def _counts(self, block: Block) -> list[int]:
+        """How much of this rank's part each host answers for."""
+        first = self.host.rank * self.layers.hosts
+        return [block.bounds[n + 1] - block.bounds[n] for n in range(first, first + self.layers.hosts)]
+
+    def _reduce(self) -> None:
+        if self.layers.hosts == 1:
+            super()._reduce()
+        elif self.share is not None:
+            stretches = iter(self._room_now.stretches)
+            for memory in self.memories:
+                begin, end = self._part_of(memory.block)
+                if begin < end:
+                    self._reduce_between_hosts(memory, np.empty(end - begin, memory.kernel.wide), next(stretches).cuts)
+
+    def _reduce_between_hosts(self, memory: Memory, part: Array, cuts: Sequence[Any]) -> None:
+        assert self.layers.cross is not None
+        assert self.share is not None
+        bounds, own = memory.block.bounds, memory.gradients[self.host.rank]
+        begin, _ = self._part_of(memory.block)
+        for cut in cuts:
+            mine = own[begin + cut.part.start : begin + cut.part.stop]
+            wide = self._sum(memory.kernel, (*cut.before, mine, *cut.after), part[cut.part], False)
+            if wide.base is not part:
+                np.copyto(part[cut.part], wide)
+        lo, hi = bounds[self.share], bounds[self.share + 1]
+        share = np.empty(hi - lo, memory.kernel.wide)
+        self.layers.cross.reduce_scatter(part, share, self._counts(memory.block), ReduceOp.SUM)
+        self._divide(share)
+        memory.kernel.narrow(share, own[lo:hi])
+
+
+class ShardedReducer(Reducer):
+    """See the module.
+
+    Args:
+        infos, collectives, op, plan, ranks, watch: As for `Reducer`, with one bucket.
+        whole: Never cut a tensor between ranks.
+
+    Attributes:
+        pieces: What this rank answers for.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[TensorInfo],
+        collectives: HierarchicalCollectives,
+        op: ReduceOp,
+        plan: Plan,
+        ranks: Sequence[int],
+        watch: Watchdog,
+        timeline: Timeline,
+        whole: bool,
+    ) -> None:
+        self._whole = whole
+        super().__init__(infos, collectives, op, plan, ranks, watch, timeline)
+        bucket = self._bucket
+        self.pieces: list[Piece] = []
+        self._parameters: list[Array] = []
+        self._parameters_of: dict[int, Array] = {}
+        for memory in bucket.memories:
+            if bucket.share is not None:
+                self.pieces += pieces(memory.block, bucket.share)
+            dtype = memory.kernel.storage
+            parameters = bucket.host.allocate_together(memory.block.length * dtype.itemsize).view(dtype)
+            self._parameters.append(parameters)
+            for index, span in memory.block.spans.items():
+                self._parameters_of[index] = parameters[span.start : span.stop]
+
+    def _make_buckets(self, infos: Sequence[TensorInfo], plan: Plan) -> list[Bucket]:
+        sizes = plan.chunk_bytes, plan.message_bytes
+        everything = range(len(infos))
+        self._bucket = _ShardedBucket(
+            self._whole, infos, everything, self._collectives, self._average, *sizes, spare=plan.spare
+        )
+        return [self._bucket]
+
+    def parameters_of(self, index: int) -> Array:
+        """The flat memory of parameter `index`, shared by all ranks of the host. Of the dtype of `memory_of`."""
+        return self._parameters_of[index]
+
+    def meet(self) -> None:
+        """Return when all ranks of the host are here: what they wrote to parameters is there."""
+        with self._watch.exchanging(lambda: f"the end of step {self._steps - 1}", self._ranks, link=self._link):
+            self._bucket.host.meet()
+
+    def publish(self) -> None:
+        """Every rank has changed its share of the parameters: bring them to all hosts. Afterwards all may read all."""
+        with self._watch.exchanging(lambda: f"the parameters of step {self._steps - 1}", self._ranks, link=self._link):
+            for memory, parameters in zip(self._bucket.memories, self._parameters, strict=True):
+                self._bucket.publish(memory, parameters)
+            self._bucket.host.meet()

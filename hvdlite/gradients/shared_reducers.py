@@ -1,0 +1,84 @@
+"""Reducers that ranks which have joined make as well.
+
+A rank that has run out of data submits nothing. If the others need memory for gradients that they have not exchanged before
+(a second optimizer makes its first step; a function is traced again), it makes the same from what they have agreed on, and a
+thread of it takes part in their exchanges with nothing::
+
+    the others: get() ─▶ agreement, with the whole layout in its signature ─▶ reducer
+    a rank that has joined:          make_late() ─▶ reducer, a thread that stands in ─▶ get(), when its program asks for it
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gradients.reducer import Reducer
+from hvdlite.operations import SHARED_BUCKETS, Agreement, Operation, Signature
+from hvdlite.protocols import Plan, ReduceOp, TensorInfo
+
+Layout = tuple[tuple[TensorInfo, ...], ReduceOp]
+Make = Callable[[Sequence[TensorInfo], ReduceOp, Plan, HierarchicalCollectives], Reducer]
+
+
+class SharedReducers:
+    """Those of one group of ranks, on one rank.
+
+    Args:
+        run: Runs an operation with the other ranks.
+        make: Makes a reducer.
+
+    Attributes:
+        late: What was made while this rank had joined, and nobody here has asked for yet; in the order of all ranks.
+    """
+
+    def __init__(self, run: Callable[[Operation], Reducer], make: Make) -> None:
+        self._run = run
+        self._make = make
+        self._threads: list[threading.Thread] = []
+        self.late: dict[Layout, Reducer] = {}
+
+    def get(self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan) -> Reducer:
+        """A reducer of this layout. Every rank that has not joined calls this; one that had then, later if ever.
+
+        Raises:
+            MismatchError: The ranks have different layouts. Raised on all of them.
+        """
+        layout = (tuple(infos), op)
+        if layout in self.late:
+            return self.late.pop(layout)
+        kind, _, arguments = _signature(infos, op, plan)
+        agreement = Agreement(kind, arguments, lambda collectives: self._make(infos, op, plan, collectives))
+        agreement.signature = _signature(infos, op, plan)
+        return self._run(agreement)
+
+    def make_late(self, signature: Signature) -> Operation:
+        """What this rank, which has joined, does when the others call `get`."""
+        _, tensors, given = signature
+        arguments = dict(given)
+        infos = [TensorInfo(dtype, tuple(length or 0 for length in shape)) for dtype, shape in tensors]
+        op, plan = ReduceOp(arguments["op"]), Plan(*arguments["plan"])
+
+        def create(collectives: HierarchicalCollectives) -> None:
+            reducer = self.late[tuple(infos), op] = self._make(infos, op, plan, collectives)
+            thread = threading.Thread(target=stand_in, args=(reducer,), name="hvdlite-join", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+        return Agreement(SHARED_BUCKETS, given, create)
+
+    def wait(self) -> None:
+        """All ranks have joined: let the threads come to their ends."""
+        while self._threads:
+            self._threads.pop().join()
+
+
+def stand_in(reducer: Reducer) -> None:
+    """Take part in the exchanges of the others with nothing, until all ranks have joined."""
+    while reducer.try_to_stand_in() is not None:
+        pass
+
+
+def _signature(infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan) -> Signature:
+    return SHARED_BUCKETS, tuple((info.dtype, info.shape) for info in infos), (("op", op.value), ("plan", tuple(plan)))

@@ -1,0 +1,69 @@
+"""What is said when the ranks do not agree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hvdlite.errors import ranks_text
+from hvdlite.negotiation.messages import JOIN, Key
+from hvdlite.operations import Signature, describe
+
+
+def name_of(key: Key) -> str:
+    """The key as messages show it."""
+    if key == JOIN:
+        return "join()"
+    return repr(key) if isinstance(key, str) else f"unnamed operation {key}"
+
+
+def mismatch_text(key: Key, variants: Mapping[Signature, Sequence[int]]) -> str:
+    """Who submitted what under one key."""
+    ordered = sorted(variants.items(), key=lambda variant: min(variant[1]))
+    first = _first_difference([signature for signature, _ in ordered])
+    lines = [f"  {ranks_text(ranks)}: {describe(signature, first)}" for signature, ranks in ordered]
+    return f"the ranks do not agree on {name_of(key)}:\n" + "\n".join(lines)
+
+
+def joined_text(key: Key, signature: Signature, joined: Sequence[int], why: str) -> str:
+    """Why `joined` being gone fails an operation."""
+    verb = "has" if len(joined) == 1 else "have"
+    return (
+        f"{name_of(key)} {describe(signature)} cannot be done, because {ranks_text(joined)} {verb} joined and {why}: do it "
+        "before any rank calls join(), or after join() has returned."
+    )
+
+
+def _first_difference(signatures: Sequence[Signature]) -> int:
+    """The number of the first tensor that is not the same in all signatures."""
+    tensors = [signature[1] for signature in signatures]
+    shortest = min(map(len, tensors))
+    return next((n for n in range(shortest) if len({each[n] for each in tensors}) > 1), shortest)
+
+
+def deadlock_text(pending: Mapping[int, Sequence[tuple[Key, Signature]]]) -> str:
+    """Who waits for what."""
+    lines = []
+    for rank in sorted(pending):
+        waiting = [
+            name_of(key) if key == JOIN else f"{name_of(key)} {describe(signature)}"
+            for key, signature in pending[rank][:3]
+        ]
+        more = f" and {len(pending[rank]) - 3} more" if len(pending[rank]) > 3 else ""
+        lines.append(f"  rank {rank} waits for {', '.join(waiting)}{more}")
+    return "every rank waits for an operation that another rank has not submitted, so none can go on:\n" + "\n".join(
+        lines
+    )
+
+
+def variants_text(ranks: Sequence[int], everybody: Sequence[Sequence[str]]) -> str:
+    """The first line in which the ranks differ, as each has it.
+
+    Args:
+        ranks: Their numbers in the job.
+        everybody: The lines of each.
+    """
+    first = next(number for number, said in enumerate(zip(*everybody, strict=False)) if len(set(said)) > 1)
+    variants: dict[str, list[int]] = {}
+    for rank, said in zip(ranks, everybody, strict=True):
+        variants.setdefault(said[first], []).append(rank)
+    return "\n".join(f"  {ranks_text(who)}: {what}" for what, who in variants.items())

@@ -1,0 +1,197 @@
+"""Allreduce: the values of all ranks become one, on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvdlite.algorithms import ALGORITHMS
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.errors import ArgumentError
+from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.operations.base import Part, Signature, TensorOperation
+from hvdlite.operations.device_reduction import DevicePiece, DeviceReduction
+from hvdlite.operations.on_device import agree
+from hvdlite.operations.reduction import WireArithmetic, check_op, check_reducible, wire_bytes, wire_dtype
+from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.tensors.numpy_adapter import HALF_DTYPES
+
+_ALGORITHM_NAMES = ("auto", "shared_memory", "mpi", *ALGORITHMS)
+
+
+class Allreduce(TensorOperation):
+    """Reduce tensors elementwise over the ranks; several tensors, or several of these, share one exchange.
+
+    float16 and bfloat16 are summed as float32 and rounded once at the end. Averages of integers are summed in 64 bits and
+    rounded down, as ``//`` does.
+    """
+
+    def __init__(
+        self,
+        given: Any,
+        op: ReduceOp,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        algorithm: str = "auto",
+        inplace: bool = False,
+    ) -> None:
+        check_op(op)
+        if algorithm not in _ALGORITHM_NAMES:
+            raise ArgumentError(f"algorithm={algorithm!r}: expected one of {', '.join(map(repr, _ALGORITHM_NAMES))}.")
+        if op is ReduceOp.ADASUM and algorithm != "auto":
+            raise ArgumentError(f"algorithm={algorithm!r}: Adasum has one algorithm only; leave the argument out.")
+        super().__init__(given, inplace)
+        self.signature, self.arithmetic, self.nbytes, self.fusion_key = _plan_allreduce(
+            tuple(self.infos), op, float(prescale), float(postscale), algorithm, self.where
+        )
+
+    @classmethod
+    def run_on_host(cls, operations: Sequence[Allreduce], collectives: HierarchicalCollectives) -> list[Any]:
+        parts = _parts_of(operations)
+        arithmetic = operations[0].arithmetic
+        if len(parts) == len(operations) == 1:
+            return [_reduce_parts(parts, parts[0].dtype, arithmetic, collectives)]
+        results: list[Any] = [None] * len(parts)
+        for dtype, indices in _by_dtype(parts).items():
+            reduced = _reduce_parts([parts[i] for i in indices], dtype, arithmetic, collectives)
+            for index, result in zip(indices, reduced, strict=True):
+                results[index] = result
+        return _of_each(operations, results)
+
+    @classmethod
+    def run_on_device(
+        cls, operations: Sequence[Allreduce], collectives: HierarchicalCollectives, channel: DeviceCollectives
+    ) -> list[Any]:
+        parts = _parts_of(operations)
+        natives = [
+            native
+            for operation in operations
+            for native in (operation.place.natives if operation.place else [None] * len(operation.tensors))
+        ]
+        shapes = [info.shape for operation in operations for info in operation.infos]
+        arithmetic = operations[0].arithmetic
+        scaling = arithmetic.scaling
+        results: list[Any] = [None] * len(parts)
+        reductions: list[tuple[list[int], DeviceReduction]] = []
+        on_host: list[tuple[str, list[int]]] = []
+        problem: Exception | None = None
+        try:
+            for dtype, indices in _by_dtype(parts).items():
+                wire = arithmetic.wire(dtype, channel)
+                if wire is None:
+                    on_host.append((dtype, indices))
+                    continue
+                pieces = [DevicePiece(natives[i], shapes[i], parts[i].inplace) for i in indices]
+                reductions.append((indices, DeviceReduction(pieces, dtype, wire, scaling, channel)))
+        except Exception as error:  # most of all: no memory; the others must hear of it
+            problem = error
+        agree(collectives, problem)
+        for dtype, indices in on_host:
+            for index, result in zip(
+                indices, _reduce_parts([parts[i] for i in indices], dtype, arithmetic, collectives), strict=True
+            ):
+                results[index] = result
+        for indices, reduction in reductions:
+            for index, result in zip(indices, reduction.allreduce(), strict=True):
+                results[index] = parts[index].tensor if parts[index].inplace else result
+        return _of_each(operations, results)
+
+
+def _parts_of(operations: Sequence[Allreduce]) -> list[Part]:
+    return [
+        Part(tensor, adapter, info.dtype, operation.inplace)
+        for operation in operations
+        for tensor, adapter, info in zip(operation.tensors, operation.adapters, operation.infos, strict=True)
+    ]
+
+
+def _by_dtype(parts: Sequence[Part]) -> dict[str, list[int]]:
+    """The numbers of the parts of each dtype."""
+    by_dtype: dict[str, list[int]] = {}
+    for index, part in enumerate(parts):
+        by_dtype.setdefault(part.dtype, []).append(index)
+    return by_dtype
+
+
+def _of_each(operations: Sequence[Allreduce], results: list[Any]) -> list[Any]:
+    """The results of all parts, as a list for each operation."""
+    grouped, start = [], 0
+    for operation in operations:
+        grouped.append(results[start : start + len(operation.tensors)])
+        start += len(operation.tensors)
+    return grouped
+
+
+@functools.lru_cache(maxsize=4096)  # a program makes the same few calls again and again
+def _plan_allreduce(
+    infos: tuple[TensorInfo, ...],
+    op: ReduceOp,
+    prescale: float,
+    postscale: float,
+    algorithm: str,
+    where: tuple[tuple[str, Any], ...],
+) -> tuple[Signature, WireArithmetic, int, Hashable]:
+    """What of an allreduce depends on its arguments alone: signature, arithmetic, bytes, fusion key."""
+    dtypes = {info.dtype for info in infos}
+    for dtype in dtypes:
+        check_reducible(dtype, op)
+    arithmetic = WireArithmetic(op, prescale, postscale, algorithm)
+    nbytes = sum(wire_bytes(info.dtype, op) * math.prod(info.shape) for info in infos)
+    arguments: list[tuple[str, Any]] = [("op", op.value)]
+    if (prescale, postscale, algorithm) != (1.0, 1.0, "auto"):
+        arguments += [("prescale", prescale), ("postscale", postscale), ("algorithm", algorithm)]
+    arguments += where
+    fusion_key = (next(iter(dtypes)), arithmetic, where) if len(dtypes) == 1 else None
+    return ("allreduce", infos, tuple(arguments)), arithmetic, nbytes, fusion_key
+
+
+def _reduce_parts(
+    parts: list[Part], dtype: str, arithmetic: WireArithmetic, collectives: HierarchicalCollectives
+) -> list[Any]:
+    """Exchange tensors of one dtype as one flat array."""
+    if arithmetic.op is ReduceOp.ADASUM:
+        return _adasum_parts(parts, arithmetic, collectives)
+    wide = arithmetic.scales_first  # halves would be rounded twice
+    arrays = [part.adapter.to_array(part.tensor, wide=wide) for part in parts]
+    wire = wire_dtype(dtype, arithmetic.op) if wide or dtype not in HALF_DTYPES else arrays[0].dtype
+    if len(parts) == 1:
+        flat = arrays[0].reshape(-1)
+        own = parts[0].inplace and flat.dtype == wire and flat.flags.writeable
+        if not own:
+            flat = flat.astype(wire)
+    else:
+        flat = np.concatenate([array.reshape(-1) for array in arrays], dtype=wire, casting="unsafe")
+    nothing = _where_nothing_is(parts, arrays) if any([part.is_nothing for part in parts]) else ()
+    arithmetic.allreduce(flat, None if wide or dtype not in HALF_DTYPES else dtype, collectives, nothing)
+    if len(parts) == 1 and own and arrays[0] is parts[0].tensor:  # reduced where it lies
+        return [parts[0].tensor]
+    flat = flat.astype(arrays[0].dtype, copy=False)
+    results, start = [], 0
+    for part, array in zip(parts, arrays, strict=True):
+        piece = flat[start : start + array.size].reshape(array.shape)
+        start += array.size
+        # A result that is a view would keep the whole exchange's memory alive.
+        results.append(part.deliver(piece if part.inplace or len(parts) == 1 else piece.copy()))
+    return results
+
+
+def _where_nothing_is(parts: list[Part], arrays: list[Array]) -> list[slice]:
+    ends = itertools.accumulate(array.size for array in arrays)
+    return [
+        slice(end - array.size, end) for part, array, end in zip(parts, arrays, ends, strict=True) if part.is_nothing
+    ]
+
+
+def _adasum_parts(parts: list[Part], arithmetic: WireArithmetic, collectives: HierarchicalCollectives) -> list[Any]:
+    """Combine tensors of one dtype by Adasum, each by itself, in one exchange."""
+    arrays = [part.adapter.to_array(part.tensor, wide=True) for part in parts]
+    for index, (part, array) in enumerate(zip(parts, arrays, strict=True)):
+        if not (part.inplace and array.flags.writeable):
+            arrays[index] = array.copy()
+    arithmetic.adasum([array.reshape(-1) for array in arrays], collectives)
+    return [part.deliver(array) for part, array in zip(parts, arrays, strict=True)]

@@ -1,0 +1,32 @@
+"""Broadcast: one rank's tensor on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.operations.base import Part, TensorOperation, check_root
+from hvdlite.operations.device_rows import broadcast_on_device
+
+
+class Broadcast(TensorOperation):
+    """Give every rank the root's tensors."""
+
+    def __init__(self, given: Any, root: int, size: int, inplace: bool = False) -> None:
+        self.root = check_root(root, size)
+        super().__init__(given, inplace)
+        self.signature = ("broadcast", tuple(self.infos), (("root_rank", self.root), *self.where))
+
+    def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
+        return broadcast_on_device(self, collectives, channel)
+
+    def exchange(self, collectives: HierarchicalCollectives) -> list[Any]:
+        results = []
+        for tensor, adapter, (dtype, _) in zip(self.tensors, self.adapters, self.infos, strict=True):
+            array = adapter.to_array(tensor, wide=False)
+            if not (self.inplace and array.flags.writeable):
+                array = array.copy()
+            collectives.broadcast(array.reshape(-1), self.root)
+            results.append(Part(tensor, adapter, dtype, self.inplace).deliver(array))
+        return results

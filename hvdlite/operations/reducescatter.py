@@ -1,0 +1,84 @@
+"""Reducescatter: each rank gets its rows of the sum."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.operations.absent import AbsentTensor
+from hvdlite.operations.base import TensorOperation
+from hvdlite.operations.device_reduction import DevicePiece, DeviceReduction
+from hvdlite.operations.on_device import agree
+from hvdlite.operations.reduction import WireArithmetic, check_op, check_reducible, wire_dtype
+from hvdlite.protocols import ReduceOp
+
+
+class Reducescatter(TensorOperation):
+    """Reduce tensors over the ranks, each rank keeping its share of the rows (the first ranks one more, if uneven)."""
+
+    def __init__(self, given: Any, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0) -> None:
+        check_op(op)
+        if op is ReduceOp.ADASUM:
+            raise ArgumentError("op=Adasum: reducescatter takes Sum, Average, Min, Max and Product. Use allreduce.")
+        super().__init__(given)
+        for info in self.infos:
+            check_reducible(info.dtype, op)
+            if not info.shape:
+                raise UnsupportedTensorError(
+                    "reducescatter splits the first dimension among the ranks; a 0-d tensor has none."
+                )
+        self.arithmetic = WireArithmetic(op, float(prescale), float(postscale), "auto")
+        arguments = (("op", op.value), ("prescale", float(prescale)), ("postscale", float(postscale)), *self.where)
+        self.signature = ("reducescatter", tuple(self.infos), arguments)
+
+    def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
+        natives = self.place.natives if self.place else [None] * len(self.tensors)
+        counts = []
+        reductions: list[DeviceReduction | None] = []
+        problem: Exception | None = None
+        for info in self.infos:
+            rows = split_rows(info.shape[0], collectives.size)
+            counts.append([n * math.prod(info.shape[1:]) for n in rows])
+        try:
+            for native, info, mine in zip(natives, self.infos, counts, strict=True):
+                wire = self.arithmetic.wire(info.dtype, channel)
+                piece = DevicePiece(native, info.shape, False)
+                reductions.append(
+                    None
+                    if wire is None
+                    else DeviceReduction([piece], info.dtype, wire, self.arithmetic.scaling, channel, mine)
+                )
+        except Exception as error:
+            problem = error
+        agree(collectives, problem)
+        results: list[Any] = []
+        for index, reduction in enumerate(reductions):
+            if reduction is None:
+                results.append(self._run_one(self.tensors[index], self.adapters[index], self.infos[index], collectives))
+                continue
+            kept = reduction.reduce_scatter()
+            rows = split_rows(self.infos[index].shape[0], collectives.size)
+            results.append(channel.device.shaped(kept, (rows[collectives.rank], *self.infos[index].shape[1:])))
+        return results
+
+    def exchange(self, collectives: HierarchicalCollectives) -> list[Any]:
+        return [self._run_one(*one, collectives) for one in zip(self.tensors, self.adapters, self.infos, strict=True)]
+
+    def _run_one(self, tensor: Any, adapter: Any, info: Any, collectives: HierarchicalCollectives) -> Any:
+        array = adapter.to_array(tensor, wide=True)
+        flat = array.reshape(-1).astype(wire_dtype(info.dtype, self.arithmetic.op))
+        rows = split_rows(array.shape[0], collectives.size)
+        row = math.prod(array.shape[1:])
+        counts = [n * row for n in rows]
+
+        out = self.arithmetic.reduce_scatter(flat, counts, collectives, isinstance(tensor, AbsentTensor))
+        shape = (rows[collectives.rank], *array.shape[1:])
+        return adapter.from_array(out.astype(array.dtype, copy=False).reshape(shape), info.dtype, tensor)
+
+
+def split_rows(rows: int, size: int) -> list[int]:
+    """How many of `rows` rows each of `size` ranks gets: the first ones one more where it does not divide."""
+    return [rows // size + (rank < rows % size) for rank in range(size)]

@@ -1,0 +1,83 @@
+"""NumPy's arrays as flat memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from hvdlite.errors import UnsupportedTensorError
+from hvdlite.protocols import Array, TensorInfo
+
+HALF_DTYPES = frozenset({"float16", "bfloat16"})
+"""The dtypes that are reduced as float32."""
+
+
+@functools.cache  # NumPy works a dtype's name out anew each time, for several microseconds
+def check_dtype(dtype: np.dtype[Any]) -> str:
+    """The contract's name of a NumPy dtype: its own, or ``"bfloat16"`` for the one of ml_dtypes.
+
+    Raises:
+        UnsupportedTensorError: It holds no numbers.
+    """
+    if dtype.kind not in "biufc" and dtype.name != "bfloat16":
+        raise UnsupportedTensorError(f"expected numbers or bool; got dtype {dtype}.")
+    if not dtype.isnative:
+        raise UnsupportedTensorError(
+            f"dtype {dtype.str!r} is not in this machine's byte order; use .astype({dtype.name!r})."
+        )
+    return str(dtype.name)
+
+
+def widen_bits(bits: Array) -> Array:
+    """bfloat16, given as uint16 bits, as float32 (exact: it is the upper half of a float32)."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+class NumpyAdapter:
+    """NumPy arrays and scalars; ml_dtypes' bfloat16 too."""
+
+    def info(self, tensor: Array) -> TensorInfo:
+        return TensorInfo(check_dtype(tensor.dtype), tensor.shape)
+
+    def dtype(self, tensor: Array) -> str:
+        return check_dtype(tensor.dtype)
+
+    def cast(self, tensor: Array, dtype: str) -> Array:
+        if dtype == "bfloat16":
+            raise UnsupportedTensorError(
+                "NumPy has no bfloat16: compress with Compression.fp16, or pass torch tensors."
+            )
+        return tensor.astype(dtype)
+
+    def check_writable(self, tensor: Array) -> None:
+        if isinstance(tensor, np.generic):
+            raise UnsupportedTensorError("a NumPy scalar cannot be changed in place; use an array of shape ().")
+        if not tensor.flags.writeable:
+            raise UnsupportedTensorError("expected a writable array for an in-place operation; this one is read-only.")
+
+    def to_array(self, tensor: Array, *, wide: bool) -> Array:
+        dtype = check_dtype(tensor.dtype)
+        if wide and dtype in HALF_DTYPES:
+            return np.asarray(tensor, np.float32, order="C")
+        array = np.asarray(tensor, order="C")
+        return array.view(np.uint16) if dtype == "bfloat16" else array
+
+    def from_array(self, array: Array, dtype: str, like: Array) -> Array:
+        result = (
+            array
+            if array.dtype == dtype
+            else self._narrow(array, like.dtype if dtype == "bfloat16" else np.dtype(dtype))
+        )
+        return result[()] if isinstance(like, np.generic) else result
+
+    def assign(self, tensor: Array, array: Array) -> None:
+        if array is not tensor and (tensor.ctypes.data != array.ctypes.data or tensor.dtype != array.dtype):
+            np.copyto(tensor, self._narrow(array, tensor.dtype))
+
+    @staticmethod
+    def _narrow(array: Array, dtype: np.dtype[Any]) -> Array:
+        if check_dtype(dtype) == "bfloat16" and array.dtype == np.uint16:
+            return array.view(dtype)
+        return array.astype(dtype, copy=False)

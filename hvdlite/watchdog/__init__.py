@@ -1,0 +1,8 @@
+"""Every wait has an owner who says who is missing.
+
+- `watchdog`: the thread that looks at what this rank waits for.
+- `deadlock`: pairs of ranks that wait for each other for ever.
+- `stall_report`: where each rank is, in words.
+- `threads`: which threads of the program may still do something.
+- `failure`: how a rank ends the whole job.
+"""

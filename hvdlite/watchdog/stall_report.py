@@ -1,0 +1,134 @@
+"""What is said of a wait that lasts too long: who takes part, who does not, and where those are."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdlite.errors import ranks_text
+
+_OUTER_FRAMES, _INNER_FRAMES = 4, 12
+"""Calls shown of a deep stack: where the program is on the outside, and where it is stuck on the inside."""
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MESSAGES = tuple(os.path.join(_PACKAGE, "comm", name) for name in ("mpi.py", "local.py"))
+_STARTERS = ("<frozen runpy>", f"{os.sep}runpy.py")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Where a rank is.
+
+    Attributes:
+        waits: What it waits for, in words, and for how many seconds; empty if it waits for nothing.
+        stack: The stack of its program.
+        last: The operation that it has completed last, in words, and how many seconds ago; None if there is none.
+    """
+
+    waits: tuple[tuple[str, float], ...]
+    stack: str
+    last: tuple[str, float] | None
+
+    def seconds(self, what: str) -> float | None:
+        """For how long it has waited for `what`; None if it does not."""
+        return next((seconds for other, seconds in self.waits if other == what), None)
+
+
+def reporter(what: str, answers: Mapping[int, Answer], limit: float) -> int | None:
+    """The rank that is to report a wait for `what`: the lowest that has waited for about as long as `limit` seconds.
+
+    One must, and every one of them asks; rank 0 may be the one that is missing.
+    """
+    patience = max(1.0, 0.1 * limit)  # else two that began at nearly the same time would both report
+    waited = {rank: answer.seconds(what) for rank, answer in answers.items()}
+    return min(
+        (rank for rank, seconds in waited.items() if seconds is not None and seconds + patience > limit), default=None
+    )
+
+
+def report(
+    rank: int, what: str, seconds: float, ranks: Sequence[int], answers: Mapping[int, Answer], left: Mapping[int, float]
+) -> str:
+    """The report of a wait.
+
+    Args:
+        rank: Who reports.
+        what: What it waits for.
+        seconds: For how long.
+        ranks: Who must take part.
+        answers: Where they said that they are; `rank` itself among them.
+        left: Those that have left the job.
+    """
+    lines = [f"hvdlite: rank {rank} has waited {seconds:.0f} s for {what}."]
+    lines += ["  It is here:", answers[rank].stack.rstrip("\n")]
+    here = [other for other in ranks if other in answers and answers[other].seconds(what) is not None and other != rank]
+    if here:
+        lines.append(f"  {ranks_text(here)} {'waits' if len(here) == 1 else 'wait'} for it too.")
+    for other in ranks:
+        if other == rank or other in here:
+            continue
+        if other in left:
+            lines.append(f"  rank {other} has left the job.")
+        elif other not in answers:
+            lines.append(f"  rank {other} does not answer: it is stopped, or busy in code that holds Python's lock.")
+        else:
+            lines += _absent(other, answers[other])
+    return "\n".join(lines)
+
+
+def _absent(rank: int, answer: Answer) -> list[str]:
+    if answer.waits:
+        awaited, seconds = answer.waits[0]
+        first = f"  rank {rank} waits for something else, {awaited}, for {seconds:.0f} s; it is here:"
+    else:
+        first = f"  rank {rank} is missing; it is here:"
+    return [first, answer.stack.rstrip("\n"), f"    {last_words(answer.last)}"]
+
+
+def last_words(last: tuple[str, float] | None) -> str:
+    """`Answer.last` in a sentence."""
+    if last is None:
+        return "It has not completed any operation."
+    return f"Its last completed operation, {last[1]:.0f} s ago: {last[0]}"
+
+
+def left_text(rank: int, what: str, farewell: str) -> str:
+    """What is said of a rank that has left the job and is waited for."""
+    if what.startswith("gradient"):
+        hint = (
+            "Every rank must take the same number of steps. Different numbers of batches? Call hvd.join() at the end of an "
+            "epoch; in torch, write `with hvd.uneven():` around it."
+        )
+    else:
+        hint = (
+            "Every rank must call it. Does it stand inside of an `if hvd.rank() == 0:`, or in a loop that is longer on this "
+            "rank?"
+        )
+    return f"rank {rank} has left the job, and this rank still waits for {what}.\n  rank {rank}: {farewell}\n  {hint}"
+
+
+def is_in_messages(thread: int) -> bool:
+    """Whether a thread is inside of a call that sends or receives a message, which nothing can interrupt."""
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code.co_filename in _MESSAGES
+
+
+def stack_of(thread: int) -> str:
+    """The stack of a thread as it is now, innermost call last, without our own frames and those that started the program."""
+    frame = sys._current_frames().get(thread)
+    frames = [
+        entry
+        for entry in traceback.extract_stack(frame)
+        if not entry.filename.startswith(_PACKAGE) and not entry.filename.endswith(_STARTERS)
+    ]
+    if len(frames) <= _OUTER_FRAMES + _INNER_FRAMES:
+        return _indented(frames)
+    skipped = len(frames) - _OUTER_FRAMES - _INNER_FRAMES
+    return f"{_indented(frames[:_OUTER_FRAMES])}      … {skipped} more calls …\n{_indented(frames[-_INNER_FRAMES:])}"
+
+
+def _indented(frames: Sequence[traceback.FrameSummary]) -> str:
+    entries = traceback.StackSummary.from_list(list(frames)).format()
+    return "".join(f"    {line}\n" for entry in entries for line in entry.splitlines())

@@ -1,0 +1,210 @@
+"""Gradients of several backward passes added up on each rank, and exchanged once::
+
+    pass 1 ─▶ + ─▶ (the sum so far)        nothing is applied
+    pass 2 ─▶ + ─▶ the sum ─▶ exchange ─▶ applied, and the sum begins anew
+
+For optimizers that cannot do that themselves: those of tf_keras and of TensorFlow 1. Those of Keras 3 can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite_tf.gradients.local_variables import LocalVariables
+
+Exchange = Callable[[list[Any], list[Any]], Sequence[Any]]
+
+
+class _Aggregation:
+    """Adds up gradients. In eager code, in a tf.function, and in a graph of TensorFlow 1."""
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Exchange,
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        process_set: ProcessSet | None = hvdlite.global_process_set,
+        scale_local_gradients: bool = True,
+    ) -> None:
+        if backward_passes_per_step < 1:
+            raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: expected 1 or more.")
+        self.backward_passes_per_step = backward_passes_per_step
+        self.average_aggregated_gradients = average_aggregated_gradients
+        self.sparse_as_dense = sparse_as_dense
+        self.locally_aggregated_grads: dict[int, Any] = {}
+        """The sums so far, by the place of the gradient in its list."""
+        self.counter = _variable(tf.zeros, (), tf.int32)
+        """How many passes the sums are of."""
+        self._exchange = allreduce_func
+        self.local = LocalVariables(scale_local_gradients, process_set)
+        """The variables whose gradients are not exchanged."""
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of a variable out of the exchange; see `hvdlite_tf.gradients.local_variables`."""
+        self.local.register(var)
+
+    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """Add the gradients of one pass to the sums, and exchange these if it was the last. Every rank calls this.
+
+        Args:
+            grads: Dense tensors or IndexedSlices; None where there is none.
+            vars: The variables.
+
+        Returns:
+            After the last pass the combined gradients, `counter` being 0; after others the sums so far. None where no pass has
+            had a gradient.
+
+        Raises:
+            ArgumentError: IndexedSlices, without `sparse_as_dense`.
+            HvdliteError: Other ranks have a gradient of which this one has had none.
+        """
+        present = {place: self._dense(gradient) for place, gradient in enumerate(grads) if gradient is not None}
+        for place, gradient in present.items():
+            if place not in self.locally_aggregated_grads:
+                self.locally_aggregated_grads[place] = _variable(tf.zeros, gradient.shape, gradient.dtype)
+        there = sorted(
+            self.locally_aggregated_grads
+        )  # what an earlier pass had, and this one has not, is in the sum as well
+        sums = [self.locally_aggregated_grads[place] for place in there]
+
+        def add(*gradients: tf.Tensor) -> list[tf.Tensor]:
+            for place, gradient in zip(present, gradients, strict=True):
+                self.locally_aggregated_grads[place].assign_add(gradient)
+            self.counter.assign_add(1)
+            last = tf.equal(self.counter, self.backward_passes_per_step)
+            results: list[tf.Tensor] = _choose(last, exchange, lambda: [total.read_value() for total in sums])
+            return results
+
+        def exchange() -> list[tf.Tensor]:
+            given: list[Any] = [None] * len(grads)
+            for place, total in zip(there, sums, strict=True):
+                given[place] = total.read_value()
+            combined = self.local.exchange_others(lambda shared, own: list(self._exchange(own, shared)), vars, given)
+            homeless = [
+                getattr(vars[i], "name", i) for i, each in enumerate(combined) if each is not None and i not in there
+            ]
+            if homeless:
+                raise HvdliteError(
+                    f"this rank has had no gradient of {', '.join(map(str, homeless))}, and other ranks have one: let every "
+                    "rank use the same variables (add 0 times the unused output to the loss)."
+                )
+            for total in [*sums, self.counter]:
+                total.assign(tf.zeros_like(total))
+            divisor = self.backward_passes_per_step if self.average_aggregated_gradients else 1
+            return [combined[place] / divisor for place in there]
+
+        # In a graph of TensorFlow 1 nothing would order all this, so it becomes a function there.
+        results = (add if _orders_itself() else tf.function(add, autograph=False))(*present.values())
+        found: list[Any] = [None] * len(grads)
+        for place, result in zip(there, results, strict=True):
+            found[place] = result
+        return found
+
+    def apply_gradients(self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply gradients if `compute_gradients` has just exchanged them; if not, count one more iteration.
+
+        Args:
+            apply_grads_closure: Applies the gradients that `compute_gradients` returned.
+            optimizer: Its `iterations` are counted, if it has any.
+            *args: The first one is pairs of gradient and variable, as for the optimizer's `apply_gradients`.
+            **kwargs: `global_step` is counted too.
+        """
+
+        def count() -> Any:
+            steps = [getattr(optimizer, "iterations", None), kwargs.get("global_step")]
+            return tf.group(*(step.assign_add(tf.ones_like(step)) for step in steps if step is not None))
+
+        def apply() -> Any:
+            applied = apply_grads_closure()
+            return tf.group(*([applied] if isinstance(applied, tf.Operation | tf.Tensor) else []))
+
+        gradients = [gradient for gradient, _ in args[0] if gradient is not None] if args else []
+        with tf.control_dependencies([] if tf.executing_eagerly() else gradients):
+            return _choose(tf.equal(self.counter.read_value(), 0), apply, count)
+
+    def _dense(self, gradient: Any) -> Any:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not self.sparse_as_dense:
+            raise ArgumentError(
+                "gradients of embeddings (IndexedSlices) cannot be added up over several passes as they are: pass "
+                "sparse_as_dense=True."
+            )
+        return tf.convert_to_tensor(gradient)
+
+
+class LocalGradientAggregationHelper(_Aggregation):
+    """Adds up the gradients of several passes in a graph of TensorFlow 1 (works in eager code and tf.function too).
+
+    Args:
+        backward_passes_per_step: How many.
+        allreduce_func: The exchange: called with gradients and their variables, returns combined gradients.
+        sparse_as_dense: Make IndexedSlices dense; else they are an error.
+        average_aggregated_gradients: Divide the sums by the number of passes.
+        rank, optimizer_type, name: Horovod's, without effect.
+        process_set: The ranks that are counted for local variables.
+        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+
+    Raises:
+        ArgumentError: Fewer than one pass.
+    """
+
+    _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
+    _OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Exchange,
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        rank: int,
+        optimizer_type: str,
+        process_set: ProcessSet | None = hvdlite.global_process_set,
+        scale_local_gradients: bool = True,
+        name: str = "",
+    ) -> None:
+        super().__init__(
+            backward_passes_per_step,
+            allreduce_func,
+            sparse_as_dense,
+            average_aggregated_gradients,
+            process_set,
+            scale_local_gradients,
+        )
+
+
+class LocalGradientAggregationHelperEager(_Aggregation):
+    """Adds up the gradients of several passes in eager code and in tf.function.
+
+    Args:
+        backward_passes_per_step, allreduce_func, sparse_as_dense: As for `LocalGradientAggregationHelper`.
+        average_aggregated_gradients, process_set, scale_local_gradients: As there.
+    """
+
+
+def _orders_itself() -> bool:
+    """Whether operations run in the order of the program: in eager code and in functions."""
+    return bool(tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function)
+
+
+def _choose(condition: tf.Tensor, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+    if tf.executing_eagerly():
+        return yes() if condition else no()
+    return tf.cond(condition, yes, no)
+
+
+def _variable(initial: Callable[..., Any], shape: Any, dtype: tf.DType) -> Any:
+    """A variable outside of functions; in a graph of TensorFlow 1 a local one, which is not saved."""
+    with tf.init_scope():
+        if tf.executing_eagerly():
+            return tf.Variable(initial(shape, dtype), trainable=False)
+        collections = [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]
+        return tf.compat.v1.Variable(initial(shape, dtype), trainable=False, collections=collections, use_resource=True)

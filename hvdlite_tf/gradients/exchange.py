@@ -1,0 +1,282 @@
+"""Gradients of TensorFlow programs, exchanged: eager, in a tf.function, in a graph of TensorFlow 1.
+
+One call of Python exchanges all gradients of a step::
+
+    gradients ─▶ (compressed) ─▶ ordered call: `ArrayExchange` ─▶ (decompressed) ─▶ gradients of all ranks
+
+A graph has to be told what comes out of the call before it runs. So when a function is traced for the first time, the ranks
+tell each other which gradients they have. One that some rank has is a tensor on all of them, and one that none has is None.
+When it is traced again, maybe on one rank alone, nobody is asked. In eager code gradients may differ from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+import hvdlite
+from hvdlite import ProcessSet, ReduceOp
+from hvdlite.api import world
+from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.protocols import Array
+from hvdlite.tensors.compression import Compression, Compressor
+from hvdlite_tf.gradients.array_exchange import ArrayExchange
+from hvdlite_tf.gradients.encoded import DENSE, NONE, SPARSE, Wire, arrays_of, as_dense, take, taken
+from hvdlite_tf.gradients.gradient_memory import Registry
+from hvdlite_tf.gradients.identity import Identity
+from hvdlite_tf.ops.ordered import is_built_for_a_session, ordered
+from hvdlite_tf.tensor import plain_variable
+
+
+@dataclass(frozen=True)
+class Options:
+    """How gradients are exchanged.
+
+    Attributes:
+        op: Average, Sum, or Adasum.
+        process_set: The ranks that take part; all if None.
+        compression: How gradients are compressed.
+        sparse_as_dense: Make sparse gradients dense.
+        gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
+            multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it makes no difference.
+
+    Raises:
+        ArgumentError: These do not fit together.
+    """
+
+    op: ReduceOp = hvdlite.Average
+    process_set: ProcessSet | None = None
+    compression: Compressor = Compression.none
+    sparse_as_dense: bool = False
+    gradient_predivide_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.op not in (hvdlite.Average, hvdlite.Sum, hvdlite.Adasum):
+            raise ArgumentError(f"op={self.op!r}: gradients are combined by Average or Sum, or by Adasum.")
+        factor = self.gradient_predivide_factor
+        if factor != 1.0 and self.op is not hvdlite.Average:
+            raise ArgumentError(f"gradient_predivide_factor={factor} needs op=Average; got {self.op!r}.")
+        if not factor > 0:
+            raise ArgumentError(f"gradient_predivide_factor={factor}: expected a number above 0.")
+
+    @property
+    def divisor(self) -> float:
+        """What gradients are divided by before they are compressed, and multiplied by in the end."""
+        return 1.0 if self.compression is Compression.none else self.gradient_predivide_factor
+
+    def check_weighted(self) -> None:
+        """Let a batch weight pass.
+
+        Raises:
+            ArgumentError: It has no meaning for `op`.
+        """
+        if self.op is not hvdlite.Average:
+            raise ArgumentError(f"a batch weight has no meaning for op={self.op!r}: it is for averages.")
+
+
+class GradientExchange:
+    """Combines the gradients of all ranks. Cheap to make: what is dear belongs to the world.
+
+    Args:
+        options: How. The same on all ranks.
+        identity: Of the optimizer whose exchange it is: functions that are traced again use the same. What the ranks have told
+            each other is then not mixed up with what they told of another one, in a function of the same name over equal
+            variables.
+    """
+
+    def __init__(self, options: Options, identity: Identity | None = None) -> None:
+        self.options = options
+        self._identity = identity
+
+    def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
+        """The gradients of all ranks. Every rank calls this, with sources of the same dtypes and shapes in the same order.
+
+        A gradient that some ranks have counts as zero on the others; in a tf.function, if that was so when a function of its
+        name was traced for the first time with these sources.
+
+        Args:
+            sources: Variables of TensorFlow or Keras, or tensors.
+            gradients: For each a dense tensor, tf.IndexedSlices, or None.
+            weight: The number of samples that this rank's gradients are the mean of; a number or a scalar tensor; 1 if None.
+
+        Returns:
+            For each a dense tensor; IndexedSlices with the rows of all ranks for IndexedSlices, and for None where others have
+            those; None if no rank has a gradient.
+
+        Raises:
+            ArgumentError: XLA compiles this function; or a gradient is not like its source; or a weight without Average.
+            UnsupportedTensorError: A source is no floating-point number.
+            MismatchError: The ranks have different sources. Raised on all of them; eagerly, or when a function is traced.
+            HvdliteError: The weights of all ranks are 0. In a function, too, if another rank has a gradient for which there is
+                no place here. (Errors in a function that runs come out as TensorFlow's, with the text of ours in it.)
+        """
+        if weight is not None:
+            self.options.check_weighted()
+        call = self._call(sources, gradients, 1.0 if weight is None else weight)
+        if isinstance(call, list):
+            return call
+        return call.eagerly() if tf.executing_eagerly() else call.in_graph()
+
+    def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """This rank's gradients, with zeros for those that other ranks have: for adding up before they are exchanged.
+
+        Every rank calls this. Which those are is found out as for a tf.function (see `combine`), in eager code too.
+        """
+        call = self._call(sources, gradients, 1.0)
+        return call if isinstance(call, list) else call.filled()
+
+    def _call(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any) -> _Call | list[Any]:
+        """Checked; the gradients themselves if there is nobody to exchange them with."""
+        here, options = world("the exchange of gradients"), self.options
+        plain = [plain_variable(source) for source in sources]
+        for source, gradient in zip(plain, gradients, strict=True):
+            _check(source, gradient)
+        if options.sparse_as_dense or options.op is hvdlite.Adasum:
+            gradients = [as_dense(gradient, source) for gradient, source in zip(gradients, plain, strict=True)]
+        if not plain or here.engine(options.process_set).size == 1:
+            return list(gradients)
+        registry = Registry.of(here, options.process_set)
+        return _Call(registry, options, plain, gradients, weight, self._identity)
+
+
+class _Call:
+    """One call of `combine`."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        options: Options,
+        sources: Sequence[Any],
+        gradients: Sequence[Any],
+        weight: Any,
+        identity: Identity | None,
+    ) -> None:
+        self._gradients = gradients
+        self._weight = weight
+        self._wires = [
+            Wire(source, gradient, options.compression, options.divisor)
+            for source, gradient in zip(sources, gradients, strict=True)
+        ]
+        self._kinds = "".join(wire.kind for wire in self._wires)
+        in_session = not tf.executing_eagerly() and is_built_for_a_session()
+        self._channel = registry.new_channel() if in_session else ""
+        self._registry = registry
+        infos = [wire.info for wire in self._wires]
+        sparse = not options.sparse_as_dense
+        self._exchange = ArrayExchange(
+            registry, infos, options.op, options.process_set, self._channel, sparse, identity
+        )
+        number = 0 if identity is None else identity.number
+        self._key = tuple(infos), options.op, sparse, number, self._channel
+        self._sources = [] if in_session else [wire.source for wire in self._wires]
+        self._advice = None if in_session else registry.advice((number, tuple(infos)))
+
+    def eagerly(self) -> list[Any]:
+        """The gradients of all ranks, now."""
+        own = [taken(wire.kind, map(np.asarray, wire.tensors())) for wire in self._wires]
+        combined: list[Any] = []
+        everything = self._exchange.exchange(own, float(self._weight), self._sources, self._advice)
+        for i, (wire, found) in enumerate(zip(self._wires, everything, strict=True)):
+            gradient = self._exchange.as_array(i, found) if wire.kind == DENSE else found
+            arrays = map(tf.convert_to_tensor, arrays_of(gradient))
+            combined.append(None if gradient is None else wire.decode([*arrays]))
+        return combined
+
+    def in_graph(self) -> list[Any]:
+        """The gradients of all ranks, in the function or graph that is being built."""
+        kinds, exchange, advice = self._kinds, self._exchange, self._advice
+        variables = [source if isinstance(source, tf.Variable) else None for source in self._sources]
+        union = self._union()
+        if union is not None and set(union) == {NONE}:
+            return [None] * len(kinds)
+        expected = "".join(there if kind == NONE else kind for kind, there in zip(kinds, union or kinds, strict=True))
+        names = [getattr(wire.source, "name", f"source {i}") for i, wire in enumerate(self._wires)]
+
+        def run(weight: Array, *arrays: Array) -> list[Array]:  # keeps nothing of the graph
+            given = iter(arrays)
+            found = exchange.exchange([taken(kind, given) for kind in kinds], float(weight), variables, advice)
+            results: list[Array] = []
+            for i, (gradient, kind) in enumerate(zip(found, expected, strict=True)):
+                if (gradient is None) != (kind == NONE) and not (gradient is None and exchange.joined):
+                    raise HvdliteError(_unexpected(names[i], gradient is None))
+                if kind == DENSE:
+                    results.append(exchange.as_array(i, gradient))
+                elif kind == SPARSE:
+                    results += exchange.as_rows(i, gradient)
+            return results
+
+        inputs = [tf.cast(self._weight, tf.float64), *(tensor for wire in self._wires for tensor in wire.tensors())]
+        outputs = [spec for wire, kind in zip(self._wires, expected, strict=True) for spec in wire.specs(kind)]
+        tensors = iter(ordered(run, inputs, outputs, self._channel))
+        return [
+            None if kind == NONE else wire.decode(take(kind, tensors))
+            for wire, kind in zip(self._wires, expected, strict=True)
+        ]
+
+    def filled(self) -> list[Any]:
+        """As `GradientExchange.fill`."""
+        return [
+            tf.zeros(wire.source.shape, wire.source.dtype.base_dtype)
+            if gradient is None and there != NONE
+            else gradient
+            for wire, gradient, there in zip(self._wires, self._gradients, self._union() or self._kinds, strict=True)
+        ]
+
+    def _union(self) -> str | None:
+        """The kinds of gradients that some rank has: what the ranks told each other when this was asked for the first time.
+
+        None if this is another function, about which they have told each other nothing.
+        """
+        key = (*self._key, _function_name())
+        known = self._registry.known(key)
+        if known is None:
+            union = "".join(map(_together, self._exchange.gather_by_source(self._kinds)))
+            self._registry.learn(key, self._kinds, union)
+            self._exchange.prepare([i for i, kind in enumerate(union) if kind == SPARSE])
+            return union
+        own, union = known
+        if own is None:  # the others have told each other while this rank had no data
+            self._registry.learn(key, self._kinds, union)
+        return union if own in (None, self._kinds) else None
+
+
+def _together(kinds: Sequence[str]) -> str:
+    """What the gradients of all ranks are together."""
+    if DENSE in kinds:
+        return DENSE
+    return SPARSE if SPARSE in kinds else NONE
+
+
+def _function_name() -> str:
+    """Of the outermost tf.function that is being traced; empty in eager code."""
+    graph, name = tf.compat.v1.get_default_graph(), ""
+    while graph is not None:
+        name = getattr(graph, "name", "") or name
+        graph = getattr(graph, "outer_graph", None)
+    return name
+
+
+def _unexpected(name: str, missing: bool) -> str:
+    what = (
+        f"no rank has a gradient of {name}, and some had one when this function was traced"
+        if missing
+        else f"this rank has no gradient of {name}, and other ranks have one"
+    )
+    return (
+        f"{what}: let every rank use the same variables (add 0 times the unused output to the loss), or exchange gradients "
+        "outside of tf.function."
+    )
+
+
+def _check(source: Any, gradient: Any) -> None:
+    if gradient is None:
+        return
+    if gradient.dtype != source.dtype.base_dtype or not gradient.shape.is_compatible_with(source.shape):
+        raise ArgumentError(
+            f"a gradient of {gradient.dtype.name} and shape {tuple(gradient.shape)} for {source.dtype.name} and shape "
+            f"{tuple(source.shape)}: expected the same."
+        )

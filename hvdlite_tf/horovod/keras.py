@@ -1,0 +1,13 @@
+"""What ``import horovod.keras`` gives under `hvdlite.compat` in the place of our own; see `hvdlite_tf.horovod`."""
+
+from __future__ import annotations
+
+from hvdlite_tf.horovod import with_habits
+from hvdlite_tf.horovod.operations import keras_allgather, keras_broadcast, keras_reducescatter
+from hvdlite_tf.keras import optimizers as own
+
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "allgather", "broadcast", "reducescatter"]
+
+DistributedOptimizer = with_habits(own.DistributedOptimizer)
+PartialDistributedOptimizer = with_habits(own.PartialDistributedOptimizer)
+allgather, broadcast, reducescatter = keras_allgather, keras_broadcast, keras_reducescatter

@@ -1,0 +1,109 @@
+"""Allgather: the rows of all ranks, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import tensorflow as tf
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.adapter.arguments import Everybody, group_of, rank_in
+from hvdlite.errors import ArgumentError
+from hvdlite.protocols import Array
+from hvdlite_tf.ops.arguments import is_group, tensors_of
+from hvdlite_tf.ops.differentiable import Tensors, differentiable, exchange
+from hvdlite_tf.ops.ordered import as_written
+
+T = TypeVar("T")
+
+
+@as_written
+def allgather(
+    tensor: T, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = Everybody
+) -> T:
+    """Concatenate the ranks' tensors along the first dimension. Differentiable.
+
+    The gradient is the sum over the ranks of that of this rank's rows.
+
+    Args:
+        tensor: The first dimension may differ between ranks and may be 0; the others and the dtype are the same. Scalars count
+            as vectors of one. Or a list of tensors.
+        name: As in `allreduce`.
+        ignore_name_scope: As in `allreduce`.
+        process_set: As in `allreduce`.
+
+    Returns:
+        The rows of all ranks in rank order, on every rank.
+
+    Raises:
+        UnsupportedTensorError: `tensor` is none.
+        MismatchError: The ranks' calls do not belong together; raised on all of them.
+        DuplicateNameError: `name` is in flight.
+        tf.errors.OpError: As in `allreduce`.
+    """
+    tensors = tensors_of(tensor)
+
+    def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
+        return hvdlite.allgather(arrays, label, process_set=process_set)
+
+    def backward(gradients: Tensors) -> Tensors:
+        rows = _sum_of_own_rows(gradients, [_rows(each) for each in tensors], process_set)
+        return [_reshape_like(each, given) for each, given in zip(rows, tensors, strict=True)]
+
+    given: Any = tensors if is_group(tensor) else tensors[0]
+    gathered: T = differentiable(given, run, any_rows, backward, process_set, name)
+    return gathered
+
+
+@as_written
+def grouped_allgather(
+    tensors: Iterable[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = Everybody,
+) -> list[tf.Tensor]:
+    """`allgather` of several tensors at once, of any dtypes and shapes. Arguments as there; returns a list."""
+    return allgather(group_of(tensors), name, ignore_name_scope, process_set)
+
+
+def _sum_of_own_rows(gathered: Tensors, lengths: Tensors, process_set: ProcessSet) -> Tensors:
+    """Sum gathered tensors over the ranks, and keep those rows that this rank had given: `lengths` (int64), of each."""
+
+    def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
+        *gradients, own = arrays
+        rank = rank_in(process_set)
+        # Each row says whose it is, for ranks that have joined send none.
+        table = hvdlite.allgather(
+            np.array([[rank, *own]]), None if label is None else f"{label}.rows", process_set=process_set
+        )
+        if table[:, 1:].sum(0).tolist() != [len(gradient) for gradient in gradients]:
+            raise ArgumentError("a rank joined between an allgather and its gradient: join after the gradient.")
+        starts = table[table[:, 0] < rank, 1:].sum(0)
+        summed = hvdlite.allreduce(gradients, hvdlite.Sum, label, process_set=process_set)
+        return [each[start : start + length].copy() for each, start, length in zip(summed, starts, own, strict=True)]
+
+    def backward(gradients: Tensors, _: Tensors) -> Tensors:
+        return allgather(gradients, process_set=process_set)
+
+    return exchange([*gathered, tf.stack(lengths)], run, [any_rows(each) for each in gathered], backward)
+
+
+def _rows(tensor: tf.Tensor) -> tf.Tensor:
+    """How many rows a tensor gives to an allgather, as int64."""
+    return tf.size(tensor, tf.int64) if tensor.shape.rank == 0 else tf.shape(tensor, tf.int64)[0]
+
+
+def any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
+    """Any number of rows like a tensor's."""
+    rank = tensor.shape.rank
+    shape = tf.TensorShape(None) if rank is None else [None, *tensor.shape[1:]]
+    return tf.TensorSpec(shape, tensor.dtype)
+
+
+def _reshape_like(rows: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+    reshaped = tf.reshape(rows, tf.shape(tensor))
+    reshaped.set_shape(tensor.shape)
+    return reshaped

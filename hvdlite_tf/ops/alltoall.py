@@ -1,0 +1,64 @@
+"""Alltoall: each rank sends some rows to each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.adapter.arguments import Everybody, size_of
+from hvdlite.errors import ArgumentError
+from hvdlite.protocols import Array
+from hvdlite_tf.ops.allgather import any_rows
+from hvdlite_tf.ops.arguments import as_tensor, is_group
+from hvdlite_tf.ops.differentiable import Tensors, exchange
+from hvdlite_tf.ops.ordered import as_written
+
+
+@as_written
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = Everybody,
+) -> Any:
+    """Send a slice of the rows to each rank, and receive one from each. Differentiable: the gradients take the way back.
+
+    Args:
+        tensor: At least 1-d; the first dimension may differ between ranks.
+        splits: For each rank, how many rows it gets (whole numbers that add up to the first dimension); equal shares if None.
+        name: As in `allreduce`.
+        ignore_name_scope: As in `allreduce`.
+        process_set: As in `allreduce`.
+
+    Returns:
+        The rows received, in the order of their senders. With `splits`, a pair of these and how many came from each rank
+        (an int32 tensor with as many elements as there are ranks).
+
+    Raises:
+        ArgumentError: `splits` does not fit.
+        Others: As `allgather`.
+    """
+    if is_group(tensor):
+        raise ArgumentError(f"alltoall takes one tensor; got a {type(tensor).__name__}. hvdlite.alltoall takes lists.")
+    size = size_of(process_set)
+
+    def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
+        rows, *given = arrays
+        # The core says how many rows came from each rank only where it was given some numbers.
+        divides = not given and rows.ndim and rows.shape[0] % size == 0
+        counts: Any = [rows.shape[0] // size] * size if divides else (given[0] if given else None)
+        received: tuple[Array, Array] = hvdlite.alltoall(rows, counts, label, process_set=process_set)
+        return received
+
+    def backward(gradients: Tensors, results: Tensors) -> Tensors:
+        return [alltoall(gradients[0], results[1], process_set=process_set)[0]]
+
+    given = as_tensor(tensor)
+    tensors = [given] if splits is None else [given, as_tensor(splits)]
+    rows, received = exchange(tensors, run, [any_rows(given), tf.TensorSpec((size,), tf.int32)], backward, name)
+    return rows if splits is None else (rows, received)

@@ -1,0 +1,119 @@
+"""What differs between the backends of Keras 3 for an optimizer that exchanges gradients: one object for each."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import keras
+import tensorflow as tf
+
+from hvdlite.errors import ArgumentError
+from hvdlite_tf.gradients.eager_exchange import EagerExchange
+from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.identity import Identity
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Exchange(Protocol):
+    """Combines gradients, in the tensors of a backend: `hvdlite_tf.gradients.exchange.GradientExchange` says how."""
+
+    options: Options
+
+    def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
+        """The gradients of all ranks."""
+        ...
+
+    def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """This rank's gradients, with zeros where other ranks have one."""
+        ...
+
+
+class Weight(Protocol):
+    """The number of samples that a step's gradients are the mean of."""
+
+    def assign(self, value: float) -> Any:
+        """Take another number."""
+        ...
+
+
+class Backend(Protocol):
+    """What an optimizer needs of a backend."""
+
+    def exchange(self, options: Options, identity: Identity) -> Exchange:
+        """An exchange for the optimizer of this identity."""
+        ...
+
+    def weight(self) -> Weight:
+        """One that is 1, which this backend's exchange takes."""
+        ...
+
+    def untraced(self, function: Function) -> Function:
+        """`function`, which the backend's compiler is to call as it is, and not to rewrite."""
+        ...
+
+
+class _TensorFlow:
+    """Steps may be functions that TensorFlow compiles."""
+
+    def exchange(self, options: Options, identity: Identity) -> Exchange:
+        return GradientExchange(options, identity)
+
+    def weight(self) -> Weight:
+        with tf.init_scope(), tf.device("CPU:0"):
+            variable: Weight = tf.Variable(1.0, dtype=tf.float64, trainable=False, name="hvdlite_weight")
+        return variable
+
+    def untraced(self, function: Function) -> Function:
+        found: Function = tf.autograph.experimental.do_not_convert(function)
+        return found
+
+
+class _Torch:
+    """Steps are eager."""
+
+    def exchange(self, options: Options, identity: Identity) -> Exchange:
+        return EagerExchange(options, identity)
+
+    def weight(self) -> Weight:
+        return _Number()
+
+    def untraced(self, function: Function) -> Function:
+        torch: Any = sys.modules["torch"]  # Keras has imported it; this package can do without
+        found: Function = torch.compiler.disable(function)
+        return found
+
+
+class _Number:
+    """A weight in eager code."""
+
+    def __init__(self) -> None:
+        self._value = 1.0
+
+    def assign(self, value: float) -> None:
+        self._value = float(value)
+
+    def __float__(self) -> float:
+        return self._value
+
+
+_BACKENDS: dict[str, Backend] = {"tensorflow": _TensorFlow(), "torch": _Torch()}
+
+
+def current() -> Backend:
+    """The one that Keras runs on.
+
+    Raises:
+        ArgumentError: hvdlite does not serve it.
+    """
+    name = keras.backend.backend()
+    found = _BACKENDS.get(name)
+    if found is None:
+        why = " (there, Keras compiles whole steps, which gradients do not leave)" if name == "jax" else ""
+        raise ArgumentError(
+            f"hvdlite serves Keras on TensorFlow and on torch; its backend is {name}{why}. Set KERAS_BACKEND=tensorflow or "
+            "KERAS_BACKEND=torch before Keras is imported."
+        )
+    return found

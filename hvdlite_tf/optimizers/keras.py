@@ -1,0 +1,283 @@
+"""The one-line wrap for the optimizers of Keras 3.
+
+The optimizer stays the object that it was; its class becomes a subclass of the same name, which exchanges gradients before it
+applies them as Keras does::
+
+    gradients ─▶ exchange ─▶ clipping, weight decay, update, moving averages: Keras' own
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import hvdlite
+from hvdlite.api import world
+from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
+from hvdlite_tf.gradients.exchange import Options
+from hvdlite_tf.gradients.gradient_memory import Registry
+from hvdlite_tf.gradients.identity import Identity
+from hvdlite_tf.gradients.local_variables import LocalVariables
+from hvdlite_tf.gradients.optimizer_parts import rates_of_variables
+from hvdlite_tf.optimizers import backends
+from hvdlite_tf.tensor import plain_variable
+
+
+def distribute_keras(
+    optimizer: Any,
+    options: Options,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """Make an optimizer of Keras 3 apply the gradients of all ranks. It is changed and returned.
+
+    Args:
+        optimizer: Any of them. A LossScaleOptimizer is to see the gradients of all ranks, so that all skip the same steps:
+            where one is put around an optimizer that is distributed already (``model.compile`` does that to a model of
+            mixed_float16), it becomes the distributed one in place of the one inside.
+        options: How gradients are exchanged.
+        backward_passes_per_step: Keras' ``gradient_accumulation_steps``: gradients add up on each rank, and are exchanged and
+            applied once in as many calls.
+        average_aggregated_gradients: Divide these sums by their number.
+        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+
+    Raises:
+        ArgumentError: It is no optimizer of Keras 3, or Keras' backend is not served, or it is distributed already, or the
+            arguments do not fit.
+    """
+    _check(optimizer)
+    state = _State(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    inner = optimizer
+    while isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        inner = inner.inner_optimizer
+        if isinstance(inner, Distributed):
+            raise DistributedAlreadyError(
+                "the optimizer inside of this LossScaleOptimizer is distributed already: wrap it once."
+            )
+    if backward_passes_per_step != 1:
+        _accumulate(inner, backward_passes_per_step)
+    _wrap(optimizer, state)
+    return optimizer
+
+
+class _State:
+    """What a distributed optimizer has that a plain one has not."""
+
+    def __init__(self, options: Options, passes: int, average_passes: bool, scale_local_gradients: bool) -> None:
+        self.options = options
+        backend = backends.current()
+        self.identity = Identity(world("DistributedOptimizer"))
+        self.exchange = backend.exchange(options, self.identity)
+        self.local = LocalVariables(scale_local_gradients, options.process_set)
+        self.factor = 1 if average_passes else passes
+        """Keras divides the sum over several passes by their number: this makes it a sum again."""
+        self.accumulated: list[Any] = []
+        """The variables whose accumulated gradients are being applied."""
+        self.weight = backend.weight() if options.op is hvdlite.Average else None
+
+    def combine(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """The gradients of all ranks. Of embeddings the rows of all ranks' batches, as Keras has them of one batch."""
+
+        def exchange(shared: list[Any], own: list[Any]) -> list[Any]:
+            return self.exchange.combine(shared, own, self.weight)
+
+        return self.local.exchange_others(exchange, variables, gradients)
+
+    def fill(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """This rank's gradients, with zeros where other ranks have one."""
+        shared, own = self.local.split(variables, gradients)
+        filled = iter(self.exchange.fill(shared, own))
+        return [
+            gradient if variable in self.local else next(filled)
+            for variable, gradient in zip(variables, gradients, strict=True)
+        ]
+
+
+class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does not see Keras
+    """What `distribute_keras` adds to an optimizer's class."""
+
+    _hvdlite: _State
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradient of a variable on this rank. Every rank registers the variables of the same places of its model.
+
+        Args:
+            var: A trainable variable of the model.
+
+        Raises:
+            ArgumentError: It is no variable.
+        """
+        self._hvdlite.local.register(var)
+
+    def set_batch_weight(self, weight: float) -> None:
+        """Say how many samples this rank's gradients are the mean of, until another number is said; 1 at first.
+
+        Ranks with different numbers of samples then get the gradient of the joined batch.
+
+        Raises:
+            ArgumentError: A negative weight, or the gradients are not averaged.
+        """
+        self._hvdlite.options.check_weighted()
+        if not weight >= 0:
+            raise ArgumentError(f"set_batch_weight({weight!r}): expected the number of this rank's samples, 0 or more.")
+        assert self._hvdlite.weight is not None  # as it averages
+        self._hvdlite.weight.assign(weight)
+
+    def hvdlite_variables(self) -> list[Any]:
+        """The backend's variables that are alike on all ranks: the model's trainable ones, and the optimizer's."""
+        apart = set()
+        for part in _parts_of(self):
+            local = [variable in self._hvdlite.local for variable in part._trainable_variables]
+            # Keras' optimizers have lists of slots, in the order of the variables.
+            for slots in vars(part).values():
+                if any(local) and isinstance(slots, list) and len(slots) == len(local):
+                    apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
+        return [plain_variable(v) for v in [*self._trainable_variables, *self.variables] if id(v) not in apart]
+
+    def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
+        """Combine the gradients over the ranks and update the variables with them. Arguments as Keras has them."""
+        gradients = list(grads)
+        given = None if trainable_variables is None else list(trainable_variables)
+        if gradients and given is not None and not self.built:
+            with keras.name_scope(self.name, caller=self):
+                self.build(given)  # as Keras does
+        if gradients and self.built:
+            gradients, given = self._hvdlite_combine(gradients, self._trainable_variables if given is None else given)
+        super().apply(gradients, given)
+
+    def _hvdlite_combine(self, gradients: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The gradients to apply, and the variables that they belong to: those given, and what other ranks have more."""
+        state, variables = self._hvdlite, self._trainable_variables
+        self._check_variables_are_known(given)
+        for variable in variables:
+            if getattr(variable, "overwrite_with_gradient", False):
+                raise UnsupportedTensorError(f"{variable.path} (float8 training) has scales in place of gradients.")
+        Registry.of(world("apply()"), state.options.process_set).add_optimizer(state.identity, self)
+        indices = [self._get_variable_index(variable) for variable in given]
+        own: list[Any] = [None] * len(variables)
+        for index, gradient in zip(indices, gradients, strict=True):
+            own[index] = gradient
+        accumulates = bool(self.gradient_accumulation_steps)
+        found = (state.fill if accumulates else state.combine)(variables, own)
+        chosen = [*indices, *(i for i, each in enumerate(found) if each is not None and i not in indices)]
+        if accumulates:
+            state.accumulated = [variables[i] for i in chosen if found[i] is not None]
+        elif state.factor != 1:  # a LossScaleOptimizer, and the one inside accumulates
+            found = [None if each is None else _times(each, state.factor) for each in found]
+        return [found[i] for i in chosen], [variables[i] for i in chosen]
+
+    def _clip_gradients(self, grads: list[Any]) -> Any:
+        # With accumulation Keras calls this once per update, on the accumulated gradients.
+        if self.gradient_accumulation_steps:
+            state = self._hvdlite
+            grads = state.combine(state.accumulated, grads)
+            if state.factor != 1:
+                grads = [_times(each, state.factor) for each in grads]
+        return super()._clip_gradients(grads)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "loss_scale_factor" and value is None:
+            outer = sys._getframe(1).f_locals.get("self")
+            if isinstance(outer, keras.optimizers.LossScaleOptimizer) and outer.__dict__.get("inner_optimizer") is self:
+                # Its constructor, which tells the optimizer inside to scale nothing. The one outside has to be distributed.
+                state = self._hvdlite
+                _unwrap(self)
+                _wrap(outer, state)
+                self.loss_scale_factor = None
+                return
+        super().__setattr__(name, value)
+
+    @classmethod
+    def from_config(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
+        """A plain optimizer of this configuration. Arguments as the plain class has them."""
+        plain: Any = next(base for base in cls.__mro__ if not issubclass(base, Distributed))
+        return plain.from_config(config, *arguments, **keywords)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled and copied as the plain optimizer: the exchange belongs to this process.
+        _, arguments = super().__reduce__()
+        return self.__class__._unpickle_model, arguments
+
+
+def _parts_of(optimizer: Any) -> list[Any]:
+    """An optimizer, and those inside of it that have been built."""
+    inside = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", [])]
+    built = [each for each in inside if each is not None and each.built]
+    return [optimizer, *(part for each in built for part in _parts_of(each))]
+
+
+def _times(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * factor
+
+
+def _wrap(optimizer: Any, state: _State) -> None:
+    plain = type(optimizer)
+    optimizer.__class__ = type(
+        plain.__name__,
+        (Distributed, plain),
+        # `obj.__class__` is what Keras serializes: saved files and pickles then have no trace of hvdlite, and any process
+        # loads them. `type(obj)` and `isinstance` still know better.
+        {
+            "__module__": plain.__module__,
+            "__doc__": plain.__doc__,
+            "__class__": property(lambda self: plain),
+            "apply": backends.current().untraced(Distributed.apply),
+        },
+    )
+    # Not by plain assignment: Keras would look into it for variables.
+    object.__setattr__(optimizer, "_hvdlite", state)
+    state.identity.rates = rates_of_variables(optimizer)
+    inner = optimizer
+    while isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        inner = inner.inner_optimizer
+        object.__setattr__(inner, "_hvdlite_inside", True)
+
+
+def _unwrap(optimizer: Any) -> None:
+    vars(object)["__class__"].__set__(optimizer, optimizer.__class__)
+    object.__delattr__(optimizer, "_hvdlite")
+
+
+def _accumulate(optimizer: Any, passes: int) -> None:
+    """Let Keras add up the gradients of several passes."""
+    if passes < 1:
+        raise ArgumentError(f"backward_passes_per_step={passes}: expected 1 or more.")
+    if isinstance(optimizer, keras.optimizers.MultiOptimizer):
+        raise ArgumentError(
+            f"backward_passes_per_step={passes}: a MultiOptimizer does not add up gradients itself. Make the optimizers inside "
+            f"with gradient_accumulation_steps={passes}, which averages them."
+        )
+    if optimizer.gradient_accumulation_steps:
+        raise ArgumentError(
+            f"backward_passes_per_step={passes}, and the optimizer has gradient_accumulation_steps="
+            f"{optimizer.gradient_accumulation_steps}, which means the same: say one of them."
+        )
+    if optimizer.built:
+        raise ArgumentError(
+            f"backward_passes_per_step={passes}: this optimizer has been used, or built for its variables, without room for "
+            "gradients of several passes. Wrap it before, or make it with gradient_accumulation_steps."
+        )
+    optimizer.gradient_accumulation_steps = passes
+
+
+def _check(optimizer: Any) -> None:
+    if isinstance(optimizer, Distributed):
+        raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
+    backends.current()
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        kind = type(optimizer)
+        raise ArgumentError(
+            "expected an optimizer of Keras 3, such as keras.optimizers.Adam(1e-3), of tf_keras, or of tf.compat.v1.train; "
+            f"got {kind.__module__}.{kind.__qualname__}."
+        )
+    if getattr(optimizer, "_hvdlite_inside", False):
+        raise DistributedAlreadyError(
+            "the LossScaleOptimizer around this optimizer is distributed already: wrap it once."
+        )

@@ -1,0 +1,72 @@
+"""What ``import horovod.torch`` gives under `hvdlite.compat` in the place of our own: with the habits of Horovod's time, which
+programs rely on and hvdlite does not share.
+
+`operations` has operations with Horovod's gradients, `names` what programs import from inside of Horovod.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hvdlite_torch import optimizer as own
+from hvdlite_torch.step.step_guard import hooked
+from hvdlite_torch.step.wrapped import add_to_class
+
+__all__ = ["DistributedOptimizer"]
+
+
+@functools.wraps(own.DistributedOptimizer)
+def DistributedOptimizer(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    distributed = own.DistributedOptimizer(optimizer, *args, **kwargs)
+    add_to_class(distributed, _Habits)
+    if not isinstance(distributed, torch.optim.SparseAdam):
+        for group in distributed.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+    return distributed
+
+
+class _Habits:
+    """Gradients are zeros where torch has None now, and a step after `synchronize` needs to be told not to exchange again."""
+
+    _horovod_synchronized = False
+    _horovod_skips = False
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """As torch's, whose default was another when Horovod's programs were written."""
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def synchronize(self) -> None:
+        """Exchange the gradients now."""
+        super().synchronize()  # type: ignore[misc]
+        self._horovod_synchronized = True
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """For a with statement: a step within does not exchange."""
+        self._horovod_skips = True
+        try:
+            with super().skip_synchronize():  # type: ignore[misc]
+                yield
+        finally:
+            self._horovod_skips = False
+
+    @hooked
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Exchange the gradients, unless that has been done, and step."""
+        if self._horovod_synchronized and not self._horovod_skips:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): Horovod "
+                "would exchange the gradients once more. hvdlite does not.",
+                stacklevel=2,
+            )
+        result = super().step(*args, **kwargs)  # type: ignore[misc]
+        self._horovod_synchronized = False  # now, for a closure may have called it
+        return result

@@ -1,0 +1,52 @@
+"""The operations of ``horovod.torch`` whose gradients are not those of the sum of all ranks' losses, with Horovod's gradients.
+
+With n ranks, the gradients of Horovod's `allgather` and `broadcast` are those of `hvdlite_torch` divided by n, and those of its
+`reducescatter` are n times as large. Learning rates of programs that differentiate them were chosen for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+import hvdlite_torch as own
+from hvdlite.adapter.arguments import divided, with_scaled_input
+
+__all__ = ["allgather", "broadcast", "grouped_allgather", "grouped_reducescatter", "reducescatter"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _Scaled(torch.autograd.Function):
+    """A tensor as it is, whose gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * ctx.factor, None
+
+
+def _scaled(given: Any, factor: float) -> Any:
+    if isinstance(given, list | tuple):
+        return [_scaled(each, factor) for each in given]
+    if isinstance(given, torch.Tensor) and given.requires_grad and torch.is_grad_enabled():
+        return _Scaled.apply(given, factor)  # type: ignore[no-untyped-call]
+    return given
+
+
+def _with_gradient(function: Callable[P, R], factor: Callable[[int], float]) -> Callable[P, R]:
+    return with_scaled_input(function, _scaled, factor)
+
+
+allgather = _with_gradient(own.allgather, divided)
+grouped_allgather = _with_gradient(own.grouped_allgather, divided)
+broadcast = _with_gradient(own.broadcast, divided)
+reducescatter = _with_gradient(own.reducescatter, float)
+grouped_reducescatter = _with_gradient(own.grouped_reducescatter, float)

@@ -1,0 +1,84 @@
+"""Allgather: the rows of all ranks, on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import torch
+
+import hvdlite
+from hvdlite import Handle, ProcessSet
+from hvdlite.adapter.arguments import Everybody, as_list, group_of, rank_in
+from hvdlite.errors import ArgumentError
+from hvdlite_torch.ops.allreduce import allreduce
+from hvdlite_torch.ops.differentiable import Tensors, differentiable
+
+T = TypeVar("T")
+
+
+def allgather(tensor: T, name: str | None = None, process_set: ProcessSet = Everybody) -> T:
+    """Concatenate the ranks' tensors along the first dimension. Differentiable.
+
+    The gradient is the sum over the ranks of that of this rank's rows.
+
+    Args:
+        tensor: The first dimension may differ between ranks and may be 0; the others and the dtype are the same. Scalars count
+            as vectors of one. Or a list of tensors.
+        name: As in `allreduce`.
+        process_set: As in `allreduce`.
+
+    Returns:
+        The rows of all ranks in rank order, on every rank.
+
+    Raises:
+        UnsupportedTensorError: `tensor` is none.
+        MismatchError: The ranks' calls do not belong together; raised on all of them.
+        DuplicateNameError: `name` is in flight.
+    """
+    shapes = [getattr(each, "shape", ()) for each in as_list(tensor)]  # what is no tensor is the core's to refuse
+
+    def backward(gradients: Tensors) -> Tensors:
+        lengths = [shape[0] if shape else 1 for shape in shapes]
+        places = _starts(lengths, [gradient.shape[0] for gradient in gradients], process_set)
+        summed = allreduce(gradients, op=hvdlite.Sum, process_set=process_set)
+        return [
+            gradient.narrow(0, start, length).reshape(shape)
+            for gradient, start, length, shape in zip(summed, places, lengths, shapes, strict=True)
+        ]
+
+    def forward(tensors: Tensors) -> Tensors:
+        return hvdlite.allgather(tensors, name, process_set=process_set)
+
+    gathered: T = differentiable(tensor, forward, backward)
+    return gathered
+
+
+def _starts(lengths: list[int], totals: list[int], process_set: ProcessSet) -> list[int]:
+    """Where this rank's rows begin in each gathered tensor, of which this rank has `lengths` rows and all have `totals`."""
+    rank = rank_in(process_set)
+    # Each row says whose it is, for ranks that have joined send none.
+    table = hvdlite.allgather(torch.tensor([[rank, *lengths]]), process_set=process_set)
+    if table[:, 1:].sum(0).tolist() != totals:
+        raise ArgumentError("a rank joined between an allgather and its backward pass: join after the backward pass.")
+    starts: list[int] = table[table[:, 0] < rank, 1:].sum(0).tolist()
+    return starts
+
+
+def allgather_async(tensor: T, name: str | None = None, process_set: ProcessSet = Everybody) -> Handle[T]:
+    """Start `allgather`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
+    return hvdlite.allgather_async(tensor, name, process_set=process_set)
+
+
+def grouped_allgather(
+    tensors: Iterable[torch.Tensor], name: str | None = None, process_set: ProcessSet = Everybody
+) -> list[torch.Tensor]:
+    """`allgather` of several tensors at once, of any dtypes and shapes. Arguments as there; returns a list."""
+    return allgather(group_of(tensors), name, process_set)
+
+
+def grouped_allgather_async(
+    tensors: Iterable[torch.Tensor], name: str | None = None, process_set: ProcessSet = Everybody
+) -> Handle[list[torch.Tensor]]:
+    """Start `grouped_allgather`; `synchronize` of what this returns waits for the list of results."""
+    return allgather_async(group_of(tensors), name, process_set)

@@ -1,0 +1,149 @@
+"""What goes wrong quietly: ranks that start apart, that read the same data, or that keep the learning rate of one process.
+
+Looked for once, at the first step; said once, by the first rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import hvdlite
+from hvdlite import ReduceOp
+from hvdlite.api import world
+from hvdlite.errors import MismatchError
+from hvdlite.negotiation.mismatch import variants_text
+from hvdlite_torch.tensors.adapter import ADAPTER
+
+_NOT_THE_USERS = ("hvdlite", "hvdlite_torch", "torch")
+"""Packages whose lines a warning should not point at."""
+
+
+class Advice:
+    """The advice for one optimizer, on one rank.
+
+    Args:
+        optimizer: Whose parameters and learning rate are looked at.
+        op: How its gradients are combined.
+        ranks: The world ranks that take part, for messages.
+        gather: Makes a list of the objects of all ranks, in the order of `ranks`.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        op: ReduceOp,
+        ranks: Sequence[int],
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        self._optimizer = optimizer
+        self._op = op
+        self._gather = gather
+        self._ranks = ranks
+        self._given = self._odd_passes_given = self._late_weight_given = not world().config.advice
+
+    def before_exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The gradients of this rank alone are there. Every rank calls this at each step.
+
+        Raises:
+            MismatchError: Ranks have the same parameters in another order. Raised on all of them.
+        """
+        if self._given:
+            return
+        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        own = tuple(_checksum([parameter]) for parameter in parameters)
+        everybody = self._gather((own, _checksum(gradients) if gradients else None))
+        self._check_order(parameters, [weights for weights, _ in everybody])
+        self._given = True
+        if len(everybody) == 1 or hvdlite.rank() != 0:
+            return
+        if len({weights for weights, _ in everybody}) > 1:
+            _say(
+                "the ranks start with different parameters, so they will stay different: call "
+                "hvd.broadcast_parameters(model.state_dict()) before training."
+            )
+        elif len({gradients for _, gradients in everybody}) == 1 and everybody[0][1] is not None:
+            _say(
+                f"the first gradients are the same, bit for bit, on all {len(everybody)} ranks: they read the same data with "
+                "the same seed, and more ranks teach nothing more. Give each its share, for example by "
+                "DistributedSampler(data, hvd.size(), hvd.rank())."
+            )
+        if self._op is hvdlite.Average and self._has_default_lr():
+            _say(
+                f"the learning rate is {type(self._optimizer).__name__}'s default, and a step now averages the batches of "
+                f"{len(everybody)} ranks. hvd.scale_lr(optimizer) scales it for that."
+            )
+
+    def odd_passes(self, passes: int) -> None:
+        """The ranks have made different numbers of backward passes; this rank as many. Every rank calls this."""
+        if self._odd_passes_given:
+            return
+        self._odd_passes_given = True
+        everybody = [[f"{each}"] for each in self._gather(passes)]
+        if hvdlite.rank() == 0:
+            _say(
+                "the ranks have made different numbers of backward passes for this step:\n"
+                f"{variants_text(self._ranks, everybody)}\n"
+                "Has a rank left out a step? From there on its batches are combined with those of another step of the others, "
+                "and at the end it is one behind. A rank without samples calls step() too, after optimizer.set_batch_weight(0)."
+            )
+
+    def late_weight(self) -> None:
+        """A batch weight is said after the first step, for which none was said."""
+        if self._late_weight_given:
+            return
+        self._late_weight_given = True
+        if hvdlite.rank() == 0:
+            _say(
+                "set_batch_weight() was called between the first step, which had no weight, and the next backward pass: it is "
+                "the weight of the next step. Call it before optimizer.step() of the batch that it belongs to."
+            )
+
+    def clipped_alone(self, called: str, how: str, can_synchronize: bool) -> None:
+        """Gradients are clipped that are not combined yet."""
+        if hvdlite.rank() == 0:
+            way = "; or call optimizer.synchronize() before you clip" if can_synchronize else ""
+            _say(
+                f"{called}() clips {how}, for they are combined by optimizer.step(): that is not what one process does with "
+                f"the joined batch. Pass max_grad_norm to DistributedOptimizer instead{way}."
+            )
+
+    def _check_order(self, parameters: Sequence[torch.Tensor], everybody: Sequence[tuple[int, ...]]) -> None:
+        """Layers of equal shapes that stand in another order on some rank: no exchange would notice."""
+        first = everybody[0]
+        for rank, other in zip(self._ranks, everybody, strict=True):
+            if other == first or sorted(other) != sorted(first):
+                continue
+            place = next(number for number, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
+            info = ADAPTER.info(parameters[place])
+            raise MismatchError(
+                f"the ranks have the same parameters in another order: parameter {place} of rank {self._ranks[0]} "
+                f"({info.dtype} of shape {info.shape}) is parameter {other.index(first[place])} of rank {rank}. Gradients of "
+                "different layers would be added up. Make the layers in the same order on every rank; with "
+                "DistributedOptimizer(optimizer, model.named_parameters()) the error says their names."
+            )
+
+    def _has_default_lr(self) -> bool:
+        parameter = inspect.signature(type(self._optimizer).__init__).parameters.get("lr")
+        default = None if parameter is None else parameter.default
+        return isinstance(default, float) and all(group.get("lr") == default for group in self._optimizer.param_groups)
+
+
+def _checksum(tensors: Sequence[torch.Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        memory = ADAPTER.to_array(tensor.detach().contiguous(), wide=False).reshape(-1).view("u1")
+        checksum = zlib.crc32(memory.data, checksum)
+    return checksum
+
+
+def _say(text: str) -> None:
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(f"hvdlite: {text} (HVDLITE_ADVICE=0 says nothing.)", RuntimeWarning, stacklevel=level)

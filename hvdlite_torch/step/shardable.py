@@ -1,0 +1,193 @@
+"""Which optimizers can be sharded: those that step each parameter by itself, or even each element.
+
+What an optimizer's step looks at cannot be seen from outside. torch's own are known. Of any other the user says that it steps
+each parameter by itself (``shard="parameters"``), and it is tried out on small parameters, for what is said may be wrong: an
+optimizer that looks at all gradients, such as one with a norm over all of them, would see this rank's share only.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections import OrderedDict, defaultdict
+from typing import Any
+
+import torch
+
+from hvdlite.errors import ArgumentError
+from hvdlite_torch.step.options import Options
+
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+    )
+)
+"""Optimizers that treat each element by itself."""
+
+PARAMETERWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
+"""Optimizers that treat each parameter by itself."""
+
+UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+_STEPS = 16
+_TRIED = 2  # parameters of each group
+_LENGTH = 5  # of each of their dimensions
+
+
+def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
+    """Raise if an optimizer cannot be sharded.
+
+    Args:
+        optimizer: Not yet distributed.
+        options: `Options.shard` is not False.
+
+    Returns:
+        Whether parameters must be dealt out whole; otherwise they may be cut in two.
+
+    Raises:
+        ArgumentError: It cannot be sharded, is not known to be one that can, or other arguments do not go with it.
+    """
+    name, shard = type(optimizer).__name__, options.shard
+    if isinstance(optimizer, UNSHARDABLE):
+        raise ArgumentError(
+            f"{name} cannot be sharded: its step needs all gradients at once. Leave out shard={shard!r}."
+        )
+    if options.codec is not None:
+        raise ArgumentError(f"compression and shard={shard!r} cannot be used together yet: leave out one of them.")
+    known = _algorithm(type(optimizer))
+    if known in ELEMENTWISE and shard is True:
+        return False
+    if known in PARAMETERWISE or known in ELEMENTWISE:
+        return True
+    if shard is True:
+        raise ArgumentError(
+            f"{name} is not known to step each parameter by itself, which sharding needs: a rank's optimizer sees its share of "
+            "the parameters and gradients only. If it looks at several parameters together (a norm over all gradients, as in "
+            'Prodigy or D-Adaptation), leave out shard=True. If it does not, say so: shard="parameters".'
+        )
+    difference = _try_out(optimizer)
+    if difference:
+        raise ArgumentError(
+            f'shard="parameters": {name} does not step each parameter by itself. Tried out on small parameters, {difference} '
+            "if the others are not there. Leave out shard."
+        )
+    return True
+
+
+def _algorithm(cls: type) -> type | None:
+    """The optimizer of torch whose step a class has, unchanged; None if there is none.
+
+    A class of the user's may have another constructor and methods of its own, which those of torch's do not call.
+    """
+    for base in cls.__mro__:
+        if base in ELEMENTWISE or base in PARAMETERWISE:
+            own = {name for each in cls.__mro__[: cls.__mro__.index(base)] for name in vars(each)}
+            called = {name for name in own if hasattr(base, name) and not name.startswith("__") and name != "zero_grad"}
+            return base if all(_bare(cls, name) is _bare(base, name) for name in called) else None
+    return None
+
+
+def _bare(cls: type, name: str) -> Any:
+    """A method without what torch has put around it."""
+    member = inspect.getattr_static(cls, name)
+    return inspect.unwrap(member) if callable(member) else member
+
+
+# Trying out
+
+
+_generator = threading.Lock()
+"""Threads have one generator of random numbers together."""
+
+
+def _try_out(optimizer: torch.optim.Optimizer) -> str:
+    """What is different if an optimizer has one parameter only; empty if nothing is, or if it cannot be tried out."""
+    chosen = [p for group in optimizer.param_groups for p in [q for q in group["params"] if q.requires_grad][:_TRIED]]
+    with _generator, torch.random.fork_rng(devices=[]):
+        try:
+            together = _steps(optimizer, None)
+        except Exception:
+            return ""  # one that needs a closure, for example: what the user says counts
+        for parameter in chosen:
+            shape = tuple(parameter.shape)
+            try:
+                alone = _steps(optimizer, parameter)
+            except Exception as error:
+                return f"it fails for one of shape {shape} ({type(error).__name__}: {error})"
+            changed, settings = alone[id(parameter)]
+            if not _are_equal(changed, together[id(parameter)][0]):
+                return f"it changes one of shape {shape} in another way"
+            if not _are_equal(settings, together[id(parameter)][1]):
+                return "it comes to other settings (in its groups)"
+    return ""
+
+
+def _steps(
+    optimizer: torch.optim.Optimizer, alone: torch.Tensor | None
+) -> dict[int, tuple[torch.Tensor, dict[str, Any]]]:
+    """Step a copy of an optimizer that has small parameters instead of its own.
+
+    Args:
+        optimizer: Left alone.
+        alone: Of its parameters the one that the copy has; None for all.
+
+    Returns:
+        For each of these, by ``id`` of the large one: it, and the settings of its group, after some steps.
+    """
+    generator = torch.Generator().manual_seed(0)
+    small: dict[int, Any] = {}
+    gradients = []
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+        # All of them are made, so that each is the same every time.
+        shape = [min(length, _LENGTH) for length in parameter.shape]
+        numbers = [torch.randn(shape, generator=generator).to(parameter) for _ in range(1 + _STEPS)]
+        small[id(parameter)] = None
+        if alone is None or parameter is alone:
+            small[id(parameter)] = torch.nn.Parameter(numbers[0], parameter.requires_grad)
+            gradients.append((number, small[id(parameter)], numbers[1:]))
+    copied = _copy(optimizer, small)
+    torch.manual_seed(0)
+    for step in range(_STEPS):
+        for number, parameter, numbers in gradients:
+            # Long and short ones, by parameter and step, so that a norm over all of them is felt by each.
+            parameter.grad = numbers[step] * 10.0 ** ((step + 2 * number) % 5 - 2) if parameter.requires_grad else None
+        copied.step()
+    return {
+        id(large): (small[id(large)].detach(), {name: value for name, value in its.items() if name != "params"})
+        for group, its in zip(optimizer.param_groups, copied.param_groups, strict=True)
+        for large in group["params"]
+        if small[id(large)] is not None
+    }
+
+
+def _copy(optimizer: torch.optim.Optimizer, parameters: dict[int, Any]) -> torch.optim.Optimizer:
+    """An optimizer like another, without its state and hooks.
+
+    Args:
+        optimizer: To copy.
+        parameters: What it has instead of its own, by their ``id``: None for those that it has not.
+    """
+    memo: dict[int, Any] = {**parameters, id(optimizer.state): defaultdict(dict)}
+    groups = []
+    for group in optimizer.param_groups:
+        kept = [small for p in group["params"] if (small := parameters[id(p)]) is not None]
+        settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        groups.append({**copy.deepcopy(settings, memo), "params": kept})
+    memo[id(optimizer.param_groups)] = groups
+    copied = type(optimizer).__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        copied.__dict__[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
+    return copied
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same, NaN too."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_equal(value, other[name]) for name, value in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return bool(one == other) or (one != one and other != other)

@@ -1,0 +1,64 @@
+"""An optimizer's part in `hvdlite.join`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping
+from types import MappingProxyType
+
+from hvdlite import ProcessSet
+from hvdlite.api import world
+from hvdlite_torch.ops.broadcast import broadcast_
+from hvdlite_torch.step.wrapped import Exchange
+from hvdlite_torch.training.state import broadcast_optimizer_state
+
+
+class StandIn:
+    """As `hvdlite.protocols.Exchange` says. It does not keep the optimizer.
+
+    Args:
+        exchange: The optimizer's.
+        falls_behind: A rank that stands in takes no steps.
+    """
+
+    def __init__(self, exchange: Exchange, falls_behind: bool) -> None:
+        self._exchange = weakref.ref(exchange)
+        self._lease = exchange.lease
+        self._process_set = exchange.process_set
+        self._falls_behind = falls_behind
+
+    memory_only = False
+    passes: Mapping[Hashable, int] = MappingProxyType({})
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the optimizer is gone."""
+        return self._lease.dropped
+
+    def release(self) -> None:
+        """Release what the optimizer held. Every rank calls this."""
+        self._lease.release()
+
+    def belongs_to(self, process_set: ProcessSet | None) -> bool:
+        """Whether the ranks of this set, and no others, exchange here."""
+        here = world("join()")
+        return here.ranks(self._process_set) == here.ranks(process_set)
+
+    def stand_in(self) -> None:
+        """Take part in the others' steps until all ranks have joined."""
+        exchange = self._exchange()
+        if exchange is None:
+            self._lease.stand_in(owns_share=not self._falls_behind)
+        else:
+            exchange.stand_in()
+
+    def catch_up(self, last: int) -> None:
+        """Take the parameters and the optimizer state of the rank that joined last."""
+        exchange = self._exchange()
+        if not self._falls_behind or exchange is None or not exchange.missed:
+            return
+        optimizer, process_set = exchange.optimizer, exchange.process_set
+        parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        broadcast_(parameters, last, process_set=process_set)
+        broadcast_optimizer_state(optimizer, last, process_set=process_set)
+        exchange.have_same_state()

@@ -1,0 +1,293 @@
+"""The gradients of one optimizer, on one rank: from the parameters to the reducer's memory and back."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import torch
+
+import hvdlite
+from hvdlite.gradients.overlap import Overlap
+from hvdlite.gradients.planner import Planner
+from hvdlite.gradients.reducer import Postponed, Reducer
+from hvdlite.protocols import Plan
+from hvdlite_torch.step.driver import SteppingExchange
+from hvdlite_torch.step.lease import weakly
+from hvdlite_torch.step.options import Options
+from hvdlite_torch.sync.slot import Slot, Where, wire_tensor
+from hvdlite_torch.sync.small_gradients import SmallGradients
+from hvdlite_torch.sync.sparse import combine_sparse
+from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.malloc import keep_freed_memory
+from hvdlite_torch.tensors.ownership import overlapping
+
+
+class GradientExchange(SteppingExchange):
+    """Exchanges the gradients of an optimizer's parameters before it steps.
+
+    What is in ``p.grad`` when the optimizer steps is exchanged, whatever a program has done to it since. A large gradient that
+    other ranks read is copied into the reducer's memory as soon as a backward pass has it, while it is in the cache, and
+    ``p.grad`` becomes that memory: what the program sees is what is exchanged (see `Slot`). Small gradients are copied by the
+    step, all at once (`SmallGradients`).
+
+    Args:
+        optimizer: Its step hooks are made by `attach`.
+        options: What the user asked for.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
+        super().__init__(optimizer, options)
+        self._reducer: Reducer | None = None
+        self._overlap: Overlap | None = None
+        self._slots: list[Slot] = []
+        self._world.release_dropped(self.process_set)
+        self._planner: Planner
+        self.missed = False
+        if self._world.config.keep_memory:
+            keep_freed_memory()
+        self._prepare(self._trainable())
+
+    def _prepare(self, parameters: list[torch.Tensor]) -> None:
+        """Exchange the dense gradients of these parameters from now on."""
+        infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
+        self._planner = self._world.planner(infos, self.process_set, self._gather, self._adapts, self._options.overlap)
+        self._follow(self._planner.plan, parameters)
+
+    def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
+        """Make memory and hooks for `parameters`."""
+        outdated = self._reducer
+        for slot in self._slots:
+            slot.leave(self._parameters[slot.index])
+        if self._overlap is not None:
+            self._overlap.close()
+            self._overlap.join()
+        reducer = self._reducer = self._make_reducer(parameters, plan)
+        if outdated is not None:
+            self._world.release(outdated)
+        self._overlap = Overlap(reducer, weakly(self, "_choose_room")) if plan.buckets else None
+        self.lease.reducer, self.lease.overlap = reducer, self._overlap
+        self.lease.close = functools.partial(self._world.release, reducer)
+        self._parameters = parameters
+        codec = self._options.codec
+        self._slots = [
+            Slot(index, parameter, reducer, codec, reducer.alone and codec is None)
+            for index, parameter in enumerate(parameters)
+        ]
+        self._large = [slot for slot in self._slots if reducer.is_large(slot.index) or slot.compressed]
+        large = {slot.index: slot for slot in self._large}
+        self._large_in = [[large[i] for i in bucket.tensors if i in large] for bucket in reducer.buckets]
+        small = [slot for slot in self._slots if not (reducer.is_large(slot.index) or slot.compressed)]
+        self._trivial = reducer.alone and codec is None and self._adapts
+        self._small = SmallGradients(small, [parameters[slot.index] for slot in small])
+        self._make_hooks()
+
+    def _make_hooks(self) -> None:
+        assert self._reducer is not None
+        self.lease.remove_hooks()
+        for slot in self._slots:
+            large = self._reducer.is_large(slot.index)
+            if large or self._sees_all or slot.index == 0:  # one, at least, for passes are counted
+                hook = weakly(self, "_take" if large else "_count_pass", slot.index)
+                parameter = self._parameters[slot.index]
+                self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> Reducer:
+        infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
+        return self._world.reducer(
+            infos, self._options.op, self.process_set, plan._replace(spare=True), self._planner.settings
+        )
+
+    # A step
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        self._world.engine(self.process_set)  # raises if the set has been removed
+        while True:
+            dense = self._find_dense()
+            self._check_parameters()
+            self._advice.before_exchange(dense)
+            used = [True] * len(dense)
+            news: list[int] = []
+            changed = self._collect_large(used, news)
+            self._collect_small(used, news)
+            said = self._said(bool(news))
+            begin = time.perf_counter()
+            assert self._reducer is not None
+            try:
+                if self._overlap is None:
+                    anywhere = self._reducer.exchange(used, said)
+                else:
+                    anywhere = self._overlap.finish(used, said, changed)
+                break
+            except Postponed as stop:
+                self.missed = self.missed or stop.told.joined > 0
+                if not stop.told.news:
+                    self._refuse(stop.told)
+                self._set_aside(news)
+        seconds = time.perf_counter() - begin
+        self.missed = self.missed or self._reducer.joined > 0
+        weight = self._take_weight()
+        self._deliver(anywhere)
+        self._check_step(any(anywhere), self._reducer.divisor)
+        if self._sparse:
+            average = self._options.op is hvdlite.Average
+            combine_sparse(self._sparse, weight, average, self.process_set)
+        self._synchronized = True
+        if self._reducer.told.odd_passes:
+            self._advice.odd_passes(said.passes)
+        self._passes.clear()
+        if self._reducer.joined == 0:  # who has joined counts no steps, and could not follow another plan
+            plan = self._planner.exchanged(seconds, 0 if self._overlap is None else self._overlap.lost)
+            if plan is not None:
+                self._follow(plan, dense)
+
+    # This rank has run out of data, and others have not (`hvdlite.join`)
+
+    def have_same_state(self) -> None:
+        super().have_same_state()
+        self.missed = False
+
+    def _stand_in_once(self) -> list[bool] | None:
+        assert self._reducer is not None
+        return self._reducer.try_to_stand_in()
+
+    def _find_dense(self) -> list[torch.Tensor]:
+        """The parameters whose gradients go through the reducer, which is made anew if they are others than before."""
+        parameters = self._dense_parameters()
+        if not self._are_known(parameters):  # on every rank, or they disagree
+            self._drain()
+            self._prepare(parameters)
+        return parameters
+
+    def _drain(self) -> None:
+        """End what the backward pass has begun to exchange, and forget it."""
+        if self._overlap is not None:
+            assert self._reducer is not None
+            for number in range(self._overlap.under_way, len(self._reducer.buckets)):
+                self._reducer.use_room(number, 1)  # the program may hold what is in the other one
+            self._overlap.drain()
+
+    def _check_parameters(self) -> None:
+        """Raise if a parameter is not what it was."""
+
+    # Gradients, to the reducer
+
+    def _take(self, index: int, parameter: torch.Tensor) -> None:
+        """The hook of a large parameter."""
+        slot = self._slots[index]
+        self._count_pass(index)
+        if self._quiet:
+            return
+        if self._planner.learning:
+            self._planner.ready(slot.index)
+        if self._overlap is not None:
+            gradient = parameter.grad
+            if gradient is not None and self._overlap.may_copy(slot.index) and slot.copy(gradient):
+                self._overlap.ready(slot.index, self._weight)
+        elif not (slot.stays or slot.apart or slot.alone):
+            slot.take(parameter)
+
+    def _choose_room(self, number: int) -> None:
+        """Choose where the results of a bucket are to go, on this rank: not where the program looks."""
+        assert self._reducer is not None
+        held = any(slot.is_held for slot in self._large_in[number])
+        self._reducer.use_room(number, int(held))
+
+    def _collect_large(self, used: list[bool], news: list[int]) -> bool:
+        """See that large gradients are where they are reduced. Returns whether one is not as it was copied before."""
+        held = [slot.find(self._parameters[slot.index]) for slot in self._large]
+        meet = self._meet()
+        if self._overlap is not None:
+            return self._collect_early(used, news)
+        self._collect(used, news, int(meet or any(held)))
+        return False
+
+    def _collect(self, used: list[bool], news: list[int], room: int) -> None:
+        assert self._reducer is not None
+        self._reducer.use_room(0, room)
+        for slot in self._large:
+            gradient = self._parameters[slot.index].grad
+            if gradient is None:
+                used[slot.index] = False
+                continue
+            if slot.stays and not slot.alone:
+                own = slot.where is Where.OWN
+                self._reducer.place(slot.index, ADAPTER.to_array(gradient.view(-1), wide=False) if own else None)
+            if slot.where is Where.AWAY or (slot.where is Where.HOME and room):
+                dense = self._checked(news, slot, gradient)
+                used[slot.index] = dense is not None
+                if dense is not None:
+                    slot.load(dense, room)
+
+    def _meet(self) -> bool:
+        """Whether large gradients share memory with each other; none of those is combined where it is."""
+        self._met = []
+        if self._trivial:
+            return False
+        there = [
+            (slot, gradient) for slot in self._large if (gradient := self._parameters[slot.index].grad) is not None
+        ]
+        dense = [(slot, gradient) for slot, gradient in there if gradient.layout is torch.strided]
+        found = overlapping([gradient for _, gradient in dense], [gradient.nbytes for _, gradient in dense])
+        self._met = [dense[number][0] for number in found]
+        for slot in self._met:
+            slot.where = Where.AWAY
+        return bool(found)
+
+    def _collect_early(self, used: list[bool], news: list[int]) -> bool:
+        """As `_collect`, where a thread exchanges already what has been copied: is that still the gradient?"""
+        assert self._overlap is not None
+        assert self._reducer is not None
+        changed = False
+        for slot in self._large:
+            gradient = self._parameters[slot.index].grad
+            if gradient is None:
+                used[slot.index] = False
+            elif not (self._overlap.has_copy(slot.index) and slot.is_copy(gradient)):
+                changed = changed or self._overlap.is_under_way(slot.index)
+                dense = self._checked(news, slot, gradient)
+                used[slot.index] = dense is not None
+                if dense is not None:
+                    slot.load(dense, 0)
+        for number in range(self._overlap.under_way, len(self._reducer.buckets)):
+            self._choose_room(number)
+        return changed
+
+    def _collect_small(self, used: list[bool], news: list[int]) -> None:
+        if not self._trivial:
+            assert self._reducer is not None
+            second = any(bucket.room for bucket in self._reducer.buckets)
+            self._small.use_rooms([self._reducer.room_of(slot.index) for slot in self._small.slots] if second else [])
+            self._small.collect(used, functools.partial(self._checked, news))
+            return
+        for slot in self._small.slots:
+            parameter = self._parameters[slot.index]
+            gradient = parameter.grad
+            dense = None if gradient is None else self._checked(news, slot, gradient)
+            used[slot.index] = dense is not None
+            if dense is not None and dense is not gradient:
+                parameter.grad = None  # whose layout is another
+                parameter.grad = dense
+
+    def _checked(self, news: list[int], slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
+        """A gradient that can be exchanged as a dense one; None if it cannot, and is among the news."""
+        dense = slot.dense(gradient, self._options.sparse_as_dense)
+        if dense is None:
+            self._check_sparse(slot)
+            news.append(slot.index)
+        return dense
+
+    def _check_sparse(self, slot: Slot) -> None:
+        """Raise if sparse gradients are not supported."""
+
+    # And back
+
+    def _deliver(self, anywhere: list[bool]) -> None:
+        assert self._reducer is not None
+        for some, do in ((self._large, Slot.give), (self._met, Slot.settle)):
+            for slot in some:
+                if anywhere[slot.index]:
+                    do(slot, self._parameters[slot.index], self._reducer.room_of(slot.index))
+        if not self._trivial:
+            self._small.deliver(anywhere)

@@ -1,0 +1,98 @@
+"""Small gradients: copied to the reducer by the step, all at once, and back.
+
+There may be thousands of them, and a microsecond each is much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hvdlite_torch.sync.slot import Slot
+from hvdlite_torch.tensors.ownership import is_borrowed, overlapping, same_bits, write
+
+Check = Callable[[Slot, torch.Tensor], torch.Tensor | None]
+
+
+class SmallGradients:
+    """The small gradients of an optimizer, on one rank. The program is never given the reducer's memory.
+
+    Args:
+        slots: Their places.
+        parameters: One for each slot.
+
+    Attributes:
+        slots: As given.
+    """
+
+    def __init__(self, slots: Sequence[Slot], parameters: Sequence[torch.Tensor]) -> None:
+        self.slots = slots
+        self._parameters = parameters
+        self._like = [(slot.dtype, slot.shape) for slot in slots]
+        self._nbytes = [slot.result(0).nbytes for slot in slots]
+        self._home = [slot.source(0) for slot in slots], [slot.result(0) for slot in slots]
+        self._sources, self._results = self._home
+        self._alike: list[torch.Tensor] = []
+        """All gradients, if they can be copied as they are."""
+
+    def use_rooms(self, rooms: Sequence[int]) -> None:
+        """Say which room each of the slots uses now; the first one, if empty."""
+        self._sources, self._results = self._home
+        if any(rooms):
+            self._sources = [slot.source(room) for slot, room in zip(self.slots, rooms, strict=True)]
+            self._results = [slot.result(room) for slot, room in zip(self.slots, rooms, strict=True)]
+
+    def collect(self, used: list[bool], check: Check) -> None:
+        """Copy gradients to the reducer.
+
+        Args:
+            used: By the numbers of the slots: is set to False where there is none.
+            check: Returns a gradient as it can be copied; or None if it cannot.
+        """
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._alike = []
+        with contextlib.suppress(AttributeError):  # some have none
+            if self._like == [(g.dtype, g.shape) for g in gradients if g.layout is torch.strided]:  # type: ignore[union-attr]
+                self._alike = gradients  # type: ignore[assignment]
+        if self._alike:
+            torch._foreach_copy_(self._sources, self._alike)
+            return
+        for slot, source, gradient in zip(self.slots, self._sources, gradients, strict=True):
+            if gradient is not None:
+                gradient = check(slot, gradient)
+                if gradient is not None:
+                    source.copy_(gradient)
+            used[slot.index] = gradient is not None
+
+    def deliver(self, anywhere: Sequence[bool]) -> None:
+        """Copy results to where gradients are; or let there be some, where only other ranks have one.
+
+        Args:
+            anywhere: By the numbers of the slots: whether there is a result.
+        """
+        gradients, self._alike = self._alike, []
+        if gradients and not any([is_borrowed(gradient) for gradient in gradients]):
+            try:
+                torch._foreach_copy_(gradients, self._results)
+            except RuntimeError:  # of a few of them the elements share memory, or they were made for inference
+                self._deliver_each(anywhere)
+        else:
+            self._deliver_each(anywhere)
+        self._settle()
+
+    def _deliver_each(self, anywhere: Sequence[bool]) -> None:
+        for slot, parameter, result in zip(self.slots, self._parameters, self._results, strict=True):
+            if anywhere[slot.index]:
+                write(parameter, parameter.grad, result)
+
+    def _settle(self) -> None:
+        """Part gradients that share memory, where that cannot hold the results of both."""
+        there = [(n, g) for n, parameter in enumerate(self._parameters) if (g := parameter.grad) is not None]
+        sizes = self._nbytes if len(there) == len(self._nbytes) else [self._nbytes[n] for n, _ in there]
+        for found in overlapping([gradient for _, gradient in there], sizes):
+            number, gradient = there[found]
+            result = self._results[number]
+            if not same_bits(gradient.contiguous(), result):
+                self._parameters[number].grad = result.clone()

@@ -1,0 +1,163 @@
+"""How the core reads and makes torch tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from hvdlite.errors import UnsupportedTensorError
+from hvdlite.protocols import Array, Device, TensorInfo
+from hvdlite.tensors.numpy_adapter import HALF_DTYPES
+from hvdlite_torch.tensors.device import DTYPES, FLOAT8, TORCH, current_device, device_kind, device_of, lending_device
+
+
+class TorchAdapter:
+    """Dense torch tensors, in host memory or on a GPU: `hvdlite.protocols.DeviceAdapter`."""
+
+    def info(self, tensor: torch.Tensor) -> TensorInfo:
+        if tensor.layout is not torch.strided:
+            raise UnsupportedTensorError(f"expected a dense tensor; got layout {tensor.layout}. Use tensor.to_dense().")
+        if tensor.is_meta:
+            raise UnsupportedTensorError(
+                f"expected a tensor in host memory; got one of shape {tuple(tensor.shape)} on meta, which has no values. Give "
+                'its module memory by module.to_empty(device="cpu"), and values, before.'
+            )
+        if not tensor.is_cpu and device_kind(tensor) is None:
+            raise UnsupportedTensorError(
+                f"expected a tensor in host memory or on a CUDA (or ROCm) GPU; got one on {tensor.device}. Use tensor.cpu()."
+            )
+        return TensorInfo(self.dtype(tensor), tuple(tensor.shape))
+
+    def dtype(self, tensor: torch.Tensor) -> str:
+        name = DTYPES.get(tensor.dtype)
+        if name is None and device_kind(tensor) is not None:
+            name = FLOAT8.get(tensor.dtype)
+        if name is None:
+            raise UnsupportedTensorError(
+                f"tensors of dtype {tensor.dtype} cannot be exchanged; cast them to another dtype."
+            )
+        return name
+
+    def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        return tensor.to(TORCH[dtype])
+
+    def check_writable(self, tensor: torch.Tensor) -> None:
+        if tensor.is_contiguous():
+            return
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if length > 1 and stride == 0:
+                raise UnsupportedTensorError(
+                    "an expanded tensor cannot be changed in place: its elements share memory; use .clone()."
+                )
+
+    def device_kind(self, tensor: torch.Tensor) -> str | None:
+        return device_kind(tensor)
+
+    def device(self, tensor: torch.Tensor) -> Device:
+        return device_of(tensor)
+
+    def lending_device(self, index: int) -> Device:
+        return lending_device(index)
+
+    def current_device(self) -> Device:
+        return current_device()
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def from_device(self, native: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return native
+
+    def touch(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_inference():  # which has no version
+            torch.autograd.graph.increment_version(tensor)
+
+    def to_array(self, tensor: torch.Tensor, *, wide: bool) -> Array:
+        if tensor.dtype in FLOAT8:
+            raise UnsupportedTensorError(
+                f"{tensor.dtype} has a Sum, an Average and a Product by NCCL 2.24 or later, and nothing in host memory; "
+                "cast it to float16."
+            )
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if not tensor.is_cpu:
+            tensor = tensor.cpu()
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        if tensor.is_complex() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
+        if wide and DTYPES[tensor.dtype] in HALF_DTYPES:
+            return tensor.float().numpy()
+        if tensor.dtype is torch.bfloat16:
+            return tensor.view(torch.uint16).numpy()
+        array: Array = tensor.numpy()
+        return array
+
+    def from_array(self, array: Array, dtype: str, like: torch.Tensor) -> torch.Tensor:
+        # A 0-d result of NumPy arithmetic may be a scalar, which torch does not take.
+        result = torch.from_numpy(np.asarray(array))
+        wanted = TORCH[dtype]
+        if wanted is torch.bfloat16 and result.dtype is torch.uint16:
+            result = result.view(wanted)
+        return result.to(like.device, wanted)
+
+    def assign(self, tensor: torch.Tensor, array: Array) -> None:
+        if array.size and torch.from_numpy(array).data_ptr() == tensor.data_ptr():
+            self.touch(tensor)  # autograd must hear of it, as of torch's own changes in place
+            return
+        with torch.no_grad():
+            tensor.copy_(self.from_array(array, DTYPES[tensor.dtype], tensor))
+
+    def half_converter(self, dtype: str) -> TorchHalf:
+        """Arithmetic on halves in NumPy arrays: see `hvdlite.protocols.HalfConverter`."""
+        return TorchHalf(dtype)
+
+
+_FUNCTIONS: dict[np.ufunc, Callable[..., torch.Tensor]] = {
+    np.add: torch.add,
+    np.multiply: torch.mul,
+    np.minimum: torch.minimum,
+    np.maximum: torch.maximum,
+}
+
+
+class _Exposed:
+    """A read-only array as a writable one, for torch, which warns of others; it is only read. (TensorFlow's are read-only.)"""
+
+    def __init__(self, array: Array) -> None:
+        self._array = array  # kept alive
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+class TorchHalf:
+    """float16, or bfloat16 as bits, with torch's vector instructions."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = TORCH[dtype]
+
+    def _half(self, array: Array) -> torch.Tensor:
+        if not array.flags.writeable:
+            array = np.asarray(_Exposed(array))
+        return torch.from_numpy(array).view(self._dtype)
+
+    def widen(self, half: Array, wide: Array) -> None:
+        torch.from_numpy(wide).copy_(self._half(half))
+
+    def accumulate(self, ufunc: np.ufunc, wide: Array, half: Array) -> None:
+        into = torch.from_numpy(wide)
+        _FUNCTIONS[ufunc](into, self._half(half).float(), out=into)
+
+    def narrow(self, wide: Array, half: Array) -> None:
+        self._half(half).copy_(torch.from_numpy(wide))
+
+
+def are_same(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None) -> bool:
+    """Whether these are the very same objects, in the same order; not if there are no others."""
+    return others is not None and len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+
+
+ADAPTER = TorchAdapter()

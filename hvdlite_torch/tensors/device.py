@@ -1,0 +1,241 @@
+"""torch's GPU memory and streams, as the core uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdlite.errors import DeviceError
+from hvdlite.protocols import Array, Device, Stream
+from hvdlite.tensors.held import Held
+
+DTYPES: dict[torch.dtype, str] = {
+    getattr(torch, name): name
+    for name in (
+        *("bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+"""What can be exchanged from host memory."""
+FLOAT8: dict[torch.dtype, str] = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
+"""What can be exchanged between GPUs besides."""
+TORCH: dict[str, torch.dtype] = {name: dtype for dtype, name in (*DTYPES.items(), *FLOAT8.items())}
+_SIGNED: dict[torch.dtype, torch.dtype] = {
+    **{torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+}
+"""As what the bits of a dtype are copied where torch's kernel for GPUs lacks it."""
+
+
+class TorchStream:
+    """A stream of torch's.
+
+    Args:
+        raw: The stream.
+    """
+
+    def __init__(self, raw: torch.cuda.Stream) -> None:
+        self.raw = raw
+
+    @property
+    def handle(self) -> int:
+        return int(self.raw.cuda_stream)
+
+    def record(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = self.raw.record_event()
+        return event
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        self.raw.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.raw.synchronize()
+
+
+class TorchDevice:
+    """A GPU, as `hvdlite.protocols.Device`.
+
+    Args:
+        device: With its number.
+    """
+
+    kind = "cuda"
+    library = "torch"
+    pinned = True
+    """Host memory that the GPU copies from and to is page-locked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.torch_device = device
+        self.index: int = device.index
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """Its UUID."""
+        return str(torch.cuda.get_device_properties(self.index).uuid)
+
+    @property
+    def visible(self) -> int:
+        return torch.cuda.device_count()
+
+    def current(self) -> Stream:
+        return TorchStream(torch.cuda.current_stream(self.index))
+
+    def side(self) -> Stream:
+        return TorchStream(torch.cuda.Stream(self.index, priority=-1))  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        # First the device: torch.cuda.stream() alone would set the one before again, and so use memory of GPU 0.
+        with torch.no_grad(), torch.cuda.device(self.index), torch.cuda.stream(stream.raw):
+            yield
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        tensor.record_stream(stream.raw)
+
+    def pointer(self, tensor: torch.Tensor) -> int:
+        return tensor.data_ptr()
+
+    def dtype(self, tensor: torch.Tensor) -> str:
+        return DTYPES.get(tensor.dtype) or FLOAT8[tensor.dtype]
+
+    def count(self, tensor: torch.Tensor) -> int:
+        return tensor.numel()
+
+    def is_plain(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+    def empty(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=TORCH[dtype], device=self.torch_device)
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.reshape(-1)
+
+    def shaped(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        return tensor.view(tuple(shape))
+
+    def view(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        return tensor.view(TORCH[dtype])
+
+    def cast(self, tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+        return tensor.to(TORCH[dtype], copy=True)
+
+    def copy(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        into.copy_(source)
+
+    def pack(self, tensors: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=into)
+
+    def unpack(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+        values = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # which the fast way does not take
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        elif flat.dtype in _SIGNED:
+            signed = _SIGNED[flat.dtype]
+            torch._foreach_copy_([tensor.view(signed) for tensor in tensors], [value.view(signed) for value in values])
+        else:
+            torch._foreach_copy_(list(tensors), values)
+
+    def fill(self, tensor: torch.Tensor, value: float) -> None:
+        tensor.fill_(value)
+
+    def scale(self, tensor: torch.Tensor, factor: float) -> None:
+        if tensor.dtype in FLOAT8:  # of which torch knows no arithmetic
+            tensor.copy_(tensor.float().mul_(factor))
+        else:
+            tensor.mul_(factor)
+
+    def divide(self, tensor: torch.Tensor, divisor: int) -> None:
+        if tensor.dtype in FLOAT8:
+            tensor.copy_(tensor.float().div_(divisor))
+        elif tensor.is_floating_point() or tensor.is_complex():
+            tensor.div_(divisor)
+        else:
+            tensor.div_(divisor, rounding_mode="floor")
+
+    def to_host(self, tensor: torch.Tensor) -> Array:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+        host.copy_(tensor, non_blocking=True)
+        self.current().synchronize()
+        array: Array = (host.view(torch.uint16) if host.dtype is torch.bfloat16 else host).numpy()
+        return array
+
+    def from_host(self, array: Array, tensor: torch.Tensor) -> None:
+        # By way of page-locked memory, which torch keeps until the GPU has read it: from other memory the host would wait.
+        host = torch.empty(array.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+        values = torch.from_numpy(np.ascontiguousarray(array))
+        host.copy_(values.view(torch.bfloat16) if tensor.dtype is torch.bfloat16 else values)
+        tensor.copy_(host, non_blocking=True)
+
+
+class LendingDevice(TorchDevice):
+    """A GPU on which torch works on memory of others (JAX), of which its allocator knows nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._held = Held()
+
+    def keep(self, tensor: torch.Tensor, stream: Any) -> None:
+        self._held.until(stream.record(), tensor, lambda event: event.query())
+
+
+@functools.cache
+def lending_device(index: int) -> Device:
+    """For `hvdlite.tensors.device_registry`: what works on arrays that are lent to torch."""
+    check_available()
+    return LendingDevice(torch.device("cuda", index))
+
+
+@functools.cache
+def _cuda(device: torch.device) -> Device:
+    return TorchDevice(device)
+
+
+MAKERS: dict[str, Callable[[torch.device], Device]] = {"cuda": _cuda}
+"""By the type of a torch device: what makes a `Device` of it. Tests enter others."""
+
+
+def device_kind(tensor: torch.Tensor) -> str | None:
+    """`Device.kind` of where a tensor lies; None for host memory."""
+    if tensor.is_cpu and "cpu" not in MAKERS:
+        return None
+    return TorchDevice.kind if tensor.device.type in MAKERS else None
+
+
+def device_of(tensor: torch.Tensor) -> Device:
+    """The device of a tensor of which `device_kind` is not None."""
+    return MAKERS[tensor.device.type](tensor.device)
+
+
+def current_device() -> Device:
+    """The GPU that this process has chosen (``torch.cuda.set_device``).
+
+    Raises:
+        DeviceError: There is none.
+    """
+    if "cpu" in MAKERS:
+        return MAKERS["cpu"](torch.device("cpu"))
+    check_available()
+    return MAKERS["cuda"](torch.device("cuda", torch.cuda.current_device()))
+
+
+def check_available() -> None:
+    """Let a torch pass that can use a GPU.
+
+    Raises:
+        DeviceError: It cannot; the text says why.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        raise DeviceError(
+            f"torch {torch.__version__} was built for the CPU only: install one for CUDA (https://pytorch.org/get-started)."
+        )
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"torch {torch.__version__} sees no GPU: is CUDA_VISIBLE_DEVICES empty, the driver (nvidia-smi) too old, or the "
+            "GPU not passed on to this container?"
+        )

@@ -1,0 +1,138 @@
+"""Do all ranks hold the same weights? And: what one rank alone should do."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.api import world
+from hvdlite.errors import ArgumentError, OutOfSyncError
+from hvdlite_torch.tensors.adapter import ADAPTER
+
+P = ParamSpec("P")
+T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
+
+Named = list[tuple[str, torch.Tensor]]
+
+_DIGEST_BYTES = 16
+
+
+def assert_in_sync(
+    what: torch.nn.Module
+    | torch.Tensor
+    | Mapping[str, torch.Tensor]
+    | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
+    process_set: ProcessSet | None = None,
+) -> None:
+    """Check that all ranks hold the same tensors, bit for bit. Every rank calls this, with its own.
+
+    A hash of 16 bytes per tensor travels, so it costs about what reading the tensors costs: cheap enough for every epoch.
+
+    Args:
+        what: A model, of which the parameters are compared; or ``model.state_dict()`` for buffers too (running statistics of
+            a plain batch norm differ between ranks, for each sees other samples), ``model.named_parameters()``, or tensors.
+        process_set: The ranks that are compared; all by default.
+
+    Raises:
+        OutOfSyncError: Some tensor differs. Raised on all ranks alike; the text names the first one and the ranks.
+        ArgumentError: `what` has something else in it.
+    """
+    named = _named(what)
+    layout = [_describe(name, tensor) for name, tensor in named]
+    digests = [_digest(tensor) for _, tensor in named]
+    own = (hashlib.blake2b(repr(layout).encode()).digest(), b"".join(digests))
+    everybody = hvdlite.allgather_object(own, process_set=process_set)
+    if all(other == everybody[0] for other in everybody):
+        return
+    ranks = world().ranks(process_set)
+    if len({other for other, _ in everybody}) > 1:
+        layouts = hvdlite.allgather_object(layout, process_set=process_set)
+        raise OutOfSyncError(_different_layouts(layouts, ranks))
+    raise OutOfSyncError(_different_values(layout, [values for _, values in everybody], ranks))
+
+
+def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
+    """Let rank 0 alone run a function; the others get None at once.
+
+    For logging, saving and the like. Not for anything that exchanges: rank 0 would wait for the others.
+
+    Raises:
+        NotInitializedError: It is called before `init`.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+        return function(*args, **kwargs) if hvdlite.rank() == 0 else None
+
+    return run
+
+
+def _named(what: object) -> Named:
+    if isinstance(what, torch.nn.Module):
+        return list(what.named_parameters())
+    if isinstance(what, torch.Tensor):
+        return [("the tensor", what)]
+    if isinstance(what, Mapping):
+        what = what.items()
+    if not isinstance(what, Iterable):
+        raise ArgumentError(f"assert_in_sync: expected a model or tensors; got {type(what).__name__}.")
+    named: Named = []
+    for number, item in enumerate(what):
+        name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (f"tensor {number}", item)
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(
+                f"assert_in_sync: expected a model, or tensors, with names or without; {name!r} is a {type(tensor).__name__}."
+            )
+        named.append((str(name), tensor))
+    return named
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    return f"{name!r} ({str(tensor.dtype).removeprefix('torch.')}, shape {tuple(tensor.shape)})"
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.detach().cpu()
+    ADAPTER.info(tensor)  # refuses what has no plain memory, such as sparse tensors
+    memory = ADAPTER.to_array(tensor, wide=False).reshape(-1).view(np.uint8)
+    return hashlib.blake2b(memory.data, digest_size=_DIGEST_BYTES).digest()
+
+
+def _groups(values: Sequence[H], ranks: Sequence[int]) -> list[tuple[H, str]]:
+    """The values that occur, and which ranks have each; what most have comes first."""
+    found: dict[H, list[int]] = {}
+    for value, rank in zip(values, ranks, strict=True):
+        found.setdefault(value, []).append(rank)
+    ordered = sorted(found.items(), key=lambda item: -len(item[1]))
+    return [(value, f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}") for value, who in ordered]
+
+
+def _different_values(layout: Sequence[str], digests: Sequence[bytes], ranks: Sequence[int]) -> str:
+    of_tensor = [
+        [values[start : start + _DIGEST_BYTES] for values in digests]
+        for start in range(0, len(layout) * _DIGEST_BYTES, _DIGEST_BYTES)
+    ]
+    different = [number for number, values in enumerate(of_tensor) if len(set(values)) > 1]
+    first = different[0]
+    groups = " | ".join(who for _, who in _groups(of_tensor[first], ranks))
+    return (
+        f"the ranks do not hold the same tensors: {layout[first]} differs between {groups}. "
+        f"{len(different)} of {len(layout)} tensors differ, this is the first. Start all ranks alike with "
+        "hvd.broadcast_parameters(model.state_dict()), and change weights by a distributed optimizer only."
+    )
+
+
+def _different_layouts(layouts: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    longest = max(map(len, layouts))
+    padded = [[*layout, *["nothing"] * (longest - len(layout))] for layout in layouts]
+    first = next(number for number in range(longest) if len({layout[number] for layout in padded}) > 1)
+    shown = "; ".join(f"on {who} {text}" for text, who in _groups([layout[first] for layout in padded], ranks))
+    return f"the ranks do not have tensors of the same names, dtypes and shapes: number {first} is {shown}."

@@ -1,0 +1,236 @@
+"""What one rank has, for all: parameters, optimizer state, objects."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import pickle
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.adapter.arguments import rank_in, root_within
+from hvdlite.errors import ArgumentError
+from hvdlite_torch.ops.broadcast import broadcast_
+from hvdlite_torch.step.same_parameters import check_same
+from hvdlite_torch.step.wrapped import Distributed, Sharded
+
+T = TypeVar("T")
+
+_EXTRA = "_extra_state"
+"""How torch's state dicts call what `get_extra_state` of a module returns."""
+
+
+def broadcast_parameters(
+    params: torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any] | torch.Tensor],
+    root_rank: int = 0,
+    *,
+    process_set: ProcessSet = hvdlite.global_process_set,
+) -> None:
+    """Overwrite the tensors of every rank with the root's, in place.
+
+    Args:
+        params: A model; ``model.state_dict()``, which is the same; or ``model.named_parameters()``, without its buffers; or
+            tensors without names, in an order that is the same on all ranks.
+        root_rank: Whose values everybody gets; its rank in the job, with a process set too.
+        process_set: The ranks that take part; all by default.
+
+    Raises:
+        ArgumentError: `params` has something else in it.
+        MismatchError: The ranks have different tensors, or other names for them. Raised on all of them.
+    """
+    model = params if isinstance(params, torch.nn.Module) else None
+    if isinstance(params, torch.nn.Module):
+        params = params.state_dict()
+    if isinstance(params, torch.optim.Optimizer):
+        raise ArgumentError("broadcast_parameters takes a model; for an optimizer there is broadcast_optimizer_state.")
+    if not isinstance(params, Iterable):
+        raise ArgumentError(f"expected a model, or model.state_dict(); got a {type(params).__name__}.")
+    given: list[Any] = list(params.items() if isinstance(params, Mapping) else params)
+    unnamed = [(str(number), value) for number, value in enumerate(given) if isinstance(value, torch.Tensor)]
+    items = unnamed or sorted(given, key=lambda item: item[0])
+    extra = [(name, value) for name, value in items if str(name).endswith(_EXTRA)]
+    items = [item for item in items if not str(item[0]).endswith(_EXTRA)]
+    tensors = []
+    for name, value in items:
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"expected tensors by name, as model.state_dict() has them; {name!r} is a {type(value).__name__}."
+            )
+        tensors.append(value)
+    check_same(
+        [*(repr(name) for name, _ in [*items, *extra]), f"no more than these {len(items) + len(extra)}"],
+        "the tensors that broadcast_parameters is given",
+        hvdlite.global_process_set.members if process_set is None else process_set.members,
+        functools.partial(hvdlite.allgather_object, process_set=process_set),
+    )
+    _broadcast(tensors, root_rank, process_set)
+    if extra and model is not None:
+        _broadcast_extra_states(model, root_rank, process_set)
+    elif extra:
+        _check_extra_states(extra, process_set)
+
+
+def _broadcast_extra_states(model: torch.nn.Module, root_rank: int, process_set: ProcessSet) -> None:
+    """What modules of a model have besides parameters and buffers: `torch.nn.Module.get_extra_state`."""
+    own = torch.nn.Module.get_extra_state
+    modules = {name: each for name, each in model.named_modules() if type(each).get_extra_state is not own}
+    states = {name: module.get_extra_state() for name, module in modules.items()}
+    for name, state in broadcast_object(states, root_rank, process_set=process_set).items():
+        if rank_in(process_set) != root_within(process_set, root_rank):
+            modules[name].set_extra_state(state)
+
+
+def _check_extra_states(extra: Sequence[tuple[str, Any]], process_set: ProcessSet) -> None:
+    """Raise if what modules have besides is not the same on all ranks: of it a state dict has a copy.
+
+    Raises:
+        MismatchError: It is not. Raised on all ranks.
+    """
+    check_same(
+        [f"{name!r} with checksum {zlib.crc32(pickle.dumps(value)):08x}" for name, value in extra],
+        "extra states, which can be set in a model only: use hvd.broadcast_parameters(model), for it",
+        hvdlite.global_process_set.ranks if process_set is None else process_set.ranks,
+        functools.partial(hvdlite.allgather_object, process_set=process_set),
+    )
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,
+    *,
+    process_set: ProcessSet = hvdlite.global_process_set,
+) -> None:
+    """Give every rank's optimizer the state and the settings (learning rate, …) of the root's.
+
+    Works at any time: no step is taken to create state that is not there yet, nor is the root's touched.
+
+    Args:
+        optimizer: Over the same parameters on every rank.
+        root_rank: Whose state everybody gets; its rank in the job, with a process set too.
+        model: Horovod's. Not needed here, for no state has to be made up.
+        process_set: The ranks that take part; all by default.
+    """
+    if not callable(getattr(optimizer, "load_state_dict", None)) or isinstance(optimizer, torch.nn.Module):
+        raise ArgumentError(
+            f"broadcast_optimizer_state takes an optimizer; got a {type(optimizer).__name__}. For a model there is "
+            "broadcast_parameters."
+        )
+    rank, root = rank_in(process_set), root_within(process_set, root_rank)
+    tensors: list[torch.Tensor] = []
+    message = None
+    if isinstance(optimizer, Sharded):
+        # Each rank has a share, and all of them are needed to see the state.
+        with optimizer._hvdlite_exchange.whole_state(root):
+            state = super(Sharded, optimizer).state_dict()  # type: ignore[misc]
+    else:
+        state = optimizer.state_dict() if rank == root else None
+    if rank == root:
+        buffer = io.BytesIO()
+        _Pickler(buffer, tensors).dump(state)
+        message = (buffer.getvalue(), [(tuple(t.shape), t.dtype, t.device.type) for t in tensors])
+    skeleton, layout = hvdlite.broadcast_object(message, root, process_set=process_set)  # type: ignore[misc]
+    if rank == root:
+        tensors = [tensor.detach().contiguous() for tensor in tensors]
+    else:
+        # Without a number: on this rank's own GPU, if it is one.
+        tensors = [torch.empty(shape, dtype=dtype, device=kind) for shape, dtype, kind in layout]
+    _broadcast(tensors, root_rank, process_set)
+    if rank != root or isinstance(optimizer, Sharded):
+        _load(optimizer, _Unpickler(io.BytesIO(skeleton), tensors).load())
+    if isinstance(optimizer, Distributed):
+        optimizer._hvdlite_exchange.have_same_state()
+
+
+def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state, and keep its dtypes: torch casts all that it loads to the parameters', where the root has what it has."""
+    sharded = isinstance(optimizer, Sharded)
+    with optimizer._hvdlite_exchange.loading() if sharded else contextlib.nullcontext():  # type: ignore[attr-defined]
+        optimizer.load_state_dict(state_dict)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for key, values in state_dict["state"].items():
+            parameter = parameters[key] if isinstance(key, int) else key
+            optimizer.state[parameter] = _with_dtypes_of(values, optimizer.state[parameter])
+
+
+def _with_dtypes_of(sent: Any, loaded: Any) -> Any:
+    """What was loaded, with tensors as they were sent where it has cast them."""
+    if isinstance(sent, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if loaded.dtype is sent.dtype else sent.to(loaded.device)
+    if type(sent) is dict and isinstance(loaded, dict) and sent.keys() == loaded.keys():
+        return {key: _with_dtypes_of(value, loaded[key]) for key, value in sent.items()}
+    if type(sent) in (list, tuple) and type(loaded) is type(sent) and len(sent) == len(loaded):
+        return type(sent)(map(_with_dtypes_of, sent, loaded))
+    return loaded
+
+
+def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
+    """Those in host memory, then those on the GPU: a model may have both (and the step of an optimizer is in host memory)."""
+    for on_host in (True, False):
+        some = [tensor for tensor in tensors if tensor.is_cpu is on_host]
+        if some or (on_host and not tensors):  # a rank that has none says so
+            broadcast_(some, root_rank, process_set=process_set)
+
+
+def broadcast_object(
+    obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = hvdlite.global_process_set
+) -> T:
+    """Give every rank the root's object.
+
+    Args:
+        obj: Anything that can be pickled; only the root's matters.
+        root_rank: Whose object everybody gets; its rank in the job, with a process set too.
+        name: As in `allreduce`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The root's object: a copy on the other ranks.
+    """
+    return hvdlite.broadcast_object(obj, root_within(process_set, root_rank), name, process_set=process_set)
+
+
+def allgather_object(
+    obj: T, name: str | None = None, *, process_set: ProcessSet = hvdlite.global_process_set
+) -> list[T]:
+    """Give every rank everybody's object.
+
+    Args:
+        obj: Anything that can be pickled.
+        name: As in `allreduce`.
+        process_set: The ranks that take part.
+
+    Returns:
+        The objects by rank (copies).
+    """
+    return hvdlite.allgather_object(obj, name, process_set=process_set)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles an object without its tensors, which it collects."""
+
+    def __init__(self, buffer: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self._tensors = tensors
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        self._tensors.append(obj)
+        return len(self._tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts the tensors back in."""
+
+    def __init__(self, buffer: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(buffer)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]

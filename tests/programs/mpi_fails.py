@@ -1,0 +1,30 @@
+"""MPI fails on rank 1 while an operation is agreed on."""
+
+import numpy as np
+from mpi4py import MPI
+
+import hvdlite as hvd
+from hvdlite.api import world
+
+
+class Broken:
+    """A communicator that does what another one does, but for its messages."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> object:
+        if name in ("Isend", "Improbe"):
+            raise MPI.Exception(MPI.ERR_OTHER)
+        return getattr(self._comm, name)
+
+
+hvd.init()
+hvd.allreduce(np.ones(3), name="right")
+if hvd.rank() == 1:
+    transport = world().engine()._transport
+    transport.comm = Broken(transport.comm)
+try:
+    hvd.allreduce(np.ones(3), name="wrong")
+except hvd.CommunicationError as error:
+    print(f"rank {hvd.rank()}: {type(error).__name__}: {error}", flush=True)

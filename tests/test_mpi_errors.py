@@ -1,0 +1,38 @@
+"""What MPI reports is raised as an error of ours, which a program can catch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hvdlite.errors import CommunicationError
+from tests.jobs import PROGRAMS, Start
+
+
+def test_an_error_of_mpi_is_a_communication_error() -> None:
+    from mpi4py import MPI
+
+    from hvdlite.comm.mpi import MpiTransport
+    from hvdlite.comm.mpi_collectives import MpiCollectives
+
+    transport = MpiTransport(MPI.COMM_SELF)
+    collectives = MpiCollectives(transport)
+    numbers = np.ones(3)
+    for fail, words in (
+        (lambda: transport.send(numbers, 7), "send: .*invalid rank"),
+        (lambda: transport.post(b"x", 7), "post: .*invalid rank"),
+        (lambda: collectives.broadcast(numbers, 7), "broadcast: .*(root|rank)"),
+    ):
+        with pytest.raises(CommunicationError, match=f"(?i)MPI failed in {words}.*cannot go on") as raised:
+            fail()
+        assert isinstance(raised.value.__cause__, MPI.Exception)
+
+
+def test_a_program_catches_what_mpi_reports_in_an_operation(start: Start) -> None:
+    """Rank 1's MPI fails in the middle of an operation. Both ranks are told, and neither waits."""
+    ended = start("-np", "2", "--no-tag-output", "python", str(PROGRAMS / "mpi_fails.py")).end()
+    assert ended.code == 0, ended.err
+    assert "rank 1: CommunicationError: MPI failed in " in ended.out
+    assert "MPI_ERR_OTHER" in ended.out
+    assert "rank 0: " in ended.out
+    assert "rank 1" in ended.out.partition("rank 0: ")[2]
