@@ -1,21 +1,29 @@
-"""Two ranks that wait for each other, each for something else, so that neither can go on.
+"""Ranks that wait for each other, each for something else, so that none of them can go on: two, or a circle of any length.
 
 Operations of one group of ranks are compared by their controller; this is about waits that no controller sees together: a
 gradient exchange and an operation, exchanges of different gradients, operations of different process sets, `join` and an
 exchange.
 
-A rank is stuck if all of its threads that use hvdlite wait, and have for some time. It tells rank 0 what it needs.
-Rank 0 introduces ranks to each other that are stuck in different things, and these find out whether it is true. A rank
-*lacks* what the other needs if it has not done its part. If each is stuck and lacks what the other needs, then that is so
-for good: a rank that is stuck does nothing but what another makes it do. Neither relies on what it has heard of the other
-being up to date, for each judges its own part, and answers for the state that the other has asked about, by its number.
+A rank is stuck if all of its threads that use hvdlite wait, and have for some time. It tells rank 0 what it needs. A rank
+*lacks* what another needs if it has not done its part of it. A set of stuck ranks is deadlocked if whatever a rank of the set
+needs is lacked by another rank of the set: a stuck rank does nothing but what others make it do. Rank 0 looks for such sets::
+
+    ranks       stuck(what I need) ──►             lacks(some of these) ──►
+    rank 0                            asked(these) ──►                     deadlock(who waits for whom) ──►
+
+What rank 0 knows is old, so each state of a rank has a number. Rank 0 asks ranks that are all stuck by what it has heard, and
+a rank answers only in the state that it is asked about. So at the moment of the first question all that answer were in those
+states at once. None of them can leave its state before another one of the set does, so what is found is true for good.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
+
+_ROUND_LOOKS = 8
+"""How often rank 0 looks for answers before it asks anew: a rank may be stopped, or dead."""
 
 
 class Need(NamedTuple):
@@ -26,7 +34,7 @@ class Need(NamedTuple):
         operation: The key of an operation; None for an exchange of gradients.
         number: Of an operation: the plans that its controller has followed. Of an exchange: its number among those of `ranks`
             in its channel.
-        text: It in words.
+        text: A description for the error message.
         channel: Of an exchange: which gradients; all ranks exchange those of one channel in the same order.
     """
 
@@ -36,10 +44,17 @@ class Need(NamedTuple):
     text: str
     channel: int = 0
 
+    @property
+    def place(self) -> tuple[tuple[int, ...], bool, int]:
+        """Where a rank waits: in which group of ranks, and whether in an operation there, or in which exchange."""
+        return self.ranks, self.operation is not None, self.channel
+
 
 Needs = tuple[Need, ...]
 Post = Callable[[int, str, object], None]
-"""Sends a letter: to whom, its kind, and what it says."""
+"""Sends a message: to whom, its kind, and what it says."""
+Blockers = Mapping[Need, Collection[int]]
+"""The ranks that lack what is needed."""
 
 
 class DeadlockDetector:
@@ -47,25 +62,21 @@ class DeadlockDetector:
 
     Args:
         rank: This rank.
-        post: Sends letters; what arrives is for `receive`.
+        post: Sends messages; what arrives is for `receive`.
         lacks: Whether this rank has not done its part of something that others need.
     """
 
-    KINDS = frozenset({"stuck", "introduce", "lacks"})
+    KINDS = frozenset({"stuck", "asked", "lacks", "deadlock"})
 
     def __init__(self, rank: int, post: Post, lacks: Callable[[Need], bool]) -> None:
-        self._rank = rank
         self._post = post
         self._lacks = lacks
         self._numbers = itertools.count()
         self._number = -1
         self._needs: Needs = ()
-        self._others: dict[int, tuple[int, Needs]] = {}  # stuck ranks that may wait for this one, and their number
-        self._given: dict[int, tuple[int, int]] = {}  # answers to them: in which state of this rank, to which of theirs
-        self._received: dict[
-            int, tuple[int, int]
-        ] = {}  # answers from them: in which state of theirs, to which of this rank
-        self._stuck: dict[int, tuple[int, Needs]] = {}  # rank 0: all stuck ranks
+        self._asked: tuple[int, int, Needs] | None = None
+        self._told: str | None = None
+        self._search = _Search(post) if rank == 0 else None
 
     def look(self, needs: Needs) -> str | None:
         """Look again.
@@ -77,57 +88,184 @@ class DeadlockDetector:
             Who waits for whom, if this rank can never go on.
         """
         if needs != self._needs:
-            self._needs, self._number = needs, next(self._numbers)
+            self._needs, self._number, self._told = needs, next(self._numbers), None
             self._post(0, "stuck", (self._number, needs))
-        if not needs:
-            return None
-        for other, (number, theirs) in self._others.items():
-            answer = self._number, number
-            if self._given.get(other) != answer and all(self._lacks(need) for need in theirs):
-                self._given[other] = answer
-                self._post(other, "lacks", answer)
-            if self._given.get(other) == answer and self._received.get(other) == (number, self._number):
-                del self._others[other]  # it is told once
-                return _text({self._rank: needs, other: theirs})
-        return None
+        if self._asked is not None:
+            # Here, where it is certain that this rank is still in that state.
+            (round_number, number, questions), self._asked = self._asked, None
+            if needs and number == self._number:
+                lacked = [self._lacks(need) for need in questions]
+                self._post(0, "lacks", (round_number, lacked))
+        if self._search is not None:
+            self._search.look()
+        told, self._told = self._told, None
+        return told
 
     def receive(self, sender: int, kind: str, content: Any) -> None:
-        """Another rank's letter."""
-        if kind == "stuck":
-            self._compare(sender, *content)
-        elif kind == "introduce":
-            other, number, needs = content
-            self._others[other] = number, needs
-        else:
-            self._received[sender] = content
+        """A message of another rank, or of this one."""
+        if kind == "asked":
+            self._asked = content
+        elif kind == "deadlock":
+            number, text = content
+            if number == self._number:
+                self._told = text
+        elif self._search is not None:
+            if kind == "stuck":
+                self._search.hear(sender, *content)
+            else:
+                self._search.hear_answer(sender, *content)
 
-    def _compare(self, rank: int, number: int, needs: Needs) -> None:
-        """Rank 0: introduce a stuck rank to one of each kind of those that may wait for it."""
+
+class _Round:
+    """One set of questions: what each of some stuck ranks lacks of what they need.
+
+    Args:
+        number: Of the round.
+        stuck: All ranks that are asked, or may be deadlocked: the number of the state of each, and what it needs.
+        questions: What each is asked about.
+    """
+
+    def __init__(self, number: int, stuck: Mapping[int, tuple[int, Needs]], questions: Mapping[int, Needs]) -> None:
+        self.number = number
+        self.stuck = dict(stuck)
+        self.questions = questions
+        self.answers: dict[int, list[bool]] = {}
+        self.looks = 0
+
+    @property
+    def is_over(self) -> bool:
+        """All ranks that are still in their states have answered, or it has lasted too long."""
+        self.looks += 1
+        return self.looks > _ROUND_LOOKS or all(
+            rank in self.answers for rank, asked in self.questions.items() if asked and rank in self.stuck
+        )
+
+    def blockers(self) -> Blockers:
+        """Who lacks what, of those that have answered and are still in their states."""
+        found: dict[Need, list[int]] = {}
+        for rank, lacked in self.answers.items():
+            if rank in self.stuck:
+                for need, is_lacked in zip(self.questions[rank], lacked, strict=True):
+                    if is_lacked:
+                        found.setdefault(need, []).append(rank)
+        return found
+
+
+class _Search:
+    """Rank 0's part: all stuck ranks, and the questions to them."""
+
+    def __init__(self, post: Post) -> None:
+        self._post = post
+        self._numbers = itertools.count()
+        self._stuck: dict[int, tuple[int, Needs]] = {}
+        self._round: _Round | None = None
+        self._is_news = False
+        self._told: dict[int, int] = {}  # in which of its states a rank has been told
+
+    def hear(self, rank: int, number: int, needs: Needs) -> None:
+        """A rank is in another state than before."""
+        self._is_news = True
         self._stuck.pop(rank, None)
-        if not needs:
+        if needs:
+            self._stuck[rank] = number, needs
+        if self._round is not None:
+            self._round.stuck.pop(rank, None)
+
+    def hear_answer(self, rank: int, round_number: int, lacked: list[bool]) -> None:
+        """What a rank lacks of what it has been asked about."""
+        if self._round is not None and self._round.number == round_number:
+            self._round.answers[rank] = lacked
+
+    def look(self) -> None:
+        """Judge the answers, or ask."""
+        if self._round is not None:
+            if not self._round.is_over:
+                return
+            self._tell(self._round)
+            self._round = None
+        if self._is_news:
+            self._is_news = False
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask the ranks that may be deadlocked."""
+        may_lack = {}
+        for need in {need for _, needs in self._stuck.values() for need in needs}:
+            # Who waits at the same place is in the same exchange, or it is their controller's business.
+            there = {rank for rank in need.ranks if rank in self._stuck}
+            may_lack[need] = {rank for rank in there if all(own.place != need.place for own in self._stuck[rank][1])}
+        stuck = _deadlocked(self._stuck, may_lack)
+        if stuck:
+            needed = {need for _, needs in stuck.values() for need in needs}
+            questions = {rank: tuple(need for need in needed if rank in may_lack[need]) for rank in stuck}
+            self._round = _Round(next(self._numbers), stuck, questions)
+            for rank, asked in questions.items():
+                if asked:
+                    self._post(rank, "asked", (self._round.number, stuck[rank][0], asked))
+
+    def _tell(self, judged: _Round) -> None:
+        """Tell all ranks that are deadlocked."""
+        blockers = judged.blockers()
+        stuck = _deadlocked(judged.stuck, blockers)
+        if not stuck:
             return
-        met = set()
-        for other, (their_number, theirs) in self._stuck.items():
-            kind = _places(theirs)
-            if kind not in met and _may_wait_for_each_other(rank, needs, other, theirs):
-                met.add(kind)
-                self._post(rank, "introduce", (other, their_number, theirs))
-                self._post(other, "introduce", (rank, number, needs))
-        self._stuck[rank] = number, needs
+        circle = _circle(stuck, blockers)
+        for rank, (number, needs) in stuck.items():
+            if self._told.get(rank) != number:
+                self._told[rank] = number
+                text = _text({member: stuck[member][1] for member in circle})
+                if rank not in circle:
+                    text += f"\nSo rank {rank} cannot go on either, which waits for {_words(needs)}."
+                self._post(rank, "deadlock", (number, text))
 
 
-def _places(needs: Needs) -> frozenset[tuple[tuple[int, ...], bool, int]]:
-    """Where a rank waits: groups of ranks, and whether in an operation there, or in which exchange."""
-    return frozenset((need.ranks, need.operation is not None, need.channel) for need in needs)
+def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> dict[int, tuple[int, Needs]]:
+    """The largest part of `stuck` of which each rank's needs are all lacked by others of that part."""
+    left = dict(stuck)
+    while True:
+        free = [
+            rank
+            for rank, (_, needs) in left.items()
+            if any(not any(other in left and other != rank for other in blockers.get(need, ())) for need in needs)
+        ]
+        if not free:
+            return left
+        for rank in free:
+            del left[rank]
 
 
-def _may_wait_for_each_other(rank: int, needs: Needs, other: int, theirs: Needs) -> bool:
-    apart = not _places(needs) & _places(
-        theirs
-    )  # else it is their controller's business, or they are in the same exchange
-    return apart and all(other in need.ranks for need in needs) and all(rank in need.ranks for need in theirs)
+def _circle(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> list[int]:
+    """A shortest circle of deadlocked ranks each of which waits for the next one."""
+    next_of = {
+        rank: sorted({other for need in needs for other in blockers[need] if other in stuck and other != rank})
+        for rank, (_, needs) in stuck.items()
+    }
+    shortest: list[int] = []
+    for start in stuck:
+        paths = [[start]]
+        seen = {start}
+        while paths and not (shortest and len(paths[0]) >= len(shortest)):
+            path = paths.pop(0)
+            for other in next_of[path[-1]]:
+                if other == start:
+                    shortest, paths = path, []
+                    break
+                if other not in seen:
+                    seen.add(other)
+                    paths.append([*path, other])
+        if len(shortest) == 2:
+            break
+    first = shortest.index(min(shortest))
+    return shortest[first:] + shortest[:first]
 
 
-def _text(needs: dict[int, Needs]) -> str:
-    lines = [f"  rank {rank} waits for {' and '.join(need.text for need in needs[rank])}" for rank in sorted(needs)]
-    return "two ranks wait for each other, so neither can go on:\n" + "\n".join(lines)
+def _words(needs: Needs) -> str:
+    return " and ".join(need.text for need in needs)
+
+
+def _text(circle: Mapping[int, Needs]) -> str:
+    if len(circle) == 2:
+        first = "two ranks wait for each other, so neither can go on:"
+    else:
+        first = f"{len(circle)} ranks wait for each other in a circle, each for the next, so none can go on:"
+    return "\n".join([first, *(f"  rank {rank} waits for {_words(needs)}" for rank, needs in circle.items())])

@@ -211,7 +211,9 @@ class Watchdog:
         """By the ranks of each engine: `DeadlockDetector`'s question, of an operation's key and number."""
         self._exchanges: dict[tuple[tuple[int, ...], int], int] = {}  # of gradients, begun; by channel
         self._channels: dict[tuple[int, ...], int] = {}
-        self._standoff = DeadlockDetector(transport.rank, self._post, self._lacks)
+        self._is_searching = False
+        """The ranks find out who waits for whom."""
+        self._deadlocks = DeadlockDetector(transport.rank, self._post, self._lacks)
         self._waits: dict[int, Wait] = {}
         self._numbers = itertools.count()
         self._completed: tuple[Callable[[], str], float] | None = None
@@ -398,19 +400,22 @@ class Watchdog:
                 self._wake.clear()
                 period = _PERIOD / 256
             period = min(2 * period, _PERIOD)
+            self._is_searching = False
             self._read_letters()
             now = time.monotonic()
             if now - before > _SUSPENDED_SECONDS:
                 self._forgive(now - before)
             before = now
             self._look(now)
+            if self._is_searching:  # so more is to come
+                period = _PERIOD / 16
 
     def _look(self, now: float) -> None:
         # A method of its own, for a loop's variable would keep the last wait, and the memory of its exchange with it.
         self._check_launches()
         for wait in list(self._waits.values()):
             self._check(wait, now)
-        if (text := self._standoff.look(self._needs(now))) is not None:
+        if (text := self._deadlocks.look(self._needs(now))) is not None:
             for wait in list(self._waits.values()):
                 wait.fail(MismatchError(text))
         for number, question in list(self._questions.items()):
@@ -436,9 +441,11 @@ class Watchdog:
                 if number in self._questions:
                     self._questions[number].answers[sender] = answer
             elif kind in DeadlockDetector.KINDS:
-                self._standoff.receive(sender, kind, content[0])
+                self._is_searching = True
+                self._deadlocks.receive(sender, kind, content[0])
 
     def _post(self, dest: int, kind: str, content: object) -> None:
+        self._is_searching = True
         self._transport.post(pickle.dumps((kind, content)), dest)
 
     def _needs(self, now: float) -> Needs:
