@@ -11,9 +11,9 @@ needs is lacked by another rank of the set: a stuck rank does nothing but what o
     ranks       stuck(what I need) ──►             lacks(some of these) ──►
     rank 0                            asked(these) ──►                     deadlock(who waits for whom) ──►
 
-What rank 0 knows is old, so each state of a rank has a number. Rank 0 asks ranks that are all stuck by what it has heard, and
-a rank answers only in the state that it is asked about. So at the moment of the first question all that answer were in those
-states at once. None of them can leave its state before another one of the set does, so what is found is true for good.
+What rank 0 knows is old, so it asks ranks that are all stuck by what it has heard. A rank that has left its state since says so
+before it answers, and is left out. So at the moment of the first question all the others were stuck at once, each in the state
+that rank 0 knows, and lacked what they say. None of them can go on before another one of them does: it is true for good.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DeadlockDetector:
         self._numbers = itertools.count()
         self._number = -1
         self._needs: Needs = ()
-        self._asked: tuple[int, int, Needs] | None = None
+        self._asked: tuple[int, Needs] | None = None
         self._told: str | None = None
         self._search = _Search(post) if rank == 0 else None
 
@@ -91,11 +91,9 @@ class DeadlockDetector:
             self._needs, self._number, self._told = needs, next(self._numbers), None
             self._post(0, "stuck", (self._number, needs))
         if self._asked is not None:
-            # Here, where it is certain that this rank is still in that state.
-            (round_number, number, questions), self._asked = self._asked, None
-            if needs and number == self._number:
-                lacked = [self._lacks(need) for need in questions]
-                self._post(0, "lacks", (round_number, lacked))
+            # After this rank has said that its state is another one, if it is.
+            (round_number, questions), self._asked = self._asked, None
+            self._post(0, "lacks", (round_number, [self._lacks(need) for need in questions]))
         if self._search is not None:
             self._search.look()
         told, self._told = self._told, None
@@ -201,7 +199,7 @@ class _Search:
             self._round = _Round(next(self._numbers), stuck, questions)
             for rank, asked in questions.items():
                 if asked:
-                    self._post(rank, "asked", (self._round.number, stuck[rank][0], asked))
+                    self._post(rank, "asked", (self._round.number, asked))
 
     def _tell(self, judged: _Round) -> None:
         """Tell all ranks that are deadlocked."""
