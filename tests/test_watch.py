@@ -214,8 +214,15 @@ def test_time_in_which_the_process_was_stopped_is_nobodys_wait(monkeypatch: pyte
             hvd.barrier(name="the end")
         else:
             handle = hvd.barrier_async(name="the end")
-            number = here.watch.begin(Wait(lambda: "the wait", (0, 1), failures.append))
-            entered.set()
+            begin = here.watch.begin
+            number = begin(Wait(lambda: "the wait", (0, 1), failures.append))
+
+            def begin_and_tell(wait: Wait) -> int:
+                watched = begin(wait)
+                entered.set()  # no earlier: a wait that is not watched yet would have begun before the stop
+                return watched
+
+            here.watch.begin = begin_and_tell  # type: ignore[method-assign]
             handle.wait()
             here.watch.end(number)
 
