@@ -18,6 +18,7 @@ from hvdlite.errors import HvdliteError, MismatchError
 from hvdlite.launch import cli
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
+from hvdlite.watchdog import stall_report
 from hvdlite.watchdog.stall_report import Answer, reporter, stack_of
 from hvdlite.watchdog.watchdog import Wait, Watchdog
 from tests.jobs import PROGRAMS, Start
@@ -309,3 +310,10 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     mine: Watchdog | None = None
     monkeypatch.setattr(Watchdog, "_check_launches", note)
     on_ranks(2, lambda: work() if hvd.rank() == 0 else None, timeout=60)
+
+
+def test_the_files_that_nothing_interrupts_are_known() -> None:
+    """Where a thread may be inside of MPI while there is a watchdog: in the files whose classes call a communicator."""
+    comm = Path(hvd.__file__).parent / "comm"
+    blocking = [path for path in comm.glob("*.py") if re.search(r"\bself\._?comm\.[A-Z]\w+\(", path.read_text())]
+    assert {*map(str, blocking), str(comm / "local.py")} == set(stall_report._MESSAGES)

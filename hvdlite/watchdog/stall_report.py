@@ -13,7 +13,7 @@ from hvdlite.errors import ranks_text
 _OUTER_FRAMES, _INNER_FRAMES = 4, 12
 """Calls shown of a deep stack: where the program is on the outside, and where it is stuck on the inside."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MESSAGES = tuple(os.path.join(_PACKAGE, "comm", name) for name in ("mpi.py", "local.py"))
+_MESSAGES = tuple(os.path.join(_PACKAGE, "comm", name) for name in ("mpi.py", "mpi_collectives.py", "local.py"))
 _STARTERS = ("<frozen runpy>", f"{os.sep}runpy.py")
 
 
