@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hvdlite.comm.mpi_start import start_mpi
 from hvdlite.errors import CommunicationError
 from tests.jobs import PROGRAMS, Start
 
 
 def test_an_error_of_mpi_is_a_communication_error() -> None:
+    start_mpi()  # which leaves no file in /dev/shm; the following imports would
     from mpi4py import MPI
 
     from hvdlite.comm.mpi import MpiTransport

@@ -1,4 +1,4 @@
-"""MPI's errors as ours, in one place: everything that calls MPI for the core is wrapped here."""
+"""MPI's errors as ours, in one place: what the classes that call MPI for the core are wrapped in."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ Needs = tuple[Need, ...]
 Post = Callable[[int, str, object], None]
 """Sends a message: to whom, its kind, and what it says."""
 Blockers = Mapping[Need, Collection[int]]
-"""The ranks that lack what is needed."""
+"""The ranks that lack what is needed; none lacks what it needs itself."""
 
 
 class DeadlockDetector:
@@ -128,13 +128,12 @@ class _Round:
         self.stuck = dict(stuck)
         self.questions = questions
         self.answers: dict[int, list[bool]] = {}
-        self.looks = 0
+        self._looks = 0
 
-    @property
-    def is_over(self) -> bool:
-        """All ranks that are still in their states have answered, or it has lasted too long."""
-        self.looks += 1
-        return self.looks > _ROUND_LOOKS or all(
+    def look(self) -> bool:
+        """Look again. Returns whether it is over: all that are still in their states have answered, or it has lasted long."""
+        self._looks += 1
+        return self._looks > _ROUND_LOOKS or all(
             rank in self.answers for rank, asked in self.questions.items() if asked and rank in self.stuck
         )
 
@@ -177,7 +176,7 @@ class _Search:
     def look(self) -> None:
         """Judge the answers, or ask."""
         if self._round is not None:
-            if not self._round.is_over:
+            if not self._round.look():
                 return
             self._tell(self._round)
             self._round = None
@@ -208,13 +207,12 @@ class _Search:
         if not stuck:
             return
         circle = _circle(stuck, blockers)
+        about = _text({member: stuck[member][1] for member in circle})
         for rank, (number, needs) in stuck.items():
             if self._told.get(rank) != number:
                 self._told[rank] = number
-                text = _text({member: stuck[member][1] for member in circle})
-                if rank not in circle:
-                    text += f"\nSo rank {rank} cannot go on either, which waits for {_words(needs)}."
-                self._post(rank, "deadlock", (number, text))
+                so = "" if rank in circle else f"\nSo rank {rank} cannot go on either, which waits for {_words(needs)}."
+                self._post(rank, "deadlock", (number, about + so))
 
 
 def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> dict[int, tuple[int, Needs]]:
@@ -224,7 +222,7 @@ def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> d
         free = [
             rank
             for rank, (_, needs) in left.items()
-            if any(not any(other in left and other != rank for other in blockers.get(need, ())) for need in needs)
+            if any(left.keys().isdisjoint(blockers.get(need, ())) for need in needs)
         ]
         if not free:
             return left
@@ -235,7 +233,7 @@ def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> d
 def _circle(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> list[int]:
     """A shortest circle of deadlocked ranks each of which waits for the next one."""
     next_of = {
-        rank: sorted({other for need in needs for other in blockers[need] if other in stuck and other != rank})
+        rank: sorted({other for need in needs for other in blockers[need] if other in stuck})
         for rank, (_, needs) in stuck.items()
     }
     shortest: list[int] = []
