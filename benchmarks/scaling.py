@@ -37,6 +37,7 @@ from hvdlite.negotiation.messages import Key
 from hvdlite.operations import Signature
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
 from hvdlite.timeline import Timeline
+from hvdlite.topology import Members
 from hvdlite.watchdog.watchdog import Watchdog
 
 RANKS = (2, 8, 64, 256, 1024)
@@ -154,11 +155,15 @@ def _reducer(transport: LocalTransport, tensors: int) -> Reducer:
     def end_job(text: str) -> None:
         transport.fabric.abort(transport.rank, HvdliteError(text))
 
-    ranks = range(transport.size)
-    collectives = HierarchicalCollectives(transport.duplicate(), ranks, PointToPointCollectives, shared_memory=False)
+    members = Members(0, tuple(range(transport.size)))
+    collectives = HierarchicalCollectives(
+        transport.duplicate(), members.ranks, PointToPointCollectives, shared_memory=False
+    )
     watch = Watchdog(transport.subgroup([transport.rank]), Config(), end_job)
     infos = [TensorInfo("float32", (_ELEMENTS,))] * tensors
-    return Reducer(infos, collectives, ReduceOp.AVERAGE, Plan(), ranks, watch, Timeline(transport.rank, transport.size))
+    return Reducer(
+        infos, collectives, ReduceOp.AVERAGE, Plan(), members, watch, Timeline(transport.rank, transport.size)
+    )
 
 
 def gradients(ranks: int, tensors: int) -> Sent:

@@ -327,6 +327,31 @@ def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
     return process_set
 
 
+def new_group(ranks: Iterable[int]) -> ProcessSet:
+    """Make a process set that is in effect at once, beside others of the same ranks. Every rank of the job calls this.
+
+    Operations of different groups never meet, even if they have equal names and equal ranks: a library can have a group of its
+    own. (`add_process_set` refuses a second set of equal ranks, as Horovod does.)
+
+    Args:
+        ranks: World ranks, in any order, each once; the same on every rank of the job. Ranks that are not among them call this
+            as well.
+
+    Returns:
+        The set, for the argument `process_set` of operations and optimizers, and for `remove_process_set`.
+
+    Raises:
+        ArgumentError: A rank is unknown or repeated.
+        MismatchError: The ranks of the job asked for different groups.
+    """
+    here = world("new_group()")
+    if isinstance(ranks, ProcessSet):
+        ranks = ranks.ranks
+    if hasattr(ranks, "Get_group"):
+        raise ArgumentError("new_group(communicator): expected world ranks; add_process_set() takes a communicator.")
+    return here.new_group(ranks)
+
+
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Take a process set out of effect. Every rank of the job calls this.
 
@@ -369,7 +394,7 @@ def join(process_set: ProcessSet | None = None) -> int:
             joined and other ranks have not.
         PeerLeftError: A rank has left the job without joining.
     """
-    return world("join()").join(process_set)
+    return world("join()").group(process_set).join()
 
 
 # Operations: each is written once, as a function that prepares a call, and made into its two forms.

@@ -22,7 +22,8 @@ class ProcessSet:
             its place in this order.
         ranks: They as a list, as Horovod has them.
         communicator: The communicator given, if one was.
-        process_set_id: 0 for the set of all ranks; None until the set is added, and again after it is removed.
+        process_set_id: 0 for the set of all ranks; None until the set is added, and again after it is removed or the job has
+            ended. No two sets of a job have the same number, and none has that of an earlier one.
 
     Raises:
         ArgumentError: There is no rank, or one twice, or something that is no rank.
@@ -54,7 +55,7 @@ class ProcessSet:
             raise ArgumentError("ProcessSet([]): expected at least one rank.")
 
     def bind(self, process_set_id: int | None, world_rank: int | None) -> None:
-        """World only: the set was added, on rank `world_rank`, or removed (None)."""
+        """World only: the set is in effect under a number, on rank `world_rank`; or in effect no more (None, None)."""
         self.process_set_id = process_set_id
         self._world_rank = world_rank
 

@@ -1,9 +1,27 @@
-"""Where the ranks live: which share a host, and who stands at the same place on other hosts."""
+"""Which ranks there are: the members of a group, which ranks share a host, and who stands at the same place on other hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Members(NamedTuple):
+    """The ranks of a group, and what tells the group apart from another one of equal ranks.
+
+    Attributes:
+        id: The number of the group, the same on all its ranks and never used twice in a job: 0 for all ranks of the job.
+        ranks: The world ranks, ascending.
+    """
+
+    id: int
+    ranks: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)

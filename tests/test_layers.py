@@ -19,13 +19,13 @@ FLOORS = {
     # The lowest first. Rooms of one floor do not import each other.
     "hvdlite": (
         {"errors", "guide", "topology"},
-        {"config", "process_set", "launcher_link"},
-        {"protocols", "launch"},
-        {"algorithms", "tensors", "timeline", "watchdog"},
+        {"config", "process_set", "launcher_link", "protocols"},
+        {"launch", "algorithms", "tensors", "timeline", "watchdog"},
         {"gpu", "cli"},
         {"comm", "__main__"},
         {"operations"},
         {"negotiation", "gradients"},
+        {"group"},
         {"world"},
         {"api"},
         {"__init__", "adapter", "testing"},

@@ -29,7 +29,7 @@ def large(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make() -> Any:
     here = world()
-    return here.reducer(INFOS, hvdlite.Average, None, here.plan()._replace(lend=ROOMS))
+    return here.group().reducers.make(INFOS, hvdlite.Average, here.group().reducers.plan._replace(lend=ROOMS))
 
 
 def exchange(reducer: Any, step: int) -> list[Any]:

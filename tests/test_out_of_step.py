@@ -23,7 +23,7 @@ LARGE = 100_000
 
 
 def reducer() -> Any:
-    return world().reducer([TensorInfo("float32", (LARGE,))])
+    return world().group().reducers.make([TensorInfo("float32", (LARGE,))])
 
 
 def fail_in(collectives: Any, name: str, error: BaseException) -> None:

@@ -78,7 +78,7 @@ def test_an_exchange_is_a_weighted_average(
     values = [[seed.normal(size=math.prod(info.shape)) for info in infos] for _ in range(size)]
 
     def exchange() -> tuple[list[bool], list[np.ndarray]]:
-        reducer = world().reducer(infos)
+        reducer = world().group().reducers.make(infos)
         for index, info in enumerate(infos):
             # what a rank does not use is garbage from before, and must not count
             mine = values[hvd.rank()][index]
@@ -97,6 +97,6 @@ def test_an_exchange_is_a_weighted_average(
 def test_integers_have_no_gradients() -> None:
     def check() -> None:
         with pytest.raises(UnsupportedTensorError, match="int32"):
-            world().reducer([TensorInfo("int32", (1,))])
+            world().group().reducers.make([TensorInfo("int32", (1,))])
 
     on_ranks(1, check)

@@ -31,7 +31,7 @@ def test_nor_does_one_in_a_whole_world(shared_memory: bool) -> None:
         return int(world()._transport.fabric.traffic(hvd.rank()).letters)  # type: ignore[attr-defined]
 
     def check() -> None:
-        reducer = world().reducer([TensorInfo("float32", (3,))] * 5)
+        reducer = world().group().reducers.make([TensorInfo("float32", (3,))] * 5)
         reducer.exchange([True] * 5)  # all ranks are through with their agreement on the reducer
         before = letters()
         for _ in range(5):

@@ -19,6 +19,7 @@ from hvdlite.config import Config
 from hvdlite.errors import HvdliteError, MismatchError
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
+from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 
 FAST = Config(deadlock_time_seconds=0.3)
@@ -35,7 +36,7 @@ def standoff(size: int, check: Callable[[], None]) -> str:
 @pytest.mark.parametrize("what", ["an operation", "join"])
 def test_a_gradient_exchange_and_another_wait(size: int, what: str) -> None:
     def check() -> None:
-        reducer = world().reducer([TensorInfo("float32", (4,))])
+        reducer = world().group().reducers.make([TensorInfo("float32", (4,))])
         reducer.exchange([True])
         try:
             if hvd.rank() == 0:
@@ -87,7 +88,8 @@ def test_a_circle_over_process_sets(size: int) -> None:
 
 
 def test_a_rank_that_waits_for_a_pair_is_told_too() -> None:
-    needs = [Need((0, 1), "a", 1, "'a'"), Need((0, 1, 2), None, 1, "gradients"), Need((1, 2), "b", 1, "'b'")]
+    some, everybody, others = Members(1, (0, 1)), Members(0, (0, 1, 2)), Members(2, (1, 2))
+    needs = [Need(some, "a", 1, "'a'"), Need(everybody, None, 1, "gradients"), Need(others, "b", 1, "'b'")]
     messages: dict[int, deque[Any]] = {rank: deque() for rank in range(3)}
 
     def detector(rank: int) -> DeadlockDetector:
@@ -141,7 +143,7 @@ def test_what_is_in_flight_is_no_standoff() -> None:
     """Rank 0 waits for rank 1 and rank 1 for rank 0, which has done its part; a third is late."""
 
     def check() -> None:
-        reducer = world().reducer([TensorInfo("float32", (4,))])
+        reducer = world().group().reducers.make([TensorInfo("float32", (4,))])
         if hvd.rank() == 0:
             handle = hvd.allreduce_async(np.ones(3), hvd.Sum, "loss")
             reducer.exchange([True])
@@ -160,7 +162,7 @@ def test_what_a_known_thread_will_do_is_no_standoff() -> None:
 
     def check() -> None:
         here = world()
-        reducer = here.reducer([TensorInfo("float32", (4,))])
+        reducer = here.group().reducers.make([TensorInfo("float32", (4,))])
         if hvd.rank() == 0:
             thread = threading.Thread(target=submit_later, args=(here,))
             thread.start()
@@ -191,7 +193,7 @@ def test_ranks_that_wait_for_a_late_one_are_left_alone() -> None:
 
     def check() -> None:
         left, right = hvd.add_process_set([0, 2]), hvd.add_process_set([1, 2])
-        reducer = world().reducer([TensorInfo("float32", (4,))])
+        reducer = world().group().reducers.make([TensorInfo("float32", (4,))])
         if hvd.rank() < 2:
             hvd.barrier("a", process_set=left if hvd.rank() == 0 else right)
         else:
@@ -211,16 +213,14 @@ def test_ranks_that_wait_for_a_late_one_are_left_alone() -> None:
 class Rank:
     """A rank whose program is a list of groups, to be met in by turns. It may announce meetings before it waits for them."""
 
-    def __init__(
-        self, rank: int, program: list[tuple[int, ...]], letters: dict[int, deque[Any]], draw: random.Random
-    ) -> None:
+    def __init__(self, rank: int, program: list[Members], letters: dict[int, deque[Any]], draw: random.Random) -> None:
         self.rank, self.program, self.position, self.draw = rank, program, -1, draw
-        self.announced: Counter[tuple[int, ...]] = Counter()
+        self.announced: Counter[Members] = Counter()
         self.standoff = DeadlockDetector(rank, lambda dest, *letter: letters[dest].append((rank, *letter)), self.lacks)
         self.go_on()
 
     def lacks(self, need: Need) -> bool:
-        return self.announced[need.ranks] < need.number
+        return self.announced[need.members] < need.number
 
     def needs(self) -> Needs:
         if self.position == len(self.program):
@@ -238,16 +238,16 @@ class Rank:
         self.position += 1
         self.announce()
         for need in self.needs():
-            self.announced[need.ranks] = max(self.announced[need.ranks], need.number)
+            self.announced[need.members] = max(self.announced[need.members], need.number)
 
 
 @given(st.integers(2, 5), st.data(), st.integers(0, 2**32))
 def test_all_ranks_are_told_that_wait_in_a_circle_and_no_others(size: int, data: st.DataObject, seed: int) -> None:
     draw = random.Random(seed)
-    groups = data.draw(
-        st.lists(st.sets(st.integers(0, size - 1), min_size=2).map(lambda ranks: tuple(sorted(ranks))), max_size=6)
-    )
-    programs = [[group for group in groups if rank in group] for rank in range(size)]
+    some_ranks = st.sets(st.integers(0, size - 1), min_size=2).map(lambda ranks: tuple(sorted(ranks)))
+    drawn = data.draw(st.lists(st.tuples(st.integers(0, 1), some_ranks), max_size=6))  # two groups may have equal ranks
+    groups = [Members(drawn.index(each), each[1]) for each in drawn]
+    programs = [[group for group in groups if rank in group.ranks] for rank in range(size)]
     if data.draw(st.booleans()):  # an error in one of them
         draw.shuffle(programs[data.draw(st.integers(0, size - 1))])
     letters: dict[int, deque[Any]] = {rank: deque() for rank in range(size)}
@@ -256,7 +256,7 @@ def test_all_ranks_are_told_that_wait_in_a_circle_and_no_others(size: int, data:
     def go_on(rank: Rank) -> bool:
         """Let a rank see that what it waits for is there, if it is."""
         for need in rank.needs():
-            if all(not ranks[each].lacks(need) for each in need.ranks):
+            if all(not ranks[each].lacks(need) for each in need.members.ranks):
                 rank.go_on()
                 return True
         return False
@@ -293,9 +293,9 @@ def test_all_ranks_are_told_that_wait_in_a_circle_and_no_others(size: int, data:
             rank
             for rank in deadlocked
             if not any(
-                ranks[other].lacks(need) and ranks[other].needs()[0].ranks != need.ranks
+                ranks[other].lacks(need) and ranks[other].needs()[0].members != need.members
                 for need in ranks[rank].needs()
-                for other in deadlocked & set(need.ranks)
+                for other in deadlocked & set(need.members.ranks)
             )
         }
         if not helped:

@@ -18,9 +18,11 @@ from hvdlite.errors import HvdliteError, MismatchError
 from hvdlite.launch import cli
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
+from hvdlite.topology import Members
 from hvdlite.watchdog import stall_report
 from hvdlite.watchdog.stall_report import Answer, reporter, stack_of
-from hvdlite.watchdog.watchdog import Wait, Watchdog
+from hvdlite.watchdog.waits import Wait
+from hvdlite.watchdog.watchdog import Watchdog
 from tests.jobs import PROGRAMS, Start
 
 
@@ -60,7 +62,7 @@ def test_past_the_second_limit_the_job_ends_with_the_report(what: str) -> None:
     over = threading.Event()
 
     def stall() -> None:
-        reducer = world().reducer([TensorInfo("float32", (4,))])
+        reducer = world().group().reducers.make([TensorInfo("float32", (4,))])
         if what == "inside of an operation":
             engine = world().engine()
             if hvd.rank() == 1:  # has agreed to the operation, and is stuck in its part of it
@@ -95,7 +97,7 @@ def test_past_the_second_limit_the_job_ends_with_the_report(what: str) -> None:
 
 def test_a_peer_that_has_left_ends_a_gradient_exchange() -> None:
     def leave() -> None:
-        reducer = world().reducer([TensorInfo("float32", (4,))])
+        reducer = world().group().reducers.make([TensorInfo("float32", (4,))])
         if hvd.rank() == 0:
             reducer.exchange([True])
 
@@ -216,7 +218,7 @@ def test_time_in_which_the_process_was_stopped_is_nobodys_wait(monkeypatch: pyte
         else:
             handle = hvd.barrier_async(name="the end")
             begin = here.watch.begin
-            number = begin(Wait(lambda: "the wait", (0, 1), failures.append))
+            number = begin(Wait(lambda: "the wait", Members(0, (0, 1)), failures.append))
 
             def begin_and_tell(wait: Wait) -> int:
                 watched = begin(wait)
@@ -287,10 +289,10 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
             return "something"
 
     looked = threading.Semaphore(0)
-    check_launches = Watchdog._check_launches
+    look = Watchdog._look
 
-    def note(watch: Watchdog) -> None:
-        check_launches(watch)
+    def note(watch: Watchdog, now: float) -> None:
+        look(watch, now)
         if watch is mine:
             looked.release()
 
@@ -299,8 +301,8 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         mine = world().watch
         holder = Holder()
         gone = weakref.ref(holder)
-        with mine.exchanging(holder, (0, 1), remember=False):
-            for _ in range(2):  # the second one begins when the first is over
+        with mine.exchanging(holder, world().group().members, remember=False):
+            for _ in range(2):  # the second look has begun meanwhile
                 assert looked.acquire(timeout=20)
         del holder
         for _ in range(2):
@@ -308,7 +310,7 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         assert gone() is None
 
     mine: Watchdog | None = None
-    monkeypatch.setattr(Watchdog, "_check_launches", note)
+    monkeypatch.setattr(Watchdog, "_look", note)
     on_ranks(2, lambda: work() if hvd.rank() == 0 else None, timeout=60)
 
 

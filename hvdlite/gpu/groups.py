@@ -13,6 +13,7 @@ from hvdlite.gpu.nccl import load
 from hvdlite.gpu.setup import FindDevice, Load, connect
 from hvdlite.protocols import Device
 from hvdlite.tensors.device_registry import find_device
+from hvdlite.topology import Members
 
 
 class ClosableHostPlane(HostPlane, Protocol):
@@ -21,10 +22,8 @@ class ClosableHostPlane(HostPlane, Protocol):
     def close(self) -> None: ...
 
 
-class Register(Protocol):
-    """Enters collectives in the watchdog. Returns what takes them out: `hvdlite.watchdog.watchdog.Watchdog.launches_on`."""
-
-    def __call__(self, ranks: Sequence[int], launches: DeviceCollectives, /) -> Callable[[], None]: ...
+Register = Callable[[Members, DeviceCollectives], Callable[[], None]]
+"""Enters collectives in the watchdog (its `launches_on`). Returns a function that takes them out."""
 
 
 class Devices:
@@ -46,7 +45,7 @@ class Devices:
         self.find: FindDevice = find_device
         self._chosen: dict[str, Device] = {}
         self._open: list[DeviceCollectives] = []
-        self._shared: dict[tuple[tuple[int, ...], str], DeviceCollectives] = {}
+        self._shared: dict[tuple[int, str], DeviceCollectives] = {}
 
     def choose(self, device: Device) -> None:
         """This rank works on `device`, and on no other of its kind.
@@ -67,20 +66,20 @@ class Devices:
             )
 
     def connect(
-        self, host: ClosableHostPlane, ranks: Sequence[int], kind: str, device: Device | None, owned: bool = True
+        self, host: ClosableHostPlane, members: Members, kind: str, device: Device | None, owned: bool = True
     ) -> DeviceCollectives:
         """New collectives of a group. All its ranks call this, at the same point of their sequence.
 
         Args:
-            host: The group.
-            ranks: Its ranks in the job.
+            host: The group's collectives on host memory.
+            members: The group's ranks.
             kind, device: As for `hvdlite.gpu.setup.connect`.
             owned: `host` is closed with them.
 
         Raises:
             DeviceError, NcclError: As there; on all ranks alike.
         """
-        hosts = [self._hosts[rank] for rank in ranks]
+        hosts = [self._hosts[rank] for rank in members.ranks]
         device = device or self._chosen.get(kind)
         try:
             device, made = connect(host, hosts, kind, device, self._config, self.load, self.find)
@@ -89,7 +88,7 @@ class Devices:
                 host.close()
             raise
         self._chosen.setdefault(kind, device)
-        forget = self._register(ranks, made)
+        forget = self._register(members, made)
 
         def close() -> None:
             forget()
@@ -101,18 +100,16 @@ class Devices:
         self._open.append(made)
         return made
 
-    def shared(
-        self, host: ClosableHostPlane, ranks: tuple[int, ...], kind: str, device: Device | None
-    ) -> DeviceCollectives:
+    def shared(self, host: ClosableHostPlane, members: Members, kind: str, device: Device | None) -> DeviceCollectives:
         """The collectives of a group for named operations, which run one after the other. As `connect`."""
-        found = self._shared.get((ranks, kind))
+        found = self._shared.get((members.id, kind))
         if found is None:
-            found = self._shared[ranks, kind] = self.connect(host, ranks, kind, device, owned=False)
+            found = self._shared[members.id, kind] = self.connect(host, members, kind, device, owned=False)
         return found
 
-    def forget(self, ranks: tuple[int, ...]) -> None:
-        """Close what `shared` made for these ranks. All of them do this."""
-        for key in [key for key in self._shared if key[0] == ranks]:
+    def forget(self, members: Members) -> None:
+        """Close what `shared` made for a group. All its ranks do this."""
+        for key in [key for key in self._shared if key[0] == members.id]:
             self._shared.pop(key).close()
 
     def close(self) -> None:
@@ -128,11 +125,11 @@ class DeviceGroup:
 
     Args:
         devices: This rank's.
-        ranks: The group's ranks in the job.
+        members: The group's ranks.
     """
 
-    def __init__(self, devices: Devices, ranks: Sequence[int]) -> None:
-        self._devices, self._ranks = devices, tuple(ranks)
+    def __init__(self, devices: Devices, members: Members) -> None:
+        self._devices, self._members = devices, members
 
     def choose(self, device: Device) -> None:
         """See `Devices.choose`."""
@@ -140,8 +137,8 @@ class DeviceGroup:
 
     def shared(self, host: ClosableHostPlane, kind: str, device: Device | None) -> DeviceCollectives:
         """See `Devices.shared`."""
-        return self._devices.shared(host, self._ranks, kind, device)
+        return self._devices.shared(host, self._members, kind, device)
 
     def close(self) -> None:
         """See `Devices.forget`."""
-        self._devices.forget(self._ranks)
+        self._devices.forget(self._members)

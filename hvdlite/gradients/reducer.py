@@ -15,6 +15,7 @@ from hvdlite.gradients.bucket import Bucket
 from hvdlite.gradients.header import Header, HeaderSum
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.timeline import BucketRecord, Row, Timeline
+from hvdlite.topology import Members
 from hvdlite.watchdog.watchdog import Watchdog
 
 _CLOSE_SECONDS = 1.0
@@ -51,7 +52,7 @@ class Reducer:
         collectives: For this reducer alone.
         op: SUM or AVERAGE.
         plan: How to exchange. With several buckets, results are kept apart from gradients (see `hvdlite.gradients.overlap`).
-        ranks: The world ranks that take part, for messages.
+        members: The ranks that take part.
         watch: Is told while an exchange lasts.
         timeline: Is told of every exchange.
 
@@ -73,21 +74,21 @@ class Reducer:
         collectives: HierarchicalCollectives,
         op: ReduceOp,
         plan: Plan,
-        ranks: Sequence[int],
+        members: Members,
         watch: Watchdog,
         timeline: Timeline,
     ) -> None:
         check_combinable(op)
         self._collectives = collectives
         self._average = op is ReduceOp.AVERAGE
-        self._ranks = ranks
+        self._members = members
         self._watch = watch
         self.timeline = timeline
         self._busy = threading.Lock()
-        channel = watch.new_channel(ranks)
-        self._link = watch.link(ranks, channel, collectives.layers.host.stop)
-        self._watching = watch.exchanging(self._name, ranks, channel=channel, link=self._link)
-        self.waiting = watch.exchanging(self._name, ranks, remember=False, channel=channel, link=self._link)
+        channel = watch.new_channel(members)
+        self._link = watch.link(members, channel, collectives.layers.host.stop)
+        self._watching = watch.exchanging(self._name, members, channel=channel, link=self._link)
+        self.waiting = watch.exchanging(self._name, members, remember=False, channel=channel, link=self._link)
         self._steps = 1
         self._count = len(infos)
         self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
@@ -230,7 +231,7 @@ class Reducer:
         """The sum of a number over all ranks, in step with the exchanges."""
         total = np.array([value], np.float64)
         if not self.alone:
-            with self._watch.exchanging(lambda: f"a sum in step {self._steps - 1}", self._ranks, link=self._link):
+            with self._watch.exchanging(lambda: f"a sum in step {self._steps - 1}", self._members, link=self._link):
                 self._collectives.allreduce(total, ReduceOp.SUM)
         return float(total[0])
 
@@ -275,7 +276,7 @@ class Reducer:
         """One bucket's share of an exchange. All ranks go through the buckets in order."""
         bucket, record = self.buckets[number], None
         if self.timeline.on:
-            record = BucketRecord(self.timeline, f"bucket {number}", self._steps, bucket.nbytes, self._ranks)
+            record = BucketRecord(self.timeline, f"bucket {number}", self._steps, bucket.nbytes, self._members.ranks)
         with self._busy, self._watching, np.errstate(all="ignore"):
             told = bucket.exchange(used, said, record)
         if record is not None:

@@ -20,6 +20,7 @@ from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.segments import Memory
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.timeline import Timeline
+from hvdlite.topology import Members
 from hvdlite.watchdog.watchdog import Watchdog
 
 
@@ -87,7 +88,7 @@ class ShardedReducer(Reducer):
     """See the module.
 
     Args:
-        infos, collectives, op, plan, ranks, watch: As for `Reducer`, with one bucket.
+        infos, collectives, op, plan, members, watch, timeline: As for `Reducer`, with one bucket.
         whole: Never cut a tensor between ranks.
 
     Attributes:
@@ -100,13 +101,13 @@ class ShardedReducer(Reducer):
         collectives: HierarchicalCollectives,
         op: ReduceOp,
         plan: Plan,
-        ranks: Sequence[int],
+        members: Members,
         watch: Watchdog,
         timeline: Timeline,
         whole: bool,
     ) -> None:
         self._whole = whole
-        super().__init__(infos, collectives, op, plan, ranks, watch, timeline)
+        super().__init__(infos, collectives, op, plan, members, watch, timeline)
         bucket = self._bucket
         self.pieces: list[Piece] = []
         self._parameters: list[Array] = []
@@ -134,12 +135,14 @@ class ShardedReducer(Reducer):
 
     def meet(self) -> None:
         """Return when all ranks of the host are here: what they wrote to parameters is there."""
-        with self._watch.exchanging(lambda: f"the end of step {self._steps - 1}", self._ranks, link=self._link):
+        with self._watch.exchanging(lambda: f"the end of step {self._steps - 1}", self._members, link=self._link):
             self._bucket.host.meet()
 
     def publish(self) -> None:
         """Every rank has changed its share of the parameters: bring them to all hosts. Afterwards all may read all."""
-        with self._watch.exchanging(lambda: f"the parameters of step {self._steps - 1}", self._ranks, link=self._link):
+        with self._watch.exchanging(
+            lambda: f"the parameters of step {self._steps - 1}", self._members, link=self._link
+        ):
             for memory, parameters in zip(self._bucket.memories, self._parameters, strict=True):
                 self._bucket.publish(memory, parameters)
             self._bucket.host.meet()

@@ -25,9 +25,11 @@ from hvdlite.negotiation.mismatch import name_of
 from hvdlite.operations import SHARED_BUCKETS, Join, Operation, Signature, describe, stand_in
 from hvdlite.protocols import Transport
 from hvdlite.timeline import Row, RunRecord, Timeline
+from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import Need
 from hvdlite.watchdog.threads import Threads
-from hvdlite.watchdog.watchdog import Wait, Watchdog
+from hvdlite.watchdog.waits import Wait
+from hvdlite.watchdog.watchdog import Watchdog
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ class Engine:
     Args:
         transport: Carries the controller's letters.
         collectives: Run the operations; nobody else may use them.
-        ranks: The world ranks of the group, for messages.
+        members: The ranks of the group.
         watch: Is told of waits that last.
         config: Fusion threshold and time limits.
         timeline: Is told of every operation.
@@ -57,14 +59,14 @@ class Engine:
         self,
         transport: Transport,
         collectives: HierarchicalCollectives,
-        ranks: Sequence[int],
+        members: Members,
         watch: Watchdog,
         config: Config,
         timeline: Timeline,
     ) -> None:
         self._transport = transport
         self._collectives = collectives
-        self._ranks = ranks
+        self._members = members
         self._watch = watch
         self._config = config
         self._timeline = timeline
@@ -90,13 +92,13 @@ class Engine:
         self._wake = threading.Event()
         self._followed = 0  # plans that are carried out
         self._running: Key = 0
-        self._link = watch.link(ranks, 0, self._interrupt)
+        self._link = watch.link(members, 0, self._interrupt)
         self._watching = watch.exchanging(
-            lambda: f"its part of {self._describe(self._running)}", ranks, remember=False, link=self._link
+            lambda: f"its part of {self._describe(self._running)}", members, remember=False, link=self._link
         )
         # Set by the world: makes shared buckets where this rank has joined.
         self.make_late: Callable[[Signature], Operation]
-        watch.lacks[tuple(ranks)] = self._lacks
+        watch.lacks[members.id] = self._lacks
 
     def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle[Any]:
         """Put an operation in flight.
@@ -251,7 +253,7 @@ class Engine:
                         time.sleep(min(_LONGEST_NAP, max(_FIRST_NAP, waited / 20)))
                         if watched is None and waited > _WATCH_AFTER:
                             what, need = partial(self._describe, handle.key), partial(self._need, handle.key)
-                            wait = Wait(what, self._ranks, self._link.fail, started, need=need, link=self._link)
+                            wait = Wait(what, self._members, self._link.fail, started, need=need, link=self._link)
                             watched = self._watch.begin(wait)
                     elif spins > 10:
                         os.sched_yield()
@@ -306,7 +308,7 @@ class Engine:
         self.stop()
         if self._thread is not None:
             self._thread.join()
-        del self._watch.lacks[tuple(self._ranks)]
+        del self._watch.lacks[self._members.id]
         if self._collectives.devices is not None:
             self._collectives.devices.close()
         self._collectives.close()
@@ -323,7 +325,7 @@ class Engine:
         followed = self._followed
         if key not in self._in_flight or followed != self._controller.plans:
             return None
-        return Need(tuple(self._ranks), key, followed, self._describe(key))
+        return Need(self._members, key, followed, self._describe(key))
 
     def _lacks(self, key: Key, plans: int) -> bool:
         """Whether this rank has not submitted what another waits for that has followed as many plans."""
@@ -420,7 +422,7 @@ class Engine:
         collectives, run = self._collectives, None
         if self._timeline.on:
             records = [handle.record for _, handle in entries]
-            run = RunRecord(self._timeline, records, self._decided, self._runs, self._ranks)
+            run = RunRecord(self._timeline, records, self._decided, self._runs, self._members.ranks)
             if operations[0].device_kind is None:  # else the host takes no part in the exchange, and all is launching
                 collectives = run.timed(collectives)
         try:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    from hvdlite.process_set import ProcessSet
+from typing import NamedTuple, Protocol
 
 
 class Plan(NamedTuple):
@@ -48,10 +45,6 @@ class Exchange(Protocol):
 
     def release(self) -> None:
         """Release what it holds: all ranks have dropped it. Every rank calls this."""
-        ...
-
-    def belongs_to(self, process_set: ProcessSet | None) -> bool:
-        """Whether the ranks of this set, and no others, exchange here."""
         ...
 
     def stand_in(self) -> None:

@@ -22,6 +22,8 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+from hvdlite.topology import Members
+
 _ROUND_LOOKS = 8
 """How often rank 0 looks for answers before it asks anew: a rank may be stopped, or dead."""
 
@@ -30,24 +32,24 @@ class Need(NamedTuple):
     """What a stuck rank waits for.
 
     Attributes:
-        ranks: The world ranks that must take part, each of them.
+        members: The ranks that must take part, each of them.
         operation: The key of an operation; None for an exchange of gradients.
-        number: Of an operation: the plans that its controller has followed. Of an exchange: its number among those of `ranks`
-            in its channel.
+        number: Of an operation: the plans that its controller has followed. Of an exchange: its number among those of
+            the group's channel.
         text: A description for the error message.
         channel: Of an exchange: which gradients; all ranks exchange those of one channel in the same order.
     """
 
-    ranks: tuple[int, ...]
+    members: Members
     operation: str | int | None
     number: int
     text: str
     channel: int = 0
 
     @property
-    def place(self) -> tuple[tuple[int, ...], bool, int]:
-        """Where a rank waits: in which group of ranks, and whether in an operation there, or in which exchange."""
-        return self.ranks, self.operation is not None, self.channel
+    def place(self) -> tuple[int, bool, int]:
+        """Where a rank waits: in which group, and whether in an operation there, or in which exchange."""
+        return self.members.id, self.operation is not None, self.channel
 
 
 Needs = tuple[Need, ...]
@@ -189,7 +191,7 @@ class _Search:
         may_lack = {}
         for need in {need for _, needs in self._stuck.values() for need in needs}:
             # Who waits at the same place is in the same exchange, or it is their controller's business.
-            there = {rank for rank in need.ranks if rank in self._stuck}
+            there = {rank for rank in need.members.ranks if rank in self._stuck}
             may_lack[need] = {rank for rank in there if all(own.place != need.place for own in self._stuck[rank][1])}
         stuck = _deadlocked(self._stuck, may_lack)
         if stuck:

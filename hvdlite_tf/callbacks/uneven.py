@@ -91,7 +91,7 @@ class UnevenDataCallback(Callback):
             rates = {rank: rates for rank, (made, rates, _) in by_rank.items() if made == steps}
             check_rates(f"after epoch {self._epoch + 1}", rates)
         self._tell_of_rests([rest for *_, rest in told])
-        missed = len({steps for steps, *_ in told}) > 1 or any(world("join()").missed)
+        missed = len({steps for steps, *_ in told}) > 1 or any(world("join()").group(self._process_set).missed)
         if missed:
             build_alike(self.model, self._process_set)
         found = state_of(self.model) if missed else map(plain_variable, self.model.non_trainable_weights)
@@ -102,11 +102,11 @@ class UnevenDataCallback(Callback):
 
     def _tell_of_rests(self, has_rest: Sequence[bool]) -> None:
         """Warn of batches that had been added up for an update which was made without their rank."""
-        here = world("fit()")
+        here = world("fit()").group(self._process_set)
         missed = here.missed or [0] * len(has_rest)
         told = zip(ranks_of(self._process_set), has_rest, missed, strict=True)
         lost = [str(rank) for rank, rest, updates in told if rest and updates]
-        if lost and here.engine(self._process_set).rank == 0:
+        if lost and here.rank == 0:
             warnings.warn(
                 f"hvdlite: rank{'s' * (len(lost) > 1)} {', '.join(lost)} ran out of data between two updates, with "
                 "gradient_accumulation_steps: the batches since the last update do not count. Give each rank a number of "

@@ -3,7 +3,7 @@
 A tape is made anew for each step, and a function may be traced again on one rank only; so the memory belongs to the world, and
 whoever has gradients of the same layout uses the same::
 
-    world.exchanges ─▶ Registry of a process set ─▶ Buckets of a layout ─▶ Reducer ─▶ rooms for results, lent to TensorFlow
+    group.exchanges ─▶ Registry of a process set ─▶ Buckets of a layout ─▶ Reducer ─▶ rooms for results, lent to TensorFlow
 
 TensorFlow has the gradients of a step in memory of its own: the part that this rank sums is read there. The sums are written to
 memory that all ranks of the host share, and that TensorFlow then holds without a copy (see `hvdlite.gradients.bucket`). It
@@ -65,13 +65,16 @@ class Buckets:
         self._infos = infos
         self._op = op
         self._process_set = process_set
-        self._reducer: Reducer = here.shared_reducer(infos, op, process_set, here.plan()._replace(lend=ROOMS))
+        self._group = here.group(process_set)
+        self._reducer: Reducer = self._group.reducers.shared.get(
+            infos, op, self._group.reducers.plan._replace(lend=ROOMS)
+        )
         kernels = [arithmetic(info.dtype, ReduceOp.SUM) for info in infos]
         self._storage = [kernel.storage for kernel in kernels]
         self._dtypes = [tf.dtypes.as_dtype(info.dtype).as_numpy_dtype for info in infos]
         # Halves are widened by torch where it is loaded, which dislikes memory that is read-only: those are copied.
         self._parts = [self._reducer.part_of(index) if kernel.exact else (0, 0) for index, kernel in enumerate(kernels)]
-        here.exchanges.append(self)
+        self._group.exchanges.append(self)
 
     @property
     def last(self) -> Hashable:
@@ -132,10 +135,6 @@ class Buckets:
         shaped: Array = result.view(self._dtypes[index]).reshape(self._infos[index].shape)
         return shaped
 
-    def belongs_to(self, process_set: ProcessSet | None) -> bool:
-        """Whether the ranks of this set, and no others, exchange here."""
-        return self._here.ranks(self._process_set) == self._here.ranks(process_set)
-
     def stand_in(self) -> None:
         """Take part in the exchanges of the others with nothing, until all ranks have joined."""
         stand_in(self._reducer)
@@ -159,8 +158,8 @@ class Buckets:
 
     def close(self) -> None:
         """Release the memory, on every rank. TensorFlow may still hold results."""
-        self._here.exchanges.remove(self)
-        self._here.release(self._reducer)
+        self._group.exchanges.remove(self)
+        self._group.reducers.release(self._reducer)
 
 
 class Registry:
@@ -179,7 +178,8 @@ class Registry:
         self._known: dict[Hashable, tuple[str | None, str]] = {}
         self._advice: dict[Hashable, Advice] = {}
         self._optimizers: weakref.WeakKeyDictionary[Identity, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-        here.exchanges.append(self)
+        self._group = here.group(process_set)
+        self._group.exchanges.append(self)
 
     @classmethod
     def of(cls, here: World, process_set: ProcessSet | None) -> Registry:
@@ -188,9 +188,8 @@ class Registry:
         Raises:
             ArgumentError: The set is not in effect, or this rank is not in it.
         """
-        here.engine(process_set)
-        for exchange in here.exchanges:
-            if isinstance(exchange, cls) and exchange.belongs_to(process_set):
+        for exchange in here.group(process_set).exchanges:
+            if isinstance(exchange, cls):
                 return exchange
         return cls(here, process_set)
 
@@ -253,10 +252,6 @@ class Registry:
         """
         self._optimizers[identity] = weakref.ref(optimizer)
 
-    def belongs_to(self, process_set: ProcessSet | None) -> bool:
-        """Whether the ranks of this set, and no others, exchange here."""
-        return self._here.ranks(self._process_set) == self._here.ranks(process_set)
-
     def stand_in(self) -> None:
         """Nothing: the buckets are in the world's list, too."""
 
@@ -276,9 +271,9 @@ class Registry:
 
     def catch_up(self, last: int) -> None:
         """Take what the ranks have told each other, and the variables of the optimizers, from the rank that joined last."""
-        for infos, op in self._here.late_layouts(self._process_set):
+        for infos, op in list(self._group.reducers.shared.late):
             self._make(infos, op)
-        root = self._here.ranks(self._process_set).index(last)
+        root = self._group.ranks.index(last)
         firsts = {each.first: each.number for each in self._optimizers if each.first is not None}
         known, tables, firsts = hvdlite.broadcast_object(
             (self._known, self._tables, firsts), root, process_set=self._process_set
@@ -290,7 +285,7 @@ class Registry:
         for key, rows in tables.items():
             self._tables.setdefault(key, set()).update(rows)  # exchanges keep these very sets
         # Who has joined has not seen which buckets the others used.
-        for key in sorted(self._buckets, key=lambda key: self._here.exchanges.index(self._buckets[key])):
+        for key in sorted(self._buckets, key=lambda key: self._group.exchanges.index(self._buckets[key])):
             self._buckets[key] = self._buckets.pop(key)
         self._close_oldest()
         found = {identity.number: known() for identity, known in self._optimizers.items()}

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 import hvdlite
-from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.step.amp import share_infinities
@@ -86,10 +85,6 @@ class AdasumExchange:
     def have_same_state(self) -> None:
         """All ranks have been given the same parameters and state. Every rank calls this."""
         self._steps = 0
-
-    def belongs_to(self, process_set: ProcessSet | None) -> bool:
-        """Whether these ranks exchange here."""
-        return self._ranks == world().ranks(process_set)
 
     def stand_in(self) -> None:
         """Nothing: the combination is a named operation, in which who has joined takes part anyway."""

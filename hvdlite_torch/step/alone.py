@@ -19,7 +19,8 @@ def look(world: World) -> None:
     A program whose ranks exchange anything but broadcasts and objects is taken to know what it does.
     """
     here = world.topology
-    if here.rank or here.size == 1 or not world.config.advice or world.exchanges or world.kinds - _SHARES_NO_GRADIENTS:
+    shares = any(group.exchanges for group in world.groups) or world.kinds - _SHARES_NO_GRADIENTS
+    if here.rank or here.size == 1 or not world.config.advice or shares:
         return
     names = sorted({cls.__name__ for cls in _subclasses(torch.optim.Optimizer) if _was_made(cls)})
     if names:

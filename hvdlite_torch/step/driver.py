@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 
 import hvdlite
-from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import Header, HeaderSum
@@ -308,10 +307,6 @@ class SteppingExchange(abc.ABC):
             )
 
     # This rank has run out of data, and others have not (`hvdlite.join`)
-
-    def belongs_to(self, process_set: ProcessSet | None) -> bool:
-        """Whether these ranks exchange here."""
-        return self._world.ranks(self.process_set) == self._world.ranks(process_set)
 
     def stand_in(self) -> None:
         """Take part in the exchanges of the others with nothing, until all ranks have joined."""

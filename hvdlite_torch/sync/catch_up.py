@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 
-from hvdlite import ProcessSet
-from hvdlite.api import world
 from hvdlite_torch.ops.broadcast import broadcast_
 from hvdlite_torch.step.wrapped import Exchange
 from hvdlite_torch.training.state import broadcast_optimizer_state
@@ -38,11 +36,6 @@ class StandIn:
     def release(self) -> None:
         """Release what the optimizer held. Every rank calls this."""
         self._lease.release()
-
-    def belongs_to(self, process_set: ProcessSet | None) -> bool:
-        """Whether the ranks of this set, and no others, exchange here."""
-        here = world("join()")
-        return here.ranks(self._process_set) == here.ranks(process_set)
 
     def stand_in(self) -> None:
         """Take part in the others' steps until all ranks have joined."""

@@ -77,8 +77,8 @@ class DeviceExchange(SteppingExchange):
             cast_of(options.codec)
         parameters = self._trainable()
         self._device, self._place = device_of(parameters), parameters[0].device
-        self._world.release_dropped(self.process_set)
-        self._collectives = self._world.device_collectives(self.process_set, self._device)
+        self._world.group(self.process_set).release_dropped()
+        self._collectives = self._world.group(self.process_set).device_collectives(self._device)
         self.lease.close = self._collectives.close
         self._alone = self._collectives.size == 1 and SPARE_ONE_RANK
         self._average = options.op is hvdlite.Average
@@ -87,7 +87,9 @@ class DeviceExchange(SteppingExchange):
         self._buckets: list[DeviceBucket] = []
         self._divisor = 0.0
         self._watching = self._world.watch.exchanging(
-            lambda: "what the other ranks say with their gradients", self._world.ranks(self.process_set), remember=False
+            lambda: "what the other ranks say with their gradients",
+            self._world.group(self.process_set).members,
+            remember=False,
         )
         self._prepare(parameters)
 
@@ -267,7 +269,7 @@ class DeviceExchange(SteppingExchange):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        self._world.engine(self.process_set)  # raises if the set has been removed
+        self._world.group(self.process_set)  # raises if the set has been removed
         if self._alone:
             self._exchange_alone()
             return
@@ -499,7 +501,7 @@ class DeviceExchange(SteppingExchange):
                 there[index] = somewhere
         if told[-1].joined == self._collectives.size:
             return None
-        self._world.stood_in += 1
+        self._world.group(self.process_set).stood_in += 1
         return there
 
 

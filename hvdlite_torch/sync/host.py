@@ -41,7 +41,7 @@ class GradientExchange(SteppingExchange):
         self._reducer: Reducer | None = None
         self._overlap: Overlap | None = None
         self._slots: list[Slot] = []
-        self._world.release_dropped(self.process_set)
+        self._world.group(self.process_set).release_dropped()
         self._planner: Planner
         self.missed = False
         if self._world.config.keep_memory:
@@ -51,7 +51,9 @@ class GradientExchange(SteppingExchange):
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
         """Exchange the dense gradients of these parameters from now on."""
         infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
-        self._planner = self._world.planner(infos, self.process_set, self._gather, self._adapts, self._options.overlap)
+        self._planner = self._world.group(self.process_set).planner(
+            infos, self._gather, self._adapts, self._options.overlap
+        )
         self._follow(self._planner.plan, parameters)
 
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
@@ -64,10 +66,10 @@ class GradientExchange(SteppingExchange):
             self._overlap.join()
         reducer = self._reducer = self._make_reducer(parameters, plan)
         if outdated is not None:
-            self._world.release(outdated)
+            self._world.group(self.process_set).reducers.release(outdated)
         self._overlap = Overlap(reducer, weakly(self, "_choose_room")) if plan.buckets else None
         self.lease.reducer, self.lease.overlap = reducer, self._overlap
-        self.lease.close = functools.partial(self._world.release, reducer)
+        self.lease.close = functools.partial(self._world.group(self.process_set).reducers.release, reducer)
         self._parameters = parameters
         codec = self._options.codec
         self._slots = [
@@ -94,15 +96,15 @@ class GradientExchange(SteppingExchange):
 
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> Reducer:
         infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
-        return self._world.reducer(
-            infos, self._options.op, self.process_set, plan._replace(spare=True), self._planner.settings
+        return self._world.group(self.process_set).reducers.make(
+            infos, self._options.op, plan._replace(spare=True), self._planner.settings
         )
 
     # A step
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        self._world.engine(self.process_set)  # raises if the set has been removed
+        self._world.group(self.process_set)  # raises if the set has been removed
         while True:
             dense = self._find_dense()
             self._check_parameters()

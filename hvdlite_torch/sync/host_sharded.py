@@ -64,8 +64,8 @@ class ShardedExchange(SharedSteps, GradientExchange):
                 )
         infos = [ADAPTER.info(parameter) for parameter in parameters]
         self._shares.collect()
-        reducer = self._world.sharded_reducer(
-            infos, self._options.op, self.process_set, plan._replace(spare=True), whole=self._whole
+        reducer = self._world.group(self.process_set).reducers.make_sharded(
+            infos, self._options.op, plan._replace(spare=True), whole=self._whole
         )
         hvdlite.broadcast(parameters, 0, inplace=True, process_set=self.process_set)
         shared = [as_tensor(reducer.parameters_of(n), parameter) for n, parameter in enumerate(parameters)]

@@ -54,7 +54,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], A
             made.append(NcclCollectives(device, 0, 1, library.connect(library.unique_id(), 1, 0), library.version))
             return made[-1]
 
-        world().device_collectives = connect  # type: ignore[method-assign]
+        world().group().device_collectives = connect  # type: ignore[method-assign]
         try:
             return check()
         finally:

@@ -11,7 +11,7 @@ from hvdlite.protocols import TensorInfo
 
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
-reducer = world().reducer([TensorInfo("float32", (10_000,))])
+reducer = world().group().reducers.make([TensorInfo("float32", (10_000,))])
 memory = reducer.memory_of(0).view(np.float32)
 memory[:] = rank
 

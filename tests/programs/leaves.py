@@ -11,7 +11,7 @@ from hvdlite.protocols import TensorInfo
 
 how, wait = sys.argv[1:]
 hvd.init()
-reducer = world().reducer([TensorInfo("float32", (1000,))])
+reducer = world().group().reducers.make([TensorInfo("float32", (1000,))])
 hvd.barrier()
 if hvd.rank() == 1:
     print(f"failing at {time.time()}", flush=True)

@@ -14,7 +14,7 @@ setup.why_no_device_mpi = lambda host: ""  # as if the library had CUDA
 rank, size = hvdlite.rank(), hvdlite.size()
 total = sum(range(size))
 with fake_gpu(None) as gpu:
-    channel = hvdlite.api.world().device_collectives(None, gpu)
+    channel = hvdlite.api.world().group().device_collectives(gpu)
     assert type(channel) is MpiDeviceCollectives
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.complex64):
         x = gpu.ready(torch.full((5,), rank).to(dtype))

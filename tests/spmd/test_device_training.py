@@ -55,7 +55,7 @@ def on_gpu(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def with_gpu(*args: Any) -> Any:
-        exchanges = world().exchanges
+        exchanges = world().group().exchanges
         before = len(exchanges)
         with fake_gpu() as gpu:
             try:

@@ -265,7 +265,7 @@ def test_compression(ranks: Any, graph: bool, compression: Any) -> None:
             np.testing.assert_allclose(tensor, expected, rtol=1e-2)
         kinds = {
             info.dtype
-            for each in world().exchanges
+            for each in world().group().exchanges
             if isinstance(each, gradient_memory.Buckets)
             for info in each._infos
         }

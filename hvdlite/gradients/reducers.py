@@ -1,0 +1,140 @@
+"""The reducers of one group, on one rank: all ranks of the group make them together, or hear what they disagree on."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.sharded_reducer import ShardedReducer
+from hvdlite.gradients.shared_reducers import SharedReducers
+from hvdlite.operations import Agreement, Operation
+from hvdlite.protocols import Plan, ReduceOp, TensorInfo
+from hvdlite.timeline import Timeline
+from hvdlite.topology import Members
+from hvdlite.watchdog.watchdog import Watchdog
+
+R = TypeVar("R", bound=Reducer)
+
+
+class Reducers:
+    """Makes reducers, and knows which there are.
+
+    Args:
+        run: Runs an operation with the other ranks of the group.
+        members: The ranks of the group.
+        watch: Is told while an exchange lasts.
+        timeline: Is told of every exchange.
+        plan: How gradients are exchanged if nothing more is known about them.
+
+    Attributes:
+        plan: As given.
+        shared: Reducers that are found again by their layouts.
+    """
+
+    def __init__(
+        self, run: Callable[[Operation], Any], members: Members, watch: Watchdog, timeline: Timeline, plan: Plan
+    ) -> None:
+        self._run, self._members, self._watch, self._timeline, self.plan = run, members, watch, timeline, plan
+        self._open: list[Reducer] = []
+        self.shared = SharedReducers(run, self._make_shared)
+
+    def make(
+        self,
+        infos: Sequence[TensorInfo],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        plan: Plan | None = None,
+        settings: Sequence[tuple[str, Any]] = (),
+    ) -> Reducer:
+        """Flat memory for the gradients of tensors like `infos`. All ranks of the group call this, with equal arguments.
+
+        Args:
+            infos: Dtype and shape of each tensor.
+            op: SUM or AVERAGE.
+            plan: How to exchange them; `self.plan` if None.
+            settings: What else must be the same on all ranks, by name.
+
+        Raises:
+            MismatchError: The ranks have different tensors.
+        """
+        how = plan or self.plan
+
+        def make(own: HierarchicalCollectives) -> Reducer:
+            return Reducer(infos, own, op, how, self._members, self._watch, self._timeline)
+
+        return self._agree(infos, op, how, settings, make)
+
+    def make_sharded(
+        self,
+        infos: Sequence[TensorInfo],
+        op: ReduceOp = ReduceOp.AVERAGE,
+        plan: Plan | None = None,
+        whole: bool = False,
+    ) -> ShardedReducer:
+        """As `make`, for gradients and parameters of which each rank owns a shard.
+
+        Args:
+            infos, op, plan: As for `make`.
+            whole: Never cut a tensor between ranks.
+
+        Raises:
+            MismatchError: The ranks have different tensors.
+        """
+        how = plan or self.plan
+
+        def make(own: HierarchicalCollectives) -> ShardedReducer:
+            return ShardedReducer(infos, own, op, how, self._members, self._watch, self._timeline, whole)
+
+        return self._agree(infos, op, how, [("whole", whole)], make)
+
+    def _agree(
+        self,
+        infos: Sequence[TensorInfo],
+        op: ReduceOp,
+        plan: Plan,
+        settings: Sequence[tuple[str, Any]],
+        make: Callable[[HierarchicalCollectives], R],
+    ) -> R:
+        arguments = [
+            ("tensors", len(infos)),
+            ("elements", sum(math.prod(info.shape) for info in infos)),
+            ("op", op.value),
+            ("bucket_bytes", plan.message_bytes),
+            *settings,
+            ("layout", hashlib.sha256(repr(([tuple(info) for info in infos], plan)).encode()).hexdigest()[:12]),
+        ]
+        reducer: R = self._run(
+            Agreement("gradient buckets", arguments, lambda collectives: make(collectives.duplicate()))
+        )
+        self._open.append(reducer)
+        return reducer
+
+    def _make_shared(
+        self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, collectives: HierarchicalCollectives
+    ) -> Reducer:
+        reducer = Reducer(infos, collectives.duplicate(), op, plan, self._members, self._watch, self._timeline)
+        self._open.append(reducer)
+        return reducer
+
+    @property
+    def stood_in(self) -> int:
+        """How many exchanges of other ranks this rank has taken part in with nothing, by way of any reducer."""
+        return sum(reducer.stood_in for reducer in self._open)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory they hold."""
+        return sum(reducer.nbytes for reducer in self._open)
+
+    def release(self, reducer: Reducer) -> None:
+        """Close a reducer that is not used again. All ranks of the group do this."""
+        self._open.remove(reducer)
+        reducer.close()
+
+    def close(self) -> None:
+        """Close all of them. All ranks of the group do this."""
+        while self._open:
+            self._open.pop(0).close()
