@@ -157,12 +157,12 @@ def unspared() -> Iterator[None]:
         return NcclCollectives(device, 0, 1, library.connect(library.unique_id(), 1, 0), library.version)
 
     module.SPARE_ONE_RANK = False
-    here.device_collectives = connect  # type: ignore[method-assign, assignment]
+    here.group().device_collectives = connect  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         module.SPARE_ONE_RANK = True
-        del here.device_collectives
+        del here.group().device_collectives
 
 
 def wait(device: torch.device) -> None:
@@ -290,7 +290,7 @@ def measure_memory(device: torch.device, mebibytes: int, rounds: int = 10) -> di
     source = torch.rand(mebibytes * 2**18, device=device)
     into = torch.empty_like(source)
     with unspared():
-        collectives = world().device_collectives(None, ADAPTER.device(source))
+        collectives = world().group().device_collectives(ADAPTER.device(source))
     stream = collectives.stream
 
     def allreduce() -> None:

@@ -85,7 +85,7 @@ class Group:
         self.engine = runtime.engine(transport, members)
         plan = Plan(message_bytes=runtime.config.bucket_bytes)
         self.reducers = Reducers(self.engine.run, members, runtime.watch, runtime.timeline, plan)
-        self.engine.make_late = self.reducers.shared.make_late
+        self.engine.use_to_make_late(self.reducers.shared.make_late)
         self.exchanges: list[Exchange] = []
         self.stood_in = 0
         self.missed: list[int] = []

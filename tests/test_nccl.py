@@ -435,7 +435,7 @@ def test_mpi_without_cuda_is_refused() -> None:
     program = (
         "import hvdlite; from hvdlite.config import Config; from tests.fake_device import FakeDevice\n"
         "hvdlite.init(); world = hvdlite.api.world()\n"
-        "try: world.device_collectives(None, FakeDevice(world.topology.local_rank))\n"
+        "try: world.group().device_collectives(FakeDevice(world.topology.local_rank))\n"
         "except hvdlite.HvdliteError as error: print(error, flush=True)"
     )
     done = mpirun(2, "-c", program, PYTHONPATH=str(ROOT), HVDLITE_MPI_GPU="1")

@@ -291,8 +291,8 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
     looked = threading.Semaphore(0)
     look = Watchdog._look
 
-    def note(watch: Watchdog, now: float) -> None:
-        look(watch, now)
+    def note(watch: Watchdog, *times: float) -> None:
+        look(watch, *times)
         if watch is mine:
             looked.release()
 

@@ -21,29 +21,30 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from hvdlite.errors import HvdliteError, MismatchError
+from hvdlite.negotiation.blocked import BlockedParties
+from hvdlite.negotiation.history import History
 from hvdlite.negotiation.messages import (
     JOIN,
-    NEXT_GROUP,
-    PLAN,
     PLAN_LETTER,
     PLAN_ONE,
     PLAN_ONE_LETTER,
-    READY,
     READY_LETTER,
     READY_ONE,
     READY_ONE_LETTER,
-    RUN,
     Cache,
+    Decision,
     Key,
     Report,
-    encode,
+    decode_plan,
+    decode_ready,
+    encode_plan,
+    encode_ready,
 )
-from hvdlite.negotiation.mismatch import deadlock_text, joined_text, mismatch_text, name_of
+from hvdlite.negotiation.mismatch import deadlock_text, name_of, why_not_done
 from hvdlite.negotiation.readiness import ReadyTable
-from hvdlite.operations import Signature, why_not_without
+from hvdlite.operations import Signature
 from hvdlite.protocols import Transport
 
 FANOUT = 8
@@ -51,16 +52,6 @@ FANOUT = 8
 
 CACHE_ENTRIES = 2**14
 """What a cache holds before it starts anew: enough for the names of any model, and ids that fit in 16 bits."""
-
-
-class Decision(NamedTuple):
-    """Operations that all ranks treat alike, at the same point of their sequence."""
-
-    keys: tuple[Key, ...]
-    error: str | None
-    """None: run them as one. Otherwise every rank that has submitted one fails it with this text."""
-    last_joined: int | None = None
-    """Not None: all ranks have joined, this one last. There are no keys then."""
 
 
 class Controller:
@@ -87,7 +78,6 @@ class Controller:
         self._transport = transport
         self._fuse = fuse
         self._fanout = fanout
-        self._cache_entries = cache_entries
         rank, size = transport.rank, transport.size
         self._rank = rank
         self._parent = (rank - 1) // fanout if rank else None
@@ -100,12 +90,8 @@ class Controller:
         self._told_joined = False
         self._plans = 0  # plans made (root) or received
         self._cache = Cache()
-        self._blocked: dict[int, tuple[int, dict[int, list[tuple[Key, Signature]]]]] = {}
-        self._told_blocked = False
-        # A child's letter may be older than our latest plans. This is what it needs to be understood nevertheless.
-        self._heard = dict.fromkeys(self._children, 0)  # plans that each child had received when it last reported
-        self._retired: list[tuple[int, Cache]] = []  # caches, and the plan that ended each
-        self._failed: dict[Key, int] = {}  # operations failed before everybody had reported them, and the plan that did
+        self._blocked = BlockedParties(self._parties)
+        self._history = History(self._children, cache_entries)
 
     @property
     def plans(self) -> int:
@@ -128,7 +114,7 @@ class Controller:
     def report_blocked(self, pending: Sequence[tuple[Key, Signature]]) -> None:
         """This rank's program cannot go on before one of `pending` is done. Holds until the next plan or `announce`."""
         if self._rank not in self._blocked and not self._joins:
-            self._blocked[self._rank] = (self._plans, {self._rank: list(pending)})
+            self._blocked.hear(self._rank, self._plans, {self._rank: list(pending)})
             if self._parent is not None:  # the root's own step tells everybody
                 self._pass_on_blocked()
 
@@ -148,7 +134,7 @@ class Controller:
                 else:
                     kind, *content = pickle.loads(letter)
                     if kind == "blocked":
-                        self._blocked[sender] = content[0], content[1]
+                        self._blocked.hear(sender, *content)
                     else:
                         self._wake(sender)
                         if kind == "joined":
@@ -181,10 +167,7 @@ class Controller:
                 rest.append((key, report))
             else:
                 places.append(place)
-        places.sort()
-        runs = encode(places)
-        letter = READY.pack(READY_LETTER, self._plans, len(runs) // RUN.size) + runs
-        self._transport.post(letter + pickle.dumps(rest) if rest else letter, self._parent)
+        self._transport.post(encode_ready(self._plans, sorted(places), rest), self._parent)
         return []
 
     def _pass_on_one(self, key: Key, place: tuple[int, int]) -> list[Decision]:
@@ -207,36 +190,14 @@ class Controller:
     # Counting up the tree
 
     def _receive_ready(self, sender: int, letter: bytes) -> None:
-        runs: Iterable[tuple[int, ...]]
-        rest = b""
-        if letter[0] == READY_ONE_LETTER:
-            _, plans, number, identity = READY_ONE.unpack(letter)
-            runs = ((number, identity, 1),)
-        else:
-            _, plans, count = READY.unpack_from(letter)
-            end = READY.size + count * RUN.size
-            runs, rest = RUN.iter_unpack(letter[READY.size : end]), letter[end:]
-        self._heard[sender] = plans
-        cache = self._cache
-        if self._retired:
-            cache = next((old for until, old in self._retired if plans < until), cache)
-        reports: list[tuple[Key, Report]] = [*cache.expand(runs)]
-        if rest:
-            reports += pickle.loads(rest)
-        if self._failed:  # the plan that failed them is on its way to the sender, for whom it will do the same
-            reports = [(key, report) for key, report in reports if plans >= self._failed.get(key, 0)]
-        for key, report in reports:
+        plans, runs, rest = decode_ready(letter)
+        cache = self._history.cache_of(sender, plans, self._cache)
+        reports: list[tuple[Key, Report]] = [*cache.expand(runs), *rest]
+        for key, report in self._history.still_open(reports, plans):
             self._tallies.count(key, report, sender)
-        if self._retired or self._failed:
-            self._forget()
+        self._history.forget(self._plans)
         if self._blocked:
             self._wake(sender)
-
-    def _forget(self) -> None:
-        """Let go of what no letter can refer to any more, because all children have received later plans."""
-        oldest = min(self._heard.values(), default=self._plans)
-        self._retired = [(until, cache) for until, cache in self._retired if until > oldest]
-        self._failed = {key: plan for key, plan in self._failed.items() if plan > oldest}
 
     # Deciding at the root, and down again
 
@@ -247,7 +208,7 @@ class Controller:
         failures = []
         for key, report in complete.items():
             if isinstance(report, dict):
-                if (error := self._find_error(key, report)) is not None:
+                if (error := why_not_done(key, report, self._transport.size)) is not None:
                     failures.append(Decision((key,), error))
                     continue
                 (report,) = report
@@ -262,34 +223,13 @@ class Controller:
         decisions = [*(Decision(tuple(group), None) for group in self._fuse(agreed)), *failures]
         return self._send_plan(decisions, known, signatures)
 
-    def _find_error(self, key: Key, variants: Mapping[Signature, Sequence[int]]) -> str | None:
-        """Why an operation cannot be done that some ranks have submitted differently or, having joined, not at all."""
-        if len(variants) > 1:
-            return mismatch_text(key, variants)
-        ((signature, ranks),) = variants.items()
-        joined = sorted(set(range(self._transport.size)).difference(ranks))
-        why = why_not_without(signature, joined)
-        return None if why is None else joined_text(key, signature, joined, why)
-
     def _send_plan(
         self, decisions: list[Decision], known: Mapping[Key, tuple[int, int]], signatures: Mapping[Key, Signature]
     ) -> list[Decision]:
         """Send a plan and return its decisions in the order in which all ranks carry them out."""
         if not self._children:  # a rank alone, with nobody to write to
             return self._follow(decisions, [], signatures)
-        groups, rest = [], []
-        encoded = []
-        for decision in decisions:
-            if decision.keys and decision.error is None and all(key in known for key in decision.keys):
-                encoded.append(encode([known[key] for key in decision.keys]))
-                groups.append(decision)
-            else:
-                rest.append(decision)
-        runs = NEXT_GROUP.join(encoded)
-        letter = PLAN.pack(PLAN_LETTER, len(runs) // RUN.size) + runs
-        if rest:
-            told = {key: signatures[key] for decision in rest for key in decision.keys if key in signatures}
-            letter += pickle.dumps(([tuple(decision) for decision in rest], told))
+        letter, groups, rest = encode_plan(decisions, known, signatures)
         for child in self._children:
             self._transport.post(letter, child)
         return self._follow(groups, rest, signatures)
@@ -301,20 +241,7 @@ class Controller:
             _, number, identity = PLAN_ONE.unpack(letter)
             key = self._cache.key(number, identity)
             return self._follow([Decision((key,), None)], [], {})  # submitted by all, or it would not be this letter
-        _, count = PLAN.unpack_from(letter)
-        end = PLAN.size + count * RUN.size
-        runs: list[list[tuple[int, ...]]] = [[]] if count else []
-        for run in RUN.iter_unpack(letter[PLAN.size : end]):
-            if run[2]:
-                runs[-1].append(run)
-            else:
-                runs.append([])
-        expanded = [self._cache.expand(group) for group in runs]
-        rest: list[Decision] = []
-        signatures: dict[Key, Signature] = {}
-        if end < len(letter):
-            others, signatures = pickle.loads(letter[end:])
-            rest = [Decision(*each) for each in others]
+        expanded, rest, signatures = decode_plan(letter, self._cache)
         if self._tallies.joined:
             signatures.update(entry for group in expanded for entry in group)
         return self._follow([Decision(tuple([key for key, _ in group]), None) for group in expanded], rest, signatures)
@@ -330,7 +257,6 @@ class Controller:
         """
         self._plans += 1
         self._blocked.clear()
-        self._told_blocked = False
         for decision in groups:
             for key in decision.keys:
                 if self._announced.pop(key, None) is None:
@@ -339,12 +265,12 @@ class Controller:
             for key in decision.keys:
                 signature = self._announced.pop(key, None)
                 if decision.error is None:
-                    self._learn(key, signature or self._take_part(key, signatures))
+                    signature = signature or self._take_part(key, signatures)
+                    self._cache = self._history.learn(key, signature, self._cache, self._plans)
                 else:
                     self._tallies.forget(key)
-                    self._failed[key] = self._plans
-        if self._failed or self._retired:
-            self._forget()
+                    self._history.fail(key, self._plans)
+        self._history.forget(self._plans)
         decisions = groups + rest
         if self._tallies.all_joined and any(decision.last_joined is not None for decision in decisions):
             self._tallies.reset_joined()
@@ -356,45 +282,24 @@ class Controller:
         signature = self.unsubmitted[key] = signatures[key]
         return signature
 
-    def _learn(self, key: Key, signature: Signature) -> None:
-        """Give what was agreed on an id, the same as on all other ranks."""
-        entry = (key if isinstance(key, str) else None, signature)
-        if entry in self._cache.ids:
-            return
-        if len(self._cache.entries) == self._cache_entries:
-            self._retired.append((self._plans, self._cache))
-            self._cache = Cache()
-        self._cache.ids[entry] = len(self._cache.entries)
-        self._cache.entries.append(entry)
-
     # Ranks that all wait, each for something that another has not submitted
 
     def _pass_on_blocked(self) -> list[Decision]:
         """Tell the parent, or as the root everybody, if all ranks here and below wait."""
-        if self._told_blocked or not self._everybody_blocked():
+        if self._blocked.told or not self._blocked.are_all(self._plans):
             return []
+        pending = self._blocked.pending()
         if self._parent is not None:
-            self._told_blocked = True
-            self._send(self._parent, "blocked", self._plans, self._all_pending())
+            self._blocked.told = True
+            self._send(self._parent, "blocked", self._plans, pending)
             return []
-        pending = self._all_pending()
         keys = dict.fromkeys(key for waiting in pending.values() for key, _ in waiting if key != JOIN)
         return self._send_plan([Decision(tuple(keys), deadlock_text(pending))], {}, {})
 
     def _wake(self, party: int) -> None:
-        self._blocked.pop(party, None)
-        if self._told_blocked:
-            self._told_blocked = False
+        if self._blocked.wake(party):
             assert self._parent is not None
             self._send(self._parent, "awake")
-
-    def _everybody_blocked(self) -> bool:
-        # A report from before the latest plan is out of date: the plan may have let that rank go on.
-        current = [party for party, (plans, _) in self._blocked.items() if plans == self._plans]
-        return len(current) == self._parties
-
-    def _all_pending(self) -> dict[int, list[tuple[Key, Signature]]]:
-        return {rank: keys for _, pending in self._blocked.values() for rank, keys in pending.items()}
 
     def _send(self, dest: int, *content: object) -> None:
         self._transport.post(pickle.dumps(content), dest)

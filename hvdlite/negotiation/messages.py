@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import struct
-from collections.abc import Iterable
-from typing import TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from hvdlite.operations import Signature
 
@@ -88,3 +89,85 @@ def encode(places: list[tuple[int, int]]) -> bytes:
                 continue
         runs.append([number, identity, 1])
     return b"".join([RUN.pack(*run) for run in runs])
+
+
+class Decision(NamedTuple):
+    """Operations that all ranks treat alike, at the same point of their sequence."""
+
+    keys: tuple[Key, ...]
+    error: str | None
+    """None: run them as one. Otherwise every rank that has submitted one fails it with this text."""
+    last_joined: int | None = None
+    """Not None: all ranks have joined, this one last. There are no keys then."""
+
+
+def encode_ready(plans: int, places: list[tuple[int, int]], rest: Sequence[tuple[Key, Report]]) -> bytes:
+    """What a rank reports to its parent.
+
+    Args:
+        plans: Plans that it has received.
+        places: Operations with ids, in ascending order.
+        rest: Operations without ids.
+    """
+    runs = encode(places)
+    letter = READY.pack(READY_LETTER, plans, len(runs) // RUN.size) + runs
+    return letter + pickle.dumps(rest) if rest else letter
+
+
+def decode_ready(letter: bytes) -> tuple[int, Iterable[tuple[int, ...]], list[tuple[Key, Report]]]:
+    """The plans, runs and other operations of a report, of either form."""
+    if letter[0] == READY_ONE_LETTER:
+        _, plans, number, identity = READY_ONE.unpack(letter)
+        return plans, ((number, identity, 1),), []
+    _, plans, count = READY.unpack_from(letter)
+    end = READY.size + count * RUN.size
+    rest = pickle.loads(letter[end:]) if end < len(letter) else []
+    return plans, RUN.iter_unpack(letter[READY.size : end]), rest
+
+
+def encode_plan(
+    decisions: Sequence[Decision], known: Mapping[Key, tuple[int, int]], signatures: Mapping[Key, Signature]
+) -> tuple[bytes, list[Decision], list[Decision]]:
+    """A plan as the root sends it.
+
+    Args:
+        decisions: What was decided.
+        known: The places of operations with ids.
+        signatures: At least of what some ranks have not submitted.
+
+    Returns:
+        The message, the decisions that are in it by ids, and those that are in it by names: all ranks carry them out in
+        this order.
+    """
+    groups, rest, encoded = [], [], []
+    for decision in decisions:
+        if decision.keys and decision.error is None and all(key in known for key in decision.keys):
+            encoded.append(encode([known[key] for key in decision.keys]))
+            groups.append(decision)
+        else:
+            rest.append(decision)
+    runs = NEXT_GROUP.join(encoded)
+    letter = PLAN.pack(PLAN_LETTER, len(runs) // RUN.size) + runs
+    if rest:
+        told = {key: signatures[key] for decision in rest for key in decision.keys if key in signatures}
+        letter += pickle.dumps(([tuple(decision) for decision in rest], told))
+    return letter, groups, rest
+
+
+def decode_plan(
+    letter: bytes, cache: Cache
+) -> tuple[list[list[tuple[Key, Signature]]], list[Decision], dict[Key, Signature]]:
+    """The groups of a plan that were sent by ids, the decisions that were sent by names, and the signatures that came along."""
+    _, count = PLAN.unpack_from(letter)
+    end = PLAN.size + count * RUN.size
+    runs: list[list[tuple[int, ...]]] = [[]] if count else []
+    for run in RUN.iter_unpack(letter[PLAN.size : end]):
+        if run[2]:
+            runs[-1].append(run)
+        else:
+            runs.append([])
+    expanded = [cache.expand(group) for group in runs]
+    if end == len(letter):
+        return expanded, [], {}
+    others, signatures = pickle.loads(letter[end:])
+    return expanded, [Decision(*each) for each in others], signatures

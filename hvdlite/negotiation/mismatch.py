@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdlite.errors import ranks_text
 from hvdlite.negotiation.messages import JOIN, Key
-from hvdlite.operations import Signature, describe
+from hvdlite.operations import Signature, describe, why_not_without
 
 
 def name_of(key: Key) -> str:
@@ -14,6 +14,22 @@ def name_of(key: Key) -> str:
     if key == JOIN:
         return "join()"
     return repr(key) if isinstance(key, str) else f"unnamed operation {key}"
+
+
+def why_not_done(key: Key, variants: Mapping[Signature, Sequence[int]], size: int) -> str | None:
+    """Why an operation cannot be done that some ranks have submitted differently or, having joined, not at all.
+
+    Args:
+        key: The operation.
+        variants: The ranks of each signature.
+        size: How many ranks there are.
+    """
+    if len(variants) > 1:
+        return mismatch_text(key, variants)
+    ((signature, ranks),) = variants.items()
+    joined = sorted(set(range(size)).difference(ranks))
+    why = why_not_without(signature, joined)
+    return None if why is None else joined_text(key, signature, joined, why)
 
 
 def mismatch_text(key: Key, variants: Mapping[Signature, Sequence[int]]) -> str:

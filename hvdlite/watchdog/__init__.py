@@ -5,7 +5,7 @@
 - `links`: where ranks do the same in the same order, and hear of it if one gets out of step.
 - `launched`: what runs on GPUs after the calls that began it have returned.
 - `deadlock`: ranks that wait for each other for ever, two or a circle of any length.
-- `stall_report`: where each rank is, in words.
+- `stalls`: waits that have lasted too long; `stall_report`: where each rank is, in words.
 - `threads`: which threads of the program may still do something.
 - `failure`: how a rank ends the whole job.
 """

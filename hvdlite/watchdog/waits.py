@@ -36,3 +36,8 @@ class Wait:
     """Where it waits, if its ranks may get out of step there."""
     failed: tuple[float, HvdliteError] | None = None
     """When and why it was given up. It may go on nevertheless, inside of a library that nothing interrupts."""
+
+    def forgive(self, seconds: float) -> None:
+        """The process was stopped for so long, by Ctrl-Z or with its machine: nobody has waited meanwhile."""
+        self.since += seconds
+        self.next_report += seconds

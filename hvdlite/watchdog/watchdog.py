@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 from hvdlite.config import Config
@@ -24,12 +22,12 @@ from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 from hvdlite.watchdog.launched import LaunchWatch
 from hvdlite.watchdog.links import Link, Links
-from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, report, reporter, stack_of
+from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, stack_of
+from hvdlite.watchdog.stalls import Stalls
 from hvdlite.watchdog.threads import Threads
 from hvdlite.watchdog.waits import Wait
 
 _PERIOD = 0.25
-_ANSWER_SECONDS = 1.0
 _LEFT_SECONDS = 1.0
 """A wait that still lasts so long after a peer's goodbye is one that the peer had no part in."""
 _BUSY_SECONDS = 30.0
@@ -38,15 +36,6 @@ _GAVE_UP_SECONDS = 5.0
 """How long a rank that has given up a wait stays, at its end, for those that it has waited for."""
 _SUSPENDED_SECONDS = 5.0
 """If the thread did not run for so long, the process was stopped; that time is nobody's wait."""
-
-
-@dataclass
-class _Question:
-    """A report being gathered."""
-
-    wait: Wait
-    asked: float
-    answers: dict[int, Answer] = field(default_factory=dict)
 
 
 class Exchanging:
@@ -124,7 +113,7 @@ class Watchdog:
         self._waits: dict[int, Wait] = {}
         self._numbers = itertools.count()
         self._completed: tuple[Callable[[], str], float] | None = None
-        self._questions: dict[int, _Question] = {}
+        self._stalls = Stalls(transport.rank, config, self._tell, self._give_up)
         self._left: dict[int, float] = {}
         self._farewells: dict[int, str] = {}
         self._launches = LaunchWatch()
@@ -255,25 +244,22 @@ class Watchdog:
             self._is_searching = False
             self._read_letters()
             now = time.monotonic()
-            if now - before > _SUSPENDED_SECONDS:
-                self._forgive(now - before)
+            self._look(now, now - before)
             before = now
-            self._look(now)
             if self._is_searching:  # so more is to come
                 period = _PERIOD / 16
 
-    def _look(self, now: float) -> None:
+    def _look(self, now: float, passed: float) -> None:
         # A method of its own, for a loop's variable would keep the last wait, and the memory of its exchange with it.
         self._launches.check()
         for wait in list(self._waits.values()):
+            if passed > _SUSPENDED_SECONDS:
+                wait.forgive(passed)
             self._check(wait, now)
         if (text := self._deadlocks.look(self._needs(now))) is not None:
             for wait in list(self._waits.values()):
                 wait.fail(MismatchError(text))
-        for number, question in list(self._questions.items()):
-            if len(question.answers) == len(question.wait.members.ranks) or now > question.asked + _ANSWER_SECONDS:
-                del self._questions[number]
-                self._report(question, now)
+        self._stalls.look(now, self._left)
 
     def _read_letters(self) -> None:
         while (received := self._transport.poll()) is not None:
@@ -290,9 +276,7 @@ class Watchdog:
             elif kind == "where":
                 self._tell(sender, "here", content[0], self._where())
             elif kind == "here":
-                number, answer = content
-                if number in self._questions:
-                    self._questions[number].answers[sender] = answer
+                self._stalls.hear(sender, *content)
             elif kind in DeadlockDetector.KINDS:
                 self._is_searching = True
                 self._deadlocks.receive(sender, kind, content[0])
@@ -331,12 +315,6 @@ class Watchdog:
         completed = self._completed
         return None if completed is None else (completed[0](), time.monotonic() - completed[1])
 
-    def _forgive(self, seconds: float) -> None:
-        """The process was stopped for so long: by Ctrl-Z, or with its machine."""
-        for wait in list(self._waits.values()):
-            wait.since += seconds
-            wait.next_report += seconds
-
     def _check(self, wait: Wait, now: float) -> None:
         if wait.failed is not None:
             since, error = wait.failed
@@ -349,29 +327,11 @@ class Watchdog:
                 wait.failed = now, error
                 wait.fail(error)
                 return
-        if not self._config.stall_check_disable:
-            limit = self._config.stall_shutdown_time_seconds
-            if now > wait.next_report or 0 < limit < now - wait.since:
-                wait.next_report = now + self._config.stall_check_time_seconds
-                if all(question.wait is not wait for question in self._questions.values()):
-                    number = next(self._numbers)
-                    self._questions[number] = _Question(wait, now)
-                    for rank in wait.members.ranks:
-                        self._tell(rank, "where", number)
+        self._stalls.check(wait, now)
 
-    def _report(self, question: _Question, now: float) -> None:
-        wait, what = question.wait, question.wait.what()
-        end_after = self._config.stall_shutdown_time_seconds
-        limit = self._config.stall_check_time_seconds
-        if self._transport.rank != reporter(what, question.answers, min(limit, end_after) if end_after > 0 else limit):
-            return  # over meanwhile, or another rank's to report
-        text = report(self._transport.rank, what, now - wait.since, wait.members.ranks, question.answers, self._left)
-        if 0 < end_after < now - wait.since:
-            text = f"{text}\nIt waits no longer: the limit for one wait is {end_after:g} s."
-            if wait.link is None:
-                self._end_job(text)
-            else:
-                self._gave_up = True
-                wait.link.give_up(CommunicationError(text))
+    def _give_up(self, wait: Wait, text: str) -> None:
+        if wait.link is None:
+            self._end_job(text)
         else:
-            print(text, file=sys.stderr, flush=True)
+            self._gave_up = True
+            wait.link.give_up(CommunicationError(text))

@@ -15,7 +15,7 @@ hvdlite.init()
 world = hvdlite.api.world()
 world.devices.load = partial(nccl.load, sys.argv[1])
 try:
-    world.device_collectives(None, FakeDevice(world.topology.local_rank))
+    world.group().device_collectives(FakeDevice(world.topology.local_rank))
 except NcclError as error:
     texts = hvdlite.allgather_object(str(error))  # the ranks go on together
     assert texts[0] == texts[1], texts

@@ -538,7 +538,7 @@ def test_an_asynchronous_error_is_found_by_the_watch() -> None:
         library = FakeNccl()
         with fake_gpu(library) as gpu:
             world = hvdlite.api.world()
-            channel = world.device_collectives(None, gpu)
+            channel = world.group().device_collectives(gpu)
             x = gpu.ready(torch.ones(4))
             channel.allreduce(x, hvd.Sum, gpu.current())
             assert x.tolist() == [hvd.size()] * 4
@@ -563,7 +563,7 @@ def test_a_rank_that_leaves_ends_what_the_others_have_launched() -> None:
         library = FakeNccl()
         with fake_gpu(library) as gpu:
             world = hvdlite.api.world()
-            channel = world.device_collectives(None, gpu)
+            channel = world.group().device_collectives(gpu)
             x = gpu.ready(torch.ones(4))
             channel.allreduce(x, hvd.Sum, gpu.current())
             if hvd.rank() == 1:
@@ -587,10 +587,10 @@ def test_the_order_of_making_channels_must_agree(ranks: Any) -> None:
             return
         with fake_gpu() as gpu:
             world = hvdlite.api.world()
-            call = hvd.barrier if hvd.rank() else (lambda: world.device_collectives(None, gpu))
+            call = hvd.barrier if hvd.rank() else (lambda: world.group().device_collectives(gpu))
             with pytest.raises(MismatchError, match="do not agree|none can go on"):
                 call()
-            first, second = (world.device_collectives(None, gpu) for _ in range(2))
+            first, second = (world.group().device_collectives(gpu) for _ in range(2))
             x, y = gpu.ready(torch.ones(2)), gpu.ready(torch.ones(2))
             first.allreduce(x, hvd.Sum, gpu.current())
             second.allreduce(y, hvd.Sum, gpu.current())

@@ -737,8 +737,8 @@ def test_streams_are_in_order_and_the_host_never_waits(ranks: Any, options: Any)
 def count_agreements(exchange: Any) -> Callable[[], int]:
     """How many plans of the engine this rank follows from now on: every control message belongs to one."""
     engine = exchange._world.engine(exchange.process_set)
-    before = engine._controller.plans
-    return lambda: engine._controller.plans - before
+    before = engine._driver.plans
+    return lambda: engine._driver.plans - before
 
 
 def test_gradients_made_on_several_streams_are_sent_when_backward_is_over(ranks: Any) -> None:

@@ -194,7 +194,7 @@ def test_operations_ready_together_share_an_exchange(ranks: Any, monkeypatch: py
             plain(*args)
 
         engine._collectives.allreduce = count  # type: ignore[method-assign]
-        with engine._drive_lock:  # so that nothing moves until all are submitted
+        with engine._driver._lock:  # so that nothing moves until all are submitted
             handles = [hvd.allreduce_async(np.full(5, n, np.float32), hvd.Sum, f"small {n}") for n in range(50)]
         for n, handle in enumerate(handles):
             assert handle.wait().tolist() == [n * hvd.size()] * 5
@@ -235,7 +235,7 @@ def test_results_are_not_kept_alive(ranks: Any) -> None:
         x = np.ones(1000)
         handle = hvd.allreduce_async(x, name="short")
         result = weakref.ref(handle.wait())
-        assert "short" not in hvd.api.world().engine()._names
+        assert "short" not in hvd.api.world().engine()._in_flight._names
         before = sys.getrefcount(x)
         del handle
         hvd.barrier()  # nobody drives that any more, nor looks at the frames of who did, as one does who waits for long

@@ -1,0 +1,194 @@
+"""One step of the agreement after the other: announce what was submitted, hear what was decided, do it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hvdlite.errors import HvdliteError, PeerLeftError
+from hvdlite.negotiation.controller import Controller, error_of
+from hvdlite.negotiation.execution import Execution
+from hvdlite.negotiation.handle import Handle
+from hvdlite.negotiation.in_flight import InFlight
+from hvdlite.negotiation.messages import JOIN, Decision, Key
+from hvdlite.operations import SHARED_BUCKETS, Operation, Signature, stand_in
+from hvdlite.protocols import Transport
+from hvdlite.timeline import Timeline
+from hvdlite.topology import Members
+from hvdlite.watchdog.deadlock import Need
+from hvdlite.watchdog.links import Link
+
+
+class Driver:
+    """Moves the operations of one group of ranks on. Whichever thread has time for it drives, one at a time.
+
+    Args:
+        transport: Carries the controller's messages.
+        in_flight: The operations of this rank.
+        submit_lock: Whoever holds it changes what is in flight by the program's doing.
+        execution: Carries out what is decided.
+        members: The ranks of the group.
+        link: Where the ranks are in step.
+        fusion_threshold: The most bytes of one exchange of fused operations.
+        new_handle: Makes the handle of an operation that this rank takes part in though it has joined.
+        timeline: Is told of plans.
+
+    Attributes:
+        broken: Why nothing can be done any more; None if all is well.
+        make_late: Makes shared buckets where this rank has joined. Set by the group.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        in_flight: InFlight,
+        submit_lock: threading.RLock,
+        execution: Execution,
+        members: Members,
+        link: Link,
+        fusion_threshold: int,
+        new_handle: Callable[[Key], Handle[Any]],
+        timeline: Timeline,
+    ) -> None:
+        self._rank, self._size = transport.rank, transport.size
+        self._in_flight = in_flight
+        self._submit_lock = submit_lock
+        self._execution = execution
+        self._members = members
+        self._link = link
+        self._fusion_threshold = fusion_threshold
+        self._new_handle = new_handle
+        self._timeline = timeline
+        self._controller = Controller(transport, self._fuse)
+        # Reentrant, so that a signal handler that has interrupted its owner comes far enough to be told.
+        self._lock = threading.RLock()  # whoever holds it drives
+        self._thread = 0  # which is in the middle of driving
+        self._followed = 0  # plans that are carried out
+        self.broken: HvdliteError | None = None
+        self.make_late: Callable[[Signature], Operation]
+
+    @property
+    def plans(self) -> int:
+        """How many plans this rank has heard of."""
+        return self._controller.plans
+
+    def check_not_interrupted(self) -> None:
+        """Raise if this very thread is in the middle of driving."""
+        if self._thread and self._thread == threading.get_ident():
+            raise interrupted()
+
+    def drive_for(self, handle: Handle[Any]) -> bool:
+        """Drive a step unless `handle` is done. Returns whether anything moved."""
+        with self._lock:
+            return handle.done or self._drive()
+
+    def drive_if_free(self) -> bool:
+        """Drive a step if nobody does. Returns whether anything moved."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._drive()
+        finally:
+            self._lock.release()
+
+    def report_blocked(self, is_blocked: Callable[[], bool]) -> None:
+        """Tell the other ranks that this one can submit nothing more before one of its operations is done, if that is so."""
+        with self._lock:
+            if not self._in_flight.new and is_blocked():
+                self._controller.report_blocked(self._in_flight.signatures())
+
+    def become_child(self, error: HvdliteError) -> None:
+        """This process was forked from the rank: whoever calls an operation in it gets `error`."""
+        self._lock, self._thread = threading.RLock(), 0  # a thread that is not here may have held it
+        self.broken = error
+
+    # For the watchdog, from its thread
+
+    def need(self, key: Key) -> Need | None:
+        """What the wait for `key` needs of the other ranks; None while a plan is carried out, which may end it."""
+        followed = self._followed
+        if key not in self._in_flight.entries or followed != self._controller.plans:
+            return None
+        return Need(self._members, key, followed, self._in_flight.describe(key))
+
+    def lacks(self, key: Key, plans: int) -> bool:
+        """Whether this rank has not submitted what another waits for that has followed as many plans."""
+        in_flight = self._in_flight
+        return key not in in_flight.entries and not in_flight.has_joined and self._controller.plans == plans
+
+    # Under the lock
+
+    def _drive(self) -> bool:
+        if self._thread:
+            self.check_not_interrupted()
+        try:
+            self._thread = threading.get_ident()
+            return self._step()
+        except BaseException as error:  # raised by a signal handler, most likely
+            self._link.break_off("the agreement on operations", error)
+            raise
+        finally:
+            self._thread = 0
+
+    def _step(self) -> bool:
+        in_flight = self._in_flight
+        if self.broken is not None:
+            in_flight.fail(list(in_flight.entries), self.broken)
+            return True
+        moved = False
+        while in_flight.new:
+            key = in_flight.new.popleft()
+            entry = in_flight.entries.get(key)
+            if key == JOIN:
+                self._controller.join()
+            elif entry is not None:  # None: failed already, together with what other ranks had submitted under its name
+                self._controller.announce(key, entry[0].signature)
+            moved = True
+        try:
+            decisions = self._controller.step()
+        except PeerLeftError as error:  # the transport is gone: whoever waits must hear of it
+            self.broken = error
+            return True
+        self._stand_in()
+        if decisions and self._timeline.on:
+            self._execution.note_plan()
+        for decision in decisions:
+            self._carry_out(decision)
+        self._followed = self._controller.plans
+        return moved or bool(decisions)
+
+    def _stand_in(self) -> None:
+        """This rank has joined: give it a part in what the others have submitted and it has not."""
+        if not self._controller.unsubmitted:
+            return
+        with self._submit_lock:
+            for key, signature in self._controller.unsubmitted.items():
+                late = signature[0] == SHARED_BUCKETS
+                operation = self.make_late(signature) if late else stand_in(signature, self._rank, self._size)
+                self._in_flight.put_for_absent(key, operation, self._new_handle(key))
+            self._controller.unsubmitted.clear()
+
+    def _carry_out(self, decision: Decision) -> None:
+        if decision.last_joined is not None:
+            self._in_flight.finish_join(decision.last_joined)
+        elif decision.error is not None:
+            self._in_flight.fail(decision.keys, error_of(decision))
+            with self._submit_lock:
+                self._in_flight.skip(decision.keys)
+        else:
+            self._execution.run(decision)
+
+    def _fuse(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
+        if len(keys) > 1:
+            self._stand_in()
+        return self._in_flight.fuse(keys, self._fusion_threshold)
+
+
+def interrupted() -> HvdliteError:
+    """What an operation raises that is called in the middle of another one of the same thread."""
+    return HvdliteError(
+        "an operation was called in the middle of another one of the same thread, so it cannot be done: in a signal "
+        "handler that has interrupted it, or in a destructor. Set a flag there, and call the operation when the "
+        "program's loop sees the flag."
+    )

@@ -1,0 +1,129 @@
+"""The operations of one rank that are not over: by key, with the handles that the program has of them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hvdlite.errors import DuplicateNameError
+from hvdlite.negotiation.handle import Handle
+from hvdlite.negotiation.messages import JOIN, Key
+from hvdlite.negotiation.mismatch import name_of
+from hvdlite.operations import Operation, Signature, describe
+from hvdlite.timeline import Timeline
+
+
+def in_words(key: Key, signature: Signature) -> str:
+    """An operation as messages show it."""
+    return f"{name_of(key)}: {describe(signature)}"
+
+
+class InFlight:
+    """What has been submitted and is not over. The engine has the locks.
+
+    Args:
+        timeline: Is told of every operation.
+
+    Attributes:
+        entries: The operations and their handles.
+        new: The keys that the controller has not been told yet, in the order of submission.
+        kinds: The kinds of the operations that this rank has ever submitted.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self.entries: dict[Key, tuple[Operation, Handle[Any]]] = {}
+        self.new: deque[Key] = deque()
+        self.kinds: set[str] = set()
+        self._names: dict[Key, int] = {}  # in use, and by which handle
+        self._next_number = 0
+
+    def new_key(self, name: str | None) -> Key:
+        """The key of an operation that is about to be submitted: its name, or the next number.
+
+        Raises:
+            DuplicateNameError: An operation of this name has not been waited for yet.
+        """
+        if name is None:
+            self._next_number += 1
+            return self._next_number - 1
+        if name in self._names:
+            raise DuplicateNameError(
+                f"an operation named {name!r} is still in flight on this rank: wait for its handle before the "
+                "name is used again, or leave the name out."
+            )
+        return name
+
+    def put(self, key: Key, operation: Operation, handle: Handle[Any]) -> None:
+        """The program has submitted an operation."""
+        kind = operation.signature[0]
+        self.kinds.add(kind)
+        if self._timeline.on:
+            handle.record = self._timeline.submitted(kind, key, operation.nbytes)
+        self.entries[key] = (operation, handle)
+        self.new.append(key)
+        if isinstance(key, str):
+            self._names[key] = id(handle)
+
+    def put_for_absent(self, key: Key, operation: Operation, handle: Handle[Any]) -> None:
+        """Others have submitted an operation, and this rank, which has joined, takes part in it."""
+        self.entries[key] = (operation, handle)
+        self.skip([key])
+
+    def skip(self, keys: Sequence[Key]) -> None:
+        """Give the numbers of these operations to no later one, so that unnamed operations meet again on all ranks."""
+        self._next_number = max([self._next_number, *(key + 1 for key in keys if isinstance(key, int))])
+
+    def release_name(self, handle: Handle[Any]) -> None:
+        """The name of `handle` may be used again: its result has been seen, or nobody can ask for it."""
+        if self._names.get(handle.key) == id(handle):
+            self._names.pop(handle.key, None)
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether this rank has joined and others have not."""
+        return JOIN in self.entries
+
+    def signatures(self) -> list[tuple[Key, Signature]]:
+        """What is in flight."""
+        return [(key, operation.signature) for key, (operation, _) in list(self.entries.items())]
+
+    def describe(self, key: Key) -> str:
+        """An operation as messages show it, whether it is in flight or not."""
+        entry = self.entries.get(key)
+        return in_words(key, entry[0].signature) if entry and key != JOIN else name_of(key)
+
+    def finish_join(self, last: int) -> None:
+        """All ranks have joined, `last` was the last one."""
+        _, handle = self.entries.pop(JOIN)
+        if handle.record is not None:
+            self._timeline.settled(handle.record)
+        handle.finish(last, None)
+
+    def fail(self, keys: Sequence[Key], error: BaseException) -> None:
+        """End those of these operations that are in flight with an error."""
+        for key in keys:
+            entry = self.entries.pop(key, None)
+            if entry is not None:
+                record = entry[1].record
+                if record is not None:
+                    self._timeline.settled(record, error)
+                entry[1].finish(None, error)
+
+    def fuse(self, keys: Sequence[Key], threshold: int) -> Iterator[list[Key]]:
+        """Group keys whose operations share an exchange, up to `threshold` bytes."""
+        if len(keys) == 1:
+            yield list(keys)
+            return
+        groups: dict[Any, tuple[list[Key], int]] = {}
+        for key in keys:
+            operation = self.entries[key][0]
+            kind = operation.fusion_key
+            group, nbytes = groups.get(kind, ([], 0))
+            if group and (kind is None or nbytes + operation.nbytes > threshold):
+                yield group
+                group, nbytes = [], 0
+            groups[kind] = ([*group, key], nbytes + operation.nbytes)
+        for group, _ in groups.values():
+            yield group
