@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 from hvdlite.config import Config
 from hvdlite.errors import CommunicationError, HvdliteError, MismatchError, PeerLeftError, ranks_text
-from hvdlite.protocols import Transport
+from hvdlite.protocols import Transport, WaitKind
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, report, reporter, stack_of
 from hvdlite.watchdog.threads import Threads
@@ -59,6 +59,9 @@ class Wait:
     thread: int = field(default_factory=threading.get_ident)
     link: Link | None = None
     """Where it waits, if its ranks may get out of step there."""
+    kind: WaitKind = WaitKind.PEER
+    one_of: tuple[int, ...] = ()
+    """World ranks of which any one can end the wait, if not all of `ranks` must take part."""
     failed: tuple[float, HvdliteError] | None = None
     """When and why it was given up. It may go on nevertheless, inside of a library that nothing interrupts."""
 
@@ -487,13 +490,14 @@ class Watchdog:
             if now > since + (_LEFT_SECONDS if is_in_messages(wait.thread) else _BUSY_SECONDS):
                 self._end_job(str(error))
             return
-        for rank in wait.ranks:
-            if now > self._left.get(rank, now) + _LEFT_SECONDS and now > wait.since + _LEFT_SECONDS:
-                error = PeerLeftError(left_text(rank, wait.what(), self._farewells[rank]))
-                wait.failed = now, error
-                wait.fail(error)
-                return
-        if not self._config.stall_check_disable:
+        needed = wait.one_of or wait.ranks
+        gone = [rank for rank in needed if now > max(self._left.get(rank, now), wait.since) + _LEFT_SECONDS]
+        if gone and (not wait.one_of or len(gone) == len(needed)):
+            error = PeerLeftError(left_text(gone[0], wait.what(), self._farewells[gone[0]]))
+            wait.failed = now, error
+            wait.fail(error)
+            return
+        if not self._config.stall_check_disable and wait.kind is not WaitKind.SERVICE:
             limit = self._config.stall_shutdown_time_seconds
             if now > wait.next_report or 0 < limit < now - wait.since:
                 wait.next_report = now + self._config.stall_check_time_seconds
