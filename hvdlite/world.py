@@ -20,7 +20,7 @@ from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, PeerLeftError
 from hvdlite.gpu.collectives import DeviceCollectives
-from hvdlite.gpu.groups import DeviceGroup, Devices
+from hvdlite.gpu.groups import Devices, GroupCollectives
 from hvdlite.gradients.planner import Planner
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.sharded_reducer import ShardedReducer
@@ -29,7 +29,7 @@ from hvdlite.negotiation.engine import Engine
 from hvdlite.operations import Agreement, AllgatherObject
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Device, Exchange, Plan, ReduceOp, TensorInfo, Transport
-from hvdlite.tensors.arithmetic import nbytes_of
+from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.timeline import Timeline
 from hvdlite.topology import Topology
 from hvdlite.watchdog.watchdog import Watchdog
@@ -109,10 +109,10 @@ class World:
             self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
     def _engine(self, transport: Transport, ranks: tuple[int, ...]) -> Engine:
-        collectives = HierarchicalCollectives(
-            transport.duplicate(), [self._hosts[rank] for rank in ranks], self._make_flat, self.config.shared_memory
+        hosts = [self._hosts[rank] for rank in ranks]
+        collectives = GroupCollectives(
+            transport.duplicate(), hosts, self._make_flat, self.config.shared_memory, self.devices, ranks
         )
-        collectives.devices = DeviceGroup(self.devices, ranks)
         engine = Engine(transport, collectives, ranks, self.watch, self.config, self.timeline)
         shared = self._shared[ranks] = SharedReducers(engine.run, functools.partial(self._make_reducer, ranks))
         engine.make_late = shared.make_late

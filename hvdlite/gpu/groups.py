@@ -4,27 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.errors import DeviceError
-from hvdlite.gpu.collectives import DeviceCollectives, HostPlane
+from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.gpu.nccl import load
 from hvdlite.gpu.setup import FindDevice, Load, connect
-from hvdlite.protocols import Device
+from hvdlite.protocols import Device, Transport
 from hvdlite.tensors.device_registry import find_device
 
-
-class ClosableHostPlane(HostPlane, Protocol):
-    """A `HostPlane` of its user's own."""
-
-    def close(self) -> None: ...
-
-
-class Register(Protocol):
-    """Enters collectives in the watchdog. Returns what takes them out: `hvdlite.watchdog.watchdog.Watchdog.launches_on`."""
-
-    def __call__(self, ranks: Sequence[int], launches: DeviceCollectives, /) -> Callable[[], None]: ...
+Register = Callable[[Sequence[int], DeviceCollectives], Callable[[], None]]
+"""Enters collectives of some ranks of the job in the watchdog. Returns what takes them out."""
 
 
 class Devices:
@@ -67,7 +59,7 @@ class Devices:
             )
 
     def connect(
-        self, host: ClosableHostPlane, ranks: Sequence[int], kind: str, device: Device | None, owned: bool = True
+        self, host: HierarchicalCollectives, ranks: Sequence[int], kind: str, device: Device | None, owned: bool = True
     ) -> DeviceCollectives:
         """New collectives of a group. All its ranks call this, at the same point of their sequence.
 
@@ -102,7 +94,7 @@ class Devices:
         return made
 
     def shared(
-        self, host: ClosableHostPlane, ranks: tuple[int, ...], kind: str, device: Device | None
+        self, host: HierarchicalCollectives, ranks: tuple[int, ...], kind: str, device: Device | None
     ) -> DeviceCollectives:
         """The collectives of a group for named operations, which run one after the other. As `connect`."""
         found = self._shared.get((ranks, kind))
@@ -123,25 +115,44 @@ class Devices:
         self._chosen.clear()
 
 
-class DeviceGroup:
-    """`Devices` as one group of ranks uses them.
+class GroupCollectives(HierarchicalCollectives):
+    """The collectives of a group by which named operations run: in host memory, and on its GPUs.
 
     Args:
+        transport, hosts, make_flat, shared_memory: As for `HierarchicalCollectives`.
         devices: This rank's.
         ranks: The group's ranks in the job.
     """
 
-    def __init__(self, devices: Devices, ranks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        hosts: Sequence[int],
+        make_flat: MakeCollectives,
+        shared_memory: bool,
+        devices: Devices,
+        ranks: Sequence[int],
+    ) -> None:
+        super().__init__(transport, hosts, make_flat, shared_memory)
         self._devices, self._ranks = devices, tuple(ranks)
 
     def choose(self, device: Device) -> None:
         """See `Devices.choose`."""
         self._devices.choose(device)
 
-    def shared(self, host: ClosableHostPlane, kind: str, device: Device | None) -> DeviceCollectives:
-        """See `Devices.shared`."""
-        return self._devices.shared(host, self._ranks, kind, device)
+    def on_device(self, kind: str, device: Device | None) -> DeviceCollectives:
+        """The same group on its GPUs. The first time all ranks make the call at once.
+
+        Args:
+            kind: `Device.kind`.
+            device: This rank's; None if it has joined and has no tensors.
+
+        Raises:
+            DeviceError, NcclError: A rank cannot take part. Raised on all ranks.
+        """
+        return self._devices.shared(self, self._ranks, kind, device)
 
     def close(self) -> None:
-        """See `Devices.forget`."""
+        """Close what `on_device` made, and release everything. All ranks do this."""
         self._devices.forget(self._ranks)
+        super().close()

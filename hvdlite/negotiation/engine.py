@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, DuplicateNameError, HvdliteError, PeerLeftError
+from hvdlite.gpu.groups import GroupCollectives
 from hvdlite.negotiation.controller import Controller, Decision, error_of
 from hvdlite.negotiation.handle import Handle
 from hvdlite.negotiation.messages import JOIN, Key
@@ -56,7 +56,7 @@ class Engine:
     def __init__(
         self,
         transport: Transport,
-        collectives: HierarchicalCollectives,
+        collectives: GroupCollectives,
         ranks: Sequence[int],
         watch: Watchdog,
         config: Config,
@@ -115,8 +115,8 @@ class Engine:
         """
         if name is not None and not isinstance(name, str):
             raise ArgumentError(f"name={name!r}: expected a text (str), or None; got {type(name).__name__}.")
-        if operation.device is not None and self._collectives.devices is not None:
-            self._collectives.devices.choose(operation.device)
+        if operation.device is not None:
+            self._collectives.choose(operation.device)
         with self._submit_lock:
             if self._submitting or self._driver:
                 self._check_not_interrupted(self._submitting)
@@ -307,8 +307,6 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
         del self._watch.lacks[tuple(self._ranks)]
-        if self._collectives.devices is not None:
-            self._collectives.devices.close()
         self._collectives.close()
         self._transport.close()
 

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from hvdlite.protocols.channel import Channel, WaitKind
-from hvdlite.protocols.collectives import Collectives, Finish
+from hvdlite.protocols.collectives import Collectives
 from hvdlite.protocols.combine import Combine, numpy_combine, ufunc_of
 from hvdlite.protocols.device import Device, Stream
 from hvdlite.protocols.gradients import Exchange, Plan
@@ -28,7 +28,6 @@ __all__ = [
     "Device",
     "DeviceAdapter",
     "Exchange",
-    "Finish",
     "HalfConverter",
     "Plan",
     "ReduceOp",
