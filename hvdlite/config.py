@@ -37,7 +37,6 @@ class Config:
         nccl: Exchange GPU tensors by NCCL (or RCCL) where it is installed; if not, through host memory.
         nccl_library: A file to load it from, in place of what is found.
         nccl_start_seconds: How long the ranks try to connect by it.
-        mpi_gpu: Hand GPU tensors to MPI, which must have been built for that, in place of NCCL.
         share_gpu: Several ranks may use one GPU.
         control: ``host:port:secret`` of the launcher that started this process; set by hvdliterun.
     """
@@ -60,7 +59,6 @@ class Config:
     nccl: bool = True
     nccl_library: str = ""
     nccl_start_seconds: float = 120.0
-    mpi_gpu: bool = False
     share_gpu: bool = False
     control: str = ""
 
@@ -73,8 +71,11 @@ class Config:
         """Read the settings of this process.
 
         Raises:
-            ArgumentError: A variable is set to something that is not of its type.
+            ArgumentError: A variable is set to something that is not of its type, or its setting does not exist any more.
         """
+        for variable, advice in _REMOVED.items():
+            if environ.get(variable, "").lower() not in _FALSE | {""}:
+                raise ArgumentError(f"{variable}={environ[variable]}: {advice}")
         values: dict[str, Any] = {}
         for field in fields(cls):
             for prefix in ("HVDLITE_", "HOROVOD_"):
@@ -83,6 +84,12 @@ class Config:
                     values[field.name] = _parse(variable, environ[variable], type(field.default))
                     break
         return cls(**values)
+
+
+_REMOVED = {
+    "HVDLITE_MPI_GPU": "hvdlite does not hand GPU tensors to MPI any more. Take this variable away: they go by NCCL "
+    "(pip install 'hvdlite[gpu]'), or through host memory where there is none (HVDLITE_NCCL=0).",
+}
 
 
 def _parse(variable: str, text: str, kind: type) -> Any:

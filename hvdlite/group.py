@@ -15,18 +15,19 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hvdlite.comm.channel import WatchedChannel
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.errors import PeerLeftError
 from hvdlite.gpu.collectives import DeviceCollectives
-from hvdlite.gpu.groups import DeviceGroup, Devices
+from hvdlite.gpu.groups import Devices, GroupCollectives
 from hvdlite.gradients.planner import Planner
 from hvdlite.gradients.reducers import Reducers
 from hvdlite.negotiation.engine import Engine
 from hvdlite.operations import Agreement, AllgatherObject
-from hvdlite.protocols import Device, Exchange, Plan, TensorInfo, Transport
-from hvdlite.tensors.arithmetic import nbytes_of
+from hvdlite.protocols import Channel, Device, Exchange, Plan, TensorInfo, Transport
+from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.timeline import Timeline
 from hvdlite.topology import Members
 from hvdlite.watchdog.watchdog import Watchdog
@@ -58,8 +59,9 @@ class Runtime:
     def engine(self, transport: Transport, members: Members) -> Engine:
         """The named operations of a group; `transport` is for them alone."""
         hosts = [self.hosts[rank] for rank in members.ranks]
-        collectives = HierarchicalCollectives(transport.duplicate(), hosts, self.make_flat, self.config.shared_memory)
-        collectives.devices = DeviceGroup(self.devices, members)
+        collectives = GroupCollectives(
+            transport.duplicate(), hosts, self.make_flat, self.config.shared_memory, self.devices, members
+        )
         return Engine(transport, collectives, members, self.watch, self.config, self.timeline)
 
 
@@ -81,6 +83,7 @@ class Group:
 
     def __init__(self, members: Members, transport: Transport, runtime: Runtime) -> None:
         self.members = members
+        self._transport = transport
         self._runtime = runtime
         self.engine = runtime.engine(transport, members)
         plan = Plan(message_bytes=runtime.config.bucket_bytes)
@@ -105,6 +108,22 @@ class Group:
     def size(self) -> int:
         """The number of ranks."""
         return self.engine.size
+
+    def channel(self, purpose: str) -> Channel:
+        """A new channel for messages between two ranks. All ranks of the group call this; the caller closes it.
+
+        Args:
+            purpose: What it is for, the same on all ranks.
+
+        Raises:
+            MismatchError: The ranks do not all do this.
+        """
+
+        def create(_: HierarchicalCollectives) -> Channel:
+            return WatchedChannel(self._transport.duplicate(), self.members, self._runtime.watch)
+
+        made: Channel = self.engine.run(Agreement("channel", [("purpose", purpose)], create))
+        return made
 
     def planner(
         self,

@@ -25,7 +25,8 @@ from hvdlite.comm.shared_memory import SharedMemoryError, share
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, PeerLeftError
 from hvdlite.protocols import Array, ReduceOp
-from hvdlite.tensors.arithmetic import NumpyHalf, arithmetic
+from hvdlite.tensors.halves import NumpyHalf
+from hvdlite.tensors.reduction import reduction
 from hvdlite.testing import on_ranks
 from hvdlite_torch.tensors.adapter import TorchHalf
 
@@ -73,7 +74,7 @@ def test_allreduce(hosts: list[int], dtype: str, op: ReduceOp, lengths: list[int
         results = []
         for length in lengths:
             data = numbers(dtype, length, collectives.rank)
-            collectives.allreduce(bits(data), op, dtype=dtype)
+            collectives.allreduce(bits(data), reduction(dtype, op))
             results.append(data)
         return results
 
@@ -86,14 +87,14 @@ def test_allreduce(hosts: list[int], dtype: str, op: ReduceOp, lengths: list[int
 
 
 @given(HOSTS, st.sampled_from(["float32", "float16", "bfloat16"]), st.integers(0, 700))
-def test_every_rank_has_the_same_bits_and_a_finish_is_applied_once(hosts: list[int], dtype: str, length: int) -> None:
+def test_every_rank_has_the_same_bits_and_a_division_is_made_once(hosts: list[int], dtype: str, length: int) -> None:
     def values(rank: int) -> Array:
         exact = np.random.default_rng([rank, length]).normal(size=length)
         return exact.astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 
     def work(collectives: HierarchicalCollectives, _: LocalTransport) -> Array:
         data = values(collectives.rank)
-        collectives.allreduce(bits(data), ReduceOp.SUM, dtype=dtype, finish=lambda part: np.divide(part, 3, out=part))
+        collectives.allreduce(bits(data), reduction(dtype, ReduceOp.AVERAGE, size=3))
         return data
 
     results = on_hosts(hosts, work)
@@ -232,11 +233,11 @@ def test_a_rank_that_fails_frees_those_that_wait_for_it() -> None:
 
 def test_slots_do_not_depend_on_the_dtype_of_the_sum() -> None:
     """A widened sum takes twice the bytes of its slot."""
-    kernel = arithmetic("bfloat16", ReduceOp.SUM)
+    how = reduction("bfloat16", ReduceOp.SUM)
 
     def rank(transport: LocalTransport) -> Array:
         data = numbers("bfloat16", 5 * ROOM, transport.rank)
-        HostCollectives(Host(transport), ROOM).allreduce(bits(data), kernel, None)
+        HostCollectives(Host(transport), ROOM).allreduce(bits(data), how)
         return data.astype(np.float64)
 
     for result in LocalFabric(3).run(rank, 10):

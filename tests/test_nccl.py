@@ -20,15 +20,14 @@ import torch
 
 from hvdlite.adapter import capabilities
 from hvdlite.errors import DeviceError, NcclError, UnsupportedTensorError
-from hvdlite.gpu import mpi as device_mpi
 from hvdlite.gpu import nccl
 from hvdlite.gpu.abandonable import AbandonableCall
 from hvdlite.gpu.nccl import Nccl
-from hvdlite.gpu.reduce_dtype import wire_of
 from hvdlite.protocols import ReduceOp
 from hvdlite.tensors import device_registry
 from hvdlite.tensors.cupy_device import CupyDevice
 from hvdlite.tensors.held import Held
+from hvdlite.tensors.reduction import NCCL_WITH_FLOAT8, reduction
 from tests.jobs import PROGRAMS, ROOT, mpirun
 
 
@@ -238,20 +237,32 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         nccl.load(str(broken))
 
 
-def test_how_dtypes_travel() -> None:
-    new, old = nccl.FLOAT8_SINCE, nccl.FLOAT8_SINCE - 1
-    assert wire_of("bfloat16", ReduceOp.SUM, new) == ("bfloat16", False)
-    assert wire_of("bool", ReduceOp.MAX, new) == ("uint8", False)
-    assert wire_of("complex64", ReduceOp.AVERAGE, new) == ("float32", False)
-    assert wire_of("complex128", ReduceOp.PRODUCT, new) is None
-    assert wire_of("uint16", ReduceOp.SUM, new) == ("int32", True)
-    assert wire_of("int32", ReduceOp.AVERAGE, new) == ("int64", True)
-    assert wire_of("uint64", ReduceOp.AVERAGE, new) is None
-    assert wire_of("float8_e5m2", ReduceOp.SUM, new) == ("float8_e5m2", False)
-    assert wire_of("float8_e5m2", ReduceOp.SUM, old) is None
-    assert wire_of("float32", ReduceOp.ADASUM, new) is None
-    assert wire_of("int32", ReduceOp.MIN, new) == ("int32", False)
-    assert wire_of("bfloat16", ReduceOp.MIN, new) is None  # a NaN would be lost
+@pytest.mark.parametrize(
+    ("dtype", "op", "there", "casts"),
+    [
+        ("bfloat16", ReduceOp.SUM, "bfloat16", False),
+        ("bool", ReduceOp.MAX, "uint8", False),
+        ("complex64", ReduceOp.AVERAGE, "float32", False),
+        ("complex128", ReduceOp.PRODUCT, None, False),
+        ("uint16", ReduceOp.SUM, "int32", True),
+        ("int32", ReduceOp.AVERAGE, "int64", True),
+        ("int64", ReduceOp.AVERAGE, "int64", True),
+        ("uint64", ReduceOp.AVERAGE, None, True),
+        ("float8_e5m2", ReduceOp.SUM, "float8_e5m2", False),
+        ("float32", ReduceOp.ADASUM, None, False),
+        ("int32", ReduceOp.MIN, "int32", False),
+        ("bfloat16", ReduceOp.MIN, None, False),  # a NaN would be lost
+    ],
+)
+def test_how_dtypes_travel(dtype: str, op: ReduceOp, there: str | None, casts: bool) -> None:
+    how = reduction(dtype, op)
+    assert (how.on_device(NCCL_WITH_FLOAT8), how.casts_on_device) == (there, casts)
+
+
+def test_what_does_not_travel() -> None:
+    assert reduction("float8_e5m2", ReduceOp.SUM).on_device(NCCL_WITH_FLOAT8 - 1) is None
+    assert reduction("int32", ReduceOp.SUM, 0.5).on_device(NCCL_WITH_FLOAT8) is None
+    assert reduction("float32", ReduceOp.SUM, 0.5, 2.0).on_device(NCCL_WITH_FLOAT8) == "float32"
 
 
 def test_a_call_that_never_comes_back_is_left_behind() -> None:
@@ -426,32 +437,3 @@ def test_the_real_library_up_to_the_gpu(real: Nccl) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
     assert len(lines) == 2 and all("could not connect the ranks" in line for line in lines), done.stdout
     assert done.stdout.count("ranks 0, 1: ncclCommInitRankConfig failed: unhandled cuda error") == 2
-
-
-# MPI on device memory
-
-
-def test_mpi_without_cuda_is_refused() -> None:
-    program = (
-        "import hvdlite; from hvdlite.config import Config; from tests.fake_device import FakeDevice\n"
-        "hvdlite.init(); world = hvdlite.api.world()\n"
-        "try: world.group().device_collectives(FakeDevice(world.topology.local_rank))\n"
-        "except hvdlite.HvdliteError as error: print(error, flush=True)"
-    )
-    done = mpirun(2, "-c", program, PYTHONPATH=str(ROOT), HVDLITE_MPI_GPU="1")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("HVDLITE_MPI_GPU=1: Open MPI") == 2 and "without CUDA" in done.stdout
-
-
-def test_mpi_takes_addresses() -> None:
-    """The collectives that hand MPI addresses of device memory, on host memory: MPI cannot tell."""
-    done = mpirun(3, str(PROGRAMS / "mpi_addresses.py"), PYTHONPATH=str(ROOT), HVDLITE_MPI_GPU="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("all right") == 3
-
-
-def test_memory_by_address() -> None:
-    memory = device_mpi.Memory(1000, 8, "float32")
-    part = memory[2:5]
-    assert part.__cuda_array_interface__["data"] == (1008, False) and part.size == 3
-    assert part.view(None).size == 12 and part.view(None).itemsize == 1

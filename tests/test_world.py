@@ -109,6 +109,12 @@ def test_settings_come_from_either_prefix() -> None:
             Config.from_env({variable: text})
 
 
+def test_a_setting_that_is_gone_says_what_to_do() -> None:
+    with pytest.raises(ArgumentError, match=r"HVDLITE_MPI_GPU=1: .*Take this variable away: .*HVDLITE_NCCL=0"):
+        Config.from_env({"HVDLITE_MPI_GPU": "1"})
+    assert Config.from_env({"HVDLITE_MPI_GPU": "0"}) == Config.from_env({"HVDLITE_MPI_GPU": ""}) == Config()
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_topology(hosts: list[int]) -> None:
     places = [Topology.of(rank, hosts) for rank in range(len(hosts))]

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import numpy as np
 
-from hvdlite.protocols import Array
+from hvdlite.protocols import Array, Collectives
 
 
-class Gathers(Protocol):
-    """What can gather arrays."""
-
-    @property
-    def size(self) -> int: ...
-
-    def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None: ...
-
-
-def allgather_bytes(collectives: Gathers, data: Array) -> list[Array]:
+def allgather_bytes(collectives: Collectives, data: Array) -> list[Array]:
     """Every rank's `data`, by rank.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -10,12 +10,10 @@ from hvdlite.algorithms.adasum import adasum, check_adasum
 from hvdlite.algorithms.slices import slices
 from hvdlite.comm.hierarchy import HostHierarchy, MakeCollectives
 from hvdlite.comm.host_collectives import HostCollectives
-from hvdlite.errors import ArgumentError, DeviceError
-from hvdlite.gpu.collectives import DeviceCollectives
-from hvdlite.gpu.groups import DeviceGroup
-from hvdlite.protocols import Array, Collectives, Device, Finish, ReduceOp, Transport
-from hvdlite.tensors.arithmetic import Arithmetic, arithmetic
+from hvdlite.errors import ArgumentError
+from hvdlite.protocols import Array, Collectives, ReduceOp, Transport
 from hvdlite.tensors.numpy_adapter import check_dtype
+from hvdlite.tensors.reduction import Reduction, reduction
 
 _TINY_BYTES = 2**12
 """Up to here a message is there sooner than Python has looked at its memory."""
@@ -46,83 +44,58 @@ class HierarchicalCollectives:
         if self.layers.hosts < self.size:
             self._here = HostCollectives(self.layers.host)
         self._one_host = self.layers.hosts == 1 and self._here is not None
-        self.devices: DeviceGroup | None = None
-        """The GPUs of the group; None where nobody has said which they are."""
 
-    def on_device(self, kind: str, device: Device | None) -> DeviceCollectives:
-        """The same group on its GPUs, for named operations. The first time all ranks make the call at once.
-
-        Args:
-            kind: `Device.kind`.
-            device: This rank's; None if it has joined and has no tensors.
-
-        Raises:
-            DeviceError, NcclError: A rank cannot take part. Raised on all ranks.
-        """
-        if self.devices is None:
-            raise DeviceError("these collectives are of host memory only.")
-        return self.devices.shared(self, kind, device)
-
-    def allreduce(
-        self,
-        data: Array,
-        op: ReduceOp,
-        algorithm: str = "auto",
-        dtype: str | None = None,
-        finish: Finish | None = None,
-    ) -> None:
+    def allreduce(self, data: Array, op: ReduceOp | Reduction, algorithm: str = "auto") -> None:
         """Reduce `data` over the ranks, in place.
 
         Args:
-            data: Shape ``(n,)``; bfloat16 as its bits in uint16.
-            op: Not AVERAGE.
+            data: Shape ``(n,)``, the same on every rank. Of a `Reduction` that is scaled, each rank has scaled its own.
+            op: A `ReduceOp` but AVERAGE, of the dtype of the array; or a `Reduction`, whose dtype may say more (bfloat16 is its
+                bits in uint16), and which is finished here.
             algorithm: "auto", "shared_memory", or one of the flat collectives'.
-            dtype: Name of the dtype, where the array's own says less. float16 and bfloat16 are accumulated as float32.
-            finish: Called with every piece of the result before it is rounded to `dtype`.
 
         Raises:
             ArgumentError: The algorithm cannot be used here.
         """
+        how = op if isinstance(op, Reduction) else reduction(check_dtype(data.dtype), op)
+        if self._one_host and algorithm == "auto" and how.exact and data.nbytes <= _TINY_BYTES:
+            self.flat.allreduce(data, how.combining)
+            if how.finishes:
+                how.finish(data)
+            return
         if algorithm == "shared_memory" and self._here is None and self.size > 1:
             raise ArgumentError(
                 "algorithm='shared_memory': no two ranks of this group share memory (they are alone on their hosts, or "
                 "cannot; hvdlite has said so when it started). Use 'auto'."
             )
-        if self._one_host and algorithm == "auto" and dtype is None and data.nbytes <= _TINY_BYTES:
-            self.flat.allreduce(data, op)
-            if finish is not None:
-                finish(data)
-            return
-        dtype = dtype or check_dtype(data.dtype)
         with np.errstate(all="ignore"):  # gradients that overflow are the caller's business, as in torch
             if self._here is not None and algorithm in ("auto", "shared_memory"):
-                self._allreduce_in_memory(self._here, data, arithmetic(dtype, op), op, finish)
-            elif self.size > 1 or finish is not None:
-                self._allreduce_by_messages(data, arithmetic(dtype, op), op, algorithm, finish)
+                self._allreduce_in_memory(self._here, data, how)
+            elif self.size > 1 or how.finishes:
+                self._allreduce_by_messages(data, how, algorithm)
 
-    def _allreduce_in_memory(
-        self, here: HostCollectives, data: Array, kernel: Arithmetic, op: ReduceOp, finish: Finish | None
-    ) -> None:
+    def _allreduce_in_memory(self, here: HostCollectives, data: Array, how: Reduction) -> None:
         cross = self.layers.cross
-        if self._one_host and (data.nbytes <= _ONE_SHOT_BYTES or (self.size == 2 and kernel.exact)):
-            here.allreduce(data, kernel, finish)
+        if self._one_host and (data.nbytes <= _ONE_SHOT_BYTES or (self.size == 2 and how.exact)):
+            here.allreduce(data, how)
         else:
-            between = None if cross is None else lambda wide: cross.allreduce(wide, op)
-            here.allreduce_by_slices(data, kernel, finish, self.layers.owners, between)
+            between = None if cross is None else lambda wide: cross.allreduce(wide, how.combining)
+            here.allreduce_by_slices(data, how, self.layers.owners, between)
 
-    def _allreduce_by_messages(
-        self, data: Array, kernel: Arithmetic, op: ReduceOp, algorithm: str, finish: Finish | None
-    ) -> None:
+    def _allreduce_by_messages(self, data: Array, how: Reduction, algorithm: str) -> None:
         wide = data
-        if not kernel.exact:
-            wide = np.empty(data.size, kernel.wide)
-            kernel.widen(data, wide)
+        if not how.exact:
+            wide = np.empty(data.size, how.wide_dtype)
+            how.combine((data,), wide)
         if self.size > 1:
-            self.flat.allreduce(wide, op, "auto" if algorithm == "shared_memory" else algorithm)
-        if finish is not None:
-            finish(wide)
-        if not kernel.exact:
-            kernel.narrow(wide, data)
+            self.flat.allreduce(wide, how.combining, "auto" if algorithm == "shared_memory" else algorithm)
+        how.finish(wide)
+        if not how.exact:
+            how.narrow(wide, data)
+
+    def start_sum(self, data: Array) -> Callable[[], bool]:
+        """Begin to sum a small array over the ranks, by messages. See `Collectives`."""
+        return self.flat.start_sum(data)
 
     def adasum(self, tensors: Sequence[Array], dtype: str | None = None) -> None:
         """Combine tensors over the ranks by Adasum, each by itself, in place (see `hvdlite.algorithms.adasum`).
@@ -131,7 +104,8 @@ class HierarchicalCollectives:
 
         Args:
             tensors: Of shape ``(n,)``, n of their own, the same on every rank; of one dtype. bfloat16 as its bits in uint16.
-            dtype: As for `allreduce`. float16 and bfloat16 are combined as float32 and rounded once.
+            dtype: The name of their dtype, where the arrays' own says less. float16 and bfloat16 are combined as float32 and
+                rounded once.
 
         Raises:
             UnsupportedTensorError: They are not real floating-point numbers.
@@ -142,19 +116,19 @@ class HierarchicalCollectives:
         check_adasum(dtype)
         if self.size == 1:
             return
-        kernel = arithmetic(dtype, ReduceOp.SUM)
+        how = reduction(dtype, ReduceOp.SUM)
         counts = [tensor.size for tensor in tensors]
         with np.errstate(all="ignore"):
-            if kernel.exact and len(tensors) == 1:
+            if how.exact and len(tensors) == 1:
                 adasum(self._transport, tensors[0], counts)
                 return
-            flat = np.empty(sum(counts), kernel.wide)
+            flat = np.empty(sum(counts), how.wide_dtype)
             pieces = [flat[piece] for piece in slices(counts)]
             for tensor, piece in zip(tensors, pieces, strict=True):
-                kernel.widen(tensor, piece)
+                how.combine((tensor,), piece)
             adasum(self._transport, flat, counts)
             for tensor, piece in zip(tensors, pieces, strict=True):
-                kernel.narrow(piece, tensor)
+                how.narrow(piece, tensor)
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         if self._one_host and self._here is not None:
@@ -177,7 +151,7 @@ class HierarchicalCollectives:
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
         if self._one_host and self._here is not None:
             with np.errstate(all="ignore"):
-                self._here.reduce_scatter(data, out, counts, arithmetic(check_dtype(data.dtype), op))
+                self._here.reduce_scatter(data, out, counts, reduction(check_dtype(data.dtype), op))
         else:
             self.flat.reduce_scatter(data, out, counts, op)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hvdlite.algorithms.barrier import dissemination_barrier
+from hvdlite.comm.naps import LONGEST_NAP, OFFERS_SECONDS, wait_until
 from hvdlite.comm.shared_memory import PAGE, share
 from hvdlite.errors import HvdliteError
 from hvdlite.protocols import Array, Transport
@@ -23,13 +24,7 @@ _LINE = 8
 """int64 per cache line, so that no two ranks write to the same one."""
 _SPINS = 500
 """Looks (of about 0.05 µs) before a waiting rank offers its core to others, if each rank of the host has a core."""
-_OFFERS_SECONDS = 2e-3
-"""How long it offers its core between looks before it sleeps. A sleep lasts 0.1 ms longer than is asked for, which makes
-this rank the late one at the next meeting, and the other one sleep: the blocks of a large tensor would all take so long."""
-_FIRST_NAP, _LONGEST_NAP = 20e-6, 200e-6
-_NAP_GROWTH = 1.2
-"""So a nap is a fifth of what has been waited, at most, and so is the time lost when the others come."""
-PATIENT, VERY_PATIENT = _LONGEST_NAP, 5e-3
+PATIENT, VERY_PATIENT = LONGEST_NAP, 5e-3
 _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -131,20 +126,14 @@ class Host:
         Raises:
             HvdliteError: What `stop` was called with.
         """
-        if not self.patience:
-            until = time.monotonic() + _OFFERS_SECONDS
-            while time.monotonic() < until:
-                if done():
-                    return
-                self._offer()
-        nap, longest = _FIRST_NAP, self.patience or _LONGEST_NAP
-        while not done():
-            time.sleep(nap)
-            nap = min(_NAP_GROWTH * nap, longest)
-            if self._stopped is not None:
-                raise type(self._stopped)(str(self._stopped))
-            # Raises if it is known that a rank has left. (Nobody posts letters here.)
-            self._transport.poll()
+        offers = 0.0 if self.patience else OFFERS_SECONDS
+        wait_until(done, self._check, self._offer, offers, self.patience or LONGEST_NAP)
+
+    def _check(self) -> None:
+        if self._stopped is not None:
+            raise type(self._stopped)(str(self._stopped))
+        # Raises if it is known that a rank has left. (Nobody posts letters here.)
+        self._transport.poll()
 
     def stop(self, error: HvdliteError | None = None) -> None:
         """Fail every wait here, of whatever thread, from now on, with `error` (by default: all is over)."""

@@ -12,15 +12,15 @@ A result slot is filled between t and t + 1 and read between t + 1 and t + 2.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from hvdlite.algorithms.slices import slices, split
 from hvdlite.comm.host import Host
-from hvdlite.protocols import Array, Finish
-from hvdlite.tensors.arithmetic import Arithmetic
+from hvdlite.protocols import Array
+from hvdlite.tensors.reduction import Reduction
 
 SLOT_BYTES = 2**19
 """Bytes that a rank shows at a time: with smaller ones the ranks meet too often, larger ones were no faster."""
@@ -41,7 +41,7 @@ class HostCollectives:
         pieces = [[piece[n * slot_bytes : (n + 1) * slot_bytes] for piece in memory] for n in range(4)]
         self._shown, self._results = pieces[:2], pieces[2:]
         self._turn = 0
-        self._scratch = np.empty(slot_bytes * 2, np.uint8)  # halves are twice as large when widened
+        self._scratch = np.empty(slot_bytes * 8, np.uint8)  # averages of bytes are summed in 64 bits
 
     def _blocks(self, data: Array) -> Iterator[Array]:
         length = self._slot_bytes // data.itemsize
@@ -54,7 +54,7 @@ class HostCollectives:
     def _slots(self, memory: Sequence[Sequence[Array]], turn: int, dtype: np.dtype[np.generic]) -> list[Array]:
         return [slot.view(dtype) for slot in memory[turn]]
 
-    def allreduce(self, data: Array, arithmetic: Arithmetic, finish: Finish | None) -> None:
+    def allreduce(self, data: Array, how: Reduction) -> None:
         """Reduce `data` over the ranks in place: every rank shows its own, and reduces everybody's.
 
         The least waiting; and the least copying for two ranks.
@@ -65,19 +65,18 @@ class HostCollectives:
             shown[rank][:] = block
             self._meet()
             shown[rank] = block
-            self._reduce(shown, block, arithmetic, finish)
+            self._reduce(shown, block, how)
 
     def allreduce_by_slices(
-        self, data: Array, arithmetic: Arithmetic, finish: Finish | None, owners: int, between: Finish | None = None
+        self, data: Array, how: Reduction, owners: int, between: Callable[[Array], None] | None = None
     ) -> None:
         """Reduce `data` over the ranks in place: each owner reduces its slice of every block, and shows the result.
 
         Args:
             data: Shape ``(n,)``.
-            arithmetic: For the dtype of `data`.
-            finish: See `Finish`.
+            how: For the dtype of `data`.
             owners: The first so many ranks have a slice.
-            between: Called with each slice (in the wide dtype) before `finish`: exchanges it with other hosts.
+            between: Called with each slice (in the wide dtype) before it is finished: exchanges it with other hosts.
         """
         rank = self._host.rank
         before: tuple[Array, list[slice], list[Array]] | None = None
@@ -94,7 +93,7 @@ class HostCollectives:
                     share = shares[rank]
                     sources = [slot[share] for slot in shown]
                     sources[rank] = block[share]
-                    self._reduce(sources, block[share], arithmetic, finish, between)
+                    self._reduce(sources, block[share], how, between)
                     results[rank][share] = block[share]
             if before is not None:
                 earlier, their_shares, their_results = before
@@ -104,24 +103,19 @@ class HostCollectives:
             before = None if block is None else (block, shares, results)
 
     def _reduce(
-        self,
-        sources: list[Array],
-        into: Array,
-        arithmetic: Arithmetic,
-        finish: Finish | None,
-        between: Finish | None = None,
+        self, sources: list[Array], into: Array, how: Reduction, between: Callable[[Array], None] | None = None
     ) -> None:
-        direct = arithmetic.exact and len(sources) <= 2
-        wide = into if direct else self._scratch.view(arithmetic.wide)[: into.size]
-        arithmetic.combine(sources, wide)
+        direct = how.exact and len(sources) <= 2
+        wide = into if direct else self._scratch.view(how.wide_dtype)[: into.size]
+        how.combine(sources, wide)
         if between is not None:
             between(wide)
-        if finish is not None:
-            finish(wide)
+        if how.finishes:
+            how.finish(wide)
         if not direct:
-            arithmetic.narrow(wide, into)
+            how.narrow(wide, into)
 
-    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], arithmetic: Arithmetic) -> None:
+    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], how: Reduction) -> None:
         """Reduce `data` over the ranks; rank r keeps slice r, of ``counts[r]`` elements, in `out`. `data` is only read."""
         host = self._host
         length = max(1, self._slot_bytes // data.itemsize // host.size)
@@ -138,7 +132,7 @@ class HostCollectives:
             size = sizes[host.rank]
             sources = [slot[host.rank * length :][:size] for slot in shown]
             sources[host.rank] = data[starts[host.rank] + begin :][:size]
-            arithmetic.combine(sources, out[begin : begin + size])
+            how.combine(sources, out[begin : begin + size])
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         """Concatenate the ranks' `data` (``counts[r]`` elements from rank r) in `out`."""

@@ -21,8 +21,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, TypeVar
 
+from hvdlite.comm.mailbox import LocalReceive, LocalSend, Mailbox, Parcel
+from hvdlite.comm.messages import check_message
 from hvdlite.errors import ArgumentError, PeerLeftError
-from hvdlite.protocols import Array, Combine
+from hvdlite.protocols import ANY, Array, Combine
 
 T = TypeVar("T")
 
@@ -89,11 +91,16 @@ _Queue = queue.SimpleQueue[_Message | _Letter | _Left]  # its `get` waits in C, 
 
 
 class _Rank:
-    """The clock and the counters of a rank, over all its channels."""
+    """The clock and the counters of a rank, over all its channels.
+
+    Attributes:
+        clock: Its virtual time, in seconds.
+        sends_until, receives_until: When it will be done with what `isend` and `irecv` began.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.clock = 0.0
+        self.clock = self.sends_until = self.receives_until = 0.0
         self.messages = 0
         self.bytes = 0
         self.letters = 0
@@ -126,6 +133,7 @@ class LocalFabric:
         self._ranks = [_Rank() for _ in range(size)]
         self._lock = threading.Lock()
         self._queues: dict[Hashable, _Queue] = {}
+        self._mailboxes: dict[Hashable, Mailbox] = {}
         self._left: _Left | None = None
         everybody = tuple(range(size))
         self.transports = [LocalTransport(self, everybody, rank, channel=()) for rank in everybody]
@@ -204,6 +212,10 @@ class LocalFabric:
                     self._queues[key].put(self._left)
             return self._queues[key]
 
+    def _mailbox(self, key: Hashable) -> Mailbox:
+        with self._lock:
+            return self._mailboxes.setdefault(key, Mailbox())
+
 
 class LocalTransport:
     """A rank's end of a `LocalFabric`: a `Transport`, with a virtual clock."""
@@ -271,6 +283,37 @@ class LocalTransport:
         begin, sent = self._depart(send, dest)
         self._set_clock(max(sent, self._arrive(recv, source, begin)))
 
+    def isend(self, data: Array, dest: int, tag: int = 0) -> LocalSend:
+        """Copy `data` to the mailbox of `dest`. Several sends leave one after the other. See `Transport`."""
+        check_message(data, dest, tag, self.size, receives=False)
+        self._check(dest)
+        rank = self._self
+        with rank.lock:
+            rank.messages += 1
+            rank.bytes += data.nbytes
+            departure = max(rank.clock, rank.sends_until)
+            sent = rank.sends_until = departure + data.nbytes / self._network(dest).bandwidth
+        self._mailbox(dest).put(Parcel(self.rank, tag, data.copy(), departure))
+        return LocalSend(lambda: self._set_clock(sent))
+
+    def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> LocalReceive:
+        """Take a message from this rank's mailbox, when one is there. See `Transport`."""
+        check_message(data, source, tag, self.size, receives=True)
+        begin = self.clock
+
+        def check() -> None:
+            if (left := self.fabric._left) is not None:
+                self._raise(left, "waited for a message with a tag")
+
+        def finish(parcel: Parcel) -> None:
+            network, rank = self._network(parcel.source), self._self
+            with rank.lock:
+                arrival = max(begin, parcel.departure + network.latency, rank.receives_until)
+                rank.receives_until = arrival + parcel.data.nbytes / network.bandwidth
+                rank.clock = max(rank.clock, rank.receives_until)
+
+        return LocalReceive(self._mailbox(self.rank), data, source, tag, check, finish)
+
     def post(self, letter: bytes, dest: int) -> None:
         """Put a letter in the inbox of `dest`."""
         self._check(dest)
@@ -332,7 +375,7 @@ class LocalTransport:
         with self._self.lock:
             self._self.messages += 1
             self._self.bytes += data.nbytes
-            begin = self._self.clock
+            begin = max(self._self.clock, self._self.sends_until)
         self._outgoing[dest].put(_Message(data.copy(), begin))
         return begin, begin + data.nbytes / self._network(dest).bandwidth
 
@@ -368,6 +411,9 @@ class LocalTransport:
 
     def _inbox(self, dest: int) -> _Queue:
         return self.fabric._queue((self._channel, "letters", self._members[dest]))
+
+    def _mailbox(self, dest: int) -> Mailbox:
+        return self.fabric._mailbox((self._channel, self._members[dest]))
 
     def _check(self, dest: int) -> None:
         """Do not go on sending where nobody will answer."""

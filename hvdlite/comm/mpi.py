@@ -7,16 +7,82 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.comm.messages import check_message, wrong_size
 from hvdlite.comm.mpi_errors import all_told
-from hvdlite.protocols import Array
+from hvdlite.comm.naps import wait_until
+from hvdlite.protocols import ANY, Array
 
 _DATA_TAG = 1
 _LETTER_TAG = 2
+_FIRST_TAG = 16
+"""Of `isend` and `irecv`: their tag 0."""
 
 
 def as_bytes(data: Array) -> list[object]:
     """A buffer that MPI moves as bytes: it has no name for float16, and needs none to move it."""
     return [data.view(np.uint8), MPI.BYTE]
+
+
+@all_told
+class MpiRequest:
+    """A `Request` of MPI's.
+
+    Args:
+        transport: Keeps what MPI may still write to if this object is dropped.
+        request: MPI's own.
+        data: Its memory.
+        receives: It is a receive.
+
+    Attributes:
+        source: As `Request.source`.
+    """
+
+    def __init__(self, transport: MpiTransport, request: MPI.Request, data: Array, receives: bool) -> None:
+        self._transport, self._request, self._data, self._receives = transport, request, data, receives
+        self._over = False
+        self.source: int | None = None
+
+    def __del__(self) -> None:
+        if not self._over:
+            self._transport.keep(self._request, self._data)
+
+    def test(self) -> bool:
+        if self._over:
+            return True
+        status = MPI.Status()
+        try:
+            if not self._request.Test(status):
+                return False
+        except MPI.Exception as error:
+            self._over = True
+            if self._receives and error.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise wrong_size(f"{self._data.nbytes} bytes", status.Get_source(), "more") from error
+            raise
+        self._end(status)
+        return True
+
+    def _end(self, status: MPI.Status) -> None:
+        self._over = True
+        if self._receives:
+            count, source = status.Get_count(MPI.BYTE), status.Get_source()
+            if count != self._data.nbytes:
+                raise wrong_size(f"{self._data.nbytes} bytes", source, f"{count}")
+            self.source = source
+
+    def wait(self) -> None:
+        wait_until(self.test, lambda: None)
+
+    def cancel(self) -> bool:
+        if self._over or not self._receives:
+            return False
+        status = MPI.Status()
+        self._request.Cancel()
+        self._request.Wait(status)  # which MPI promises to return from, by itself
+        if status.Is_cancelled():
+            self._over = True
+            return True
+        self._end(status)
+        return False
 
 
 @all_told
@@ -29,6 +95,7 @@ class MpiTransport:
         self.size: int = comm.Get_size()
         self._posted: list[MPI.Request] = []
         self._status = MPI.Status()
+        self._dropped: list[tuple[MPI.Request, Array]] = []
 
     @property
     def medium(self) -> str:
@@ -43,6 +110,25 @@ class MpiTransport:
 
     def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
         self.comm.Sendrecv(as_bytes(send), dest, _DATA_TAG, as_bytes(recv), source, _DATA_TAG)
+
+    def isend(self, data: Array, dest: int, tag: int = 0) -> MpiRequest:
+        check_message(data, dest, tag, self.size, receives=False)
+        self._forget_dropped()
+        return MpiRequest(self, self.comm.Isend(as_bytes(data), dest, _FIRST_TAG + tag), data, receives=False)
+
+    def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> MpiRequest:
+        check_message(data, source, tag, self.size, receives=True)
+        self._forget_dropped()
+        sender = MPI.ANY_SOURCE if source == ANY else source
+        return MpiRequest(self, self.comm.Irecv(as_bytes(data), sender, _FIRST_TAG + tag), data, receives=True)
+
+    def keep(self, request: MPI.Request, data: Array) -> None:
+        """Nobody waits for a request any more: keep its memory until MPI has done with it."""
+        self._dropped.append((request, data))
+
+    def _forget_dropped(self) -> None:
+        if self._dropped:
+            self._dropped = [each for each in self._dropped if not each[0].Test()]
 
     def post(self, letter: bytes, dest: int) -> None:
         if self._posted:
@@ -72,4 +158,9 @@ class MpiTransport:
 
     def close(self) -> None:
         MPI.Request.Waitall(self._posted)
+        _never_over.extend(self._dropped)
         self.comm.Free()
+
+
+_never_over: list[tuple[MPI.Request, Array]] = []
+"""What MPI may still read or write when the transport is closed: messages that were never received, or never sent."""

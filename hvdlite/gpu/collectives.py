@@ -9,39 +9,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvdlite.errors import HvdliteError, UnsupportedTensorError
-from hvdlite.gpu.nccl import DTYPES, FLOAT8_SINCE
-from hvdlite.gpu.reduce_dtype import Wire, wire_of
-from hvdlite.protocols import Array, Device, Finish, ReduceOp, Stream
-
-
-class HostPlane(Protocol):
-    """What the ranks of the group speak by otherwise: `hvdlite.comm.hierarchical.HierarchicalCollectives`."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def allreduce(
-        self,
-        data: Array,
-        op: ReduceOp,
-        algorithm: str = "auto",
-        dtype: str | None = None,
-        finish: Finish | None = None,
-    ) -> None: ...
-
-    def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None: ...
-
-    def broadcast(self, data: Array, root: int) -> None: ...
-
-    def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None: ...
-
-    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None: ...
+from hvdlite.gpu.nccl import DTYPES
+from hvdlite.protocols import Device, ReduceOp, Stream
+from hvdlite.tensors.reduction import NCCL_WITH_FLOAT8, reduction
 
 
 class DeviceCollectives:
@@ -53,12 +26,14 @@ class DeviceCollectives:
         size: The number of ranks.
 
     Attributes:
+        nccl_version: Which dtypes are reduced here: those of `Reduction.on_device`. What is to be cast, the caller casts.
         direct: Tensors do not pass through host memory.
         stream: A stream for whoever has none of his own.
         launched: How many calls have put work on a stream. Ranks that have done the same have the same number.
     """
 
     direct = True
+    nccl_version = NCCL_WITH_FLOAT8
 
     def __init__(self, device: Device, rank: int = 0, size: int = 1) -> None:
         self.device, self.rank, self.size = device, rank, size
@@ -68,19 +43,11 @@ class DeviceCollectives:
         """Called by `close`."""
         self._failure: HvdliteError | None = None
 
-    def wire(self, dtype: str, op: ReduceOp) -> Wire | None:
-        """How `allreduce` and `reduce_scatter` take a dtype. What is to be cast, the caller casts.
-
-        Returns:
-            None if they do not take it at all.
-        """
-        return wire_of(dtype, op, FLOAT8_SINCE)
-
     def allreduce(self, tensor: Any, op: ReduceOp, stream: Stream, out: Any = None) -> None:
         """Reduce a flat tensor over the ranks.
 
         Args:
-            tensor: Shape ``(n,)``, the same on every rank; of a dtype that `wire` does not want cast.
+            tensor: Shape ``(n,)``, the same on every rank; of a dtype that is reduced without a cast.
             op: SUM, AVERAGE (no integers), MIN or MAX (integers and bool), or PRODUCT. Halves are added in NCCL's way, rounded
                 more than once. Averages of halves, and of any numbers where the size is a power of two, are divided before they
                 are added.
@@ -115,11 +82,12 @@ class DeviceCollectives:
     def _reducible(self, tensor: Any, op: ReduceOp) -> tuple[Any, int]:
         """The tensor as it is reduced, and NCCL's number of its dtype."""
         dtype = self.device.dtype(tensor)
-        wire = self.wire(dtype, op)
-        if wire is None or wire.cast:
-            hint = f"cast it to {wire.dtype}" if wire is not None else "it is reduced in host memory only"
+        how = reduction(dtype, op)
+        there = how.on_device(self.nccl_version)
+        if there is None or how.casts_on_device:
+            hint = "it is reduced in host memory only" if there is None else f"cast it to {there}"
             raise UnsupportedTensorError(f"{op!r} of {dtype} is not done on a device: {hint}.")
-        return (tensor if wire.dtype == dtype else self.device.view(tensor, wire.dtype)), DTYPES[wire.dtype]
+        return (tensor if there == dtype else self.device.view(tensor, there)), DTYPES[there]
 
     def group(self) -> contextlib.AbstractContextManager[None]:
         """For a with statement: the calls of this thread inside of it are launched as one, at its end."""

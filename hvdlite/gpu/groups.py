@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.errors import DeviceError
-from hvdlite.gpu.collectives import DeviceCollectives, HostPlane
+from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.gpu.nccl import load
 from hvdlite.gpu.setup import FindDevice, Load, connect
-from hvdlite.protocols import Device
+from hvdlite.protocols import Device, Transport
 from hvdlite.tensors.device_registry import find_device
 from hvdlite.topology import Members
 
-
-class ClosableHostPlane(HostPlane, Protocol):
-    """A `HostPlane` of its user's own."""
-
-    def close(self) -> None: ...
-
-
 Register = Callable[[Members, DeviceCollectives], Callable[[], None]]
-"""Enters collectives in the watchdog (its `launches_on`). Returns a function that takes them out."""
+"""Enters collectives of a group in the watchdog. Returns a function that takes them out."""
 
 
 class Devices:
@@ -66,7 +60,7 @@ class Devices:
             )
 
     def connect(
-        self, host: ClosableHostPlane, members: Members, kind: str, device: Device | None, owned: bool = True
+        self, host: HierarchicalCollectives, members: Members, kind: str, device: Device | None, owned: bool = True
     ) -> DeviceCollectives:
         """New collectives of a group. All its ranks call this, at the same point of their sequence.
 
@@ -100,7 +94,9 @@ class Devices:
         self._open.append(made)
         return made
 
-    def shared(self, host: ClosableHostPlane, members: Members, kind: str, device: Device | None) -> DeviceCollectives:
+    def shared(
+        self, host: HierarchicalCollectives, members: Members, kind: str, device: Device | None
+    ) -> DeviceCollectives:
         """The collectives of a group for named operations, which run one after the other. As `connect`."""
         found = self._shared.get((members.id, kind))
         if found is None:
@@ -120,25 +116,44 @@ class Devices:
         self._chosen.clear()
 
 
-class DeviceGroup:
-    """`Devices` as one group of ranks uses them.
+class GroupCollectives(HierarchicalCollectives):
+    """The collectives of a group by which named operations run: in host memory, and on its GPUs.
 
     Args:
+        transport, hosts, make_flat, shared_memory: As for `HierarchicalCollectives`.
         devices: This rank's.
         members: The group's ranks.
     """
 
-    def __init__(self, devices: Devices, members: Members) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        hosts: Sequence[int],
+        make_flat: MakeCollectives,
+        shared_memory: bool,
+        devices: Devices,
+        members: Members,
+    ) -> None:
+        super().__init__(transport, hosts, make_flat, shared_memory)
         self._devices, self._members = devices, members
 
     def choose(self, device: Device) -> None:
         """See `Devices.choose`."""
         self._devices.choose(device)
 
-    def shared(self, host: ClosableHostPlane, kind: str, device: Device | None) -> DeviceCollectives:
-        """See `Devices.shared`."""
-        return self._devices.shared(host, self._members, kind, device)
+    def on_device(self, kind: str, device: Device | None) -> DeviceCollectives:
+        """The same group on its GPUs. The first time all ranks make the call at once.
+
+        Args:
+            kind: `Device.kind`.
+            device: This rank's; None if it has joined and has no tensors.
+
+        Raises:
+            DeviceError, NcclError: A rank cannot take part. Raised on all ranks.
+        """
+        return self._devices.shared(self, self._members, kind, device)
 
     def close(self) -> None:
-        """See `Devices.forget`."""
+        """Close what `on_device` made, and release everything. All ranks do this."""
         self._devices.forget(self._members)
+        super().close()

@@ -27,13 +27,12 @@ from hvdlite.protocols import ReduceOp
 
 OLDEST = 21800
 """2.18.0. PyTorch 2.6, the oldest that hvdlite takes, brings 2.21; older ones than 2.18 were never tried."""
-FLOAT8_SINCE = 22400
 
 DTYPES: dict[str, int] = {
     **{"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5},
     **{"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "float8_e4m3fn": 10, "float8_e5m2": 11},
 }
-"""NCCL's numbers of dtypes. The last two since `FLOAT8_SINCE`."""
+"""NCCL's numbers of dtypes. The last two since `Reduction.on_device` has them."""
 OPS: dict[ReduceOp, int] = {
     **{ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVERAGE: 4},
 }

@@ -11,7 +11,6 @@ from hvdlite.errors import NcclError
 from hvdlite.gpu.abandonable import AbandonableCall
 from hvdlite.gpu.collectives import DeviceCollectives, on_device
 from hvdlite.gpu.nccl import DTYPES, OPS, Communicator
-from hvdlite.gpu.reduce_dtype import Wire, wire_of
 from hvdlite.protocols import Device, ReduceOp, Stream
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 
@@ -31,10 +30,7 @@ class NcclCollectives(DeviceCollectives):
     def __init__(self, device: Device, rank: int, size: int, communicator: Communicator, version: int) -> None:
         super().__init__(device, rank, size)
         self._communicator = communicator
-        self._version = version
-
-    def wire(self, dtype: str, op: ReduceOp) -> Wire | None:
-        return wire_of(dtype, op, self._version)
+        self.nccl_version = version
 
     @contextlib.contextmanager
     def _launch(self, operation: str) -> Iterator[Communicator]:

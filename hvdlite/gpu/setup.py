@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from hvdlite.algorithms.gather_bytes import allgather_bytes
+from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.config import Config
 from hvdlite.errors import DeviceError, HvdliteError, NcclError
 from hvdlite.gpu.abandonable import AbandonableCall
-from hvdlite.gpu.collectives import DeviceCollectives, HostPlane, on_device
-from hvdlite.gpu.mpi import MpiDeviceCollectives, why_no_device_mpi
+from hvdlite.gpu.collectives import DeviceCollectives, on_device
 from hvdlite.gpu.nccl import DTYPES, OPS, Communicator, Library, in_words
 from hvdlite.gpu.nccl_collectives import NcclCollectives
 from hvdlite.gpu.staged import StagedCollectives
@@ -42,7 +42,7 @@ class DeviceReport(NamedTuple):
 
     Attributes:
         problem: Why it cannot take part; empty if it can.
-        way: "nccl", "staged" or "mpi": what it wants to do.
+        way: "nccl" or "staged": what it wants to do.
         device: Its GPU as its framework calls it, "cuda:0".
         identity: See `Device.identity`.
         visible: How many GPUs it sees.
@@ -64,7 +64,7 @@ class DeviceReport(NamedTuple):
 
 
 def connect(
-    host: HostPlane,
+    host: HierarchicalCollectives,
     hosts: Sequence[int],
     kind: str,
     device: Device | None,
@@ -102,8 +102,6 @@ def connect(
     if host.size == 1:
         return device, DeviceCollectives(device)
     way = cards[0].way
-    if way == "mpi":
-        return device, MpiDeviceCollectives(device, host)
     if way == "staged" or all(each.version == 0 for each in cards):
         if way == "nccl" and host.rank == 0:
             warnings.warn(
@@ -118,11 +116,11 @@ def connect(
     return device, NcclCollectives(device, host.rank, host.size, communicator, library.version)
 
 
-def _card(host: HostPlane, device: Device, config: Config, load: Load) -> tuple[DeviceReport, Library | None]:
+def _card(
+    host: HierarchicalCollectives, device: Device, config: Config, load: Load
+) -> tuple[DeviceReport, Library | None]:
     library: Library | None = None
-    way = "mpi" if config.mpi_gpu else "nccl" if config.nccl else "staged"
-    if way == "mpi" and (why := why_no_device_mpi(host)):
-        raise DeviceError(f"HVDLITE_MPI_GPU=1: {why}")
+    way = "nccl" if config.nccl else "staged"
     if way == "nccl" and host.size > 1:
         library = load()
     return DeviceReport(
@@ -145,8 +143,7 @@ def _check(cards: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
     ways = {rank: f"{card.way}" for rank, card in enumerate(cards)}
     if len(set(ways.values())) > 1:
         raise DeviceError(
-            f"the ranks want to exchange GPU tensors in different ways; set HVDLITE_NCCL and HVDLITE_MPI_GPU alike:\n"
-            f"{_by_text(ways)}"
+            f"the ranks want to exchange GPU tensors in different ways; set HVDLITE_NCCL alike:\n{_by_text(ways)}"
         )
     found = {
         rank: f"NCCL {in_words(card.version)} at {card.library}" if card.version else "no NCCL"
@@ -183,12 +180,14 @@ def _by_text(texts: dict[int, str]) -> str:
     )
 
 
-def _gather(host: HostPlane, value: T) -> list[T]:
+def _gather(host: HierarchicalCollectives, value: T) -> list[T]:
     mine = np.frombuffer(bytearray(pickle.dumps(value)), np.uint8)
     return [pickle.loads(data.tobytes()) for data in allgather_bytes(host, mine)]
 
 
-def _start(host: HostPlane, device: Device, library: Library, unique_id: bytes, limit: float) -> Communicator:
+def _start(
+    host: HierarchicalCollectives, device: Device, library: Library, unique_id: bytes, limit: float
+) -> Communicator:
     """NCCL's own start, and a first sum, so that what does not work shows here and on all ranks."""
     made: list[Communicator] = []
 
@@ -224,7 +223,7 @@ def _start(host: HostPlane, device: Device, library: Library, unique_id: bytes, 
 _WAITING = "waits for the others"
 
 
-def _await(host: HostPlane, attempt: AbandonableCall[Any], limit: float) -> str:
+def _await(host: HierarchicalCollectives, attempt: AbandonableCall[Any], limit: float) -> str:
     """Wait until the attempt is over on all ranks, has failed on one, or has taken too long.
 
     All ranks stay in step, so all leave together: who waits inside of NCCL waits in the attempt's own thread.

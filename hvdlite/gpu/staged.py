@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from hvdlite.algorithms.slices import slices
-from hvdlite.gpu.collectives import DeviceCollectives, HostPlane
-from hvdlite.gpu.nccl import FLOAT8_SINCE
-from hvdlite.gpu.reduce_dtype import Wire, wire_of
-from hvdlite.protocols import Array, Device, ReduceOp, Stream
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.protocols import Device, ReduceOp, Stream
+from hvdlite.tensors.reduction import NCCL_WITH_FLOAT8, reduction
 
 
 class StagedCollectives(DeviceCollectives):
@@ -23,13 +23,11 @@ class StagedCollectives(DeviceCollectives):
     """
 
     direct = False
+    nccl_version = NCCL_WITH_FLOAT8 - 1  # NumPy has no numbers of 8 bits
 
-    def __init__(self, device: Device, host: HostPlane) -> None:
+    def __init__(self, device: Device, host: HierarchicalCollectives) -> None:
         super().__init__(device, host.rank, host.size)
         self._host = host
-
-    def wire(self, dtype: str, op: ReduceOp) -> Wire | None:
-        return wire_of(dtype, op, FLOAT8_SINCE - 1)
 
     def allreduce(self, tensor: Any, op: ReduceOp, stream: Stream, out: Any = None) -> None:
         self.launched += 1
@@ -37,14 +35,8 @@ class StagedCollectives(DeviceCollectives):
             send, _ = self._reducible(tensor, op)
             recv, _ = self._reducible(tensor if out is None else out, op)
             array = self.device.to_host(send)
-            finish = None
-            if op is ReduceOp.AVERAGE:
-                op, finish = ReduceOp.SUM, self._divided
-            self._host.allreduce(array, op, dtype=self.device.dtype(send), finish=finish)
+            self._host.allreduce(array, reduction(self.device.dtype(send), op, size=self.size))
             self.device.from_host(array, recv)
-
-    def _divided(self, array: Array) -> None:
-        np.divide(array, self.size, out=array)
 
     def reduce_scatter(self, tensor: Any, out: Any, counts: Sequence[int], op: ReduceOp, stream: Stream) -> None:
         # By an allreduce, which accumulates halves as float32.

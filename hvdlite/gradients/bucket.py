@@ -35,7 +35,7 @@ from hvdlite.gradients.layout import Block, lay_out
 from hvdlite.gradients.result_buffers import ResultBuffers
 from hvdlite.gradients.segments import Memory, Owned, Stretch
 from hvdlite.protocols import Array, ReduceOp, TensorInfo
-from hvdlite.tensors.arithmetic import Arithmetic, arithmetic, nbytes_of
+from hvdlite.tensors.reduction import Reduction, nbytes_of, reduction
 from hvdlite.timeline import BucketRecord
 
 LARGE_BYTES = 2**14
@@ -118,7 +118,7 @@ class Bucket:
         self._room_now = self._rooms[0]
         self.lent = False
         stretches = self._room_now.stretches
-        wanted = max((s.kernel.wide.itemsize * s.cuts[0].part.stop for s in stretches), default=0)
+        wanted = max((s.how.wide_dtype.itemsize * s.cuts[0].part.stop for s in stretches), default=0)
         self._scratch = np.empty((2, -(-wanted // 16) * 16), np.uint8)
 
     @property
@@ -142,7 +142,7 @@ class Bucket:
         return [
             [piece.view(storage) for piece in self.host.allocate(block.length * storage.itemsize)]
             for block in self._blocks
-            for storage in (arithmetic(block.dtype, ReduceOp.SUM).storage,)
+            for storage in (reduction(block.dtype, ReduceOp.SUM).storage,)
         ]
 
     def _room_at(self, number: int) -> ResultBuffers:
@@ -169,12 +169,12 @@ class Bucket:
         self, gradients: list[list[Array]], results: list[list[Array]], share: bool, lent: Sequence[Array] = ()
     ) -> ResultBuffers:
         memories = [
-            Memory(block, arithmetic(block.dtype, ReduceOp.SUM), *arrays)
+            Memory(block, reduction(block.dtype, ReduceOp.SUM), *arrays)
             for block, *arrays in zip(self._blocks, gradients, results, strict=True)
         ]
         rank = self.host.rank
         stretches = [
-            Stretch(memory, owned, rank, max(1, self._chunk_bytes // memory.kernel.storage.itemsize), share)
+            Stretch(memory, owned, rank, max(1, self._chunk_bytes // memory.how.storage.itemsize), share)
             for memory, some in zip(memories, self._owned, strict=True)
             for owned in some
         ]
@@ -184,7 +184,7 @@ class Bucket:
         """One memory for all ranks of the host, which each of them can give away by itself."""
         results, lent = [], []
         for block in self._blocks:
-            storage = arithmetic(block.dtype, ReduceOp.SUM).storage
+            storage = reduction(block.dtype, ReduceOp.SUM).storage
             memory = self.host.allocate_together(block.length * storage.itemsize)
             # A view of this array refers to it and not to what is behind it, as that is a memoryview and no array.
             counted = np.frombuffer(memoryview(memory), storage)  # type: ignore[arg-type]
@@ -346,35 +346,35 @@ class Bucket:
     def _reduce(self) -> None:
         cross = self.layers.cross
         for stretch in self._room_now.stretches:
-            kernel = stretch.kernel
+            how = stretch.how
             chunks, in_place = stretch.chunks(self._placed.get(stretch.tensor), self._keeps(stretch.tensor))
             for sources, result, others in chunks:
-                wide = self._sum(kernel, sources, result, in_place)
+                wide = self._sum(how, sources, result, in_place)
                 if cross is not None:
                     cross.allreduce(wide, ReduceOp.SUM)
                 self._divide(wide)
                 if wide is not result:
-                    kernel.narrow(wide, result)
+                    how.narrow(wide, result)
                 for other in others:
                     np.copyto(other, result)
 
-    def _sum(self, kernel: Arithmetic, sources: Sequence[Array], result: Array, in_place: bool) -> Array:
+    def _sum(self, how: Reduction, sources: Sequence[Array], result: Array, in_place: bool) -> Array:
         """The weighted sum of a chunk over the ranks of the host: in `result` if that can be, or in scratch.
 
         Args:
             in_place: `result` is one of the sources.
         """
         if self._factors is None:
-            direct = kernel.exact and not (in_place and len(sources) > 2)
-            into: Array = result if direct else self._scratch[0].view(kernel.wide)[: result.size]
-            kernel.combine(sources, into)
+            direct = how.exact and not (in_place and len(sources) > 2)
+            into: Array = result if direct else self._scratch[0].view(how.wide_dtype)[: result.size]
+            how.combine(sources, into)
             return into
-        wide: Array = self._scratch[0].view(kernel.wide)[: result.size]
-        term = self._scratch[1].view(kernel.wide)[: result.size]
+        wide: Array = self._scratch[0].view(how.wide_dtype)[: result.size]
+        term = self._scratch[1].view(how.wide_dtype)[: result.size]
         wide[:] = 0
         for source, factor in zip(sources, self._factors, strict=True):
             if factor:  # whoever has no samples may hold anything
-                kernel.widen(source, term)
+                how.combine((source,), term)
                 np.multiply(term, factor, out=term)
                 np.add(wide, term, out=wide)
         return wide

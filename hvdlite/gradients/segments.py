@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hvdlite.gradients.layout import Block
 from hvdlite.protocols import Array
-from hvdlite.tensors.arithmetic import Arithmetic
+from hvdlite.tensors.reduction import Reduction
 
 
 class Memory:
@@ -18,9 +18,9 @@ class Memory:
         results: Of each rank: where it gets the result. The same arrays, or others.
     """
 
-    def __init__(self, block: Block, kernel: Arithmetic, gradients: list[Array], results: list[Array]) -> None:
+    def __init__(self, block: Block, how: Reduction, gradients: list[Array], results: list[Array]) -> None:
         self.block = block
-        self.kernel = kernel
+        self.how = how
         self.gradients = gradients
         self.results = results
 
@@ -68,12 +68,12 @@ class Stretch:
         share: Whether the other ranks get the result.
 
     Attributes:
-        kernel: Its arithmetic.
+        how: How it is summed.
         tensor: As in `Owned`.
     """
 
     def __init__(self, memory: Memory, owned: Owned, rank: int, length: int, share: bool) -> None:
-        self.kernel = memory.kernel
+        self.how = memory.how
         self.tensor = owned.tensor
         elements = owned.stop - owned.start
         views = [array[owned.start : owned.stop] for array in memory.gradients]

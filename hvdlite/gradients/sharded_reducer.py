@@ -65,7 +65,9 @@ class _ShardedBucket(Bucket):
             for memory in self.memories:
                 begin, end = self._part_of(memory.block)
                 if begin < end:
-                    self._reduce_between_hosts(memory, np.empty(end - begin, memory.kernel.wide), next(stretches).cuts)
+                    self._reduce_between_hosts(
+                        memory, np.empty(end - begin, memory.how.wide_dtype), next(stretches).cuts
+                    )
 
     def _reduce_between_hosts(self, memory: Memory, part: Array, cuts: Sequence[Any]) -> None:
         assert self.layers.cross is not None
@@ -74,14 +76,14 @@ class _ShardedBucket(Bucket):
         begin, _ = self._part_of(memory.block)
         for cut in cuts:
             mine = own[begin + cut.part.start : begin + cut.part.stop]
-            wide = self._sum(memory.kernel, (*cut.before, mine, *cut.after), part[cut.part], False)
+            wide = self._sum(memory.how, (*cut.before, mine, *cut.after), part[cut.part], False)
             if wide.base is not part:
                 np.copyto(part[cut.part], wide)
         lo, hi = bounds[self.share], bounds[self.share + 1]
-        share = np.empty(hi - lo, memory.kernel.wide)
+        share = np.empty(hi - lo, memory.how.wide_dtype)
         self.layers.cross.reduce_scatter(part, share, self._counts(memory.block), ReduceOp.SUM)
         self._divide(share)
-        memory.kernel.narrow(share, own[lo:hi])
+        memory.how.narrow(share, own[lo:hi])
 
 
 class ShardedReducer(Reducer):
@@ -115,7 +117,7 @@ class ShardedReducer(Reducer):
         for memory in bucket.memories:
             if bucket.share is not None:
                 self.pieces += pieces(memory.block, bucket.share)
-            dtype = memory.kernel.storage
+            dtype = memory.how.storage
             parameters = bucket.host.allocate_together(memory.block.length * dtype.itemsize).view(dtype)
             self._parameters.append(parameters)
             for index, span in memory.block.spans.items():

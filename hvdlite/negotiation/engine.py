@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
-from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.gpu.groups import GroupCollectives
 from hvdlite.negotiation.driver import Driver, interrupted
 from hvdlite.negotiation.execution import Execution
 from hvdlite.negotiation.handle import Handle
@@ -46,7 +46,7 @@ class Engine:
     def __init__(
         self,
         transport: Transport,
-        collectives: HierarchicalCollectives,
+        collectives: GroupCollectives,
         members: Members,
         watch: Watchdog,
         config: Config,
@@ -95,8 +95,8 @@ class Engine:
         """
         if name is not None and not isinstance(name, str):
             raise ArgumentError(f"name={name!r}: expected a text (str), or None; got {type(name).__name__}.")
-        if operation.device is not None and self._collectives.devices is not None:
-            self._collectives.devices.choose(operation.device)
+        if operation.device is not None:
+            self._collectives.choose(operation.device)
         with self._submit_lock:
             self._check_not_interrupted()
             self._check_open(operation.signature)
@@ -227,8 +227,6 @@ class Engine:
         self.stop()
         self._background.join()
         del self._watch.lacks[self._members.id]
-        if self._collectives.devices is not None:
-            self._collectives.devices.close()
         self._collectives.close()
         self._transport.close()
 

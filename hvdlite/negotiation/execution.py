@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gpu.groups import GroupCollectives
 from hvdlite.negotiation.in_flight import InFlight, in_words
 from hvdlite.negotiation.messages import Decision, Key
 from hvdlite.timeline import Row, RunRecord, Timeline
@@ -28,7 +28,7 @@ class Execution:
     def __init__(
         self,
         in_flight: InFlight,
-        collectives: HierarchicalCollectives,
+        collectives: GroupCollectives,
         members: Members,
         watch: Watchdog,
         link: Link,

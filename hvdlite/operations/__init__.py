@@ -5,7 +5,7 @@ submitted to the engine, and run by it when every rank has submitted its own.
 
 - `base`: what every operation is.
 - `allreduce`, `reducescatter`, `allgather`, `broadcast`, `alltoall`, `objects`: the operations.
-- `reduction`: in which dtype they reduce, and what they divide by.
+- `reducible`: which reductions make sense for which dtypes.
 - `on_device`: the same on tensors that lie on a GPU; `device_reduction`, `device_rows`: what is reduced there, what is moved.
 - `joined`, `absent`: what a rank that has joined does in the operations of the others, and with which tensors.
 """

@@ -1,6 +1,6 @@
 """The tensors of a rank that has joined: a dtype and a shape, and no values.
 
-A reduction replaces them by its neutral element (`neutral_element`); what else reads them finds zeros. What is delivered
+A reduction replaces them by its neutral element (`Reduction.neutral`); what else reads them finds zeros. What is delivered
 to them is dropped.
 """
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 from hvdlite.tensors.registry import register_adapter
 
@@ -54,18 +54,3 @@ class _AbsentAdapter:
 
 
 register_adapter(AbsentTensor, _AbsentAdapter())
-
-
-def neutral_element(op: ReduceOp, dtype: np.dtype[np.generic]) -> float:
-    """What changes no result of `op`: 0, 1, or the far end of the range of `dtype`.
-
-    Zeros also are what Adasum leaves out (arXiv:2006.02924: a vector of length 0 has no direction).
-    """
-    if op is ReduceOp.PRODUCT:
-        return 1
-    if op not in (ReduceOp.MIN, ReduceOp.MAX):
-        return 0
-    if dtype.kind in "iu":
-        limits = np.iinfo(dtype.name)
-        return limits.max if op is ReduceOp.MIN else limits.min
-    return np.inf if op is ReduceOp.MIN else -np.inf

@@ -17,9 +17,9 @@ from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.operations.base import Part, Signature, TensorOperation
 from hvdlite.operations.device_reduction import DevicePiece, DeviceReduction
 from hvdlite.operations.on_device import agree
-from hvdlite.operations.reduction import WireArithmetic, check_op, check_reducible, wire_bytes, wire_dtype
+from hvdlite.operations.reducible import check_op, check_reducible
 from hvdlite.protocols import Array, ReduceOp, TensorInfo
-from hvdlite.tensors.numpy_adapter import HALF_DTYPES
+from hvdlite.tensors.reduction import Reduction, reduction
 
 _ALGORITHM_NAMES = ("auto", "shared_memory", "mpi", *ALGORITHMS)
 
@@ -46,19 +46,22 @@ class Allreduce(TensorOperation):
         if op is ReduceOp.ADASUM and algorithm != "auto":
             raise ArgumentError(f"algorithm={algorithm!r}: Adasum has one algorithm only; leave the argument out.")
         super().__init__(given, inplace)
-        self.signature, self.arithmetic, self.nbytes, self.fusion_key = _plan_allreduce(
-            tuple(self.infos), op, float(prescale), float(postscale), algorithm, self.where
+        self.op, self.factors, self.algorithm = op, (float(prescale), float(postscale)), algorithm
+        self.signature, self.nbytes, self.fusion_key = _plan_allreduce(
+            tuple(self.infos), op, *self.factors, algorithm, self.where
         )
 
     @classmethod
     def run_on_host(cls, operations: Sequence[Allreduce], collectives: HierarchicalCollectives) -> list[Any]:
         parts = _parts_of(operations)
-        arithmetic = operations[0].arithmetic
+        first, size = operations[0], collectives.size
         if len(parts) == len(operations) == 1:
-            return [_reduce_parts(parts, parts[0].dtype, arithmetic, collectives)]
+            how = reduction(parts[0].dtype, first.op, *first.factors, size)
+            return [_reduce_parts(parts, how, first.algorithm, collectives)]
         results: list[Any] = [None] * len(parts)
         for dtype, indices in _by_dtype(parts).items():
-            reduced = _reduce_parts([parts[i] for i in indices], dtype, arithmetic, collectives)
+            how = reduction(dtype, first.op, *first.factors, size)
+            reduced = _reduce_parts([parts[i] for i in indices], how, first.algorithm, collectives)
             for index, result in zip(indices, reduced, strict=True):
                 results[index] = result
         return _of_each(operations, results)
@@ -74,30 +77,28 @@ class Allreduce(TensorOperation):
             for native in (operation.place.natives if operation.place else [None] * len(operation.tensors))
         ]
         shapes = [info.shape for operation in operations for info in operation.infos]
-        arithmetic = operations[0].arithmetic
-        scaling = arithmetic.scaling
+        first = operations[0]
         results: list[Any] = [None] * len(parts)
         reductions: list[tuple[list[int], DeviceReduction]] = []
-        on_host: list[tuple[str, list[int]]] = []
+        on_host: list[tuple[list[int], Reduction]] = []
         problem: Exception | None = None
         try:
             for dtype, indices in _by_dtype(parts).items():
-                wire = arithmetic.wire(dtype, channel)
-                if wire is None:
-                    on_host.append((dtype, indices))
+                how = reduction(dtype, first.op, *first.factors, collectives.size)
+                if first.algorithm != "auto" or how.on_device(channel.nccl_version) is None:
+                    on_host.append((indices, how))
                     continue
                 pieces = [DevicePiece(natives[i], shapes[i], parts[i].inplace) for i in indices]
-                reductions.append((indices, DeviceReduction(pieces, dtype, wire, scaling, channel)))
+                reductions.append((indices, DeviceReduction(pieces, how, channel)))
         except Exception as error:  # most of all: no memory; the others must hear of it
             problem = error
         agree(collectives, problem)
-        for dtype, indices in on_host:
-            for index, result in zip(
-                indices, _reduce_parts([parts[i] for i in indices], dtype, arithmetic, collectives), strict=True
-            ):
+        for indices, how in on_host:
+            reduced = _reduce_parts([parts[i] for i in indices], how, first.algorithm, collectives)
+            for index, result in zip(indices, reduced, strict=True):
                 results[index] = result
-        for indices, reduction in reductions:
-            for index, result in zip(indices, reduction.allreduce(), strict=True):
+        for indices, on_device in reductions:
+            for index, result in zip(indices, on_device.allreduce(), strict=True):
                 results[index] = parts[index].tensor if parts[index].inplace else result
         return _of_each(operations, results)
 
@@ -135,39 +136,45 @@ def _plan_allreduce(
     postscale: float,
     algorithm: str,
     where: tuple[tuple[str, Any], ...],
-) -> tuple[Signature, WireArithmetic, int, Hashable]:
-    """What of an allreduce depends on its arguments alone: signature, arithmetic, bytes, fusion key."""
+) -> tuple[Signature, int, Hashable]:
+    """What of an allreduce depends on its arguments alone: signature, bytes, fusion key."""
     dtypes = {info.dtype for info in infos}
     for dtype in dtypes:
         check_reducible(dtype, op)
-    arithmetic = WireArithmetic(op, prescale, postscale, algorithm)
-    nbytes = sum(wire_bytes(info.dtype, op) * math.prod(info.shape) for info in infos)
+    nbytes = sum(_bytes_accumulated(info.dtype, op) * math.prod(info.shape) for info in infos)
     arguments: list[tuple[str, Any]] = [("op", op.value)]
     if (prescale, postscale, algorithm) != (1.0, 1.0, "auto"):
         arguments += [("prescale", prescale), ("postscale", postscale), ("algorithm", algorithm)]
     arguments += where
-    fusion_key = (next(iter(dtypes)), arithmetic, where) if len(dtypes) == 1 else None
-    return ("allreduce", infos, tuple(arguments)), arithmetic, nbytes, fusion_key
+    fusion_key = (next(iter(dtypes)), op, prescale, postscale, algorithm, where) if len(dtypes) == 1 else None
+    return ("allreduce", infos, tuple(arguments)), nbytes, fusion_key
 
 
-def _reduce_parts(
-    parts: list[Part], dtype: str, arithmetic: WireArithmetic, collectives: HierarchicalCollectives
-) -> list[Any]:
+def _bytes_accumulated(dtype: str, op: ReduceOp) -> int:
+    return 1 if dtype.startswith("float8") else reduction(dtype, op).wide_dtype.itemsize
+
+
+def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives: HierarchicalCollectives) -> list[Any]:
     """Exchange tensors of one dtype as one flat array."""
-    if arithmetic.op is ReduceOp.ADASUM:
-        return _adasum_parts(parts, arithmetic, collectives)
-    wide = arithmetic.scales_first  # halves would be rounded twice
-    arrays = [part.adapter.to_array(part.tensor, wide=wide) for part in parts]
-    wire = wire_dtype(dtype, arithmetic.op) if wide or dtype not in HALF_DTYPES else arrays[0].dtype
+    if how.op is ReduceOp.ADASUM:
+        return _adasum_parts(parts, how, collectives)
+    scales = how.before != 1.0
+    if scales:
+        how = how.widened  # halves would be rounded twice
+    arrays = [part.adapter.to_array(part.tensor, wide=scales) for part in parts]
     if len(parts) == 1:
         flat = arrays[0].reshape(-1)
-        own = parts[0].inplace and flat.dtype == wire and flat.flags.writeable
+        own = parts[0].inplace and flat.dtype == how.storage and flat.flags.writeable
         if not own:
-            flat = flat.astype(wire)
+            flat = flat.astype(how.storage)
     else:
-        flat = np.concatenate([array.reshape(-1) for array in arrays], dtype=wire, casting="unsafe")
-    nothing = _where_nothing_is(parts, arrays) if any([part.is_nothing for part in parts]) else ()
-    arithmetic.allreduce(flat, None if wide or dtype not in HALF_DTYPES else dtype, collectives, nothing)
+        flat = np.concatenate([array.reshape(-1) for array in arrays], dtype=how.storage, casting="unsafe")
+    if scales:
+        how.scale(flat)
+    if any([part.is_nothing for part in parts]):
+        for where in _where_nothing_is(parts, arrays):
+            how.neutralize(flat[where])
+    collectives.allreduce(flat, how, algorithm)
     if len(parts) == 1 and own and arrays[0] is parts[0].tensor:  # reduced where it lies
         return [parts[0].tensor]
     flat = flat.astype(arrays[0].dtype, copy=False)
@@ -187,11 +194,16 @@ def _where_nothing_is(parts: list[Part], arrays: list[Array]) -> list[slice]:
     ]
 
 
-def _adasum_parts(parts: list[Part], arithmetic: WireArithmetic, collectives: HierarchicalCollectives) -> list[Any]:
+def _adasum_parts(parts: list[Part], how: Reduction, collectives: HierarchicalCollectives) -> list[Any]:
     """Combine tensors of one dtype by Adasum, each by itself, in one exchange."""
     arrays = [part.adapter.to_array(part.tensor, wide=True) for part in parts]
     for index, (part, array) in enumerate(zip(parts, arrays, strict=True)):
         if not (part.inplace and array.flags.writeable):
             arrays[index] = array.copy()
-    arithmetic.adasum([array.reshape(-1) for array in arrays], collectives)
+    flats = [array.reshape(-1) for array in arrays]
+    for flat in flats:
+        how.scale(flat)
+    collectives.adasum(flats)
+    for flat in flats:
+        how.finish(flat)
     return [part.deliver(array) for part, array in zip(parts, arrays, strict=True)]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.gpu.groups import GroupCollectives
 from hvdlite.operations.absent import AbsentTensor
 from hvdlite.operations.on_device import DeviceInputs, on_device
 from hvdlite.protocols import Array, Device, TensorInfo
@@ -54,7 +54,7 @@ class Operation:
     hand_over: Callable[[Any], Any] | None = None
     signature: Signature
 
-    def run(self, collectives: HierarchicalCollectives) -> Any:
+    def run(self, collectives: GroupCollectives) -> Any:
         """Do it; every rank of the group does so at the same point of its sequence. Returns the caller's result."""
         raise NotImplementedError
 
@@ -63,7 +63,7 @@ class Operation:
         return result[0] if self.single else result
 
     @classmethod
-    def run_together(cls, operations: Sequence[Any], collectives: HierarchicalCollectives) -> list[Any]:
+    def run_together(cls, operations: Sequence[Any], collectives: GroupCollectives) -> list[Any]:
         """Run operations of this class that have the same fusion key; one result each."""
         return [operation.run(collectives) for operation in operations]
 
@@ -113,32 +113,32 @@ class TensorOperation(Operation):
         """What the signature says of where the tensors lie: nothing of host memory."""
         return () if self.device_kind is None else (("device", self.device_kind),)
 
-    def run(self, collectives: HierarchicalCollectives) -> Any:
+    def run(self, collectives: GroupCollectives) -> Any:
         return self.run_together([self], collectives)[0]
 
     @classmethod
-    def run_together(cls, operations: Sequence[Any], collectives: HierarchicalCollectives) -> list[Any]:
+    def run_together(cls, operations: Sequence[Any], collectives: GroupCollectives) -> list[Any]:
         if operations[0].device_kind is None:
             return cls.run_on_host(operations, collectives)
         return on_device(operations, collectives)
 
     @classmethod
-    def run_on_host(cls, operations: Sequence[Any], collectives: HierarchicalCollectives) -> list[Any]:
+    def run_on_host(cls, operations: Sequence[Any], collectives: GroupCollectives) -> list[Any]:
         """As `run_together`, by way of NumPy arrays: of tensors that lie on a GPU these are copies."""
         return [operation.exchange(collectives) for operation in operations]
 
     @classmethod
     def run_on_device(
-        cls, operations: Sequence[Any], collectives: HierarchicalCollectives, channel: DeviceCollectives
+        cls, operations: Sequence[Any], collectives: GroupCollectives, channel: DeviceCollectives
     ) -> list[Any]:
         """As `run_together`, where the tensors lie; the results are tensors of `Device`, and None for an `AbsentTensor`."""
         return [operation.exchange_on_device(collectives, channel) for operation in operations]
 
-    def exchange(self, collectives: HierarchicalCollectives) -> Any:
+    def exchange(self, collectives: GroupCollectives) -> Any:
         """What `run_on_host` does for one operation."""
         raise NotImplementedError
 
-    def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> Any:
+    def exchange_on_device(self, collectives: GroupCollectives, channel: DeviceCollectives) -> Any:
         """What `run_on_device` does for one operation."""
         raise NotImplementedError
 
@@ -181,7 +181,7 @@ class Barrier(Operation):
     def __init__(self) -> None:
         self.signature = ("barrier", (), ())
 
-    def run(self, collectives: HierarchicalCollectives) -> None:
+    def run(self, collectives: GroupCollectives) -> None:
         return None
 
 
@@ -199,10 +199,10 @@ class Agreement(Operation):
     """
 
     def __init__(
-        self, kind: str, arguments: Sequence[tuple[str, Any]], action: Callable[[HierarchicalCollectives], Any]
+        self, kind: str, arguments: Sequence[tuple[str, Any]], action: Callable[[GroupCollectives], Any]
     ) -> None:
         self.signature = (kind, (), tuple(arguments))
         self.action = action
 
-    def run(self, collectives: HierarchicalCollectives) -> Any:
+    def run(self, collectives: GroupCollectives) -> Any:
         return self.action(collectives)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.gpu.collectives import DeviceCollectives
-from hvdlite.gpu.reduce_dtype import Wire
-from hvdlite.operations.absent import neutral_element
 from hvdlite.protocols import ReduceOp
+from hvdlite.tensors.reduction import Reduction
 
 
 class DevicePiece(NamedTuple):
@@ -28,20 +27,6 @@ class DevicePiece(NamedTuple):
     inplace: bool
 
 
-class Scaling(NamedTuple):
-    """What is done with the values.
-
-    Attributes:
-        op: How those of the ranks become one.
-        before: Multiplies each rank's.
-        after: Multiplies the result. Halves are multiplied as float32 and rounded, each time.
-    """
-
-    op: ReduceOp
-    before: float
-    after: float
-
-
 class DeviceReduction:
     """One flat reduction. Its memory is found when it is made; what it does then cannot fail for want of any.
 
@@ -49,9 +34,8 @@ class DeviceReduction:
 
     Args:
         pieces: Of one dtype.
-        dtype: Its name.
-        wire: How it is reduced.
-        scaling: What is done with the values.
+        how: What is done with the values; `Reduction.on_device` has a dtype for them. Halves are multiplied as float32 and
+            rounded, each time.
         channel: The ranks.
         counts: For each rank the elements that it gets, of one piece (`reduce_scatter`); None for all (`allreduce`).
     """
@@ -59,13 +43,13 @@ class DeviceReduction:
     def __init__(
         self,
         pieces: Sequence[DevicePiece],
-        dtype: str,
-        wire: Wire,
-        scaling: Scaling,
+        how: Reduction,
         channel: DeviceCollectives,
         counts: Sequence[int] | None = None,
     ) -> None:
-        self._pieces, self._dtype, self._wire, self._scaling = pieces, dtype, wire, scaling
+        wire, dtype = how.on_device(channel.nccl_version), how.dtype
+        assert wire is not None
+        self._pieces, self._how, self._casts = pieces, how, how.casts_on_device
         self._channel, self._device, self._counts = channel, channel.device, counts
         device = self._device
         self._results = [self._result_of(piece) for piece in pieces]
@@ -73,25 +57,25 @@ class DeviceReduction:
         self._direct = (
             len(pieces) == 1
             and first.native is not None
-            and not wire.cast
+            and not self._casts
             and device.is_plain(first.native)
-            and (first.inplace or scaling.before == 1.0)
+            and (first.inplace or how.before == 1.0)
         )
         if self._direct:
             self._flat = device.flat(first.native)
         else:
             self._flat = device.empty([sum(math.prod(piece.shape) for piece in pieces)], dtype)
-        self._work = device.empty([device.count(self._flat)], wire.dtype) if wire.cast else self._flat
+        self._work = device.empty([device.count(self._flat)], wire) if self._casts else self._flat
         self._kept: Any = None
         self._part: Any = None
         if counts is not None:
             self._kept = device.empty([counts[channel.rank]], dtype)
-            self._part = device.empty([counts[channel.rank]], wire.dtype) if wire.cast else self._kept
+            self._part = device.empty([counts[channel.rank]], wire) if self._casts else self._kept
 
     def _result_of(self, piece: DevicePiece) -> Any:
         if piece.native is None or self._counts is not None:
             return None
-        return piece.native if piece.inplace else self._device.empty(piece.shape, self._dtype)
+        return piece.native if piece.inplace else self._device.empty(piece.shape, self._how.dtype)
 
     def allreduce(self) -> list[Any]:
         """Do it. Returns for each piece a new tensor, or the piece itself if in place; None where this rank adds nothing."""
@@ -99,14 +83,14 @@ class DeviceReduction:
         self._load()
         if self._direct:
             out = device.flat(self._results[0])
-            self._channel.allreduce(self._flat, self._scaling.op, stream, None if self._pieces[0].inplace else out)
-            self._scale(out, self._scaling.after)
+            self._channel.allreduce(self._flat, self._how.op, stream, None if self._pieces[0].inplace else out)
+            self._scale(out, self._how.after)
             return self._results
-        self._channel.allreduce(self._work, self._sum_of_wide, stream)
+        self._channel.allreduce(self._work, self._op_there, stream)
         self._finish(self._work)
-        if self._wire.cast:
+        if self._casts:
             device.copy(self._work, self._flat)
-        self._scale(self._flat, self._scaling.after)
+        self._scale(self._flat, self._how.after)
         if all(result is not None for result in self._results):
             device.unpack(self._flat, self._results)
         else:
@@ -123,22 +107,21 @@ class DeviceReduction:
         assert self._counts is not None
         device, stream = self._device, self._channel.stream
         self._load()
-        self._channel.reduce_scatter(self._work, self._part, self._counts, self._sum_of_wide, stream)
+        self._channel.reduce_scatter(self._work, self._part, self._counts, self._op_there, stream)
         self._finish(self._part)
-        if self._wire.cast:
+        if self._casts:
             device.copy(self._part, self._kept)
-        self._scale(self._kept, self._scaling.after)
+        self._scale(self._kept, self._how.after)
         return self._kept
 
     @property
-    def _sum_of_wide(self) -> ReduceOp:
+    def _op_there(self) -> ReduceOp:
         """Averages of integers are divided here, in the wide dtype."""
-        op = self._scaling.op
-        return ReduceOp.SUM if op is ReduceOp.AVERAGE and self._wire.cast else op
+        return self._how.combining if self._casts else self._how.op
 
     def _finish(self, wide: Any) -> None:
-        if self._scaling.op is ReduceOp.AVERAGE and self._wire.cast:
-            self._device.divide(wide, self._channel.size)
+        if self._casts and self._how.divide_by != 1:
+            self._device.divide(wide, self._how.divide_by)
 
     def _load(self) -> None:
         device = self._device
@@ -148,8 +131,8 @@ class DeviceReduction:
                 device.pack(natives, self._flat)
             else:
                 self._pack_with_nothing()
-        self._scale(self._flat, self._scaling.before)
-        if self._wire.cast:
+        self._scale(self._flat, self._how.before)
+        if self._casts:
             device.copy(self._flat, self._work)
 
     def _pack_with_nothing(self) -> None:
@@ -160,12 +143,10 @@ class DeviceReduction:
             start += length
             if piece.native is not None:
                 self._device.pack([piece.native], where)
-            elif self._dtype.startswith(("int", "uint")):
-                limits = np.dtype(self._dtype)
-                self._device.from_host(np.full(length, neutral_element(self._scaling.op, limits), limits), where)
+            elif self._how.dtype.startswith(("int", "uint")):
+                self._device.from_host(np.full(length, self._how.neutral(), self._how.storage), where)
             else:
-                like = np.dtype(np.uint8 if self._dtype == "bool" else np.float32)
-                self._device.fill(where, neutral_element(self._scaling.op, like))
+                self._device.fill(where, self._how.neutral())
 
     def _scale(self, flat: Any, factor: float) -> None:
         if factor != 1.0:

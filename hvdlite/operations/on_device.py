@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from hvdlite.algorithms.gather_bytes import allgather_bytes
-from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import DeviceError
-from hvdlite.protocols import Device, ReduceOp
+from hvdlite.gpu.groups import GroupCollectives
+from hvdlite.protocols import Collectives, Device, ReduceOp
 
 
 class DeviceInputs:
@@ -80,7 +80,7 @@ class DeviceInputs:
         return adapter.from_device(result, like)
 
 
-def on_device(operations: Sequence[Any], collectives: HierarchicalCollectives) -> list[Any]:
+def on_device(operations: Sequence[Any], collectives: GroupCollectives) -> list[Any]:
     """Run `TensorOperation`s of one class and one device kind together.
 
     Returns:
@@ -114,7 +114,7 @@ def on_device(operations: Sequence[Any], collectives: HierarchicalCollectives) -
     return results
 
 
-def agree(collectives: HierarchicalCollectives, problem: Exception | None) -> None:
+def agree(collectives: Collectives, problem: Exception | None) -> None:
     """Go on if all ranks can. All ranks call this.
 
     Args:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.gpu.collectives import DeviceCollectives
@@ -12,8 +14,9 @@ from hvdlite.operations.absent import AbsentTensor
 from hvdlite.operations.base import TensorOperation
 from hvdlite.operations.device_reduction import DevicePiece, DeviceReduction
 from hvdlite.operations.on_device import agree
-from hvdlite.operations.reduction import WireArithmetic, check_op, check_reducible, wire_dtype
-from hvdlite.protocols import ReduceOp
+from hvdlite.operations.reducible import check_op, check_reducible
+from hvdlite.protocols import ReduceOp, TensorInfo
+from hvdlite.tensors.reduction import Reduction, reduction
 
 
 class Reducescatter(TensorOperation):
@@ -30,9 +33,12 @@ class Reducescatter(TensorOperation):
                 raise UnsupportedTensorError(
                     "reducescatter splits the first dimension among the ranks; a 0-d tensor has none."
                 )
-        self.arithmetic = WireArithmetic(op, float(prescale), float(postscale), "auto")
+        self.op, self.factors = op, (float(prescale), float(postscale))
         arguments = (("op", op.value), ("prescale", float(prescale)), ("postscale", float(postscale)), *self.where)
         self.signature = ("reducescatter", tuple(self.infos), arguments)
+
+    def _how(self, info: TensorInfo, size: int) -> Reduction:
+        return reduction(info.dtype, self.op, *self.factors, size)
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
         natives = self.place.natives if self.place else [None] * len(self.tensors)
@@ -44,22 +50,19 @@ class Reducescatter(TensorOperation):
             counts.append([n * math.prod(info.shape[1:]) for n in rows])
         try:
             for native, info, mine in zip(natives, self.infos, counts, strict=True):
-                wire = self.arithmetic.wire(info.dtype, channel)
+                how = self._how(info, collectives.size)
+                there = how.on_device(channel.nccl_version) is not None
                 piece = DevicePiece(native, info.shape, False)
-                reductions.append(
-                    None
-                    if wire is None
-                    else DeviceReduction([piece], info.dtype, wire, self.arithmetic.scaling, channel, mine)
-                )
+                reductions.append(DeviceReduction([piece], how, channel, mine) if there else None)
         except Exception as error:
             problem = error
         agree(collectives, problem)
         results: list[Any] = []
-        for index, reduction in enumerate(reductions):
-            if reduction is None:
+        for index, on_device in enumerate(reductions):
+            if on_device is None:
                 results.append(self._run_one(self.tensors[index], self.adapters[index], self.infos[index], collectives))
                 continue
-            kept = reduction.reduce_scatter()
+            kept = on_device.reduce_scatter()
             rows = split_rows(self.infos[index].shape[0], collectives.size)
             results.append(channel.device.shaped(kept, (rows[collectives.rank], *self.infos[index].shape[1:])))
         return results
@@ -68,13 +71,19 @@ class Reducescatter(TensorOperation):
         return [self._run_one(*one, collectives) for one in zip(self.tensors, self.adapters, self.infos, strict=True)]
 
     def _run_one(self, tensor: Any, adapter: Any, info: Any, collectives: HierarchicalCollectives) -> Any:
+        how = self._how(info, collectives.size).widened
         array = adapter.to_array(tensor, wide=True)
-        flat = array.reshape(-1).astype(wire_dtype(info.dtype, self.arithmetic.op))
+        flat = array.reshape(-1).astype(how.storage)
         rows = split_rows(array.shape[0], collectives.size)
         row = math.prod(array.shape[1:])
         counts = [n * row for n in rows]
 
-        out = self.arithmetic.reduce_scatter(flat, counts, collectives, isinstance(tensor, AbsentTensor))
+        how.scale(flat)
+        if isinstance(tensor, AbsentTensor):
+            how.neutralize(flat)
+        out = np.empty(counts[collectives.rank], flat.dtype)
+        collectives.reduce_scatter(flat, out, counts, how.combining)
+        how.finish(out)
         shape = (rows[collectives.rank], *array.shape[1:])
         return adapter.from_array(out.astype(array.dtype, copy=False).reshape(shape), info.dtype, tensor)
 

@@ -61,7 +61,3 @@ class Collectives(Protocol):
     def close(self) -> None:
         """Release what the collectives hold. Local."""
         ...
-
-
-Finish = Callable[[Array], None]
-"""Changes a piece of a result in place, while it is at hand; called once for each piece."""

@@ -7,14 +7,57 @@ from typing import Protocol
 
 from hvdlite.protocols.types import Array
 
+ANY = -1
+"""The source of a message that any rank may send."""
+LARGEST_TAG = 32_000
+"""MPI promises tags up to 32,767, of which a transport needs some for itself."""
+
+
+class Request(Protocol):
+    """A message under way, which `isend` or `irecv` began.
+
+    The memory of the message belongs to the request until it is over: of a send it must not be changed, of a receive not be
+    looked at. A request that is dropped goes on, and keeps that memory.
+    """
+
+    @property
+    def source(self) -> int | None:
+        """Of a receive that is over: the rank that sent the message. None before, of a send, and after `cancel`."""
+        ...
+
+    def test(self) -> bool:
+        """Whether the message has been sent, or received. Never waits.
+
+        Raises:
+            ArgumentError: The message that arrived has another size than the array that was to receive it.
+            PeerLeftError, CommunicationError: It can never arrive.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Return when `test` is true. Errors as for `test`.
+
+        A request of a `Transport` waits with no owner, as `Transport.recv` does; one of a `Channel` has the watchdog.
+        """
+        ...
+
+    def cancel(self) -> bool:
+        """Give a receive up.
+
+        Returns:
+            Whether the receive is over without a message. False of a message that is there already, and of every send: what
+            is on its way cannot be called back.
+        """
+        ...
+
 
 class Transport(Protocol):
     """Point-to-point messages between the ranks of one group: what an algorithm is written on.
 
-    Two kinds of message, which never meet: arrays whose size the receiver knows (`send`, `recv`,
-    `sendrecv`: blocking, in order for each pair of ranks), and small letters of any size that are
-    posted without blocking and picked up when somebody looks (`post`, `poll`: in order for each
-    pair of ranks).
+    There are three kinds of message, which never meet. Arrays whose size the receiver knows (`send`, `recv`, `sendrecv`) block;
+    they come in order for each pair of ranks. Arrays with a tag (`isend`, `irecv`) do not block; they come in order for each
+    pair of ranks and tag. Letters (`post`, `poll`) are small and of any size; they are picked up when somebody looks, in order
+    for each pair of ranks.
     """
 
     @property
@@ -42,6 +85,32 @@ class Transport(Protocol):
 
     def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
         """Send and receive at the same time. The two arrays must not overlap."""
+        ...
+
+    def isend(self, data: Array, dest: int, tag: int = 0) -> Request:
+        """Begin to send an array.
+
+        Args:
+            data: Shape ``(n,)``, C-contiguous; n may be 0.
+            dest: A rank of the group; this one too.
+            tag: From 0 to `LARGEST_TAG`.
+
+        Raises:
+            ArgumentError: An argument is not as described.
+        """
+        ...
+
+    def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> Request:
+        """Begin to receive an array that was sent by `isend` with this tag.
+
+        Args:
+            data: Where it is put: of the dtype and the length that were sent, C-contiguous, writable.
+            source: A rank of the group, or `ANY`.
+            tag: As for `isend`.
+
+        Raises:
+            ArgumentError: An argument is not as described.
+        """
         ...
 
     def post(self, letter: bytes, dest: int) -> None:

@@ -3,6 +3,6 @@
 - `registry`: which adapter a tensor has. `frameworks`: those of torch and TensorFlow, by name; `numpy_adapter`, `array_api`:
   NumPy's arrays, and those of the array API standard.
 - `device_registry`: which device an array is on. `cupy_device`: CuPy's; `held`: memory that a device still uses.
-- `arithmetic`: sums, minima and maxima of flat memory, halves in float32.
+- `reduction`: how the values of the ranks become one; `halves`: halves in float32.
 - `compression`: gradients made smaller for the exchange.
 """

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hvdlite.errors import HvdliteError
+from hvdlite.protocols import WaitKind
 from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import Need
 from hvdlite.watchdog.links import Link
@@ -34,6 +35,9 @@ class Wait:
     thread: int = field(default_factory=threading.get_ident)
     link: Link | None = None
     """Where it waits, if its ranks may get out of step there."""
+    kind: WaitKind = WaitKind.PEER
+    one_of: tuple[int, ...] = ()
+    """World ranks of which any one can end the wait, if not all of `members` must take part."""
     failed: tuple[float, HvdliteError] | None = None
     """When and why it was given up. It may go on nevertheless, inside of a library that nothing interrupts."""
 

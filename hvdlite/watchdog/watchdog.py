@@ -17,7 +17,7 @@ from functools import partial
 
 from hvdlite.config import Config
 from hvdlite.errors import CommunicationError, HvdliteError, MismatchError, PeerLeftError, ranks_text
-from hvdlite.protocols import Transport
+from hvdlite.protocols import Transport, WaitKind
 from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 from hvdlite.watchdog.launched import LaunchWatch
@@ -321,13 +321,14 @@ class Watchdog:
             if now > since + (_LEFT_SECONDS if is_in_messages(wait.thread) else _BUSY_SECONDS):
                 self._end_job(str(error))
             return
-        for rank in wait.members.ranks:
-            if now > self._left.get(rank, now) + _LEFT_SECONDS and now > wait.since + _LEFT_SECONDS:
-                error = PeerLeftError(left_text(rank, wait.what(), self._farewells[rank]))
-                wait.failed = now, error
-                wait.fail(error)
-                return
-        self._stalls.check(wait, now)
+        needed = wait.one_of or wait.members.ranks
+        gone = [rank for rank in needed if now > max(self._left.get(rank, now), wait.since) + _LEFT_SECONDS]
+        if gone and (not wait.one_of or len(gone) == len(needed)):
+            error = PeerLeftError(left_text(gone[0], wait.what(), self._farewells[gone[0]]))
+            wait.failed = now, error
+            wait.fail(error)
+        elif wait.kind is not WaitKind.SERVICE:
+            self._stalls.check(wait, now)
 
     def _give_up(self, wait: Wait, text: str) -> None:
         if wait.link is None:

@@ -26,7 +26,7 @@ from hvdlite.gradients.header import Header
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.shared_reducers import stand_in
 from hvdlite.protocols import Array, TensorInfo
-from hvdlite.tensors.arithmetic import arithmetic
+from hvdlite.tensors.reduction import reduction
 from hvdlite.tensors.registry import adapter_for
 from hvdlite.world import World
 from hvdlite_tf.gradients.advice import Advice
@@ -69,7 +69,7 @@ class Buckets:
         self._reducer: Reducer = self._group.reducers.shared.get(
             infos, op, self._group.reducers.plan._replace(lend=ROOMS)
         )
-        kernels = [arithmetic(info.dtype, ReduceOp.SUM) for info in infos]
+        kernels = [reduction(info.dtype, ReduceOp.SUM) for info in infos]
         self._storage = [kernel.storage for kernel in kernels]
         self._dtypes = [tf.dtypes.as_dtype(info.dtype).as_numpy_dtype for info in infos]
         # Halves are widened by torch where it is loaded, which dislikes memory that is read-only: those are copied.

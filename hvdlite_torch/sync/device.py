@@ -32,7 +32,7 @@ from hvdlite.gradients.planner import LEARNED_STEPS
 from hvdlite.gradients.reducer import check_combinable
 from hvdlite.operations import Agreement
 from hvdlite.protocols import Device, Stream, TensorInfo
-from hvdlite.tensors.arithmetic import nbytes_of
+from hvdlite.tensors.reduction import nbytes_of
 from hvdlite_torch.step.driver import SteppingExchange
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.options import Options

@@ -1,0 +1,155 @@
+"""Messages between two ranks whose waits the watchdog owns: `hvdlite.protocols.Channel` on any transport.
+
+Ranks here are numbers in the group; the watchdog knows them by their numbers in the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from hvdlite.comm.naps import LONGEST_NAP, wait_until
+from hvdlite.errors import HvdliteError
+from hvdlite.protocols import ANY, Array, Request, Transport, WaitKind
+from hvdlite.topology import Members
+from hvdlite.watchdog.waits import Wait
+from hvdlite.watchdog.watchdog import Watchdog
+
+_SERVICE_NAP = 10 * LONGEST_NAP
+"""A server that nobody asks anything of looks every 2 ms, which takes it a hundredth of a core."""
+
+
+class _Guard(threading.local):
+    """What a thread waits for, if it has said so."""
+
+    what: str | None = None
+    kind = WaitKind.PEER
+
+
+class WatchedChannel:
+    """A `Channel`. All ranks of the group make one, at the same point of their sequence.
+
+    Args:
+        transport: Over the group; for this object alone, which closes it.
+        members: The ranks of the group.
+        watch: Owns the waits.
+    """
+
+    def __init__(self, transport: Transport, members: Members, watch: Watchdog) -> None:
+        self.rank, self.size = transport.rank, transport.size
+        self._transport, self._members, self._watch = transport, members, watch
+        self._link = watch.link(members, watch.new_channel(members), lambda error: None)
+        self._guard = _Guard()
+
+    def isend(self, data: Array, dest: int, tag: int = 0) -> Request:
+        """See `Channel.isend`."""
+        self._link.check()
+        request = self._transport.isend(data, dest, tag)
+        return _WatchedRequest(
+            self,
+            request,
+            [dest],
+            lambda: f"rank {self._members.ranks[dest]} to take a message with tag {tag} of {self._name()}",
+        )
+
+    def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> Request:
+        """See `Channel.irecv`."""
+        self._link.check()
+        request = self._transport.irecv(data, source, tag)
+        senders = [rank for rank in range(self.size) if rank != self.rank] if source == ANY else [source]
+
+        def what() -> str:
+            sender = "any rank" if source == ANY else f"rank {self._members.ranks[source]}"
+            return f"a message with tag {tag} from {sender} to {self._name()}"
+
+        return _WatchedRequest(self, request, senders, what)
+
+    def _name(self) -> str:
+        return f"rank {self._members.ranks[self.rank]}"
+
+    @contextlib.contextmanager
+    def guarded(self, what: str, kind: WaitKind = WaitKind.PEER) -> Iterator[None]:
+        """See `Channel.guarded`."""
+        guard = self._guard
+        before = guard.what, guard.kind
+        guard.what, guard.kind = what, kind
+        try:
+            yield
+        finally:
+            guard.what, guard.kind = before
+
+    def wait(self, request: Request, peers: Sequence[int], what: Callable[[], str]) -> None:
+        """Wait for a request of the transport.
+
+        Args:
+            request: What is waited for.
+            peers: The ranks of the group of which one is enough to end the wait.
+            what: What for, in words, if the program has not said.
+        """
+        if request.test():
+            return
+        guard, link = self._guard, self._link
+        said, kind = guard.what, guard.kind
+        errors: list[HvdliteError] = []
+        wait = Wait(
+            what if said is None else partial(str, said),
+            self._members._replace(ranks=tuple(sorted({self._members.ranks[rank] for rank in (self.rank, *peers)}))),
+            errors.append,
+            link=link,
+            kind=kind,
+            one_of=tuple(self._members.ranks[rank] for rank in peers),
+        )
+
+        def check() -> None:
+            link.check()
+            if errors:
+                raise errors[0]
+
+        number = self._watch.begin(wait)
+        try:
+            check()
+            wait_until(request.test, check, longest_nap=_SERVICE_NAP if kind is WaitKind.SERVICE else LONGEST_NAP)
+        finally:
+            self._watch.end(number)
+
+    def check(self) -> None:
+        """Raise why nothing more can be done on this channel."""
+        self._link.check()
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        self._link.fail(HvdliteError("this channel was closed."))
+        self._transport.close()
+
+
+class _WatchedRequest:
+    """A `Request` of a `WatchedChannel`.
+
+    Args:
+        channel: Waits for it.
+        request: The transport's.
+        peers, what: As for `WatchedChannel.wait`.
+    """
+
+    def __init__(
+        self, channel: WatchedChannel, request: Request, peers: Sequence[int], what: Callable[[], str]
+    ) -> None:
+        self._channel, self._request, self._peers, self._what = channel, request, peers, what
+
+    @property
+    def source(self) -> int | None:
+        return self._request.source
+
+    def test(self) -> bool:
+        if self._request.test():
+            return True
+        self._channel.check()
+        return False
+
+    def wait(self) -> None:
+        self._channel.wait(self._request, self._peers, self._what)
+
+    def cancel(self) -> bool:
+        return self._request.cancel()

@@ -1,0 +1,218 @@
+"""How the values of the ranks become one: one object says it, whoever moves the data does it.
+
+An operation decides on a `Reduction` from the dtype of its tensors, its op and its factors. The steps, and who makes them::
+
+    operation   scale(x) by `before`                                   x of `dtype`, or of `wide` if it is scaled
+    mover       combine(x of several ranks) → finish() → narrow()      `dtype` → `wide`: ÷ `divide_by`, × `after` → `dtype`
+
+float16 and bfloat16 are accumulated as float32 and rounded once, to the nearest even number, at the end. Averages of integers
+are accumulated in 64 bits and rounded down, as ``//`` does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from hvdlite.protocols import Array, HalfConverter, ReduceOp, TensorInfo, ufunc_of
+from hvdlite.tensors.halves import half_converter
+from hvdlite.tensors.numpy_adapter import HALF_DTYPES
+
+NCCL_WITH_FLOAT8 = 22400
+"""The first version of NCCL, 2.24.0, that adds numbers of 8 bits."""
+
+_INTEGERS = ("int", "uint")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the values of the ranks become one. Made by `reduction`.
+
+    Attributes:
+        op: The reduction that was asked for.
+        dtype: The name of the dtype of the values, as in `TensorInfo`.
+        wide: The name of the dtype in which they are accumulated.
+        before: Multiplies the values of each rank.
+        after: Multiplies the result.
+        divide_by: What the result is divided by, before `after`: the number of ranks if `op` is AVERAGE, else 1.
+    """
+
+    op: ReduceOp
+    dtype: str
+    wide: str
+    before: float = 1.0
+    after: float = 1.0
+    divide_by: int = 1
+
+    @functools.cached_property
+    def storage(self) -> np.dtype[Any]:
+        """The dtype of the arrays that hold the values: bfloat16 is its bits in uint16, bool is uint8."""
+        return np.dtype({"bfloat16": "uint16", "bool": "uint8"}.get(self.dtype, self.dtype))
+
+    @functools.cached_property
+    def wide_dtype(self) -> np.dtype[Any]:
+        """`wide` as a dtype of arrays."""
+        return np.dtype(self.wide)
+
+    @functools.cached_property
+    def exact(self) -> bool:
+        """Whether `storage` and `wide_dtype` are the same, so that a result can be accumulated in place."""
+        return self.dtype not in HALF_DTYPES and self.storage == self.wide_dtype
+
+    @functools.cached_property
+    def combining(self) -> ReduceOp:
+        """The op that combines the values: an average is a sum that is divided."""
+        return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
+
+    @functools.cached_property
+    def finishes(self) -> bool:
+        """Whether `finish` changes anything."""
+        return self.divide_by != 1 or self.after != 1.0
+
+    @functools.cached_property
+    def widened(self) -> Reduction:
+        """The same for values that are in the wide dtype already, so that they are rounded once only."""
+        return replace(self, dtype=self.wide)
+
+    @functools.cached_property
+    def _half(self) -> HalfConverter | None:
+        return half_converter(self.dtype) if self.dtype in HALF_DTYPES else None
+
+    def scale(self, values: Array) -> None:
+        """Multiply the values of this rank by `before`, in place. Integers are scaled as float64 and cast back."""
+        _multiply(values, self.before)
+
+    def combine(self, sources: Sequence[Array], into: Array) -> None:
+        """Reduce arrays in their order.
+
+        Args:
+            sources: At least one, of dtype `storage` and equal length.
+            into: Of dtype `wide_dtype`. May be one of the first two sources, if `exact`.
+        """
+        if not self.exact:
+            self._combine_wide(sources, into)
+        elif len(sources) == 1:
+            if into is not sources[0]:
+                np.copyto(into, sources[0])
+        else:
+            ufunc = ufunc_of(self.combining)
+            ufunc(sources[0], sources[1], out=into)
+            for source in sources[2:]:
+                ufunc(into, source, out=into)
+
+    def _combine_wide(self, sources: Sequence[Array], into: Array) -> None:
+        half = self._half
+        if half is None:
+            np.copyto(into, sources[0])
+        else:
+            half.widen(sources[0], into)
+        for source in sources[1:]:
+            if half is None:
+                ufunc_of(self.combining)(into, source, out=into)
+            else:
+                half.accumulate(ufunc_of(self.combining), into, source)
+
+    def finish(self, wide: Array) -> None:
+        """Make the result of the ranks' combined values, in place: divide by `divide_by`, multiply by `after`."""
+        if self.divide_by != 1:
+            (np.floor_divide if wide.dtype.kind in "iu" else np.divide)(wide, self.divide_by, out=wide)
+        _multiply(wide, self.after)
+
+    def narrow(self, wide: Array, into: Array) -> None:
+        """Copy an array of dtype `wide_dtype` to one of dtype `storage`."""
+        if self._half is None:
+            np.copyto(into, wide, casting="unsafe")
+        else:
+            self._half.narrow(wide, into)
+
+    def neutral(self) -> float:
+        """The value that changes no result: 0, 1, or the far end of the range of the dtype.
+
+        Zeros also are what Adasum leaves out (arXiv:2006.02924: a vector of length 0 has no direction).
+        """
+        if self.op is ReduceOp.PRODUCT:
+            return 1
+        if self.op not in (ReduceOp.MIN, ReduceOp.MAX):
+            return 0
+        if self.wide_dtype.kind in "iu":
+            limits = np.iinfo(self.wide_dtype.name)
+            return limits.max if self.op is ReduceOp.MIN else limits.min
+        return math.inf if self.op is ReduceOp.MIN else -math.inf
+
+    def neutralize(self, values: Array) -> None:
+        """Overwrite an array of dtype `storage` with `neutral`."""
+        if self.exact:
+            values[...] = self.neutral()
+        else:
+            self.narrow(np.full(values.size, self.neutral(), self.wide_dtype), values)
+
+    def on_device(self, nccl_version: int) -> str | None:
+        """The dtype as whose elements NCCL reduces the values, or None if it does not.
+
+        Complex numbers are added as pairs of real ones. 16-bit integers travel as 32 bits, and wrap around as ever when they
+        are cast back. For bool, Min, Max and Product of bytes that are 0 or 1 are "all", "any" and "all". Averages of integers
+        are summed in 64 bits, as on the host. Min and Max of floating-point numbers go by way of the host: NCCL's lose a NaN,
+        as CUDA's fmin and fmax do. Integers times a factor go by way of the host, too.
+
+        Args:
+            nccl_version: NCCL's number of its version, 22809 for 2.28.9.
+        """
+        dtype, op = self.dtype, self.op
+        is_integer = dtype.startswith(_INTEGERS)
+        if op is ReduceOp.ADASUM or (op is ReduceOp.PRODUCT and dtype.startswith("complex")):
+            return None
+        if op in (ReduceOp.MIN, ReduceOp.MAX) and dtype.startswith(("float", "bfloat")):
+            return None
+        if (is_integer or dtype == "bool") and (self.before != 1.0 or self.after != 1.0):
+            return None
+        if dtype.startswith("complex"):
+            return "float32" if dtype == "complex64" else "float64"
+        if dtype.startswith("float8"):
+            return dtype if nccl_version >= NCCL_WITH_FLOAT8 else None
+        if op is ReduceOp.AVERAGE and is_integer:
+            return None if dtype == "uint64" else "int64"
+        return {"bool": "uint8", "int16": "int32", "uint16": "int32"}.get(dtype, dtype)
+
+    @property
+    def casts_on_device(self) -> bool:
+        """Whether values are cast to `on_device`'s dtype, and back; if not, the same bytes are seen as it.
+
+        NCCL has no averages of integers: their sum is divided when it is here.
+        """
+        is_average = self.op is ReduceOp.AVERAGE and self.dtype.startswith(_INTEGERS)
+        return is_average or self.dtype in ("int16", "uint16")
+
+
+@functools.lru_cache(maxsize=4096)  # a program makes the same few again and again
+def reduction(dtype: str, op: ReduceOp, before: float = 1.0, after: float = 1.0, size: int = 1) -> Reduction:
+    """The reduction of values of a dtype.
+
+    Args:
+        dtype: A name as in `TensorInfo` or `Device`.
+        op: How the values become one.
+        before, after: As in `Reduction`.
+        size: The number of ranks, by which an average is divided.
+    """
+    wide = dtype
+    if dtype in HALF_DTYPES:
+        wide = "float32"
+    elif dtype == "bool":
+        wide = "uint8"
+    elif op is ReduceOp.AVERAGE and dtype.startswith(_INTEGERS) and dtype != "uint64":
+        wide = "int64"
+    return Reduction(op, dtype, wide, before, after, size if op is ReduceOp.AVERAGE else 1)
+
+
+def nbytes_of(info: TensorInfo) -> int:
+    """The bytes of a tensor."""
+    return math.prod(info.shape) * reduction(info.dtype, ReduceOp.SUM).storage.itemsize
+
+
+def _multiply(values: Array, factor: float) -> None:
+    if factor != 1.0:
+        np.multiply(values, factor, out=values, casting="unsafe")
