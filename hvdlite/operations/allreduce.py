@@ -46,9 +46,9 @@ class Allreduce(TensorOperation):
         if op is ReduceOp.ADASUM and algorithm != "auto":
             raise ArgumentError(f"algorithm={algorithm!r}: Adasum has one algorithm only; leave the argument out.")
         super().__init__(given, inplace)
-        self.op, self.factors, self.algorithm = op, (float(prescale), float(postscale)), algorithm
-        self.signature, self.nbytes, self.fusion_key = _plan_allreduce(
-            tuple(self.infos), op, *self.factors, algorithm, self.where
+        self.algorithm = algorithm
+        self.signature, self.reductions, self.nbytes, self.fusion_key = _plan_allreduce(
+            tuple(self.infos), op, float(prescale), float(postscale), algorithm, self.where
         )
 
     @classmethod
@@ -56,11 +56,11 @@ class Allreduce(TensorOperation):
         parts = _parts_of(operations)
         first, size = operations[0], collectives.size
         if len(parts) == len(operations) == 1:
-            how = reduction(parts[0].dtype, first.op, *first.factors, size)
+            how = first.reductions[parts[0].dtype].among(size)
             return [_reduce_parts(parts, how, first.algorithm, collectives)]
         results: list[Any] = [None] * len(parts)
         for dtype, indices in _by_dtype(parts).items():
-            how = reduction(dtype, first.op, *first.factors, size)
+            how = first.reductions[dtype].among(size)
             reduced = _reduce_parts([parts[i] for i in indices], how, first.algorithm, collectives)
             for index, result in zip(indices, reduced, strict=True):
                 results[index] = result
@@ -84,7 +84,7 @@ class Allreduce(TensorOperation):
         problem: Exception | None = None
         try:
             for dtype, indices in _by_dtype(parts).items():
-                how = reduction(dtype, first.op, *first.factors, collectives.size)
+                how = first.reductions[dtype].among(collectives.size)
                 if first.algorithm != "auto" or how.on_device(channel.nccl_version) is None:
                     on_host.append((indices, how))
                     continue
@@ -136,22 +136,18 @@ def _plan_allreduce(
     postscale: float,
     algorithm: str,
     where: tuple[tuple[str, Any], ...],
-) -> tuple[Signature, int, Hashable]:
-    """What of an allreduce depends on its arguments alone: signature, bytes, fusion key."""
-    dtypes = {info.dtype for info in infos}
-    for dtype in dtypes:
-        check_reducible(dtype, op)
-    nbytes = sum(_bytes_accumulated(info.dtype, op) * math.prod(info.shape) for info in infos)
+) -> tuple[Signature, dict[str, Reduction], int, Hashable]:
+    """What of an allreduce depends on its arguments alone: signature, the reduction of each dtype, bytes, fusion key."""
+    for info in infos:
+        check_reducible(info.dtype, op)
+    reductions = {info.dtype: reduction(info.dtype, op, prescale, postscale) for info in infos}
+    nbytes = sum(reductions[info.dtype].wide_bytes * math.prod(info.shape) for info in infos)
     arguments: list[tuple[str, Any]] = [("op", op.value)]
     if (prescale, postscale, algorithm) != (1.0, 1.0, "auto"):
         arguments += [("prescale", prescale), ("postscale", postscale), ("algorithm", algorithm)]
     arguments += where
-    fusion_key = (next(iter(dtypes)), op, prescale, postscale, algorithm, where) if len(dtypes) == 1 else None
-    return ("allreduce", infos, tuple(arguments)), nbytes, fusion_key
-
-
-def _bytes_accumulated(dtype: str, op: ReduceOp) -> int:
-    return 1 if dtype.startswith("float8") else reduction(dtype, op).wide_dtype.itemsize
+    fusion_key = (next(iter(reductions.values())), algorithm, where) if len(reductions) == 1 else None
+    return ("allreduce", infos, tuple(arguments)), reductions, nbytes, fusion_key
 
 
 def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives: HierarchicalCollectives) -> list[Any]:
@@ -169,8 +165,7 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
             flat = flat.astype(how.storage)
     else:
         flat = np.concatenate([array.reshape(-1) for array in arrays], dtype=how.storage, casting="unsafe")
-    if scales:
-        how.scale(flat)
+    how.scale(flat)
     if any([part.is_nothing for part in parts]):
         for where in _where_nothing_is(parts, arrays):
             how.neutralize(flat[where])

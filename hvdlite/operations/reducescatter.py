@@ -15,8 +15,8 @@ from hvdlite.operations.base import TensorOperation
 from hvdlite.operations.device_reduction import DevicePiece, DeviceReduction
 from hvdlite.operations.on_device import agree
 from hvdlite.operations.reducible import check_op, check_reducible
-from hvdlite.protocols import ReduceOp, TensorInfo
-from hvdlite.tensors.reduction import Reduction, reduction
+from hvdlite.protocols import ReduceOp
+from hvdlite.tensors.reduction import reduction
 
 
 class Reducescatter(TensorOperation):
@@ -33,12 +33,11 @@ class Reducescatter(TensorOperation):
                 raise UnsupportedTensorError(
                     "reducescatter splits the first dimension among the ranks; a 0-d tensor has none."
                 )
-        self.op, self.factors = op, (float(prescale), float(postscale))
+        self.reductions = {
+            info.dtype: reduction(info.dtype, op, float(prescale), float(postscale)) for info in self.infos
+        }
         arguments = (("op", op.value), ("prescale", float(prescale)), ("postscale", float(postscale)), *self.where)
         self.signature = ("reducescatter", tuple(self.infos), arguments)
-
-    def _how(self, info: TensorInfo, size: int) -> Reduction:
-        return reduction(info.dtype, self.op, *self.factors, size)
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
         natives = self.place.natives if self.place else [None] * len(self.tensors)
@@ -50,7 +49,7 @@ class Reducescatter(TensorOperation):
             counts.append([n * math.prod(info.shape[1:]) for n in rows])
         try:
             for native, info, mine in zip(natives, self.infos, counts, strict=True):
-                how = self._how(info, collectives.size)
+                how = self.reductions[info.dtype].among(collectives.size)
                 there = how.on_device(channel.nccl_version) is not None
                 piece = DevicePiece(native, info.shape, False)
                 reductions.append(DeviceReduction([piece], how, channel, mine) if there else None)
@@ -71,7 +70,7 @@ class Reducescatter(TensorOperation):
         return [self._run_one(*one, collectives) for one in zip(self.tensors, self.adapters, self.infos, strict=True)]
 
     def _run_one(self, tensor: Any, adapter: Any, info: Any, collectives: HierarchicalCollectives) -> Any:
-        how = self._how(info, collectives.size).widened
+        how = self.reductions[info.dtype].among(collectives.size).widened
         array = adapter.to_array(tensor, wide=True)
         flat = array.reshape(-1).astype(how.storage)
         rows = split_rows(array.shape[0], collectives.size)

@@ -59,6 +59,11 @@ class Reduction:
         """`wide` as a dtype of arrays."""
         return np.dtype(self.wide)
 
+    @property
+    def wide_bytes(self) -> int:
+        """The bytes of a value while it is accumulated."""
+        return 1 if self.wide.startswith("float8") else self.wide_dtype.itemsize
+
     @functools.cached_property
     def exact(self) -> bool:
         """Whether `storage` and `wide_dtype` are the same, so that a result can be accumulated in place."""
@@ -79,13 +84,20 @@ class Reduction:
         """The same for values that are in the wide dtype already, so that they are rounded once only."""
         return replace(self, dtype=self.wide)
 
+    def among(self, size: int) -> Reduction:
+        """The same for so many ranks: what an average is divided by."""
+        if self.op is not ReduceOp.AVERAGE:
+            return self
+        return reduction(self.dtype, self.op, self.before, self.after, size)
+
     @functools.cached_property
     def _half(self) -> HalfConverter | None:
         return half_converter(self.dtype) if self.dtype in HALF_DTYPES else None
 
     def scale(self, values: Array) -> None:
         """Multiply the values of this rank by `before`, in place. Integers are scaled as float64 and cast back."""
-        _multiply(values, self.before)
+        if self.before != 1.0:
+            _multiply(values, self.before)
 
     def combine(self, sources: Sequence[Array], into: Array) -> None:
         """Reduce arrays in their order.
@@ -121,7 +133,8 @@ class Reduction:
         """Make the result of the ranks' combined values, in place: divide by `divide_by`, multiply by `after`."""
         if self.divide_by != 1:
             (np.floor_divide if wide.dtype.kind in "iu" else np.divide)(wide, self.divide_by, out=wide)
-        _multiply(wide, self.after)
+        if self.after != 1.0:
+            _multiply(wide, self.after)
 
     def narrow(self, wide: Array, into: Array) -> None:
         """Copy an array of dtype `wide_dtype` to one of dtype `storage`."""
@@ -214,5 +227,4 @@ def nbytes_of(info: TensorInfo) -> int:
 
 
 def _multiply(values: Array, factor: float) -> None:
-    if factor != 1.0:
-        np.multiply(values, factor, out=values, casting="unsafe")
+    np.multiply(values, factor, out=values, casting="unsafe")
