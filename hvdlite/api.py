@@ -8,13 +8,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import inspect
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 from hvdlite.comm.local import LocalFabric
 from hvdlite.comm.point_to_point import PointToPointCollectives
@@ -42,7 +41,6 @@ from hvdlite.watchdog.stall_report import stack_of
 from hvdlite.world import World
 
 T = TypeVar("T")
-P = ParamSpec("P")
 
 Sum, Average, Min, Max, Product, Adasum = (
     ReduceOp.SUM,
@@ -397,58 +395,42 @@ def join(process_set: ProcessSet | None = None) -> int:
     return world("join()").group(process_set).join()
 
 
-# Operations: each is written once, as a function that prepares a call, and made into its two forms.
+# Operations: `_allreduce` prepares the call that `allreduce` carries out and `allreduce_async` starts; so for the others.
 
 
 @dataclass(slots=True)
 class Call(Generic[T]):
-    """An operation ready to be submitted, whose result is a T."""
+    """An operation ready to be submitted, whose result is a T.
+
+    Attributes:
+        engine: The engine that carries it out.
+        operation: What it does.
+        name: The name that the caller gave it, if any.
+    """
 
     engine: Engine
     operation: Operation
     name: str | None
 
 
-def _blocking(prepare: Callable[P, Call[T]]) -> Callable[P, T]:
-    """The form that waits for the result and returns it."""
-
-    @functools.wraps(prepare)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        call = prepare(*args, **kwargs)
-        result: T = call.engine.run(call.operation, call.name)
-        return result
-
-    return _shown(run, prepare.__name__[1:], "{}")
-
-
-def _asynchronous(prepare: Callable[P, Call[T]]) -> Callable[P, Handle[T]]:
-    """The form that returns a handle, whose `wait` returns the result."""
-
-    @functools.wraps(prepare)
-    def submit(*args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        call = prepare(*args, **kwargs)
-        return call.engine.submit(call.operation, call.name)
-
-    name = prepare.__name__[1:]
-    submit.__doc__ = (
-        f"Start `{name}` and return a `Handle` at once: ``handle.wait()`` returns what `{name}` would, ``handle.poll()`` says\n"
-        f"whether it is there. Tensors must not be changed before. Arguments as in `{name}`."
-    )
-    return _shown(submit, name + "_async", "Handle[{}]")
-
-
-def _shown(function: Callable[P, T], name: str, returns: str) -> Callable[P, T]:
-    """`function` as help() and tools are to show it: its name, and what it returns in place of a `Call`."""
-    result = returns.format(function.__annotations__["return"].removeprefix("Call[").removesuffix("]"))
-    function.__name__ = function.__qualname__ = name
-    function.__annotations__ = {**function.__annotations__, "return": result}
-    signature = inspect.signature(function).replace(return_annotation=result)
-    function.__signature__ = signature  # type: ignore[attr-defined]
-    del function.__wrapped__  # type: ignore[attr-defined]  # whose annotations tools would show
-    return function
-
-
 def _allreduce(
+    tensor: T,
+    op: ReduceOp,
+    name: str | None,
+    inplace: bool,
+    prescale_factor: float,
+    postscale_factor: float,
+    algorithm: str | None,
+    process_set: ProcessSet | None,
+) -> Call[T]:
+    here = world("allreduce()")
+    if algorithm is None:
+        algorithm = "auto" if op is Adasum else here.config.algorithm
+    operation = Allreduce(tensor, op, prescale_factor, postscale_factor, algorithm, inplace)
+    return Call(here.engine(process_set), operation, name)
+
+
+def allreduce(
     tensor: T,
     op: ReduceOp = Average,
     name: str | None = None,
@@ -458,7 +440,7 @@ def _allreduce(
     postscale_factor: float = 1.0,
     algorithm: str | None = None,
     process_set: ProcessSet | None = None,
-) -> Call[T]:
+) -> T:
     """Reduce a tensor elementwise over the ranks.
 
     Args:
@@ -482,14 +464,37 @@ def _allreduce(
         MismatchError: The ranks' calls do not belong together; raised on all of them.
         DuplicateNameError: `name` is in flight.
     """
-    here = world("allreduce()")
-    if algorithm is None:
-        algorithm = "auto" if op is Adasum else here.config.algorithm
-    operation = Allreduce(tensor, op, prescale_factor, postscale_factor, algorithm, inplace)
-    return Call(here.engine(process_set), operation, name)
+    call = _allreduce(tensor, op, name, inplace, prescale_factor, postscale_factor, algorithm, process_set)
+    result: T = call.engine.run(call.operation, call.name)
+    return result
 
 
-def _allgather(tensor: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> Call[T]:
+def allreduce_async(
+    tensor: T,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    *,
+    inplace: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    algorithm: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Handle[T]:
+    """Start `allreduce` and return a `Handle` at once.
+
+    ``handle.wait()`` returns what `allreduce` would, ``handle.poll()`` says whether it is there. Tensors must not be changed
+    before. The arguments are those of `allreduce`.
+    """
+    call = _allreduce(tensor, op, name, inplace, prescale_factor, postscale_factor, algorithm, process_set)
+    return call.engine.submit(call.operation, call.name)
+
+
+def _allgather(tensor: T, name: str | None, process_set: ProcessSet | None) -> Call[T]:
+    operation = Allgather(tensor)
+    return Call(world("allgather()").engine(process_set), operation, name)
+
+
+def allgather(tensor: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> T:
     """Concatenate the ranks' tensors along the first dimension.
 
     Args:
@@ -504,13 +509,26 @@ def _allgather(tensor: T, name: str | None = None, *, process_set: ProcessSet | 
     Raises:
         As `allreduce`.
     """
-    operation = Allgather(tensor)
-    return Call(world("allgather()").engine(process_set), operation, name)
+    call = _allgather(tensor, name, process_set)
+    result: T = call.engine.run(call.operation, call.name)
+    return result
 
 
-def _broadcast(
+def allgather_async(tensor: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> Handle[T]:
+    """Start `allgather` and return a `Handle` at once, as `allreduce_async` does; the arguments are those of `allgather`."""
+    call = _allgather(tensor, name, process_set)
+    return call.engine.submit(call.operation, call.name)
+
+
+def _broadcast(tensor: T, root_rank: int, name: str | None, inplace: bool, process_set: ProcessSet | None) -> Call[T]:
+    engine = world("broadcast()").engine(process_set)
+    operation = Broadcast(tensor, root_rank, engine.size, inplace)
+    return Call(engine, operation, name)
+
+
+def broadcast(
     tensor: T, root_rank: int, name: str | None = None, *, inplace: bool = False, process_set: ProcessSet | None = None
-) -> Call[T]:
+) -> T:
     """Give every rank the root's tensor.
 
     Args:
@@ -527,14 +545,34 @@ def _broadcast(
         ArgumentError: `root_rank` is not a rank of the set.
         Others: As `allreduce`.
     """
-    engine = world("broadcast()").engine(process_set)
-    operation = Broadcast(tensor, root_rank, engine.size, inplace)
+    call = _broadcast(tensor, root_rank, name, inplace, process_set)
+    result: T = call.engine.run(call.operation, call.name)
+    return result
+
+
+def broadcast_async(
+    tensor: T, root_rank: int, name: str | None = None, *, inplace: bool = False, process_set: ProcessSet | None = None
+) -> Handle[T]:
+    """Start `broadcast` and return a `Handle` at once, as `allreduce_async` does; the arguments are those of `broadcast`."""
+    call = _broadcast(tensor, root_rank, name, inplace, process_set)
+    return call.engine.submit(call.operation, call.name)
+
+
+def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSet | None) -> Call[Any]:
+    engine = world("alltoall()").engine(process_set)
+    operation = Alltoall(tensor, splits, engine.size)
     return Call(engine, operation, name)
 
 
-def _alltoall(
-    tensor: Any, splits: Any = None, name: str | None = None, *, process_set: ProcessSet | None = None
-) -> Call[Any]:
+@overload
+def alltoall(
+    tensor: T, splits: None = None, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> T: ...
+@overload
+def alltoall(
+    tensor: T, splits: Any, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> tuple[T, T]: ...
+def alltoall(tensor: Any, splits: Any = None, name: str | None = None, *, process_set: ProcessSet | None = None) -> Any:
     """Send a slice of the rows to each rank, and receive one from each.
 
     Args:
@@ -551,12 +589,40 @@ def _alltoall(
         ArgumentError: `splits` does not fit.
         Others: As `allreduce`.
     """
-    engine = world("alltoall()").engine(process_set)
-    operation = Alltoall(tensor, splits, engine.size)
-    return Call(engine, operation, name)
+    call = _alltoall(tensor, splits, name, process_set)
+    result: Any = call.engine.run(call.operation, call.name)
+    return result
+
+
+@overload
+def alltoall_async(
+    tensor: T, splits: None = None, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> Handle[T]: ...
+@overload
+def alltoall_async(
+    tensor: T, splits: Any, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> Handle[tuple[T, T]]: ...
+def alltoall_async(
+    tensor: Any, splits: Any = None, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> Handle[Any]:
+    """Start `alltoall` and return a `Handle` at once, as `allreduce_async` does; the arguments are those of `alltoall`."""
+    call = _alltoall(tensor, splits, name, process_set)
+    return call.engine.submit(call.operation, call.name)
 
 
 def _reducescatter(
+    tensor: T,
+    op: ReduceOp,
+    name: str | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet | None,
+) -> Call[T]:
+    operation = Reducescatter(tensor, op, prescale_factor, postscale_factor)
+    return Call(world("reducescatter()").engine(process_set), operation, name)
+
+
+def reducescatter(
     tensor: T,
     op: ReduceOp = Average,
     name: str | None = None,
@@ -564,7 +630,7 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
-) -> Call[T]:
+) -> T:
     """Reduce a tensor over the ranks, and keep this rank's share of the rows.
 
     Args:
@@ -582,23 +648,57 @@ def _reducescatter(
     Raises:
         As `allreduce`.
     """
-    operation = Reducescatter(tensor, op, prescale_factor, postscale_factor)
-    return Call(world("reducescatter()").engine(process_set), operation, name)
+    call = _reducescatter(tensor, op, name, prescale_factor, postscale_factor, process_set)
+    result: T = call.engine.run(call.operation, call.name)
+    return result
 
 
-def _barrier(name: str | None = None, *, process_set: ProcessSet | None = None) -> Call[None]:
+def reducescatter_async(
+    tensor: T,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    *,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet | None = None,
+) -> Handle[T]:
+    """Start `reducescatter` and return a `Handle` at once, as `allreduce_async` does.
+
+    The arguments are those of `reducescatter`.
+    """
+    call = _reducescatter(tensor, op, name, prescale_factor, postscale_factor, process_set)
+    return call.engine.submit(call.operation, call.name)
+
+
+def _barrier(name: str | None, process_set: ProcessSet | None) -> Call[None]:
+    return Call(world("barrier()").engine(process_set), Barrier(), name)
+
+
+def barrier(name: str | None = None, *, process_set: ProcessSet | None = None) -> None:
     """Return when every rank has called it.
 
     Args:
         name: As in `allreduce`.
         process_set: As in `allreduce`.
     """
-    return Call(world("barrier()").engine(process_set), Barrier(), name)
+    call = _barrier(name, process_set)
+    call.engine.run(call.operation, call.name)
 
 
-def _broadcast_object(
+def barrier_async(name: str | None = None, *, process_set: ProcessSet | None = None) -> Handle[None]:
+    """Start `barrier` and return a `Handle` at once, as `allreduce_async` does; the arguments are those of `barrier`."""
+    call = _barrier(name, process_set)
+    return call.engine.submit(call.operation, call.name)
+
+
+def _broadcast_object(obj: T, root_rank: int, name: str | None, process_set: ProcessSet | None) -> Call[T]:
+    engine = world("broadcast_object()").engine(process_set)
+    return Call(engine, BroadcastObject(obj, root_rank, engine.rank, engine.size), name)
+
+
+def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet | None = None
-) -> Call[T]:
+) -> T:
     """Give every rank the root's object.
 
     Args:
@@ -610,11 +710,27 @@ def _broadcast_object(
     Returns:
         The root's object: a copy on the other ranks.
     """
-    engine = world("broadcast_object()").engine(process_set)
-    return Call(engine, BroadcastObject(obj, root_rank, engine.rank, engine.size), name)
+    call = _broadcast_object(obj, root_rank, name, process_set)
+    result: T = call.engine.run(call.operation, call.name)
+    return result
 
 
-def _allgather_object(obj: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> Call[list[T]]:
+def broadcast_object_async(
+    obj: T, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> Handle[T]:
+    """Start `broadcast_object` and return a `Handle` at once, as `allreduce_async` does.
+
+    The arguments are those of `broadcast_object`.
+    """
+    call = _broadcast_object(obj, root_rank, name, process_set)
+    return call.engine.submit(call.operation, call.name)
+
+
+def _allgather_object(obj: T, name: str | None, process_set: ProcessSet | None) -> Call[list[T]]:
+    return Call(world("allgather_object()").engine(process_set), AllgatherObject(obj), name)
+
+
+def allgather_object(obj: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> list[T]:
     """Give every rank everybody's object.
 
     Args:
@@ -625,45 +741,17 @@ def _allgather_object(obj: T, name: str | None = None, *, process_set: ProcessSe
     Returns:
         The objects by rank (copies).
     """
-    return Call(world("allgather_object()").engine(process_set), AllgatherObject(obj), name)
+    call = _allgather_object(obj, name, process_set)
+    result: list[T] = call.engine.run(call.operation, call.name)
+    return result
 
 
-allreduce = _blocking(_allreduce)
-allreduce_async = _asynchronous(_allreduce)
-allgather = _blocking(_allgather)
-allgather_async = _asynchronous(_allgather)
-broadcast = _blocking(_broadcast)
-broadcast_async = _asynchronous(_broadcast)
-if TYPE_CHECKING:  # with `splits` the result is a pair
+def allgather_object_async(
+    obj: T, name: str | None = None, *, process_set: ProcessSet | None = None
+) -> Handle[list[T]]:
+    """Start `allgather_object` and return a `Handle` at once, as `allreduce_async` does.
 
-    @overload
-    def alltoall(
-        tensor: T, splits: None = None, name: str | None = None, *, process_set: ProcessSet | None = None
-    ) -> T: ...
-    @overload
-    def alltoall(
-        tensor: T, splits: Any, name: str | None = None, *, process_set: ProcessSet | None = None
-    ) -> tuple[T, T]: ...
-    def alltoall(tensor: Any, splits: Any = None, name: str | None = None, *, process_set: Any = None) -> Any: ...
-
-    @overload
-    def alltoall_async(
-        tensor: T, splits: None = None, name: str | None = None, *, process_set: ProcessSet | None = None
-    ) -> Handle[T]: ...
-    @overload
-    def alltoall_async(
-        tensor: T, splits: Any, name: str | None = None, *, process_set: ProcessSet | None = None
-    ) -> Handle[tuple[T, T]]: ...
-    def alltoall_async(tensor: Any, splits: Any = None, name: str | None = None, *, process_set: Any = None) -> Any: ...
-
-else:
-    alltoall = _blocking(_alltoall)
-    alltoall_async = _asynchronous(_alltoall)
-reducescatter = _blocking(_reducescatter)
-reducescatter_async = _asynchronous(_reducescatter)
-barrier = _blocking(_barrier)
-barrier_async = _asynchronous(_barrier)
-broadcast_object = _blocking(_broadcast_object)
-broadcast_object_async = _asynchronous(_broadcast_object)
-allgather_object = _blocking(_allgather_object)
-allgather_object_async = _asynchronous(_allgather_object)
+    The arguments are those of `allgather_object`.
+    """
+    call = _allgather_object(obj, name, process_set)
+    return call.engine.submit(call.operation, call.name)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hvdlite.errors import LaunchError
+from hvdlite.job.hosts import Host
+from hvdlite.job.mpi import Mpi, Placement, command
 from hvdlite.launch.allocation import Hosts, choose_hosts, expand_nodes
-from hvdlite.launch.hosts import Host
-from hvdlite.launch.mpi import Mpi, Placement, command
 from tests import hosts as lab
 from tests.jobs import LIMIT, PROGRAMS, Start
 

@@ -28,11 +28,11 @@ from hvdlite.compat.runner import run
 from hvdlite.compat.settings_table import FLAGS, PLACE_VARIABLES, VARIABLES
 from hvdlite.compat.table import MODULES, NOTES, RAISES, RESULTS
 from hvdlite.errors import ArgumentError, CommunicationError, LaunchError, MissingPackageError, NotYetError
+from hvdlite.job.hosts import Host
+from hvdlite.job.mpi import Mpi, Placement, environment
 from hvdlite.launch.horovod import STARTUP, check_interpreter, job_environment
-from hvdlite.launch.hosts import Host
-from hvdlite.launch.mpi import Mpi, Placement, environment
-from hvdlite.launch.rank_environment import show_place
 from hvdlite.testing import on_ranks
+from hvdlite.worker.rank_environment import show_place
 from tests.hosts import hosts, why_not
 from tests.jobs import LIMIT, PROGRAMS, ROOT, Ended, Start
 

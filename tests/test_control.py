@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.launch import server as server_module
-from hvdlite.launch.server import STRANGERS, Server
+from hvdlite.job import server as server_module
+from hvdlite.job.server import STRANGERS, Server
 from hvdlite.launcher_link.link import Address, connect, report_failure, request
 from hvdlite.launcher_link.session import MAGIC, Message, ProtocolError, Session, clip
 from tests.jobs import LIMIT, PROGRAMS, Start, wait_for

@@ -16,10 +16,10 @@ from typing import cast
 import pytest
 
 from hvdlite.errors import LaunchError
-from hvdlite.launch import failures, ranks, shared_memory, worker
-from hvdlite.launch.failures import Failure
-from hvdlite.launch.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
-from hvdlite.launch.mpi import (
+from hvdlite.job import failures, ranks
+from hvdlite.job.failures import Failure
+from hvdlite.job.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
+from hvdlite.job.mpi import (
     Mpi,
     Placement,
     command,
@@ -28,9 +28,10 @@ from hvdlite.launch.mpi import (
     split_interpreter_options,
     worker_command,
 )
-from hvdlite.launch.output import Output, Sink
-from hvdlite.launch.ranks import Departure, Rank
-from hvdlite.launch.server import Connection
+from hvdlite.job.output import Output, Sink
+from hvdlite.job.ranks import Departure, Rank
+from hvdlite.job.server import Connection
+from hvdlite.worker import shared_memory, worker
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
 
 
@@ -617,12 +618,12 @@ class Screen(Sink):
 def patient_tick(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr("hvdlite.launch.output.time.monotonic", lambda: now + 1)
+        patch.setattr("hvdlite.job.output.time.monotonic", lambda: now + 1)
         output.tick()
 
 
 def test_an_endless_line_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite.launch.output._LONGEST_KEPT", 10_000)
+    monkeypatch.setattr("hvdlite.job.output._LONGEST_KEPT", 10_000)
     out = Screen()
     output = Output(out, Screen(), tagged=True)
     for _ in range(30):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.launch.hosts import parse_hosts
-from hvdlite.launch.mpi import Placement, command, environment, find_mpi
+from hvdlite.job.hosts import parse_hosts
+from hvdlite.job.mpi import Placement, command, environment, find_mpi
 from tests.hosts import Hosts, hosts, why_not
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, ROOT, seconds_since_failure, wait_for
 

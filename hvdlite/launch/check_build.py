@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from hvdlite.errors import LaunchError
-from hvdlite.launch.mpi import find_mpi
+from hvdlite.job.mpi import find_mpi
 
 _FRAMEWORKS = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "JAX": "jax", "CuPy": "cupy"}
 _MPI_SECONDS = 30

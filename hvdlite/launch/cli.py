@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.errors import LaunchError
-from hvdlite.launch import orphans
+from hvdlite.job.hosts import check_ranks_here, is_local
+from hvdlite.job.job import Job, JobSpec
+from hvdlite.job.mpi import PROGRAMS, Placement, find_mpi, worker_command
+from hvdlite.job.output import Output, Sink
 from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.check_build import check_build, own_version
 from hvdlite.launch.horovod import check_interpreter, job_environment
 from hvdlite.launch.horovod_flags import FLAGS
-from hvdlite.launch.hosts import check_ranks_here, is_local
-from hvdlite.launch.job import Job, JobSpec
-from hvdlite.launch.mpi import PROGRAMS, Placement, find_mpi, worker_command
-from hvdlite.launch.output import Output, Sink
-from hvdlite.launch.shared_memory import new_directory
+from hvdlite.worker import orphans
+from hvdlite.worker.shared_memory import new_directory
 
 USAGE_ERROR = 2
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from hvdlite.errors import LaunchError
-from hvdlite.launch.rank_environment import HOROVOD_VARIABLE
+from hvdlite.worker.rank_environment import HOROVOD_VARIABLE
 
 STARTUP = str(Path(__file__).resolve().parent.parent / "compat" / "startup")
 
@@ -36,7 +36,7 @@ def check_interpreter(command: Sequence[str]) -> None:
     """Check that the interpreter of a rank's command looks at PYTHONPATH.
 
     Args:
-        command: What each rank starts, as `hvdlite.launch.mpi.worker_command` has made it.
+        command: What each rank starts, as `hvdlite.job.mpi.worker_command` has made it.
 
     Raises:
         LaunchError: An option keeps it from that.

@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hvdlite import worker
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
+from hvdlite.job.failures import Failure
+from hvdlite.job.job import Job, JobSpec
+from hvdlite.job.mpi import Placement, find_mpi
+from hvdlite.job.output import Output, Sink, TextSink
 from hvdlite.launch.cli import check_not_nested, find_hosts, make_folder
-from hvdlite.launch.failures import Failure
-from hvdlite.launch.job import Job, JobSpec
-from hvdlite.launch.mpi import Placement, find_mpi
-from hvdlite.launch.output import Output, Sink, TextSink
-from hvdlite.launch.rank_environment import own_rank
-from hvdlite.launch.shared_memory import new_directory
 from hvdlite.launcher_link.link import Address, request
 from hvdlite.launcher_link.session import Message
+from hvdlite.worker.rank_environment import own_rank
+from hvdlite.worker.shared_memory import new_directory
 
 T = TypeVar("T")
 
@@ -135,11 +136,10 @@ def _sink(descriptor: int) -> Sink:
 
 
 def _program(executable: str) -> list[str]:
-    folder = Path(__file__).parent
-    root = str(folder.parent.parent)
+    root = str(Path(__file__).parent.parent.parent)
     # The root goes last on the path: it matters only where hvdlite is not installed there.
     code = f"import sys; sys.path.append({root!r}); from hvdlite.launch.run_function import work; work()"
-    return [executable, str(folder / "worker.py"), "-c", code]
+    return [executable, worker.FILE, "-c", code]
 
 
 def _dumps(value: object) -> bytes:

@@ -4,6 +4,6 @@
 - `session`: what travels on it, and how each end knows the other.
 - `handlers`: the program's signal handlers, once it is over.
 
-`hvdlite.launch.worker` loads these files without NumPy and without `hvdlite` itself, so they import the standard library and
+`hvdlite.worker.worker` loads these files without NumPy and without `hvdlite` itself, so they import the standard library and
 each other only, by relative imports.
 """

@@ -3,7 +3,7 @@
     rank -> launcher   hello, output, done, failed, stopped, continued, asked, exit, report, fetch, result
     launcher -> rank   end, taken, ok, function
 
-This file needs the standard library only, because `hvdlite.launch.worker` loads it on its own; hence the relative import.
+This file needs the standard library only, because `hvdlite.worker.worker` loads it on its own; hence the relative import.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ numbers; then every message carries an HMAC with its number, so that none can be
     then, both ways    length of the header, length of the payload, HMAC, header (JSON), payload, HMAC of the payload if any
 
 What was not authenticated is never parsed, and its length never believed. The standard library only: guards load this file
-without the package, see `hvdlite.launch.worker`.
+without the package, see `hvdlite.worker.worker`.
 """
 
 from __future__ import annotations

@@ -10,22 +10,21 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Transport
 from hvdlite.timeline import rank_file
 from hvdlite.timeline.clocks import Clock, measure, share_texts
 from hvdlite.timeline.records import OperationRecord, Row
+from hvdlite.timeline.writer import Event, RankFileWriter
 
 _WRITE_SECONDS = 0.05
-_ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
 
 
 class Timeline:
@@ -62,16 +61,14 @@ class Timeline:
         self.on = self.started = False
         self.mark_cycles = False
         self.clock: Clock = time.perf_counter_ns
-        self._events: deque[tuple[Row, str, str, int, int | None, Any]] = deque()
+        self._events: deque[Event] = deque()
         self._submitted = 0
         self._steps = 0
         self._path = Path()
         self._job = ""
-        self._file: TextIO | None = None
-        self._file_lock = threading.Lock()
+        self._writer = RankFileWriter(rank, size)
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-        self._names: dict[str, str] = {}
 
     # What the others call
 
@@ -134,13 +131,13 @@ class Timeline:
         told = share_texts(transport, json.dumps([os.path.abspath(path), secrets.token_hex(8), mark_cycles]))
         where, self._job, self.mark_cycles = json.loads(told[0])
         self._path = Path(where)
-        problems = [problem for problem in share_texts(transport, self._open()) if problem]
+        problems = [problem for problem in share_texts(transport, self._writer.open(self._path, self._job)) if problem]
         if problems:
-            self._close()
+            self._writer.close()
             raise ArgumentError("cannot write a timeline: " + "; ".join(problems) + ".")
         self._events.clear()
         self._steps = 0
-        self._note_clock(transport)
+        self._writer.note_clock(measure(transport, self.clock))
         self._wake.clear()
         self._thread = threading.Thread(target=self._run, name="hvdlite-timeline", daemon=True)
         self._thread.start()
@@ -154,8 +151,8 @@ class Timeline:
         """
         self.started = False
         self._end_thread()
-        self._note_clock(transport)
-        self._close()
+        self._writer.note_clock(measure(transport, self.clock))
+        self._writer.close()
         share_texts(transport, "")  # all files are complete
         problem = share_texts(transport, self._merge() if self.rank == 0 else "")[0]
         if problem:
@@ -164,63 +161,7 @@ class Timeline:
     def abandon(self) -> None:
         """Write what there is: this rank goes on without the others."""
         self._end_thread()
-        self._close()
-
-    def _open(self) -> str:
-        """Open this rank's file. Returns what went wrong, or nothing."""
-        folder = rank_file.folder_of(self._path)
-        path = folder / rank_file.name_of_file(self.rank)
-        try:
-            if self.rank == 0 and self._path.is_dir():
-                raise IsADirectoryError(None, "it is a folder, name a file", str(self._path))
-            folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob("rank.*.json"):  # of an earlier job with more ranks
-                number = left.name.split(".")[1]
-                if number.isdecimal() and int(number) >= self.size:
-                    left.unlink(missing_ok=True)
-            self._file = path.open("w", encoding="utf-8")
-            self._file.write("[\n")
-            self._write_metadata(self._file)
-            self._file.flush()
-            if self.rank == 0:
-                self._show(path)
-        except OSError as error:
-            return f"rank {self.rank}: {error.filename or path}: {error.strerror}"
-        return ""
-
-    def _show(self, path: Path) -> None:
-        """Let rank 0's file be seen under the name of the trace too, until that takes its place: programs read it meanwhile."""
-        self._path.unlink(missing_ok=True)
-        try:
-            os.link(path, self._path)
-        except OSError:  # a file system that has no second names
-            self._path.symlink_to(path)
-
-    def _write_metadata(self, file: TextIO) -> None:
-        host = socket.gethostname()
-        about: dict[str, Any] = {
-            "job": self._job,
-            "rank": self.rank,
-            "size": self.size,
-            "host": host,
-            "epoch": time.time(),
-        }
-        lines: list[tuple[int, str, dict[str, Any]]] = [
-            (0, rank_file.RANK_LINE, about),
-            (0, "process_name", {"name": f"rank {self.rank} ({host}, process {os.getpid()})"}),
-            (0, "process_sort_index", {"sort_index": self.rank}),
-            *((row, "thread_name", {"name": row.name.lower()}) for row in Row),
-        ]
-        for row, name, args in lines:
-            file.write(rank_file.line(rank_file.metadata(name, self.rank, row, args)))
-
-    def _note_clock(self, transport: Transport) -> None:
-        measured = measure(transport, self.clock)
-        args = {"at_us": measured.at / 1000, "offset_us": measured.offset / 1000, "error_us": measured.error / 1000}
-        with self._file_lock:
-            if self._file is not None:
-                self._file.write(rank_file.line(rank_file.metadata(rank_file.CLOCK_LINE, self.rank, 0, args)))
-                self._file.flush()
+        self._writer.close()
 
     def _merge(self) -> str:
         """On rank 0: make the trace of the ranks' files. Returns what went wrong, or nothing."""
@@ -251,42 +192,11 @@ class Timeline:
             self._thread = None
         self._write()
 
-    def _close(self) -> None:
-        with self._file_lock:
-            if self._file is not None:
-                self._file.close()
-                self._file = None
-
     def _write(self) -> None:
-        with self._file_lock:
-            if self._file is None:
-                return
-            lines = []
-            while self._events:
-                lines.append(self._line(*self._events.popleft()))
-            try:
-                self._file.write("".join(lines))
-                self._file.flush()
-            except OSError as error:  # a full disk must not end a training job
-                self._say(f"rank {self.rank} stops writing {self._file.name}: {error.strerror}")
-                with contextlib.suppress(OSError):
-                    self._file.close()
-                self._file = None
-                self.on = False
-
-    def _line(self, row: Row, category: str, name: str, begin: int, end: int | None, args: Any) -> str:
-        # By hand, for json.dumps takes three times as long, and the program waits for the interpreter meanwhile.
-        quoted = self._names.get(name)
-        if quoted is None:
-            quoted = json.dumps(name)
-            if len(self._names) < 4096:
-                self._names[name] = quoted
-        what = '"ph":"i","s":"t"' if end is None else f'"ph":"X","dur":{max(0, end - begin) / 1000:.3f}'
-        more = "" if args is None else f',"args":{_ENCODE(args)}'
-        return (
-            f'{{"name":{quoted},"cat":"{category}",{what},"ts":{begin / 1000:.3f},"pid":{self.rank},"tid":{int(row)}'
-            f"{more}}},\n"
-        )
+        problem = self._writer.write(self._events)
+        if problem:
+            self._say(problem)
+            self.on = False
 
 
 class _Span:

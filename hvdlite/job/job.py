@@ -22,16 +22,16 @@ from types import FrameType
 
 from hvdlite.config import Config
 from hvdlite.errors import LaunchError
-from hvdlite.launch import failures
-from hvdlite.launch.failures import Failure
-from hvdlite.launch.hosts import check_reachable, control_host, remove_elsewhere, ssh_options
-from hvdlite.launch.mpi import Mpi, Placement, command, environment
-from hvdlite.launch.mpi_process import MpiProcess
-from hvdlite.launch.output import Output
-from hvdlite.launch.rank_environment import THREADS_VARIABLE
-from hvdlite.launch.ranks import Departure, Rank, Ranks
-from hvdlite.launch.server import STRANGERS, Connection, Server
-from hvdlite.launcher_link.session import Message, ProtocolError
+from hvdlite.job import failures
+from hvdlite.job.failures import Failure
+from hvdlite.job.hosts import check_reachable, control_host, remove_elsewhere, ssh_options
+from hvdlite.job.mpi import Mpi, Placement, command, environment
+from hvdlite.job.mpi_process import MpiProcess
+from hvdlite.job.output import Output
+from hvdlite.job.ranks import Departure, Ranks
+from hvdlite.job.reports import Reports
+from hvdlite.job.server import STRANGERS, Server
+from hvdlite.launcher_link.session import ProtocolError
 
 _POLL_SECONDS = 0.1
 _OWN_FILES = 64  # that hvdliterun has open besides its connections
@@ -82,18 +82,21 @@ class Job:
     Args:
         spec: What to run.
         output: Where the ranks' output goes.
+
+    Attributes:
+        results: By rank, whether its function returned, and what it returned or raised, pickled.
     """
 
     def __init__(self, spec: JobSpec, output: Output) -> None:
-        self.results: dict[int, tuple[bool, bytes]] = {}
         self._spec = spec
         self._output = output
         self._ranks = Ranks(spec.placement.num_proc)
+        self._reports = Reports(self._ranks, output, self._fail, function=spec.function, verbose=spec.verbose)
+        self.results = self._reports.results
         self._failures: list[Failure] = []
         self._ending: _Ending | None = None
         self._interrupted: int | None = None
         self._noted = False
-        self._first_asked: Rank | None = None
         self._departure: Departure | None = None
         self._last_look = time.monotonic()
 
@@ -161,7 +164,7 @@ class Job:
             messages, descriptors = self._server.poll(wait)
             for connection, message in messages:
                 try:
-                    self._on_message(connection, message)
+                    self._reports.take(connection, message)
                 except ProtocolError:
                     connection.refuse()
             for descriptor in descriptors:
@@ -181,78 +184,6 @@ class Job:
 
     def _lingered(self, seconds: float) -> bool:
         return self._ending is not None and time.monotonic() - self._ending.since > self._ending.grace + seconds
-
-    def _on_message(self, connection: Connection, message: Message) -> None:
-        match message.kind:
-            case "hello":
-                self._on_hello(connection, message)
-            case "report":
-                self._ranks.check(message.fields["rank"])
-                connection.send("ok")
-                self._fail(message.fields["text"], message.fields["code"], rank=message.fields["rank"])
-            case "fetch":
-                connection.send("function", self._spec.function)
-            case "result":
-                self._ranks.check(message.fields["rank"])
-                self.results[message.fields["rank"]] = (message.fields["ok"], message.payload)
-                connection.send("ok")
-            case _ if connection.rank is not None:
-                self._on_rank(self._ranks[connection.rank], message)
-
-    def _on_hello(self, connection: Connection, message: Message) -> None:
-        rank = self._ranks.add(connection, message.fields)
-        threads = message.fields["threads"]
-        if self._spec.verbose and threads is not None:
-            self._output.say(f"hvdliterun: {rank}: {THREADS_VARIABLE}={threads}, its share of the host's cores\n")
-        if self._ending is not None:
-            connection.send("end", grace=self._ending.grace)
-
-    def _on_rank(self, rank: Rank, message: Message) -> None:
-        fields = message.fields
-        match message.kind:
-            case "output":
-                rank.unacknowledged[fields["stream"]] += len(message.payload)
-                self._output.feed(rank.number, fields["stream"], message.payload)
-            case "done":
-                rank.finished, rank.used_mpi = True, fields["used"]
-            case "failed":
-                rank.reported = True
-                text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
-                consequence = failures.is_consequence(fields["error"])
-                self._fail(text, fields["code"], rank=rank.number, consequence=consequence)
-            case "stopped":
-                rank.stopped_at, rank.stop_signal = time.monotonic(), fields["signal"]
-            case "continued":
-                rank.stopped_at = None
-            case "asked":
-                self._first_asked = self._first_asked or rank
-                rank.asked = True
-            case "exit":
-                rank.exited = True
-                rank.finished = fields["finished"]
-                self._on_exit(rank, fields["status"], fields["trace"], fields["time"])
-            case "gone":
-                rank.gone = True
-                if not rank.exited:
-                    text = f"the guard process of {rank}, pid {rank.guard}, was killed, and the rank with it."
-                    # By the MPI launcher, or with all of its host: then the launcher ends too, and knows why.
-                    consequence = rank.asked or not fields["closed"]
-                    self._fail(text, 137, rank=rank.number, consequence=consequence)
-
-    def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
-        if rank.reported or (status == 0 and rank.finished):
-            return
-        if (
-            rank.asked
-        ):  # by the MPI launcher, which then ends too and says why, or by somebody who sent its guard a SIGTERM
-            return
-        text = failures.words(str(rank), status, rank.finished and status != 0)
-        if trace.strip():
-            text = f"{text}\n\n{trace}"
-        code = failures.exit_code(status) or 1
-        # An exit code without a word is also how MPI libraries leave when another rank's connection broke.
-        unexplained = status > 0 and not trace.strip()
-        self._fail(text, code, rank=rank.number, at=at if rank.local else None, consequence=unexplained)
 
     def _fail(
         self, text: str, code: int, rank: int | None = None, at: float | None = None, consequence: bool = False
@@ -293,7 +224,9 @@ class Job:
         if status is None or self._ending is not None or self._ranks.are_complete:
             return
         if all(failure.consequence for failure in self._failures):
-            text = self._process.describe_end(status, unstarted=len(self._ranks.missing), asked=self._first_asked)
+            text = self._process.describe_end(
+                status, unstarted=len(self._ranks.missing), asked=self._reports.first_asked
+            )
             self._fail(text, self._process.exit_code(status))
 
     def _note_slow_exit(self, now: float) -> None:

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from hvdlite.launch import failures
-from hvdlite.launch.output import Output
-from hvdlite.launch.ranks import Rank
-from hvdlite.launch.server import Server
+from hvdlite.job import failures
+from hvdlite.job.output import Output
+from hvdlite.job.ranks import Rank
+from hvdlite.job.server import Server
 
 _BANNER_SECONDS = 1.0  # how long the MPI launcher's own words are held back
 

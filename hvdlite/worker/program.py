@@ -26,7 +26,7 @@ from ..launcher_link.handlers import silence_handlers
 from ..launcher_link.session import clip
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_RUN_FUNCTION = os.path.join(_FOLDER, "run_function.py")
+_RUN_FUNCTION = os.path.join(os.path.dirname(_FOLDER), "launch", "run_function.py")
 _COMPAT = os.path.join(os.path.dirname(_FOLDER), "compat")
 _OWN_FILES = (
     *(os.path.join(_FOLDER, name) for name in ("worker.py", "program.py")),

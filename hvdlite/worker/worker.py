@@ -26,17 +26,17 @@ import types
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvdlite.launch import guard, orphans, program, rank_environment, shared_memory
     from hvdlite.launcher_link import link as control
     from hvdlite.launcher_link import session
+    from hvdlite.worker import guard, orphans, program, rank_environment, shared_memory
 else:
     _FOLDER = os.path.dirname(os.path.abspath(__file__))
-    for _name, _folder in (("_hvdlite", os.path.dirname(_FOLDER)), ("_hvdlite.launch", _FOLDER)):
+    for _name, _folder in (("_hvdlite", os.path.dirname(_FOLDER)), ("_hvdlite.worker", _FOLDER)):
         sys.modules[_name] = types.ModuleType(_name)
         sys.modules[_name].__path__ = [_folder]
-    from _hvdlite.launch import guard, orphans, program, rank_environment, shared_memory
     from _hvdlite.launcher_link import link as control
     from _hvdlite.launcher_link import session
+    from _hvdlite.worker import guard, orphans, program, rank_environment, shared_memory
 
 
 def main(arguments: list[str]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdlite.launch.server import Connection
+from hvdlite.job.server import Connection
 from hvdlite.launcher_link.session import ProtocolError
 
 _STOPPED_SECONDS = 1.5
@@ -69,9 +69,10 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self._size = size
         self._known: dict[int, Rank] = {}
+        self._grace: float | None = None
 
     def add(self, connection: Connection, hello: dict[str, Any]) -> Rank:
-        """Enter the rank that this connection's guard says hello for.
+        """Enter the rank that this connection's guard says hello for. Where the others were told to end, it is told too.
 
         Raises:
             ProtocolError: There is no such rank, or it is here already.
@@ -82,6 +83,8 @@ class Ranks:
         connection.rank = number
         rank = Rank(number, connection, hello["host"], hello["pid"], hello["guard"], connection.is_local)
         self._known[rank.number] = rank
+        if self._grace is not None:
+            connection.send("end", grace=self._grace)
         return rank
 
     def __getitem__(self, number: int) -> Rank:
@@ -139,6 +142,7 @@ class Ranks:
             grace: Seconds between TERM and KILL.
             exited: Tell those whose rank's process has ended, or those whose rank's has not.
         """
+        self._grace = grace
         for rank in self:
             if not rank.gone and rank.exited is exited:
                 rank.connection.send("end", grace=grace)

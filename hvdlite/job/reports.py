@@ -1,0 +1,120 @@
+"""What the ranks and their guards say, and what follows from it."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from hvdlite.job import failures
+from hvdlite.job.output import Output
+from hvdlite.job.ranks import Rank, Ranks
+from hvdlite.job.server import Connection
+from hvdlite.launcher_link.session import Message
+from hvdlite.worker.rank_environment import THREADS_VARIABLE
+
+
+class Fail(Protocol):
+    """Notes a reason to end the job."""
+
+    def __call__(
+        self, text: str, code: int, rank: int | None = None, at: float | None = None, consequence: bool = False
+    ) -> None:
+        """See `failures.Failure`; `at` is now by default."""
+
+
+class Reports:
+    """Takes in what the ranks of one job say.
+
+    Args:
+        ranks: What is known of each rank; a message changes it.
+        output: Where the ranks' output goes.
+        fail: Is called for each failure that a rank reports or shows.
+        function: What ranks get that ask for their function.
+        verbose: Say how many threads each rank has.
+
+    Attributes:
+        results: By rank, whether its function returned, and what it returned or raised, pickled.
+        first_asked: The rank whose guard was the first that a signal told to end it; None so far.
+    """
+
+    def __init__(self, ranks: Ranks, output: Output, fail: Fail, *, function: bytes, verbose: bool) -> None:
+        self.results: dict[int, tuple[bool, bytes]] = {}
+        self.first_asked: Rank | None = None
+        self._ranks = ranks
+        self._output = output
+        self._fail = fail
+        self._function = function
+        self._verbose = verbose
+
+    def take(self, connection: Connection, message: Message) -> None:
+        """Do what follows from one message.
+
+        Raises:
+            ProtocolError: The message names a rank that this job does not have, or one that has said hello before.
+        """
+        match message.kind:
+            case "hello":
+                self._on_hello(connection, message)
+            case "report":
+                self._ranks.check(message.fields["rank"])
+                connection.send("ok")
+                self._fail(message.fields["text"], message.fields["code"], rank=message.fields["rank"])
+            case "fetch":
+                connection.send("function", self._function)
+            case "result":
+                self._ranks.check(message.fields["rank"])
+                self.results[message.fields["rank"]] = (message.fields["ok"], message.payload)
+                connection.send("ok")
+            case _ if connection.rank is not None:
+                self._on_rank(self._ranks[connection.rank], message)
+
+    def _on_hello(self, connection: Connection, message: Message) -> None:
+        rank = self._ranks.add(connection, message.fields)
+        threads = message.fields["threads"]
+        if self._verbose and threads is not None:
+            self._output.say(f"hvdliterun: {rank}: {THREADS_VARIABLE}={threads}, its share of the host's cores\n")
+
+    def _on_rank(self, rank: Rank, message: Message) -> None:
+        fields = message.fields
+        match message.kind:
+            case "output":
+                rank.unacknowledged[fields["stream"]] += len(message.payload)
+                self._output.feed(rank.number, fields["stream"], message.payload)
+            case "done":
+                rank.finished, rank.used_mpi = True, fields["used"]
+            case "failed":
+                rank.reported = True
+                text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
+                consequence = failures.is_consequence(fields["error"])
+                self._fail(text, fields["code"], rank=rank.number, consequence=consequence)
+            case "stopped":
+                rank.stopped_at, rank.stop_signal = time.monotonic(), fields["signal"]
+            case "continued":
+                rank.stopped_at = None
+            case "asked":
+                self.first_asked = self.first_asked or rank
+                rank.asked = True
+            case "exit":
+                rank.exited = True
+                rank.finished = fields["finished"]
+                self._on_exit(rank, fields["status"], fields["trace"], fields["time"])
+            case "gone":
+                rank.gone = True
+                if not rank.exited:
+                    text = f"the guard process of {rank}, pid {rank.guard}, was killed, and the rank with it."
+                    # By the MPI launcher, or with all of its host: then the launcher ends too, and knows why.
+                    consequence = rank.asked or not fields["closed"]
+                    self._fail(text, 137, rank=rank.number, consequence=consequence)
+
+    def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
+        if rank.reported or (status == 0 and rank.finished):
+            return
+        if rank.asked:  # by the MPI launcher, which then ends too and says why, or by who sent its guard a SIGTERM
+            return
+        text = failures.words(str(rank), status, rank.finished and status != 0)
+        if trace.strip():
+            text = f"{text}\n\n{trace}"
+        code = failures.exit_code(status) or 1
+        # An exit code without a word is also how MPI libraries leave when another rank's connection broke.
+        unexplained = status > 0 and not trace.strip()
+        self._fail(text, code, rank=rank.number, at=at if rank.local else None, consequence=unexplained)
