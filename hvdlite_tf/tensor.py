@@ -11,7 +11,6 @@ import tensorflow as tf
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.numpy_adapter import NumpyAdapter, check_dtype
-from hvdlite.tensors.registry import adapter_for
 
 
 class TensorFlowAdapter:
@@ -73,14 +72,6 @@ def read(variable: Any) -> Any:
 def has_value(variable: Any) -> bool:
     """Whether a backend's variable is initialized: one of TensorFlow that was made in a function may not be, if that failed."""
     return not isinstance(variable, tf.Variable) or bool(variable.is_initialized())
-
-
-def zeros_like(tensor: Any) -> Any:
-    """Zeros like a tensor or variable of any framework that is in memory: of its shape and dtype, where it is."""
-    adapter = adapter_for(tensor)
-    info = adapter.info(tensor)
-    zeros = np.zeros(info.shape, np.uint16 if info.dtype == "bfloat16" else info.dtype)
-    return adapter.from_array(zeros, info.dtype, tensor)
 
 
 def _name(dtype: tf.DType) -> str:

@@ -28,8 +28,8 @@ FLOORS = {
         {"negotiation", "gradients"},
         {"world"},
         {"api"},
-        {"__init__", "adapter", "testing"},
-        {"compat"},
+        {"adapter"},
+        {"__init__", "testing", "compat"},
     ),
     "hvdlite_torch": (
         {"tensors", "elastic"},
@@ -43,13 +43,10 @@ FLOORS = {
     "hvdlite_tf": (
         {"tensor", "data", "elastic"},
         {"ops"},
-        {"gradients"},
-        {"training"},
-        {"optimizers"},
+        {"gradients", "training"},
+        {"optimizers", "callbacks"},
         {"strategy"},
-        {"callbacks"},
-        {"__init__"},
-        {"keras"},
+        {"__init__", "keras"},
         {"horovod"},
     ),
 }

@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from hvdlite import ProcessSet
-from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite_tf.ops.rank_ops import size_when_it_runs
 from hvdlite_tf.tensor import plain_variable
 
 
@@ -120,7 +120,8 @@ class LocalVariables:
     def _share_of(self, gradient: Any) -> Any:
         if gradient is None or not self._scale:
             return gradient
-        size = world("the gradient of a local variable").engine(self._process_set).size
+        size = size_when_it_runs(self._process_set)
+        size = tf.cast(size, gradient.dtype) if tf.is_tensor(size) else size
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
         return gradient / size

@@ -8,11 +8,9 @@ place in the order: give those by name.
 
 from __future__ import annotations
 
-from hvdlite_tf import (
+from hvdlite import (
     Adasum,
     Average,
-    Compression,
-    HorovodInternalError,
     Max,
     Min,
     ProcessSet,
@@ -20,41 +18,42 @@ from hvdlite_tf import (
     ReduceOp,
     Sum,
     add_process_set,
-    allgather_object,
-    barrier,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_variables,
-    ccl_built,
     cross_rank,
     cross_size,
-    cuda_built,
-    ddl_built,
     global_process_set,
-    gloo_built,
-    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
-    join,
     local_rank,
     local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
     rank,
     remove_process_set,
-    rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
+from hvdlite.adapter.capabilities import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    nccl_built,
+    rocm_built,
+)
+from hvdlite.api import mpi_threads_supported
+from hvdlite.errors import CommunicationError as HorovodInternalError
+from hvdlite.tensors.compression import Compression
 from hvdlite_tf.keras import callbacks, elastic
 from hvdlite_tf.keras.optimizers import DistributedOptimizer, PartialDistributedOptimizer
 from hvdlite_tf.keras.saving import load_model
 from hvdlite_tf.keras.values import allgather, allreduce, broadcast, reducescatter
+from hvdlite_tf.optimizers.v1 import broadcast_global_variables
+from hvdlite_tf.training.join import barrier, join
+from hvdlite_tf.training.state import allgather_object, broadcast_object, broadcast_variables
 
 __all__ = [
     "Adasum",

@@ -9,10 +9,12 @@ from typing import Any, Protocol, TypeVar
 import keras
 import tensorflow as tf
 
+from hvdlite.adapter.eager_sync import EagerSync
+from hvdlite.adapter.identity import Identity
+from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.gradients.eager_exchange import EagerExchange
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
-from hvdlite_tf.gradients.identity import Identity
+from hvdlite_tf.gradients.exchange import GradientExchange
+from hvdlite_tf.tensor import plain_variable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -71,11 +73,21 @@ class _TensorFlow:
         return found
 
 
+class _TorchExchange(EagerSync):
+    """`EagerSync` for the variables of Keras."""
+
+    def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
+        return super().combine([plain_variable(source) for source in sources], gradients, weight)
+
+    def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        return super().fill([plain_variable(source) for source in sources], gradients)
+
+
 class _Torch:
     """Steps are eager."""
 
     def exchange(self, options: Options, identity: Identity) -> Exchange:
-        return EagerExchange(options, identity)
+        return _TorchExchange(options, identity)
 
     def weight(self) -> Weight:
         return _Number()

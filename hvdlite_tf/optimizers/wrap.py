@@ -8,10 +8,10 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite_tf.gradients.exchange import Options
 from hvdlite_tf.optimizers.keras import distribute_keras
 from hvdlite_tf.optimizers.tf_keras import distribute_tf_keras, is_tf_keras
 from hvdlite_tf.optimizers.v1 import distribute_v1

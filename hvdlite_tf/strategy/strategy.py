@@ -43,6 +43,9 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
             backend than TensorFlow.
     """
 
+    hvdlite_combines_gradients = True
+    """What trains under this strategy needs no distributed optimizer."""
+
     def __init__(self) -> None:
         here = world("Strategy()")
         need_tensorflow("Strategy()")

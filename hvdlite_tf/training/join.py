@@ -8,9 +8,9 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import size_of
+from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.api import world
 from hvdlite.protocols import Array
-from hvdlite_tf.gradients.gradient_memory import Registry
 from hvdlite_tf.ops.ordered import as_written, name_of_call, operation_of, ordered
 
 

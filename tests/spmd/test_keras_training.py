@@ -15,13 +15,13 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hvdlite_tf.gradients.gradient_memory import Buckets
 
 import hvdlite_tf as hvd
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError, UnsupportedTensorError
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.testing import on_ranks
-from hvdlite_tf.gradients.gradient_memory import Buckets
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

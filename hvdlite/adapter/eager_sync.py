@@ -1,8 +1,8 @@
-"""Gradients of eager frameworks, exchanged: of Keras on torch.
+"""Gradients of eager frameworks, exchanged: of Keras on torch, of NumPy and JAX programs.
 
 Any tensors that the core has an adapter for. Results are new tensors, where the gradients are::
 
-    gradients ─▶ (compressed) ─▶ arrays ─▶ `ArrayExchange` ─▶ copies ─▶ (decompressed) ─▶ gradients of all ranks
+    gradients ─▶ (compressed) ─▶ arrays ─▶ `ArraySync` ─▶ copies ─▶ (decompressed) ─▶ gradients of all ranks
 """
 
 from __future__ import annotations
@@ -11,32 +11,28 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
+from hvdlite.adapter.array_sync import ArraySync
+from hvdlite.adapter.identity import Identity
+from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
+from hvdlite.tensors.numpy_adapter import dtype_of
 from hvdlite.tensors.registry import adapter_for
-from hvdlite_tf.gradients.advice import Advice
-from hvdlite_tf.gradients.array_exchange import ArrayExchange
-from hvdlite_tf.gradients.exchange import Options
-from hvdlite_tf.gradients.gradient_memory import Registry
-from hvdlite_tf.gradients.identity import Identity
-from hvdlite_tf.tensor import plain_variable, zeros_like
 
 
-class EagerExchange:
-    """Combines the gradients of all ranks: `GradientExchange` without graphs.
+class EagerSync:
+    """Combines the gradients of all ranks, in code that is not traced.
 
     Args:
         options: How. The same on all ranks. `sparse_as_dense` changes nothing: gradients are dense.
-        identity: Of the optimizer whose exchange it is.
+        identity: The optimizer whose exchange it is; None if it is no optimizer's.
     """
 
-    def __init__(self, options: Options, identity: Identity) -> None:
+    def __init__(self, options: Options, identity: Identity | None = None) -> None:
         self.options = options
         self._identity = identity
-        self._advice = Advice(world("the exchange of gradients").config.advice)
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """The gradients of all ranks. Every rank calls this, with sources of the same dtypes and shapes in the same order.
@@ -44,7 +40,7 @@ class EagerExchange:
         A gradient that some ranks have counts as zero on the others.
 
         Args:
-            sources: Variables of Keras, or tensors.
+            sources: The tensors that the gradients are of.
             gradients: For each a dense tensor, which is only read, or None.
             weight: The number of samples that this rank's gradients are the mean of; 1 if None.
 
@@ -59,14 +55,14 @@ class EagerExchange:
         """
         if weight is not None:
             self.options.check_weighted()
-        plain = [plain_variable(source) for source in sources]
-        _check(plain, gradients)
-        if self._is_alone(plain):
+        _check(sources, gradients)
+        if self._is_alone(sources):
             return list(gradients)
-        sent = [self._encode(source, gradient) for source, gradient in zip(plain, gradients, strict=True)]
+        sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
         own = [None if gradient is None else each.array for each, gradient in zip(sent, gradients, strict=True)]
-        exchange = self._exchange([each.info for each in sent])
-        found = exchange.exchange(own, 1.0 if weight is None else float(weight), plain, self._advice)
+        found = self._sync([each.info for each in sent]).exchange(
+            own, 1.0 if weight is None else float(weight), lambda: sources
+        )
         return [None if array is None else self._decode(each, array) for each, array in zip(sent, found, strict=True)]
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -74,34 +70,34 @@ class EagerExchange:
 
         Every rank calls this, for the same sources. The ranks tell each other each time: there is no trace that would keep it.
         """
-        plain = [plain_variable(source) for source in sources]
-        _check(plain, gradients)
-        if self._is_alone(plain):
+        _check(sources, gradients)
+        if self._is_alone(sources):
             return list(gradients)
-        exchange = self._exchange([adapter_for(source).info(source) for source in plain])
-        there = exchange.gather_by_source([gradient is not None for gradient in gradients])
+        sync = self._sync([adapter_for(source).info(source) for source in sources])
+        there = sync.gather_by_source([gradient is not None for gradient in gradients])
         return [
-            zeros_like(source) if gradient is None and any(ranks) else gradient
-            for source, gradient, ranks in zip(plain, gradients, there, strict=True)
+            _zeros_like(source) if gradient is None and any(ranks) else gradient
+            for source, gradient, ranks in zip(sources, gradients, there, strict=True)
         ]
 
     def _is_alone(self, sources: Sequence[Any]) -> bool:
         return not sources or world("the exchange of gradients").engine(self.options.process_set).size == 1
 
-    def _exchange(self, infos: Sequence[TensorInfo]) -> ArrayExchange:
+    def _sync(self, infos: Sequence[TensorInfo]) -> ArraySync:
         options = self.options
-        registry = Registry.of(world("the exchange of gradients"), options.process_set)
-        return ArrayExchange(registry, infos, options.op, options.process_set, sparse=False, identity=self._identity)
+        return ArraySync(infos, options.op, options.process_set, sparse=False, identity=self._identity)
 
     def _encode(self, source: Any, gradient: Any) -> _Sent:
         # Without a gradient, the source stands for it: to see what would be sent.
-        tensor = (source if gradient is None else gradient).detach()
+        tensor = source if gradient is None else gradient
+        if hasattr(tensor, "detach"):  # torch's
+            tensor = tensor.detach()
         if self.options.divisor != 1.0:
             tensor = tensor / self.options.divisor
         encoded, context = self.options.compression.compress(tensor)
         adapter = adapter_for(encoded)
         info = adapter.info(encoded)
-        dtype = _numpy_dtype(info)
+        dtype = dtype_of(info)
         if dtype.kind not in "fc" and info.dtype != "bfloat16":
             raise UnsupportedTensorError(f"gradients are floating-point numbers; got a source of dtype {info.dtype}.")
         return _Sent(encoded, context, info, adapter.to_array(encoded, wide=False).view(dtype))
@@ -123,9 +119,12 @@ class _Sent(NamedTuple):
     array: Array
 
 
-def _numpy_dtype(info: TensorInfo) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(tf.dtypes.as_dtype(info.dtype).as_numpy_dtype)
-    return dtype
+def _zeros_like(tensor: Any) -> Any:
+    """Zeros of the shape and dtype of a tensor, where it is."""
+    adapter = adapter_for(tensor)
+    info = adapter.info(tensor)
+    zeros = np.zeros(info.shape, np.uint16 if info.dtype == "bfloat16" else info.dtype)
+    return adapter.from_array(zeros, info.dtype, tensor)
 
 
 def _check(sources: Sequence[Any], gradients: Sequence[Any]) -> None:
