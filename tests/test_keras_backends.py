@@ -10,11 +10,22 @@ import pytest
 import hvdlite_tf as hvd
 from hvdlite.errors import ArgumentError
 from hvdlite.testing import on_ranks
-from tests.jobs import PROGRAMS, Start
+from tests.jobs import LIMIT, PROGRAMS, Start
 
 CASES = ["sgd", "adam", "all settings", "accumulating", "loss scaling"]
 CASES = [shown for case in CASES for shown in (case, f"{case}, loss")]
 CASES += ["uneven", "missing gradients", "clipping", "weights", "different data"]
+
+RESTARTED = [
+    "fit",
+    "fit with callbacks",
+    "fit accumulating",
+    "apply",
+    "traced apply",
+    "traced apply, two passes",
+    "tape",
+]
+RESTARTED += ["traced tape", "tf_keras", "tf_keras, two passes"]
 
 
 def test_training_on_torch_equals_one_process(start: Start) -> None:
@@ -25,6 +36,18 @@ def test_training_on_torch_equals_one_process(start: Start) -> None:
     for case, deviation, weights in found:
         assert float(deviation) <= 1e-5, case
         assert weights == "alike", case
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+def test_training_goes_on_after_a_restart(start: Start, backend: str) -> None:
+    """`shutdown` and `init` around what was compiled, wrapped and traced before."""
+    ended = start("-np", "2", "python", str(PROGRAMS / "restart_keras.py"), env={"KERAS_BACKEND": backend}).end(2 * LIMIT)
+    assert ended.code == 0, ended.err
+    found = dict(re.findall(r"^\[0\] ([\w ,]+): (\S+)$", ended.out, re.M))
+    traced = found.pop("alone", None)
+    assert list(found) == (RESTARTED if backend == "tensorflow" else RESTARTED[:3])
+    assert {name: value for name, value in found.items() if float(value) > 1e-6} == {}
+    assert traced == ("True" if backend == "tensorflow" else None)
 
 
 def test_an_unknown_backend_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hvdlite_tf.gradients.gradient_memory import Buckets
 
 import hvdlite_tf as hvd
+from hvdlite.adapter.gradient_memory import Buckets
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError, UnsupportedTensorError
 from hvdlite.gradients.reducer import Reducer
