@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.numpy_adapter import NumpyAdapter, check_dtype
 
@@ -57,23 +56,6 @@ class TensorFlowAdapter:
         tensor.assign(self.from_array(array, _name(tensor.dtype), tensor))
 
 
-def plain_variable(variable: Any) -> Any:
-    """The backend's variable inside of a Keras variable; anything else as it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def read(variable: Any) -> Any:
-    """The value of a backend's variable, where no tape takes notice, and fast; anything else as it is."""
-    if not isinstance(variable, tf.Variable):
-        return variable
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
-
-
-def has_value(variable: Any) -> bool:
-    """Whether a backend's variable is initialized: one of TensorFlow that was made in a function may not be, if that failed."""
-    return not isinstance(variable, tf.Variable) or bool(variable.is_initialized())
-
-
 def _name(dtype: tf.DType) -> str:
     return check_dtype(np.dtype(dtype.as_numpy_dtype))
 
@@ -82,16 +64,3 @@ def _name(dtype: tf.DType) -> str:
 _BFLOAT16 = np.empty(0, tf.bfloat16.as_numpy_dtype)
 
 ADAPTER = TensorFlowAdapter()
-
-
-def need_tensorflow(what: str) -> None:
-    """Let pass what is made of TensorFlow's operations.
-
-    Raises:
-        ArgumentError: Keras has another backend.
-    """
-    name = keras.backend.backend()
-    if name != "tensorflow":
-        raise ArgumentError(
-            f"{what} needs Keras on TensorFlow; its backend is {name}. Set KERAS_BACKEND=tensorflow before Keras is imported."
-        )

@@ -41,7 +41,7 @@ FLOORS = {
         {"horovod"},
     ),
     "hvdlite_tf": (
-        {"tensor", "data", "elastic"},
+        {"variables", "tensor", "data", "elastic"},
         {"ops"},
         {"gradients", "training"},
         {"optimizers", "callbacks"},

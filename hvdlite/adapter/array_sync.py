@@ -47,6 +47,10 @@ class Rows(NamedTuple):
     values: Array
 
 
+class NewLayout(Exception):
+    """Some rank has gradients of another layout. Raised on all ranks."""
+
+
 class ArraySync:
     """Exchanges gradients of one list of sources. Every rank makes one.
 
@@ -105,9 +109,7 @@ class ArraySync:
         if self._sparse and not self._channel:
             self._tables = registry.tables((tuple(self._infos), self._op))
         if self._identity is not None:
-            self._identity.enter(here)
-            if self._identity.optimizer is not None:
-                registry.add(self._identity)
+            registry.add(self._identity)
         self._advice = None if self._channel else registry.advice((self.number, tuple(self._infos)))
         return registry
 
@@ -128,18 +130,22 @@ class ArraySync:
         if infos and self._op is not Adasum and all(UNKNOWN not in info.shape for info in infos):
             self._buckets(registry, infos, in_use=False)
 
-    def exchange(self, own: Sequence[Gradient], weight: float, values: Values | None = None) -> list[Gradient]:
+    def exchange(
+        self, own: Sequence[Gradient], weight: float, values: Values | None = None, refuse: bool = False
+    ) -> list[Gradient]:
         """The gradients of all ranks. Every rank calls this.
 
         Args:
             own: This rank's, like the sources.
             weight: Share of this rank in an average.
             values: Gives the tensors whose gradients these are, to compare them once; nothing is compared if None.
+            refuse: This rank has gradients that do not fit, and exchanges nothing. (Not with Adasum.)
 
         Returns:
             For each an array, or `Rows`, or None if no rank has one.
 
         Raises:
+            NewLayout: Some rank refuses. Raised on all of them, and nothing is changed.
             MismatchError: The learning rates of the ranks differ. Raised on all of them, and nothing is changed.
             HvdliteError: The weights of all ranks are 0. Raised on all of them.
         """
@@ -157,24 +163,28 @@ class ArraySync:
                     registry,
                     [infos[i] for i in dense],
                     [None if i in new else own[i] for i in dense],
-                    Header(weight, news=bool(new) or looks, state=digest(rates)),
+                    Header(weight, news=bool(new) or looks or refuse, state=digest(rates)),
                 )
                 break
             except Postponed as stop:
                 if not stop.told.news:
                     self._refuse_rates(rates)
-                self._hear_news(new, looks, own, values)
+                self._hear_news(new, looks, refuse, own, values)
                 looks = False
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
         tables = sorted(self._tables)
         results.update(zip(tables, self._exchange_rows(tables, own, weight), strict=True))
         return [results[i] for i in range(len(own))]
 
-    def _hear_news(self, new: list[int], looks: bool, own: Sequence[Gradient], values: Values | None) -> None:
+    def _hear_news(
+        self, new: list[int], looks: bool, refuse: bool, own: Sequence[Gradient], values: Values | None
+    ) -> None:
         """Some rank has rows of a new table, or wants to look for what goes wrong quietly; all ranks tell what they have."""
-        everybody = self.gather((new, looks))
-        self._tables.update(i for tables, _ in everybody for i in tables)
-        if any(look for _, look in everybody):
+        everybody = self.gather((new, looks, refuse))
+        if any(refused for *_, refused in everybody):
+            raise NewLayout
+        self._tables.update(i for tables, *_ in everybody for i in tables)
+        if any(look for _, look, _ in everybody):
             seen = self.gather(see(values or (lambda: None), own))
             if world("the exchange of gradients").engine(self._process_set).rank == 0:
                 say(seen)

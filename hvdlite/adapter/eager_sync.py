@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hvdlite.adapter.advice import Values
 from hvdlite.adapter.array_sync import ArraySync
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
@@ -59,11 +60,60 @@ class EagerSync:
         if self._is_alone(sources):
             return list(gradients)
         sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
-        own = [None if gradient is None else each.array for each, gradient in zip(sent, gradients, strict=True)]
-        found = self._sync([each.info for each in sent]).exchange(
-            own, 1.0 if weight is None else float(weight), lambda: sources
-        )
+        found = self._exchange(sent, gradients, weight, lambda: sources)
         return [None if array is None else self._decode(each, array) for each, array in zip(sent, found, strict=True)]
+
+    def combine_like(
+        self,
+        infos: Sequence[TensorInfo],
+        gradients: Sequence[Any],
+        weight: float | None,
+        *,
+        inplace: bool = False,
+        refuse: bool = False,
+    ) -> list[Any]:
+        """`combine`, for gradients whose dtypes and shapes all ranks know.
+
+        Args:
+            infos: Dtype and shape of each gradient.
+            gradients: Like `infos`, or None.
+            weight: As for `combine`.
+            inplace: Write into the tensors that are given.
+            refuse: This rank has other gradients, and exchanges nothing.
+
+        Raises:
+            NewLayout: Some rank refuses. Raised on all of them.
+            Others: As `combine`.
+        """
+        standing = [info if gradient is None else None for info, gradient in zip(infos, gradients, strict=True)]
+        sources = [
+            gradient if info is None else np.broadcast_to(np.zeros((), dtype_of(info)), info.shape)
+            for info, gradient in zip(standing, gradients, strict=True)
+        ]
+        sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
+        found = self._exchange(sent, gradients, weight, list, refuse)
+        results: list[Any] = []
+        for each, gradient, array in zip(sent, gradients, found, strict=True):
+            if array is None:
+                results.append(gradient)
+            elif gradient is None or not inplace:
+                results.append(self._decode(each, array))
+            else:
+                results.append(self._write(each, array, gradient))
+        return results
+
+    def _write(self, sent: _Sent, array: Array, into: Any) -> Any:
+        plain = sent.encoded is into  # neither compressed nor divided, so that one copy is enough
+        result = array if plain else adapter_for(into).to_array(self._decode(sent, array), wide=False)
+        adapter_for(into).assign(into, result)
+        return into
+
+    def _exchange(
+        self, sent: Sequence[_Sent], gradients: Sequence[Any], weight: Any, values: Values, refuse: bool = False
+    ) -> list[Any]:
+        own = [None if gradient is None else each.array for each, gradient in zip(sent, gradients, strict=True)]
+        sync = self._sync([each.info for each in sent])
+        return sync.exchange(own, 1.0 if weight is None else float(weight), values, refuse)
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """This rank's gradients, with zeros for those that other ranks have: for adding up before they are exchanged.
@@ -98,8 +148,7 @@ class EagerSync:
         adapter = adapter_for(encoded)
         info = adapter.info(encoded)
         dtype = dtype_of(info)
-        if dtype.kind not in "fc" and info.dtype != "bfloat16":
-            raise UnsupportedTensorError(f"gradients are floating-point numbers; got a source of dtype {info.dtype}.")
+        check_floating(info)
         return _Sent(encoded, context, info, adapter.to_array(encoded, wide=False).view(dtype))
 
     def _decode(self, sent: _Sent, array: Array) -> Any:
@@ -125,6 +174,12 @@ def _zeros_like(tensor: Any) -> Any:
     info = adapter.info(tensor)
     zeros = np.zeros(info.shape, np.uint16 if info.dtype == "bfloat16" else info.dtype)
     return adapter.from_array(zeros, info.dtype, tensor)
+
+
+def check_floating(info: TensorInfo) -> None:
+    """Raise UnsupportedTensorError unless a tensor holds floating-point (or complex) numbers."""
+    if info.dtype != "bfloat16" and np.dtype(info.dtype).kind not in "fc":
+        raise UnsupportedTensorError(f"gradients are floating-point numbers; got a source of dtype {info.dtype}.")
 
 
 def _check(sources: Sequence[Any], gradients: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hvdlite.adapter.advice import Advice
 from hvdlite.adapter.identity import Identity, follow
@@ -177,6 +177,8 @@ class Registry:
         self._known: dict[Hashable, tuple[str | None, str]] = {}
         self._advice: dict[Hashable, Advice] = {}
         self._optimizers: weakref.WeakSet[Identity] = weakref.WeakSet()
+        self.layouts: dict[int, Any] = {}
+        """What the ranks have agreed to exchange, by the number of the `Identity`; the same on all ranks."""
         here.exchanges.append(self)
 
     @classmethod
@@ -275,8 +277,8 @@ class Registry:
             self._make(infos, op)
         root = self._here.ranks(self._process_set).index(last)
         firsts = {each.first: each.number for each in self._optimizers if each.first is not None}
-        known, tables, firsts = broadcast_object(
-            (self._known, self._tables, firsts), root, process_set=self._process_set
+        known, tables, self.layouts, firsts = broadcast_object(
+            (self._known, self._tables, self.layouts, firsts), root, process_set=self._process_set
         )
         if follow(self._here, self._optimizers, firsts):
             self._known.clear()  # by numbers that are others' now

@@ -20,7 +20,7 @@ from hvdlite_tf.gradients.optimizer_parts import (
     passes_of,
     rates_of,
 )
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.variables import plain_variable
 
 
 class UnevenDataCallback(Callback):

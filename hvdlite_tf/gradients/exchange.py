@@ -29,7 +29,7 @@ from hvdlite.protocols import Array
 from hvdlite_tf.gradients.encoded import DENSE, NONE, SPARSE, Wire, arrays_of, as_dense, take, taken
 from hvdlite_tf.ops.ordered import is_built_for_a_session, ordered
 from hvdlite_tf.ops.rank_ops import check_still_alone
-from hvdlite_tf.tensor import has_value, plain_variable, read
+from hvdlite_tf.variables import has_value, plain_variable, read
 
 
 class GradientExchange:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlite.adapter.identity import Identity
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.tensor import plain_variable, read
+from hvdlite_tf.variables import plain_variable, read
 
 
 def innermost(optimizer: Any) -> Any:

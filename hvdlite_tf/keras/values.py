@@ -12,7 +12,7 @@ from hvdlite_tf.ops import allgather as gathering
 from hvdlite_tf.ops import allreduce as reducing
 from hvdlite_tf.ops import broadcast as broadcasting
 from hvdlite_tf.ops import reducescatter as scattering
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.variables import plain_variable
 
 
 def allreduce(

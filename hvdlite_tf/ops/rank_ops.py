@@ -69,6 +69,21 @@ def size_when_it_runs(process_set: ProcessSet | None) -> Any:
     return _when_it_runs(lambda: size_of(process_set), None)
 
 
+def check_size(traced: int, process_set: ProcessSet | None) -> None:
+    """Raise if a function that was traced for a number of ranks runs among another number.
+
+    Raises:
+        HvdliteError: There has been `shutdown` and `init` in between, in a job of another size.
+    """
+    size = size_of(process_set)
+    if size != traced:
+        what = ", and exchanges nothing" if traced == 1 else ""
+        raise HvdliteError(
+            f"this function was traced in a job of {'one rank' if traced == 1 else f'{traced} ranks'}{what}; the number of "
+            f"ranks is {size} now. Make the tf.function (or compile the model) anew after init()."
+        )
+
+
 def check_still_alone(process_set: ProcessSet | None) -> None:
     """In a tf.function that is traced on the only rank, and so exchanges nothing: raise when it runs on one of several.
 
@@ -81,13 +96,8 @@ def check_still_alone(process_set: ProcessSet | None) -> None:
         return
 
     def check() -> int:
-        size = size_of(process_set)
-        if size > 1:
-            raise HvdliteError(
-                f"this function was traced in a job of one rank, and exchanges nothing; there are {size} ranks now. Make the "
-                "tf.function (or compile the model) anew after init()."
-            )
-        return size
+        check_size(1, process_set)
+        return 1
 
     _when_it_runs(check, None)
 

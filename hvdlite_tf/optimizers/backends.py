@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import keras
-import tensorflow as tf
 
 from hvdlite.adapter.eager_sync import EagerSync
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.gradients.exchange import GradientExchange
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.variables import plain_variable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -57,22 +56,6 @@ class Backend(Protocol):
         ...
 
 
-class _TensorFlow:
-    """Steps may be functions that TensorFlow compiles."""
-
-    def exchange(self, options: Options, identity: Identity) -> Exchange:
-        return GradientExchange(options, identity)
-
-    def weight(self) -> Weight:
-        with tf.init_scope(), tf.device("CPU:0"):
-            variable: Weight = tf.Variable(1.0, dtype=tf.float64, trainable=False, name="hvdlite_weight")
-        return variable
-
-    def untraced(self, function: Function) -> Function:
-        found: Function = tf.autograph.experimental.do_not_convert(function)
-        return found
-
-
 class _TorchExchange(EagerSync):
     """`EagerSync` for the variables of Keras."""
 
@@ -111,9 +94,6 @@ class _Number:
         return self._value
 
 
-_BACKENDS: dict[str, Backend] = {"tensorflow": _TensorFlow(), "torch": _Torch()}
-
-
 def current() -> Backend:
     """The one that Keras runs on.
 
@@ -121,11 +101,13 @@ def current() -> Backend:
         ArgumentError: hvdlite does not serve it.
     """
     name = keras.backend.backend()
-    found = _BACKENDS.get(name)
-    if found is None:
+    if name == "tensorflow":  # imported where it is in use: Keras on torch does without
+        tensorflow: Backend = importlib.import_module("hvdlite_tf.optimizers.on_tensorflow").TensorFlow()
+        return tensorflow
+    if name != "torch":
         why = " (there, Keras compiles whole steps, which gradients do not leave)" if name == "jax" else ""
         raise ArgumentError(
             f"hvdlite serves Keras on TensorFlow and on torch; its backend is {name}{why}. Set KERAS_BACKEND=tensorflow or "
             "KERAS_BACKEND=torch before Keras is imported."
         )
-    return found
+    return _Torch()

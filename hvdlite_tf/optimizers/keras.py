@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 import hvdlite
 from hvdlite.adapter.identity import Identity
@@ -23,7 +22,7 @@ from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTe
 from hvdlite_tf.gradients.local_variables import LocalVariables
 from hvdlite_tf.gradients.optimizer_parts import passes_of, rates_of_variables
 from hvdlite_tf.optimizers import backends
-from hvdlite_tf.tensor import has_value, plain_variable
+from hvdlite_tf.variables import has_value, plain_variable, times
 
 
 def distribute_keras(
@@ -170,7 +169,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         if accumulates:
             state.accumulated = [variables[i] for i in chosen if found[i] is not None]
         elif state.factor != 1:  # a LossScaleOptimizer, and the one inside accumulates
-            found = [None if each is None else _times(each, state.factor) for each in found]
+            found = [None if each is None else times(each, state.factor) for each in found]
         return [found[i] for i in chosen], [variables[i] for i in chosen]
 
     def _clip_gradients(self, grads: list[Any]) -> Any:
@@ -179,7 +178,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
             state = self._hvdlite
             grads = state.combine(state.accumulated, grads)
             if state.factor != 1:
-                grads = [_times(each, state.factor) for each in grads]
+                grads = [times(each, state.factor) for each in grads]
         return super()._clip_gradients(grads)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -211,12 +210,6 @@ def _parts_of(optimizer: Any) -> list[Any]:
     inside = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", [])]
     built = [each for each in inside if each is not None and each.built]
     return [optimizer, *(part for each in built for part in _parts_of(each))]
-
-
-def _times(gradient: Any, factor: float) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
 
 
 def _wrap(optimizer: Any, state: _State) -> None:
