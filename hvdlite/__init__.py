@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hvdlite import guide
+from hvdlite.adapter.distributed_gradient import DistributedGradient
 from hvdlite.api import (
     Adasum,
     Average,
@@ -71,6 +72,7 @@ from hvdlite.errors import (
 from hvdlite.negotiation.handle import Handle
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
+from hvdlite.tensors.compression import Compression
 from hvdlite.tensors.registry import register_adapter
 
 if TYPE_CHECKING:
@@ -83,6 +85,8 @@ __all__ = [
     "ArgumentError",
     "Average",
     "CommunicationError",
+    "Compression",
+    "DistributedGradient",
     "DuplicateNameError",
     "Handle",
     "HvdliteError",

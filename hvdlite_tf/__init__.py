@@ -1,9 +1,12 @@
 """hvdlite for Keras on TensorFlow: ``import hvdlite_tf as hvd``.
 
-Everything of `hvdlite`, the one-line wrap for optimizers, and the same start on every rank.
+Everything of `hvdlite`, the one-line wrap for optimizers, and the same start on every rank. Keras on torch needs no TensorFlow:
+where that is not installed, names that are made of it raise MissingPackageError when they are asked for, and the rest is here.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from hvdlite import (
     Adasum,
@@ -64,54 +67,60 @@ from hvdlite.errors import NotYetError
 from hvdlite.tensors.compression import Compression
 
 # First, for the modules below import them.
-require("tensorflow", "tf", "hvdlite_tf")
 require("keras", "tf", "hvdlite_tf")
+try:
+    import keras as _keras  # noqa: F401
+except ModuleNotFoundError:  # its backend is not installed
+    require("tensorflow", "tf", "hvdlite_tf")
+    raise
 
 from hvdlite_tf import callbacks, elastic  # noqa: E402
 from hvdlite_tf.callbacks import BroadcastGlobalVariablesCallback  # noqa: E402
-from hvdlite_tf.data.shard import shard  # noqa: E402
-from hvdlite_tf.gradients.accumulation import (  # noqa: E402
-    LocalGradientAggregationHelper,
-    LocalGradientAggregationHelperEager,
-)
-from hvdlite_tf.ops.allgather import allgather, grouped_allgather  # noqa: E402
-from hvdlite_tf.ops.allreduce import (  # noqa: E402
-    allreduce,
-    grouped_allreduce,
-)
-from hvdlite_tf.ops.alltoall import alltoall  # noqa: E402
-from hvdlite_tf.ops.arguments import (  # noqa: E402
-    handle_average_backwards_compatibility,
-)
-from hvdlite_tf.ops.broadcast import broadcast, broadcast_  # noqa: E402
-from hvdlite_tf.ops.rank_ops import (  # noqa: E402
-    local_rank_op,
-    local_size_op,
-    process_set_included_op,
-    rank_op,
-    size_op,
-)
-from hvdlite_tf.ops.reducescatter import (  # noqa: E402
-    grouped_reducescatter,
-    reducescatter,
-)
-from hvdlite_tf.optimizers.tape import DistributedGradientTape, PartialDistributedGradientTape  # noqa: E402
-from hvdlite_tf.optimizers.v1 import BroadcastGlobalVariablesHook, broadcast_global_variables  # noqa: E402
 from hvdlite_tf.optimizers.wrap import DistributedOptimizer  # noqa: E402
-from hvdlite_tf.strategy import Strategy  # noqa: E402
-from hvdlite_tf.training.join import (  # noqa: E402
-    barrier,
-    join,
-)
-from hvdlite_tf.training.state import (  # noqa: E402
+from hvdlite_tf.training.objects import (  # noqa: E402
     allgather_object,
     broadcast_object,
     broadcast_object_fn,
-    broadcast_variables,
     refs_to_vars,
     vars_to_refs,
 )
-from hvdlite_tf.training.sync_batch_norm import SyncBatchNormalization  # noqa: E402
+from hvdlite_tf.variables import is_installed, missing  # noqa: E402
+
+if TYPE_CHECKING or is_installed():
+    from hvdlite_tf.data.shard import shard
+    from hvdlite_tf.gradients.accumulation import (
+        LocalGradientAggregationHelper,
+        LocalGradientAggregationHelperEager,
+    )
+    from hvdlite_tf.ops.allgather import allgather, grouped_allgather
+    from hvdlite_tf.ops.allreduce import allreduce, grouped_allreduce
+    from hvdlite_tf.ops.alltoall import alltoall
+    from hvdlite_tf.ops.arguments import handle_average_backwards_compatibility
+    from hvdlite_tf.ops.broadcast import broadcast, broadcast_
+    from hvdlite_tf.ops.rank_ops import (
+        local_rank_op,
+        local_size_op,
+        process_set_included_op,
+        rank_op,
+        size_op,
+    )
+    from hvdlite_tf.ops.reducescatter import grouped_reducescatter, reducescatter
+    from hvdlite_tf.optimizers.tape import DistributedGradientTape, PartialDistributedGradientTape
+    from hvdlite_tf.optimizers.v1 import BroadcastGlobalVariablesHook, broadcast_global_variables
+    from hvdlite_tf.strategy import Strategy
+    from hvdlite_tf.training.join import barrier, join
+    from hvdlite_tf.training.state import broadcast_variables
+    from hvdlite_tf.training.sync_batch_norm import SyncBatchNormalization
+else:
+    from hvdlite import barrier
+    from hvdlite_tf.training.objects import broadcast_eagerly as broadcast_variables
+    from hvdlite_tf.training.objects import join_eagerly as join
+
+    def __getattr__(name: str) -> Any:
+        if name in _NAMES:
+            raise missing(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Adasum",
@@ -205,3 +214,7 @@ __all__ = [
     "stop_timeline",
     "vars_to_refs",
 ]
+
+if not TYPE_CHECKING and not is_installed():
+    _NAMES = frozenset(__all__)
+    __all__ = [name for name in __all__ if name in globals()]

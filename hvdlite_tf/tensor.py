@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.numpy_adapter import NumpyAdapter, check_dtype
-from hvdlite.tensors.registry import adapter_for
 
 
 class TensorFlowAdapter:
@@ -58,31 +56,6 @@ class TensorFlowAdapter:
         tensor.assign(self.from_array(array, _name(tensor.dtype), tensor))
 
 
-def plain_variable(variable: Any) -> Any:
-    """The backend's variable inside of a Keras variable; anything else as it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
-
-
-def read(variable: Any) -> Any:
-    """The value of a backend's variable, where no tape takes notice, and fast; anything else as it is."""
-    if not isinstance(variable, tf.Variable):
-        return variable
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype)
-
-
-def has_value(variable: Any) -> bool:
-    """Whether a backend's variable is initialized: one of TensorFlow that was made in a function may not be, if that failed."""
-    return not isinstance(variable, tf.Variable) or bool(variable.is_initialized())
-
-
-def zeros_like(tensor: Any) -> Any:
-    """Zeros like a tensor or variable of any framework that is in memory: of its shape and dtype, where it is."""
-    adapter = adapter_for(tensor)
-    info = adapter.info(tensor)
-    zeros = np.zeros(info.shape, np.uint16 if info.dtype == "bfloat16" else info.dtype)
-    return adapter.from_array(zeros, info.dtype, tensor)
-
-
 def _name(dtype: tf.DType) -> str:
     return check_dtype(np.dtype(dtype.as_numpy_dtype))
 
@@ -91,16 +64,3 @@ def _name(dtype: tf.DType) -> str:
 _BFLOAT16 = np.empty(0, tf.bfloat16.as_numpy_dtype)
 
 ADAPTER = TensorFlowAdapter()
-
-
-def need_tensorflow(what: str) -> None:
-    """Let pass what is made of TensorFlow's operations.
-
-    Raises:
-        ArgumentError: Keras has another backend.
-    """
-    name = keras.backend.backend()
-    if name != "tensorflow":
-        raise ArgumentError(
-            f"{what} needs Keras on TensorFlow; its backend is {name}. Set KERAS_BACKEND=tensorflow before Keras is imported."
-        )

@@ -2,6 +2,11 @@
 
 - `arguments`: Horovod's arguments in the terms of hvdlite.
 - `capabilities`: what hvdlite can use here (MPI, NCCL, …).
+- `distributed_gradient`, `tree`: `hvdlite.DistributedGradient`, for NumPy, JAX and whoever has no framework.
+- `options`: how gradients are exchanged, as a program says it.
+- `array_sync`, `gradient_memory`, `eager_sync`: gradients as arrays of any framework, in the core's buckets.
+- `identity`: which optimizer of one rank is which of another's.
+- `advice`: what goes wrong quietly in a first step.
 - `optional`: packages that an extra brings.
 - `inner_class`: what stands for a class inside of Horovod that programs name.
 """

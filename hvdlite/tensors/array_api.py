@@ -77,7 +77,15 @@ class ArrayApiAdapter:
             array = widen_bits(array)
         wanted = getattr(namespace, dtype)
         result = namespace.asarray(array)
-        return result if result.dtype == wanted else namespace.astype(result, wanted)
+        result = result if result.dtype == wanted else namespace.astype(result, wanted)
+        return _beside(result, like)
 
     def assign(self, tensor: Any, array: Array) -> None:
         self.check_writable(tensor)
+
+
+def _beside(array: Any, like: Any) -> Any:
+    """`array` on the device of `like`, where the library can move arrays and has put it elsewhere: JAX has a default device."""
+    if not hasattr(array, "to_device") or array.device == like.device:
+        return array
+    return array.to_device(like.device)

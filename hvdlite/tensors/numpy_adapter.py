@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,21 @@ def check_dtype(dtype: np.dtype[Any]) -> str:
             f"dtype {dtype.str!r} is not in this machine's byte order; use .astype({dtype.name!r})."
         )
     return str(dtype.name)
+
+
+def dtype_of(info: TensorInfo) -> np.dtype[Any]:
+    """NumPy's dtype of a tensor: for bfloat16 that of ml_dtypes, or uint16 for its bits where that is not installed."""
+    return _bfloat16() if info.dtype == "bfloat16" else np.dtype(info.dtype)
+
+
+@functools.cache
+def _bfloat16() -> np.dtype[Any]:
+    try:
+        ml_dtypes: Any = importlib.import_module("ml_dtypes")
+    except ModuleNotFoundError:
+        return np.dtype(np.uint16)
+    found: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return found
 
 
 def widen_bits(bits: Array) -> Array:

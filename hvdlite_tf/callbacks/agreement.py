@@ -6,9 +6,10 @@ from typing import Any
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.adapter.identity import check_rates
 from hvdlite.errors import MismatchError
 from hvdlite_tf.callbacks.base import Callback, ranks_of
-from hvdlite_tf.gradients.optimizer_parts import check_rates, rates_of
+from hvdlite_tf.gradients.optimizer_parts import rates_of
 
 
 class AgreementCallback(Callback):

@@ -7,7 +7,6 @@ from typing import Any
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite_tf.gradients.optimizer_parts import innermost, options_of
-from hvdlite_tf.strategy import Strategy
 
 _KERASES = ("keras", "tf_keras")
 
@@ -25,7 +24,11 @@ def problem_of(model: Any, process_set: ProcessSet | None) -> str:
     here = world("a callback")
     optimizer = getattr(model, "optimizer", None)
     strategy = getattr(model, "distribute_strategy", None)
-    if optimizer is None or here.engine(process_set).size == 1 or isinstance(strategy, Strategy):
+    if (
+        optimizer is None
+        or here.engine(process_set).size == 1
+        or getattr(strategy, "hvdlite_combines_gradients", False)
+    ):
         return ""
     options = options_of(optimizer)
     if options is None:

@@ -52,18 +52,26 @@ class Distributed(Callback):
     ) -> None:
         super().__init__()
         self._process_set = process_set
-        self._is_root = hvdlite.rank() == root_rank
+        self._root_rank = root_rank
+        hvdlite.rank()  # raises before `init`
         self._problem = ""
         local = list(local_variables or ())
-        self._parts: list[Any] = [
+        self._on_all: list[Any] = [
             BroadcastGlobalVariablesCallback(root_rank, local_variables=local, process_set=process_set),
             SameElementsCallback(process_set=process_set),
             UnevenDataCallback(local_variables=local, process_set=process_set),
             MetricAverageCallback(process_set=process_set),
         ]
-        if checkpoint is not None:
-            saver = keras.callbacks.ModelCheckpoint(checkpoint)  # on every rank, which checks the path
-            self._parts += [saver] if self._is_root else []
+        # On every rank, which checks the path.
+        self._on_root = [] if checkpoint is None else [keras.callbacks.ModelCheckpoint(checkpoint)]
+
+    @property
+    def _is_root(self) -> bool:
+        return hvdlite.rank() == self._root_rank
+
+    @property
+    def _parts(self) -> list[Any]:
+        return self._on_all + (self._on_root if self._is_root else [])
 
     def set_model(self, model: Any) -> None:
         """Take the model, and look at the list of callbacks."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import tensorflow as tf
+import keras
 
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import MismatchError
 from hvdlite_tf.callbacks.base import Callback, ranks_of
+from hvdlite_tf.variables import tensorflow
 
 
 class SameElementsCallback(Callback):
@@ -48,7 +49,7 @@ class SameElementsCallback(Callback):
 
     def _compare(self, data: Any) -> None:
         batch = None if hasattr(data, "__next__") else data
-        specs = [_spec(each) for each in tf.nest.flatten(getattr(data, "element_spec", batch))]
+        specs = [_spec(each) for each in keras.tree.flatten(getattr(data, "element_spec", batch))]
         everybody = hvdlite.allgather_object(specs, process_set=self._process_set)
         ranks = ranks_of(self._process_set)
         known = [(rank, other) for rank, other in zip(ranks, everybody, strict=True) if other is not None]
@@ -86,8 +87,13 @@ class _FirstStep:
         self._look(data)
         try:
             return self._train(data)
-        except (StopIteration, tf.errors.OutOfRangeError):
+        except StopIteration:
             _build_metrics(self._model, data)
+            raise
+        except Exception as error:
+            tf = tensorflow()
+            if tf is not None and isinstance(error, tf.errors.OutOfRangeError):
+                _build_metrics(self._model, data)
             raise
 
 
@@ -96,6 +102,7 @@ def _build_metrics(model: Any, iterator: Any) -> None:
     metrics = getattr(model, "_compile_metrics", None)
     if metrics is None or getattr(metrics, "built", True) or not hasattr(model, "_symbolic_build"):
         return
+    tf: Any = tensorflow()  # whose iterator this is
     batch = tf.nest.map_structure(
         lambda spec: tf.zeros([length or 1 for length in spec.shape], spec.dtype), iterator.element_spec
     )
@@ -106,7 +113,7 @@ def _spec(tensor: Any) -> tuple[str, str, int | None] | None:
     """What the ranks have to agree on; the number of dimensions is None if it is not known."""
     if tensor is None or not hasattr(tensor, "shape"):
         return None
-    dimensions = tensor.shape.rank if isinstance(tensor.shape, tf.TensorShape) else len(tensor.shape)
+    dimensions = tensor.shape.rank if hasattr(tensor.shape, "rank") else len(tensor.shape)
     return type(tensor).__name__, str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch."), dimensions
 
 

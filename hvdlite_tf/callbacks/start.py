@@ -11,7 +11,7 @@ from hvdlite.adapter.arguments import root_within
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite_tf.callbacks.base import Callback
 from hvdlite_tf.gradients import optimizer_parts as optimizers
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.variables import plain_variable
 
 
 class BroadcastGlobalVariablesCallback(Callback):

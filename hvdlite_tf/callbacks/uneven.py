@@ -8,20 +8,19 @@ from typing import Any
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.adapter.gradient_memory import Registry
+from hvdlite.adapter.identity import agree, check_rates
 from hvdlite.api import world
 from hvdlite_tf.callbacks.base import Callback, ranks_of
 from hvdlite_tf.callbacks.start import build_alike, state_of
-from hvdlite_tf.gradients.gradient_memory import Registry
-from hvdlite_tf.gradients.identity import agree
 from hvdlite_tf.gradients.optimizer_parts import (
     accumulated,
-    check_rates,
     identities_in,
     local_state_of,
     passes_of,
     rates_of,
 )
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.variables import plain_variable
 
 
 class UnevenDataCallback(Callback):

@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
+from hvdlite.adapter.array_sync import UNKNOWN, Gradient, Rows
 from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite.tensors.numpy_adapter import check_dtype
-from hvdlite_tf.gradients.array_exchange import UNKNOWN, Gradient, Rows
 
 T = TypeVar("T")
 

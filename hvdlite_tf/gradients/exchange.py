@@ -2,7 +2,7 @@
 
 One call of Python exchanges all gradients of a step::
 
-    gradients ─▶ (compressed) ─▶ ordered call: `ArrayExchange` ─▶ (decompressed) ─▶ gradients of all ranks
+    gradients ─▶ (compressed) ─▶ ordered call: `ArraySync` ─▶ (decompressed) ─▶ gradients of all ranks
 
 A graph has to be told what comes out of the call before it runs. So when a function is traced for the first time, the ranks
 tell each other which gradients they have. One that some rank has is a tensor on all of them, and one that none has is None.
@@ -11,71 +11,25 @@ When it is traced again, maybe on one rank alone, nobody is asked. In eager code
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 import hvdlite
-from hvdlite import ProcessSet, ReduceOp
+from hvdlite.adapter.array_sync import ArraySync
+from hvdlite.adapter.gradient_memory import Registry
+from hvdlite.adapter.identity import Identity
+from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array
-from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite_tf.gradients.array_exchange import ArrayExchange
 from hvdlite_tf.gradients.encoded import DENSE, NONE, SPARSE, Wire, arrays_of, as_dense, take, taken
-from hvdlite_tf.gradients.gradient_memory import Registry
-from hvdlite_tf.gradients.identity import Identity
 from hvdlite_tf.ops.ordered import is_built_for_a_session, ordered
-from hvdlite_tf.tensor import plain_variable
-
-
-@dataclass(frozen=True)
-class Options:
-    """How gradients are exchanged.
-
-    Attributes:
-        op: Average, Sum, or Adasum.
-        process_set: The ranks that take part; all if None.
-        compression: How gradients are compressed.
-        sparse_as_dense: Make sparse gradients dense.
-        gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
-            multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it makes no difference.
-
-    Raises:
-        ArgumentError: These do not fit together.
-    """
-
-    op: ReduceOp = hvdlite.Average
-    process_set: ProcessSet | None = None
-    compression: Compressor = Compression.none
-    sparse_as_dense: bool = False
-    gradient_predivide_factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.op not in (hvdlite.Average, hvdlite.Sum, hvdlite.Adasum):
-            raise ArgumentError(f"op={self.op!r}: gradients are combined by Average or Sum, or by Adasum.")
-        factor = self.gradient_predivide_factor
-        if factor != 1.0 and self.op is not hvdlite.Average:
-            raise ArgumentError(f"gradient_predivide_factor={factor} needs op=Average; got {self.op!r}.")
-        if not factor > 0:
-            raise ArgumentError(f"gradient_predivide_factor={factor}: expected a number above 0.")
-
-    @property
-    def divisor(self) -> float:
-        """What gradients are divided by before they are compressed, and multiplied by in the end."""
-        return 1.0 if self.compression is Compression.none else self.gradient_predivide_factor
-
-    def check_weighted(self) -> None:
-        """Let a batch weight pass.
-
-        Raises:
-            ArgumentError: It has no meaning for `op`.
-        """
-        if self.op is not hvdlite.Average:
-            raise ArgumentError(f"a batch weight has no meaning for op={self.op!r}: it is for averages.")
+from hvdlite_tf.ops.rank_ops import check_still_alone
+from hvdlite_tf.variables import has_value, plain_variable, read
 
 
 class GradientExchange:
@@ -137,10 +91,12 @@ class GradientExchange:
             _check(source, gradient)
         if options.sparse_as_dense or options.op is hvdlite.Adasum:
             gradients = [as_dense(gradient, source) for gradient, source in zip(gradients, plain, strict=True)]
-        if not plain or here.engine(options.process_set).size == 1:
+        if not plain:
+            return []
+        if here.engine(options.process_set).size == 1:
+            check_still_alone(options.process_set)
             return list(gradients)
-        registry = Registry.of(here, options.process_set)
-        return _Call(registry, options, plain, gradients, weight, self._identity)
+        return _Call(options, plain, gradients, weight, self._identity)
 
 
 class _Call:
@@ -148,7 +104,6 @@ class _Call:
 
     def __init__(
         self,
-        registry: Registry,
         options: Options,
         sources: Sequence[Any],
         gradients: Sequence[Any],
@@ -163,50 +118,47 @@ class _Call:
         ]
         self._kinds = "".join(wire.kind for wire in self._wires)
         in_session = not tf.executing_eagerly() and is_built_for_a_session()
+        registry = Registry.of(world("the exchange of gradients"), options.process_set)
         self._channel = registry.new_channel() if in_session else ""
-        self._registry = registry
         infos = [wire.info for wire in self._wires]
         sparse = not options.sparse_as_dense
-        self._exchange = ArrayExchange(
-            registry, infos, options.op, options.process_set, self._channel, sparse, identity
-        )
-        number = 0 if identity is None else identity.number
-        self._key = tuple(infos), options.op, sparse, number, self._channel
+        self._sync = ArraySync(infos, options.op, options.process_set, self._channel, sparse, identity)
+        self._key = tuple(infos), options.op, sparse, self._channel
         self._sources = [] if in_session else [wire.source for wire in self._wires]
-        self._advice = None if in_session else registry.advice((number, tuple(infos)))
 
     def eagerly(self) -> list[Any]:
         """The gradients of all ranks, now."""
         own = [taken(wire.kind, map(np.asarray, wire.tensors())) for wire in self._wires]
         combined: list[Any] = []
-        everything = self._exchange.exchange(own, float(self._weight), self._sources, self._advice)
+        everything = self._sync.exchange(own, float(self._weight), lambda: _values(self._sources))
         for i, (wire, found) in enumerate(zip(self._wires, everything, strict=True)):
-            gradient = self._exchange.as_array(i, found) if wire.kind == DENSE else found
+            gradient = self._sync.as_array(i, found) if wire.kind == DENSE else found
             arrays = map(tf.convert_to_tensor, arrays_of(gradient))
             combined.append(None if gradient is None else wire.decode([*arrays]))
         return combined
 
     def in_graph(self) -> list[Any]:
         """The gradients of all ranks, in the function or graph that is being built."""
-        kinds, exchange, advice = self._kinds, self._exchange, self._advice
+        kinds, sync, agreed = self._kinds, self._sync, self._agreed()
         variables = [source if isinstance(source, tf.Variable) else None for source in self._sources]
-        union = self._union()
+        union = agreed.union()
         if union is not None and set(union) == {NONE}:
             return [None] * len(kinds)
         expected = "".join(there if kind == NONE else kind for kind, there in zip(kinds, union or kinds, strict=True))
         names = [getattr(wire.source, "name", f"source {i}") for i, wire in enumerate(self._wires)]
 
         def run(weight: Array, *arrays: Array) -> list[Array]:  # keeps nothing of the graph
+            agreed.check(expected)
             given = iter(arrays)
-            found = exchange.exchange([taken(kind, given) for kind in kinds], float(weight), variables, advice)
+            found = sync.exchange([taken(kind, given) for kind in kinds], float(weight), lambda: _values(variables))
             results: list[Array] = []
             for i, (gradient, kind) in enumerate(zip(found, expected, strict=True)):
-                if (gradient is None) != (kind == NONE) and not (gradient is None and exchange.joined):
+                if (gradient is None) != (kind == NONE) and not (gradient is None and sync.joined):
                     raise HvdliteError(_unexpected(names[i], gradient is None))
                 if kind == DENSE:
-                    results.append(exchange.as_array(i, gradient))
+                    results.append(sync.as_array(i, gradient))
                 elif kind == SPARSE:
-                    results += exchange.as_rows(i, gradient)
+                    results += sync.as_rows(i, gradient)
             return results
 
         inputs = [tf.cast(self._weight, tf.float64), *(tensor for wire in self._wires for tensor in wire.tensors())]
@@ -223,25 +175,67 @@ class _Call:
             tf.zeros(wire.source.shape, wire.source.dtype.base_dtype)
             if gradient is None and there != NONE
             else gradient
-            for wire, gradient, there in zip(self._wires, self._gradients, self._union() or self._kinds, strict=True)
+            for wire, gradient, there in zip(
+                self._wires, self._gradients, self._agreed().union() or self._kinds, strict=True
+            )
         ]
 
-    def _union(self) -> str | None:
+    def _agreed(self) -> _Agreed:
+        return _Agreed(self._sync, (*self._key, _function_name()), self._kinds)
+
+
+class _Agreed:
+    """What the ranks have told each other of the gradients in one function. It keeps nothing of the graph.
+
+    Args:
+        sync: The exchange of these gradients.
+        key: What the function and its gradients are known by on all ranks.
+        kinds: The kinds of the gradients that this rank has.
+    """
+
+    def __init__(self, sync: ArraySync, key: Hashable, kinds: str) -> None:
+        self._sync = sync
+        self._key = key
+        self._kinds = kinds
+        self._registry: weakref.ref[Registry] = weakref.ref(sync.enter())
+
+    def union(self) -> str | None:
         """The kinds of gradients that some rank has: what the ranks told each other when this was asked for the first time.
 
         None if this is another function, about which they have told each other nothing.
         """
-        key = (*self._key, _function_name())
-        known = self._registry.known(key)
+        registry = self._sync.enter()
+        key = (self._key, self._sync.number)
+        known = registry.known(key)
         if known is None:
-            union = "".join(map(_together, self._exchange.gather_by_source(self._kinds)))
-            self._registry.learn(key, self._kinds, union)
-            self._exchange.prepare([i for i, kind in enumerate(union) if kind == SPARSE])
+            union = "".join(map(_together, self._sync.gather_by_source(self._kinds)))
+            registry.learn(key, self._kinds, union)
+            self._sync.prepare([i for i, kind in enumerate(union) if kind == SPARSE])
             return union
         own, union = known
         if own is None:  # the others have told each other while this rank had no data
-            self._registry.learn(key, self._kinds, union)
+            registry.learn(key, self._kinds, union)
         return union if own in (None, self._kinds) else None
+
+    def check(self, expected: str) -> None:
+        """Tell the ranks of a new world what the function was traced with in the last one. Every rank calls this when it runs.
+
+        Args:
+            expected: The kinds of gradients that the traced function returns.
+
+        Raises:
+            HvdliteError: The ranks of this world have gradients of other kinds.
+        """
+        registry = self._sync.enter()
+        if registry is self._registry():
+            return
+        self._registry = weakref.ref(registry)
+        union = self.union()
+        if union is not None and union != expected:
+            raise HvdliteError(
+                "this function was traced before hvdlite.shutdown(), and the ranks that there are now have gradients of other "
+                "variables than those that there were: make the tf.function (or compile the model) anew after init()."
+            )
 
 
 def _together(kinds: Sequence[str]) -> str:
@@ -258,6 +252,13 @@ def _function_name() -> str:
         name = getattr(graph, "name", "") or name
         graph = getattr(graph, "outer_graph", None)
     return name
+
+
+def _values(sources: Sequence[Any]) -> list[Any] | None:
+    """The values of variables and eager tensors; None if one of them has none in memory."""
+    if not all(hasattr(source, "numpy") and has_value(source) for source in sources):
+        return None
+    return [read(source) for source in sources]
 
 
 def _unexpected(name: str, missing: bool) -> str:

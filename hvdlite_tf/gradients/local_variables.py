@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvdlite import ProcessSet
-from hvdlite.api import world
+from hvdlite.adapter.arguments import size_of
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.variables import is_variable, plain_variable, tensorflow, times
 
 
 class LocalVariables:
@@ -53,7 +52,7 @@ class LocalVariables:
             ArgumentError: It is neither.
         """
         plain = plain_variable(var)
-        if not isinstance(plain, tf.Variable | tf.Tensor) and not isinstance(var, keras.Variable):
+        if not _is_tensor(plain) and not isinstance(var, keras.Variable):
             raise ArgumentError(f"expected a variable to keep local; got {type(var).__name__}.")
         self._registered[id(plain)] = plain
 
@@ -120,7 +119,19 @@ class LocalVariables:
     def _share_of(self, gradient: Any) -> Any:
         if gradient is None or not self._scale:
             return gradient
-        size = world("the gradient of a local variable").engine(self._process_set).size
-        if isinstance(gradient, tf.IndexedSlices):
-            return tf.IndexedSlices(gradient.values / size, gradient.indices, gradient.dense_shape)
-        return gradient / size
+        return times(gradient, self._factor(gradient.dtype))
+
+    def _factor(self, dtype: Any) -> Any:
+        """One by the number of ranks: in a tf.function as a tensor of this dtype, for it may run in a job of another size."""
+        tf = tensorflow()
+        if tf is None:
+            return 1 / size_of(self._process_set)
+        from hvdlite_tf.ops.rank_ops import size_when_it_runs
+
+        size = size_when_it_runs(self._process_set)
+        return 1 / tf.cast(size, dtype) if tf.is_tensor(size) else 1 / size
+
+
+def _is_tensor(value: Any) -> bool:
+    tf = tensorflow()
+    return is_variable(value) or (tf is not None and isinstance(value, tf.Tensor))

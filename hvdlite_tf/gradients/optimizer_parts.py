@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite_tf.gradients.identity import Identity
-from hvdlite_tf.tensor import plain_variable, read
+from hvdlite.adapter.identity import Identity
+from hvdlite.errors import ArgumentError
+from hvdlite_tf.variables import plain_variable, read
 
 
 def innermost(optimizer: Any) -> Any:
@@ -128,27 +128,6 @@ def rates_of_variables(optimizer: Any) -> Callable[[], tuple[float, ...]]:
         return tuple(float(read(plain_variable(rate))) for rate in found if hasattr(rate, "assign"))
 
     return rates
-
-
-def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:
-    """Let learning rates pass that are the same on all ranks.
-
-    Args:
-        when: For the message.
-        rates: By rank, as `rates_of` gives them.
-
-    Raises:
-        MismatchError: They differ.
-    """
-    if len(set(rates.values())) > 1:
-        told = ", ".join(
-            f"{' and '.join(format(rate, 'g') for rate in own)} on rank {rank}" for rank, own in rates.items()
-        )
-        raise MismatchError(
-            f"{when} the learning rates of the ranks differ: {told}. A callback or the program has changed them by what only "
-            "its own rank knows: let it use the metrics of all ranks (put it after hvd.callbacks.Distributed()), or numbers "
-            "that are the same on all of them."
-        )
 
 
 def passes_of(optimizer: Any) -> int:

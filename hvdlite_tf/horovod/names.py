@@ -10,9 +10,10 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.adapter.inner_class import InnerClass, refuse
+from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
 from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.ops.allreduce import allreduce
 from hvdlite_tf.ops.arguments import check_groups
 from hvdlite_tf.optimizers.v1 import DistributedV1

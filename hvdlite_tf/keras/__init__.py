@@ -8,11 +8,11 @@ place in the order: give those by name.
 
 from __future__ import annotations
 
-from hvdlite_tf import (
+from typing import TYPE_CHECKING, Any
+
+from hvdlite import (
     Adasum,
     Average,
-    Compression,
-    HorovodInternalError,
     Max,
     Min,
     ProcessSet,
@@ -20,42 +20,57 @@ from hvdlite_tf import (
     ReduceOp,
     Sum,
     add_process_set,
-    allgather_object,
-    barrier,
-    broadcast_global_variables,
-    broadcast_object,
-    broadcast_variables,
-    ccl_built,
     cross_rank,
     cross_size,
-    cuda_built,
-    ddl_built,
     global_process_set,
-    gloo_built,
-    gloo_enabled,
     init,
     is_homogeneous,
     is_initialized,
-    join,
     local_rank,
     local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
     new_group,
     rank,
     remove_process_set,
-    rocm_built,
     shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
+from hvdlite.adapter.capabilities import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    nccl_built,
+    rocm_built,
+)
+from hvdlite.api import mpi_threads_supported
+from hvdlite.errors import CommunicationError as HorovodInternalError
+from hvdlite.tensors.compression import Compression
 from hvdlite_tf.keras import callbacks, elastic
 from hvdlite_tf.keras.optimizers import DistributedOptimizer, PartialDistributedOptimizer
 from hvdlite_tf.keras.saving import load_model
-from hvdlite_tf.keras.values import allgather, allreduce, broadcast, reducescatter
+from hvdlite_tf.training.objects import allgather_object, broadcast_object
+from hvdlite_tf.variables import is_installed, missing
+
+if TYPE_CHECKING or is_installed():
+    from hvdlite_tf.keras.values import allgather, allreduce, broadcast, reducescatter
+    from hvdlite_tf.optimizers.v1 import broadcast_global_variables
+    from hvdlite_tf.training.join import barrier, join
+    from hvdlite_tf.training.state import broadcast_variables
+else:
+    from hvdlite import barrier
+    from hvdlite_tf.training.objects import broadcast_eagerly as broadcast_variables
+    from hvdlite_tf.training.objects import join_eagerly as join
+
+    def __getattr__(name: str) -> Any:
+        if name in _NAMES:
+            raise missing(__name__, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "Adasum",
@@ -110,3 +125,7 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
 ]
+
+if not TYPE_CHECKING and not is_installed():
+    _NAMES = frozenset(__all__)
+    __all__ = [name for name in __all__ if name in globals()]

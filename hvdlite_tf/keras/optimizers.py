@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.adapter.options import Options
 from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite_tf.gradients.exchange import Options
 from hvdlite_tf.gradients.local_variables import LocalVariables
 from hvdlite_tf.optimizers.wrap import distribute
 

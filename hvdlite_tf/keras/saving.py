@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import tensorflow as tf
+import keras
 
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.keras.optimizers import DistributedOptimizer
+from hvdlite_tf.variables import is_installed
 
 
 def load_model(
@@ -33,14 +35,20 @@ def load_model(
         legacy_opts: Horovod's. Means nothing here: both kinds of tf_keras' optimizers are known.
 
     Returns:
-        The model, of the Keras that ``tf.keras`` is. One that was saved without an optimizer has none.
+        The model, of the Keras that ``tf.keras`` is; of Keras 3 where TensorFlow is not installed.
+        One that was saved without an optimizer has none.
 
     Raises:
         ValueError: As Keras' own function.
         NotInitializedError: Before `init`.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
-    model = tf.keras.models.load_model(filepath, custom_objects=known)
+    model = _keras_of_tensorflow().models.load_model(filepath, custom_objects=known)
     if getattr(model, "optimizer", None) is not None:
         model.optimizer = DistributedOptimizer(model.optimizer, compression=compression)
     return model
+
+
+def _keras_of_tensorflow() -> Any:
+    """The Keras that ``tf.keras`` is, which may be tf_keras."""
+    return importlib.import_module("tensorflow").keras if is_installed() else keras

@@ -6,10 +6,13 @@ from typing import Any
 
 import tensorflow as tf
 
-import hvdlite_tf
 from hvdlite import Average, ReduceOp
 from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.ops import allgather as gathering
+from hvdlite_tf.ops import allreduce as reducing
+from hvdlite_tf.ops import broadcast as broadcasting
+from hvdlite_tf.ops import reducescatter as scattering
+from hvdlite_tf.variables import plain_variable
 
 
 def allreduce(
@@ -37,7 +40,7 @@ def allreduce(
     Raises:
         CommunicationError: As `hvdlite.allreduce`.
     """
-    return hvdlite_tf.allreduce(
+    return reducing.allreduce(
         _tensor(value),
         average=average,
         compression=compression,
@@ -61,7 +64,7 @@ def allgather(value: Any, name: str | None = None) -> Any:
     Raises:
         CommunicationError: As `hvdlite.allgather`.
     """
-    return hvdlite_tf.allgather(_tensor(value), name=name)
+    return gathering.allgather(_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
@@ -78,7 +81,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     Raises:
         CommunicationError: As `hvdlite.broadcast`.
     """
-    return hvdlite_tf.broadcast(_tensor(value), root_rank, name=name)
+    return broadcasting.broadcast(_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
@@ -95,7 +98,7 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -
     Raises:
         CommunicationError: As `hvdlite.reducescatter`.
     """
-    return hvdlite_tf.reducescatter(_tensor(value), op=op, name=name)
+    return scattering.reducescatter(_tensor(value), op=op, name=name)
 
 
 def _tensor(value: Any) -> Any:

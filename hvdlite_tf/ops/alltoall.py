@@ -16,6 +16,7 @@ from hvdlite_tf.ops.allgather import any_rows
 from hvdlite_tf.ops.arguments import as_tensor, is_group
 from hvdlite_tf.ops.differentiable import Tensors, exchange
 from hvdlite_tf.ops.ordered import as_written
+from hvdlite_tf.ops.rank_ops import check_size
 
 
 @as_written
@@ -48,6 +49,7 @@ def alltoall(
     size = size_of(process_set)
 
     def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
+        check_size(size, process_set)
         rows, *given = arrays
         # The core says how many rows came from each rank only where it was given some numbers.
         divides = not given and rows.ndim and rows.shape[0] % size == 0

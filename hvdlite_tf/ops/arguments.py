@@ -9,7 +9,8 @@ import tensorflow as tf
 from hvdlite.adapter.arguments import choose_op
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import ReduceOp
-from hvdlite_tf.tensor import ADAPTER, plain_variable
+from hvdlite_tf.tensor import ADAPTER
+from hvdlite_tf.variables import plain_variable
 
 
 def is_group(given: Any) -> bool:

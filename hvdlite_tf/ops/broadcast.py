@@ -16,7 +16,7 @@ from hvdlite.protocols import Array
 from hvdlite_tf.ops.arguments import as_tensor
 from hvdlite_tf.ops.differentiable import Tensors, differentiable
 from hvdlite_tf.ops.ordered import as_written, name_of_call, ordered
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.variables import plain_variable
 
 T = TypeVar("T")
 

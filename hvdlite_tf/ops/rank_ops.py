@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 import hvdlite
+from hvdlite.adapter.arguments import size_of
 from hvdlite.api import world
+from hvdlite.errors import HvdliteError
+from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array
-from hvdlite_tf.ops.ordered import as_written
+from hvdlite_tf.ops.ordered import as_written, is_built_for_a_session
 
 
 @as_written
@@ -54,6 +59,47 @@ def rank_op(name: str | None = None) -> tf.Tensor:
 def local_rank_op(name: str | None = None) -> tf.Tensor:
     """This process's number on its host, when it runs: an int32 scalar. Arguments as in `size_op`."""
     return _when_it_runs(hvdlite.local_rank, name)
+
+
+def size_when_it_runs(process_set: ProcessSet | None) -> Any:
+    """The number of ranks in a process set: a tensor in a tf.function, which may run again in a job of another size."""
+    if tf.executing_eagerly() or is_built_for_a_session() or size_of(process_set) == 1:
+        check_still_alone(process_set)
+        return size_of(process_set)
+    return _when_it_runs(lambda: size_of(process_set), None)
+
+
+def check_size(traced: int, process_set: ProcessSet | None) -> None:
+    """Raise if a function that was traced for a number of ranks runs among another number.
+
+    Raises:
+        HvdliteError: There has been `shutdown` and `init` in between, in a job of another size.
+    """
+    size = size_of(process_set)
+    if size != traced:
+        what = ", and exchanges nothing" if traced == 1 else ""
+        raise HvdliteError(
+            f"this function was traced in a job of {'one rank' if traced == 1 else f'{traced} ranks'}{what}; the number of "
+            f"ranks is {size} now. Make the tf.function (or compile the model) anew after init()."
+        )
+
+
+def check_still_alone(process_set: ProcessSet | None) -> None:
+    """In a tf.function that is traced on the only rank, and so exchanges nothing: raise when it runs on one of several.
+
+    Raises:
+        tf.errors.OpError: With the text of ours, when the function runs after `shutdown` and `init` in a larger job.
+    """
+    if tf.executing_eagerly() or is_built_for_a_session() or size_of(process_set) > 1:
+        return
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):  # XLA calls nothing of Python
+        return
+
+    def check() -> int:
+        check_size(1, process_set)
+        return 1
+
+    _when_it_runs(check, None)
 
 
 def _when_it_runs(number: Callable[[], int], name: str | None) -> tf.Tensor:

@@ -22,6 +22,7 @@ from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.ops.arguments import is_group, tensors_of
 from hvdlite_tf.ops.differentiable import Tensors, differentiable, exchange
 from hvdlite_tf.ops.ordered import as_written
+from hvdlite_tf.ops.rank_ops import check_size
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ def reducescatter(
     tensors = tensors_of(tensor)
 
     def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
+        check_size(size, process_set)
         return hvdlite.reducescatter(arrays, op, label, **options)
 
     def backward(gradients: Tensors) -> Tensors:

@@ -9,10 +9,10 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
-from hvdlite.adapter.arguments import size_of
 from hvdlite.errors import ArgumentError
 from hvdlite.tensors.compression import Compressor
 from hvdlite_tf.ops.allgather import allgather
+from hvdlite_tf.ops.rank_ops import size_when_it_runs
 
 
 def allreduce_slices(
@@ -55,14 +55,14 @@ def allreduce_slices(
     )
     values = [compression.decompress(rows, context) for rows, (_, context) in zip(gathered, pairs, strict=False)]
     if op is hvdlite.Average:
-        values = [_divide(rows, size_of(process_set)) for rows in values]
+        values = [_divide(rows, size_when_it_runs(process_set)) for rows in values]
     return [
         tf.IndexedSlices(rows, indices, each.dense_shape)
         for rows, indices, each in zip(values, gathered[len(slices) :], slices, strict=True)
     ]
 
 
-def _divide(values: tf.Tensor, size: int) -> tf.Tensor:
+def _divide(values: tf.Tensor, size: Any) -> tf.Tensor:
     """Averages of whole numbers are rounded down, as those of dense tensors are."""
     divisor = tf.cast(size, values.dtype)
     return values // divisor if values.dtype.is_integer else values / divisor

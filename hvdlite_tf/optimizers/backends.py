@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import keras
-import tensorflow as tf
 
+from hvdlite.adapter.eager_sync import EagerSync
+from hvdlite.adapter.identity import Identity
+from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.gradients.eager_exchange import EagerExchange
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
-from hvdlite_tf.gradients.identity import Identity
+from hvdlite_tf.variables import plain_variable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -55,27 +56,21 @@ class Backend(Protocol):
         ...
 
 
-class _TensorFlow:
-    """Steps may be functions that TensorFlow compiles."""
+class _TorchExchange(EagerSync):
+    """`EagerSync` for the variables of Keras."""
 
-    def exchange(self, options: Options, identity: Identity) -> Exchange:
-        return GradientExchange(options, identity)
+    def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
+        return super().combine([plain_variable(source) for source in sources], gradients, weight)
 
-    def weight(self) -> Weight:
-        with tf.init_scope(), tf.device("CPU:0"):
-            variable: Weight = tf.Variable(1.0, dtype=tf.float64, trainable=False, name="hvdlite_weight")
-        return variable
-
-    def untraced(self, function: Function) -> Function:
-        found: Function = tf.autograph.experimental.do_not_convert(function)
-        return found
+    def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        return super().fill([plain_variable(source) for source in sources], gradients)
 
 
 class _Torch:
     """Steps are eager."""
 
     def exchange(self, options: Options, identity: Identity) -> Exchange:
-        return EagerExchange(options, identity)
+        return _TorchExchange(options, identity)
 
     def weight(self) -> Weight:
         return _Number()
@@ -99,9 +94,6 @@ class _Number:
         return self._value
 
 
-_BACKENDS: dict[str, Backend] = {"tensorflow": _TensorFlow(), "torch": _Torch()}
-
-
 def current() -> Backend:
     """The one that Keras runs on.
 
@@ -109,11 +101,13 @@ def current() -> Backend:
         ArgumentError: hvdlite does not serve it.
     """
     name = keras.backend.backend()
-    found = _BACKENDS.get(name)
-    if found is None:
+    if name == "tensorflow":  # imported where it is in use: Keras on torch does without
+        tensorflow: Backend = importlib.import_module("hvdlite_tf.optimizers.on_tensorflow").TensorFlow()
+        return tensorflow
+    if name != "torch":
         why = " (there, Keras compiles whole steps, which gradients do not leave)" if name == "jax" else ""
         raise ArgumentError(
             f"hvdlite serves Keras on TensorFlow and on torch; its backend is {name}{why}. Set KERAS_BACKEND=tensorflow or "
             "KERAS_BACKEND=torch before Keras is imported."
         )
-    return found
+    return _Torch()

@@ -13,18 +13,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 import hvdlite
+from hvdlite.adapter.identity import Identity
+from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
-from hvdlite_tf.gradients.exchange import Options
-from hvdlite_tf.gradients.gradient_memory import Registry
-from hvdlite_tf.gradients.identity import Identity
 from hvdlite_tf.gradients.local_variables import LocalVariables
-from hvdlite_tf.gradients.optimizer_parts import rates_of_variables
+from hvdlite_tf.gradients.optimizer_parts import passes_of, rates_of_variables
 from hvdlite_tf.optimizers import backends
-from hvdlite_tf.tensor import plain_variable
+from hvdlite_tf.variables import has_value, plain_variable, times
 
 
 def distribute_keras(
@@ -139,6 +137,10 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
                     apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
         return [plain_variable(v) for v in [*self._trainable_variables, *self.variables] if id(v) not in apart]
 
+    def hvdlite_passes(self) -> int | None:
+        """How many backward passes it has been given; None while its variables have no values."""
+        return passes_of(self) if self.built and all(map(has_value, self.hvdlite_variables())) else None
+
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Combine the gradients over the ranks and update the variables with them. Arguments as Keras has them."""
         gradients = list(grads)
@@ -157,7 +159,6 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         for variable in variables:
             if getattr(variable, "overwrite_with_gradient", False):
                 raise UnsupportedTensorError(f"{variable.path} (float8 training) has scales in place of gradients.")
-        Registry.of(world("apply()"), state.options.process_set).add_optimizer(state.identity, self)
         indices = [self._get_variable_index(variable) for variable in given]
         own: list[Any] = [None] * len(variables)
         for index, gradient in zip(indices, gradients, strict=True):
@@ -168,7 +169,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         if accumulates:
             state.accumulated = [variables[i] for i in chosen if found[i] is not None]
         elif state.factor != 1:  # a LossScaleOptimizer, and the one inside accumulates
-            found = [None if each is None else _times(each, state.factor) for each in found]
+            found = [None if each is None else times(each, state.factor) for each in found]
         return [found[i] for i in chosen], [variables[i] for i in chosen]
 
     def _clip_gradients(self, grads: list[Any]) -> Any:
@@ -177,7 +178,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
             state = self._hvdlite
             grads = state.combine(state.accumulated, grads)
             if state.factor != 1:
-                grads = [_times(each, state.factor) for each in grads]
+                grads = [times(each, state.factor) for each in grads]
         return super()._clip_gradients(grads)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -211,12 +212,6 @@ def _parts_of(optimizer: Any) -> list[Any]:
     return [optimizer, *(part for each in built for part in _parts_of(each))]
 
 
-def _times(gradient: Any, factor: float) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
-
-
 def _wrap(optimizer: Any, state: _State) -> None:
     plain = type(optimizer)
     optimizer.__class__ = type(
@@ -234,6 +229,7 @@ def _wrap(optimizer: Any, state: _State) -> None:
     # Not by plain assignment: Keras would look into it for variables.
     object.__setattr__(optimizer, "_hvdlite", state)
     state.identity.rates = rates_of_variables(optimizer)
+    state.identity.optimizer = optimizer
     inner = optimizer
     while isinstance(inner, keras.optimizers.LossScaleOptimizer):
         inner = inner.inner_optimizer

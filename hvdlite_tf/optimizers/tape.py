@@ -20,9 +20,10 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.adapter.arguments import check_linear
+from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.gradients.local_variables import LocalVariables
 from hvdlite_tf.ops.arguments import check_groups
 

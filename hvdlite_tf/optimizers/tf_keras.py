@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hvdlite.adapter.identity import Identity
+from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite_tf.gradients.accumulation import LocalGradientAggregationHelperEager
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
-from hvdlite_tf.gradients.identity import Identity
+from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.gradients.local_variables import LocalVariables
 from hvdlite_tf.gradients.optimizer_parts import rates_of_variables
 

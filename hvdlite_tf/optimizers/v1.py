@@ -7,9 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite_tf.gradients.accumulation import LocalGradientAggregationHelper
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.gradients.local_variables import LocalVariables
 from hvdlite_tf.training.state import broadcast_variables
 

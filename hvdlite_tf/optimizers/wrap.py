@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
-
-import tensorflow as tf
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite_tf.gradients.exchange import Options
 from hvdlite_tf.optimizers.keras import distribute_keras
-from hvdlite_tf.optimizers.tf_keras import distribute_tf_keras, is_tf_keras
-from hvdlite_tf.optimizers.v1 import distribute_v1
+from hvdlite_tf.variables import tensorflow
 
 Opt = TypeVar("Opt")
 
@@ -85,12 +83,19 @@ def distribute(
     world("DistributedOptimizer()")
     if backward_passes_per_step < 1:
         raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: expected 1 or more.")
-    make = distribute_keras
-    if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        make = distribute_v1
-    elif is_tf_keras(optimizer):
-        make = distribute_tf_keras
-    wrapped: Opt = make(
+    wrapped: Opt = _maker(optimizer)(
         optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients
     )
     return wrapped
+
+
+def _maker(optimizer: Any) -> Callable[..., Any]:
+    tf = tensorflow()
+    if tf is not None:  # without it there is only Keras 3
+        from hvdlite_tf.optimizers import tf_keras, v1
+
+        if isinstance(optimizer, tf.compat.v1.train.Optimizer):
+            return v1.distribute_v1
+        if tf_keras.is_tf_keras(optimizer):
+            return tf_keras.distribute_tf_keras
+    return distribute_keras

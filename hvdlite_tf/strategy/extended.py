@@ -18,8 +18,9 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 import hvdlite
 from hvdlite import ReduceOp
+from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.ops.allgather import allgather
 from hvdlite_tf.ops.allreduce import grouped_allreduce
 from hvdlite_tf.strategy.context import Replica, Share

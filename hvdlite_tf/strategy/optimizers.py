@@ -15,8 +15,9 @@ from typing import Any
 import tensorflow as tf
 
 import hvdlite
+from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.optimizers.tf_keras import is_tf_keras
 from hvdlite_tf.optimizers.wrap import distribute
 from hvdlite_tf.strategy.context import Replica

@@ -16,7 +16,7 @@ from hvdlite_tf.strategy.context import Replica, Share
 from hvdlite_tf.strategy.extended import Extended, op_over_ranks
 from hvdlite_tf.strategy.optimizers import prepare
 from hvdlite_tf.strategy.steps import check_model, of_all_rows, over_batch, step_of
-from hvdlite_tf.tensor import need_tensorflow
+from hvdlite_tf.variables import need_tensorflow
 
 
 class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not see TensorFlow
@@ -42,6 +42,9 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         ArgumentError: There are GPUs, which it does not use yet; or within the scope of another strategy; or Keras has another
             backend than TensorFlow.
     """
+
+    hvdlite_combines_gradients = True
+    """What trains under this strategy needs no distributed optimizer."""
 
     def __init__(self) -> None:
         here = world("Strategy()")

@@ -8,10 +8,9 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import size_of
-from hvdlite.api import world
 from hvdlite.protocols import Array
-from hvdlite_tf.gradients.gradient_memory import Registry
 from hvdlite_tf.ops.ordered import as_written, name_of_call, operation_of, ordered
+from hvdlite_tf.training.objects import join_eagerly
 
 
 @as_written
@@ -32,10 +31,7 @@ def join(*, process_set: ProcessSet = hvdlite.global_process_set) -> tf.Tensor:
     """
 
     def run() -> list[Array]:
-        here = world("join()")
-        Registry.of(here, process_set)  # this rank may have had no gradients yet, and others have them
-        ranks = here.ranks(process_set)
-        return [np.asarray(ranks[hvdlite.join(process_set)], np.int32)]
+        return [np.asarray(join_eagerly(process_set=process_set), np.int32)]
 
     size_of(process_set)  # raises here already, in graphs too
     return ordered(run, [], [tf.TensorSpec((), tf.int32)], channel="join")[0]

@@ -13,7 +13,8 @@ from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.ops.allreduce import allreduce
-from hvdlite_tf.tensor import need_tensorflow
+from hvdlite_tf.ops.rank_ops import check_still_alone
+from hvdlite_tf.variables import need_tensorflow
 
 # Keras 3, or tf_keras where TF_USE_LEGACY_KERAS=1 makes that tf.keras.
 _Plain: Any = tf.keras.layers.BatchNormalization
@@ -131,7 +132,10 @@ def _joined_moments(
 
     def total(values: tf.Tensor) -> tf.Tensor:
         wide = tf.cast(values, tf.float64)
-        return wide if here.size == 1 else allreduce(wide, op=hvdlite.Sum, process_set=chosen)
+        if here.size > 1:
+            return allreduce(wide, op=hvdlite.Sum, process_set=chosen)
+        check_still_alone(chosen)
+        return wide
 
     flat = tf.concat([tf.cast(tf.reshape(sums, [-1]), tf.float64), [tf.cast(number, tf.float64)]], 0)
     totals = total(flat)

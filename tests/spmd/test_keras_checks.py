@@ -12,11 +12,11 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as hvd
+from hvdlite.adapter import advice
 from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.testing import on_ranks
-from hvdlite_tf.gradients import advice
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

@@ -17,11 +17,11 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as hvd
+from hvdlite.adapter.gradient_memory import Buckets
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError, UnsupportedTensorError
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.testing import on_ranks
-from hvdlite_tf.gradients.gradient_memory import Buckets
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

@@ -12,13 +12,14 @@ import tensorflow as tf
 
 import hvdlite.gradients.bucket
 import hvdlite_tf as hvd
+from hvdlite.adapter import gradient_memory
+from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 from hvdlite.tensors.compression import Compression
 from hvdlite.testing import on_ranks
-from hvdlite_tf.gradients import gradient_memory
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.exchange import GradientExchange
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

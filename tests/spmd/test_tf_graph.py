@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as hvd
+from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError, HvdliteError
-from hvdlite_tf.gradients.exchange import GradientExchange, Options
+from hvdlite_tf.gradients.exchange import GradientExchange
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import hvdlite
 from hvdlite import api
 from hvdlite.adapter import capabilities
 
@@ -19,18 +18,18 @@ class HorovodBasics:
     def __init__(self, pkg_path: str, *args: Any) -> None:
         self.pkg_path = pkg_path
 
-    init = staticmethod(hvdlite.init)
-    shutdown = staticmethod(hvdlite.shutdown)
-    is_initialized = staticmethod(hvdlite.is_initialized)
+    init = staticmethod(api.init)
+    shutdown = staticmethod(api.shutdown)
+    is_initialized = staticmethod(api.is_initialized)
     start_timeline = staticmethod(api.start_timeline)
     stop_timeline = staticmethod(api.stop_timeline)
-    size = staticmethod(hvdlite.size)
-    local_size = staticmethod(hvdlite.local_size)
-    cross_size = staticmethod(hvdlite.cross_size)
-    rank = staticmethod(hvdlite.rank)
-    local_rank = staticmethod(hvdlite.local_rank)
-    cross_rank = staticmethod(hvdlite.cross_rank)
-    is_homogeneous = staticmethod(hvdlite.is_homogeneous)
+    size = staticmethod(api.size)
+    local_size = staticmethod(api.local_size)
+    cross_size = staticmethod(api.cross_size)
+    rank = staticmethod(api.rank)
+    local_rank = staticmethod(api.local_rank)
+    cross_rank = staticmethod(api.cross_rank)
+    is_homogeneous = staticmethod(api.is_homogeneous)
     mpi_threads_supported = staticmethod(api.mpi_threads_supported)
     mpi_enabled = staticmethod(capabilities.mpi_enabled)
     mpi_built = staticmethod(capabilities.mpi_built)

@@ -1,14 +1,15 @@
-"""Memory for the gradients of TensorFlow programs, found again by what lies in it.
+"""Memory for gradients that a framework has in memory of its own, found again by what lies in it.
 
 A tape is made anew for each step, and a function may be traced again on one rank only; so the memory belongs to the world, and
 whoever has gradients of the same layout uses the same::
 
-    group.exchanges ─▶ Registry of a process set ─▶ Buckets of a layout ─▶ Reducer ─▶ rooms for results, lent to TensorFlow
+    group.exchanges ─▶ Registry of a process set ─▶ Buckets of a layout ─▶ Reducer ─▶ result buffers, lent to the framework
 
-TensorFlow has the gradients of a step in memory of its own: the part that this rank sums is read there. The sums are written to
-memory that all ranks of the host share, and that TensorFlow then holds without a copy (see `hvdlite.gradients.bucket`). It
+The framework has the gradients of a step in memory of its own: the part that this rank sums is read there. The sums are written
+to memory that all ranks of the host share, and that TensorFlow then holds without a copy (see `hvdlite.gradients.bucket`). It
 writes to no memory that it has not allocated itself (TF_NewTensor makes buffers that do not own their memory, which kernels do
-not reuse for their outputs), so one rank's clipping leaves the gradients of the others alone.
+not reuse for their outputs), so one rank's clipping leaves the gradients of the others alone. Who serves a framework that does
+write copies the results.
 """
 
 from __future__ import annotations
@@ -18,24 +19,21 @@ from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import tensorflow as tf
-
-import hvdlite
-from hvdlite import ProcessSet, ReduceOp
+from hvdlite.adapter.advice import Advice
+from hvdlite.adapter.identity import Identity, follow
+from hvdlite.api import allgather_object, broadcast, broadcast_object
 from hvdlite.gradients.header import Header
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.shared_reducers import stand_in
-from hvdlite.protocols import Array, TensorInfo
+from hvdlite.process_set import ProcessSet
+from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.tensors.numpy_adapter import dtype_of
 from hvdlite.tensors.reduction import reduction
 from hvdlite.tensors.registry import adapter_for
 from hvdlite.world import World
-from hvdlite_tf.gradients.advice import Advice
-from hvdlite_tf.gradients.identity import Identity, follow
-from hvdlite_tf.gradients.optimizer_parts import passes_of
-from hvdlite_tf.tensor import has_value
 
 ROOMS = 3
-"""How many steps' gradients may be held without a copy. TensorFlow lets go of one step's while the next is exchanged; and a
+"""How many steps' gradients may be held without a copy. A framework lets go of one step's while the next is exchanged; and a
 loop may look at the last step's while it makes the next."""
 
 LAYOUTS = 16
@@ -71,7 +69,7 @@ class Buckets:
         )
         kernels = [reduction(info.dtype, ReduceOp.SUM) for info in infos]
         self._storage = [kernel.storage for kernel in kernels]
-        self._dtypes = [tf.dtypes.as_dtype(info.dtype).as_numpy_dtype for info in infos]
+        self._dtypes = [dtype_of(info) for info in infos]
         # Halves are widened by torch where it is loaded, which dislikes memory that is read-only: those are copied.
         self._parts = [self._reducer.part_of(index) if kernel.exact else (0, 0) for index, kernel in enumerate(kernels)]
         self._group.exchanges.append(self)
@@ -112,7 +110,7 @@ class Buckets:
         finally:
             for index, (start, stop) in enumerate(self._parts):
                 if start < stop:
-                    self._reducer.place(index, None)  # the gradients are TensorFlow's again
+                    self._reducer.place(index, None)  # the gradients are the framework's again
         return [self._result(index) if there else None for index, there in enumerate(anywhere)]
 
     def _show(self, index: int, gradient: Array) -> None:
@@ -140,7 +138,7 @@ class Buckets:
         stand_in(self._reducer)
 
     dropped = False
-    """TensorFlow's functions may use it at any time."""
+    """A traced function may use it at any time."""
 
     memory_only = True
     passes: Mapping[Hashable, int] = MappingProxyType({})
@@ -157,7 +155,7 @@ class Buckets:
         return self.joined
 
     def close(self) -> None:
-        """Release the memory, on every rank. TensorFlow may still hold results."""
+        """Release the memory, on every rank. The framework may still hold results."""
         self._group.exchanges.remove(self)
         self._group.reducers.release(self._reducer)
 
@@ -177,7 +175,9 @@ class Registry:
         self._tables: dict[Hashable, set[int]] = {}
         self._known: dict[Hashable, tuple[str | None, str]] = {}
         self._advice: dict[Hashable, Advice] = {}
-        self._optimizers: weakref.WeakKeyDictionary[Identity, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._optimizers: weakref.WeakSet[Identity] = weakref.WeakSet()
+        self.layouts: dict[int, Any] = {}
+        """What the ranks have agreed to exchange, by the number of the `Identity`; the same on all ranks."""
         self._group = here.group(process_set)
         self._group.exchanges.append(self)
 
@@ -243,14 +243,10 @@ class Registry:
         """Keep what gradients this rank has, and what the ranks have together. Every rank that has data calls this."""
         _remember(self._known, key, (own, union))
 
-    def add_optimizer(self, identity: Identity, optimizer: Any) -> None:
-        """Let an optimizer's variables be broadcast by `catch_up`.
-
-        Args:
-            identity: The optimizer keeps it alive.
-            optimizer: It has `hvdlite_variables`, which lists its backend's variables. It is not kept alive.
-        """
-        self._optimizers[identity] = weakref.ref(optimizer)
+    def add(self, identity: Identity) -> None:
+        """Let the variables of an optimizer be broadcast by `catch_up`. The optimizer keeps `identity` alive."""
+        identity.enter(self._here)
+        self._optimizers.add(identity)
 
     def stand_in(self) -> None:
         """Nothing: the buckets are in the world's list, too."""
@@ -263,8 +259,9 @@ class Registry:
     @property
     def passes(self) -> Mapping[Hashable, int]:
         """Of each optimizer that has variables, by its first exchange; by its number where it has made none yet."""
-        found = {identity.first or identity.number: known() for identity, known in self._optimizers.items()}
-        return {key: passes_of(each) for key, each in found.items() if each is not None and each.built}
+        found = {each.first or each.number: each.optimizer for each in self._optimizers}
+        made = {key: optimizer.hvdlite_passes() for key, optimizer in found.items() if optimizer is not None}
+        return {key: passes for key, passes in made.items() if passes is not None}
 
     def release(self) -> None:
         """Nothing: see `Buckets.close`."""
@@ -275,8 +272,8 @@ class Registry:
             self._make(infos, op)
         root = self._group.ranks.index(last)
         firsts = {each.first: each.number for each in self._optimizers if each.first is not None}
-        known, tables, firsts = hvdlite.broadcast_object(
-            (self._known, self._tables, firsts), root, process_set=self._process_set
+        known, tables, self.layouts, firsts = broadcast_object(
+            (self._known, self._tables, self.layouts, firsts), root, process_set=self._process_set
         )
         if follow(self._here, self._optimizers, firsts):
             self._known.clear()  # by numbers that are others' now
@@ -288,18 +285,18 @@ class Registry:
         for key in sorted(self._buckets, key=lambda key: self._group.exchanges.index(self._buckets[key])):
             self._buckets[key] = self._buckets.pop(key)
         self._close_oldest()
-        found = {identity.number: known() for identity, known in self._optimizers.items()}
-        variables = {number: each.hvdlite_variables() for number, each in found.items() if each is not None}
+        found = {identity.number: identity.optimizer for identity in self._optimizers}
         # Each rank forgets optimizers when it pleases; where a function failed while it was traced, they have no values.
-        about = {
-            number: [adapter_for(v).info(v) for v in each]
-            for number, each in variables.items()
-            if all(map(has_value, each))
+        variables = {
+            number: each.hvdlite_variables()
+            for number, each in found.items()
+            if each is not None and each.hvdlite_passes() is not None
         }
-        everybody = hvdlite.allgather_object(about, process_set=self._process_set)
+        about = {number: [adapter_for(v).info(v) for v in each] for number, each in variables.items()}
+        everybody = allgather_object(about, process_set=self._process_set)
         for number, what in sorted(about.items()):
             if what and all(other.get(number) == what for other in everybody):
-                hvdlite.broadcast(variables[number], root, inplace=True, process_set=self._process_set)
+                broadcast(variables[number], root, inplace=True, process_set=self._process_set)
 
 
 def _remember(memory: dict[Hashable, T], key: Hashable, value: T) -> T:

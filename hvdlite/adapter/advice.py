@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.protocols import Array
 from hvdlite.tensors.registry import adapter_for
-from hvdlite_tf.tensor import has_value, read
+
+Values = Callable[[], Sequence[Any] | None]
+"""Gives the tensors of which the gradients are; None if they are not in memory, as in a graph."""
 
 _LOOK_IN = 2
 """The exchange to look in."""
@@ -57,19 +59,19 @@ class Advice:
         return self._exchanges == _LOOK_IN
 
 
-def see(sources: Sequence[Any], gradients: Sequence[Any]) -> Seen:
+def see(values: Values, gradients: Sequence[Any]) -> Seen:
     """What this rank has to compare.
 
     Args:
-        sources: Variables of a backend, or tensors.
-        gradients: This rank's: arrays, or something else, which is left out.
+        values: Gives the tensors whose gradients these are.
+        gradients: This rank's gradients. Those that are not arrays are left out.
     """
     dense = [gradient for gradient in gradients if isinstance(gradient, np.ndarray)]
     checksum = 0
     for gradient in dense:
         checksum = zlib.crc32(np.ascontiguousarray(gradient).reshape(-1).view("u1").data, checksum)
     tells = any(gradient.any() for gradient in dense) and all(np.isfinite(gradient).all() for gradient in dense)
-    return Seen(_samples(sources), checksum if tells else None)
+    return Seen(_samples(values()), checksum if tells else None)
 
 
 def say(everybody: Sequence[Seen]) -> None:
@@ -89,12 +91,11 @@ def say(everybody: Sequence[Seen]) -> None:
         )
 
 
-def _samples(sources: Sequence[Any]) -> list[Array] | None:
+def _samples(values: Sequence[Any] | None) -> list[Array] | None:
+    if values is None:
+        return None
     found = []
-    for source in sources:
-        if not hasattr(source, "numpy") or not has_value(source):
-            return None  # a tensor of a graph
-        value = read(source)
+    for value in values:
         flat = adapter_for(value).to_array(value, wide=True).reshape(-1)
         found.append(flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].copy())
     return found

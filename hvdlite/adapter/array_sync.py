@@ -1,4 +1,4 @@
-"""Gradients of one list of sources, as arrays: what an exchange does when it runs.
+"""Gradients of one list of sources, as arrays of any framework: what an exchange does when it runs.
 
 Dense ones go through buckets. The first rank that has rows of a table in place of a whole gradient says so in the header of
 that exchange, which is put off; from then on rows of that table travel as named operations, whatever each rank has::
@@ -9,23 +9,22 @@ that exchange, which is put off; from then on rows of that table travel as named
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import tensorflow as tf
 
-import hvdlite
-from hvdlite import ProcessSet, ReduceOp
-from hvdlite.api import world
+from hvdlite.adapter.advice import Advice, Values, say, see
+from hvdlite.adapter.gradient_memory import Buckets, Registry
+from hvdlite.adapter.identity import Identity, check_rates
+from hvdlite.api import Adasum, Average, Sum, allgather, allgather_object, allreduce, world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 from hvdlite.gradients.header import Header, digest
 from hvdlite.gradients.reducer import Postponed
-from hvdlite.protocols import Array, TensorInfo
-from hvdlite_tf.gradients.advice import Advice, say, see
-from hvdlite_tf.gradients.gradient_memory import Buckets, Registry
-from hvdlite_tf.gradients.identity import Identity
-from hvdlite_tf.gradients.optimizer_parts import check_rates
+from hvdlite.process_set import ProcessSet
+from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.tensors.numpy_adapter import dtype_of
 
 T = TypeVar("T")
 
@@ -48,22 +47,26 @@ class Rows(NamedTuple):
     values: Array
 
 
-class ArrayExchange:
+class NewLayout(Exception):
+    """Some rank has gradients of another layout. Raised on all ranks."""
+
+
+class ArraySync:
     """Exchanges gradients of one list of sources. Every rank makes one.
 
+    A traced function keeps this object for longer than a world lasts. So it looks up the world and the memory in each exchange.
+
     Args:
-        registry: Has the memory.
         infos: Dtype and shape of each gradient; a dimension may be `UNKNOWN`.
         op: Average, Sum, or Adasum.
         process_set: The ranks that take part; all if None.
         channel: If not empty, exchanges of other channels may go on at the same time.
         sparse: Some rank may have rows.
-        identity: Of the optimizer whose gradients these are.
+        identity: The optimizer whose gradients these are; None if they are no optimizer's.
     """
 
     def __init__(
         self,
-        registry: Registry,
         infos: Sequence[TensorInfo],
         op: ReduceOp,
         process_set: ProcessSet | None,
@@ -71,17 +74,49 @@ class ArrayExchange:
         sparse: bool = True,
         identity: Identity | None = None,
     ) -> None:
-        self._registry = registry
         self._infos = infos
         self._op = op
         self._process_set = process_set
         self._channel = channel
+        self._sparse = sparse
         self._identity = identity
+        self._registry: weakref.ref[Registry] | None = None
         self._own_buckets: dict[tuple[TensorInfo, ...], Buckets] = {}
-        # Of a session, its own: other exchanges change them at any time.
-        self._tables: set[int] = registry.tables((tuple(infos), op)) if sparse and not channel else set()
+        self._tables: set[int] = set()
+        self._advice: Advice | None = None
         self.joined = False
         """Some rank had run out of data in the last exchange."""
+        self.enter()
+
+    def enter(self) -> Registry:
+        """The memory of the world that this is called in, and what is known there of these gradients.
+
+        Raises:
+            NotInitializedError: Before `init`, or after `shutdown`.
+            HvdliteError: This belongs to a graph for a session, which was built before `shutdown`.
+        """
+        here = world("the exchange of gradients")
+        registry = Registry.of(here, self._process_set)
+        if self._registry is not None and self._registry() is registry:
+            return registry
+        if self._registry is not None and self._channel:
+            raise HvdliteError(
+                "this graph was built before hvdlite.shutdown(), or before its process set was removed, and its exchanges "
+                "ended with that: build the graph, and its session, anew after init()."
+            )
+        self._registry = weakref.ref(registry)
+        # Those of a session are its own: other exchanges change the others at any time.
+        if self._sparse and not self._channel:
+            self._tables = registry.tables((tuple(self._infos), self._op))
+        if self._identity is not None:
+            registry.add(self._identity)
+        self._advice = None if self._channel else registry.advice((self.number, tuple(self._infos)))
+        return registry
+
+    @property
+    def number(self) -> int:
+        """The number of the optimizer whose gradients these are; 0 if they are no optimizer's."""
+        return 0 if self._identity is None else self._identity.number
 
     def prepare(self, tables: Sequence[int]) -> None:
         """Have memory, if shapes are known. Every rank calls this; `tables` are those of which some rank has rows.
@@ -89,60 +124,68 @@ class ArrayExchange:
         Raises:
             MismatchError: The ranks have different sources. Raised on all of them.
         """
+        registry = self.enter()
         self._tables.update(tables)
         infos = [info for i, info in enumerate(self._infos) if i not in self._tables]
-        if infos and self._op is not hvdlite.Adasum and all(UNKNOWN not in info.shape for info in infos):
-            self._buckets(infos, in_use=False)
+        if infos and self._op is not Adasum and all(UNKNOWN not in info.shape for info in infos):
+            self._buckets(registry, infos, in_use=False)
 
     def exchange(
-        self, own: Sequence[Gradient], weight: float, sources: Sequence[Any] = (), advice: Advice | None = None
+        self, own: Sequence[Gradient], weight: float, values: Values | None = None, refuse: bool = False
     ) -> list[Gradient]:
         """The gradients of all ranks. Every rank calls this.
 
         Args:
             own: This rank's, like the sources.
             weight: Share of this rank in an average.
-            sources: What `advice` looks at: backend's variables.
-            advice: What to look for in the first exchanges.
+            values: Gives the tensors whose gradients these are, to compare them once; nothing is compared if None.
+            refuse: This rank has gradients that do not fit, and exchanges nothing. (Not with Adasum.)
 
         Returns:
             For each an array, or `Rows`, or None if no rank has one.
 
         Raises:
+            NewLayout: Some rank refuses. Raised on all of them, and nothing is changed.
             MismatchError: The learning rates of the ranks differ. Raised on all of them, and nothing is changed.
             HvdliteError: The weights of all ranks are 0. Raised on all of them.
         """
-        if self._op is hvdlite.Adasum:
+        registry = self.enter()
+        if self._op is Adasum:
             return self._adasum(own)
         infos = [_known(info, gradient) for info, gradient in zip(self._infos, own, strict=True)]
-        looks = advice is not None and advice.is_due()
+        looks = values is not None and self._advice is not None and self._advice.is_due()
         rates = self._identity.rates() if self._identity is not None else ()
         while True:
             dense = [i for i in range(len(own)) if i not in self._tables]
             new = [i for i in dense if isinstance(own[i], Rows)]
             try:
                 found = self._exchange_dense(
+                    registry,
                     [infos[i] for i in dense],
                     [None if i in new else own[i] for i in dense],
-                    Header(weight, news=bool(new) or looks, state=digest(rates)),
+                    Header(weight, news=bool(new) or looks or refuse, state=digest(rates)),
                 )
                 break
             except Postponed as stop:
                 if not stop.told.news:
                     self._refuse_rates(rates)
-                self._hear_news(new, looks, own, sources)
+                self._hear_news(new, looks, refuse, own, values)
                 looks = False
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
         tables = sorted(self._tables)
         results.update(zip(tables, self._exchange_rows(tables, own, weight), strict=True))
         return [results[i] for i in range(len(own))]
 
-    def _hear_news(self, new: list[int], looks: bool, own: Sequence[Gradient], sources: Sequence[Any]) -> None:
+    def _hear_news(
+        self, new: list[int], looks: bool, refuse: bool, own: Sequence[Gradient], values: Values | None
+    ) -> None:
         """Some rank has rows of a new table, or wants to look for what goes wrong quietly; all ranks tell what they have."""
-        everybody = self.gather((new, looks))
-        self._tables.update(i for tables, _ in everybody for i in tables)
-        if any(look for _, look in everybody):
-            seen = self.gather(see(sources, own))
+        everybody = self.gather((new, looks, refuse))
+        if any(refused for *_, refused in everybody):
+            raise NewLayout
+        self._tables.update(i for tables, *_ in everybody for i in tables)
+        if any(look for _, look, _ in everybody):
+            seen = self.gather(see(values or (lambda: None), own))
             if world("the exchange of gradients").engine(self._process_set).rank == 0:
                 say(seen)
 
@@ -167,23 +210,23 @@ class ArrayExchange:
     def gather(self, value: Any) -> list[Any]:
         """What the ranks that have data say of their gradients."""
         name = f"what gradients there are{self._channel and ' in '}{self._channel}"
-        everybody = hvdlite.allgather_object(value, name, process_set=self._process_set)
+        everybody = allgather_object(value, name, process_set=self._process_set)
         return [each for each in everybody if each is not None]
 
-    def _buckets(self, infos: Sequence[TensorInfo], in_use: bool) -> Buckets:
+    def _buckets(self, registry: Registry, infos: Sequence[TensorInfo], in_use: bool) -> Buckets:
         if not self._channel:
-            return (self._registry.use if in_use else self._registry.buckets)(infos, self._op)
+            return (registry.use if in_use else registry.buckets)(infos, self._op)
         key = tuple(infos)
         if key not in self._own_buckets:
-            self._own_buckets[key] = self._registry.own_buckets(infos, self._op)
+            self._own_buckets[key] = registry.own_buckets(infos, self._op)
         return self._own_buckets[key]
 
     def _exchange_dense(
-        self, infos: Sequence[TensorInfo], own: Sequence[Array | None], said: Header
+        self, registry: Registry, infos: Sequence[TensorInfo], own: Sequence[Array | None], said: Header
     ) -> list[Array | None]:
         if not infos:
             return []
-        buckets = self._buckets(infos, in_use=True)
+        buckets = self._buckets(registry, infos, in_use=True)
         found = buckets.exchange(own, said)
         self.joined = buckets.joined
         if self._identity is not None and self._identity.first is None:
@@ -195,10 +238,10 @@ class ArrayExchange:
             return []
         name = f"rows{self._channel and ' of '}{self._channel}"
         about = np.array([weight, *(own[i] is not None for i in tables)], np.float64)
-        counts = hvdlite.allreduce(about, hvdlite.Sum, name, process_set=self._process_set)
+        counts = allreduce(about, Sum, name, process_set=self._process_set)
         total, anywhere = float(counts[0]), counts[1:] > 0
         factor = 1.0
-        if self._op is hvdlite.Average:
+        if self._op is Average:
             if total <= 0 and anywhere.any():
                 raise HvdliteError("the weights of all ranks add up to 0, so their sparse gradients have no average.")
             factor = weight / total if total else 0.0
@@ -207,7 +250,7 @@ class ArrayExchange:
             indices, values = self.as_rows(i, own[i])
             mine += [indices, values if factor == 1.0 else values * np.asarray(factor, values.dtype)]
         # Two operations: those of one have equal numbers of rows.
-        gathered = iter(hvdlite.allgather(mine, f"all {name}", process_set=self._process_set))
+        gathered = iter(allgather(mine, f"all {name}", process_set=self._process_set))
         pairs = zip(gathered, gathered, strict=True)
         return [Rows(*pair) if there else None for pair, there in zip(pairs, anywhere, strict=True)]
 
@@ -218,7 +261,7 @@ class ArrayExchange:
             return [None] * len(own)
         mine = [self.zeros(i) if own[i] is None else own[i] for i in chosen]
         name = f"gradients{self._channel and ' of '}{self._channel}"
-        combined = hvdlite.allreduce(mine, hvdlite.Adasum, name, process_set=self._process_set)
+        combined = allreduce(mine, Adasum, name, process_set=self._process_set)
         found = dict(zip(chosen, combined, strict=True))
         return [found.get(i) for i in range(len(own))]
 
@@ -227,7 +270,7 @@ class ArrayExchange:
     def zeros(self, index: int) -> Array:
         """A gradient of zeros."""
         info = _known(self._infos[index], None)
-        return np.zeros(info.shape, _dtype(info))
+        return np.zeros(info.shape, dtype_of(info))
 
     def as_rows(self, index: int, gradient: Gradient) -> Rows:
         """A gradient of a table, whatever it is."""
@@ -235,7 +278,7 @@ class ArrayExchange:
             return gradient
         if gradient is None:
             info = self._infos[index]
-            return Rows(np.zeros(0, np.int64), np.zeros((0, *info.shape[1:]), _dtype(info)))
+            return Rows(np.zeros(0, np.int64), np.zeros((0, *info.shape[1:]), dtype_of(info)))
         return Rows(np.arange(len(gradient)), gradient)
 
     def as_array(self, index: int, gradient: Gradient) -> Array:
@@ -246,10 +289,6 @@ class ArrayExchange:
             return whole
         array: Array = self.zeros(index) if gradient is None else gradient
         return array
-
-
-def _dtype(info: TensorInfo) -> Any:
-    return tf.dtypes.as_dtype(info.dtype).as_numpy_dtype
 
 
 def _known(info: TensorInfo, gradient: Gradient) -> TensorInfo:

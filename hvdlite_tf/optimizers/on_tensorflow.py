@@ -1,0 +1,30 @@
+"""What an optimizer of Keras 3 needs of TensorFlow: `hvdlite_tf.optimizers.backends.Backend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from hvdlite.adapter.identity import Identity
+from hvdlite.adapter.options import Options
+from hvdlite_tf.gradients.exchange import GradientExchange
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class TensorFlow:
+    """Steps may be functions that TensorFlow compiles."""
+
+    def exchange(self, options: Options, identity: Identity) -> GradientExchange:
+        return GradientExchange(options, identity)
+
+    def weight(self) -> Any:
+        with tf.init_scope(), tf.device("CPU:0"):
+            variable = tf.Variable(1.0, dtype=tf.float64, trainable=False, name="hvdlite_weight")
+        return variable
+
+    def untraced(self, function: Function) -> Function:
+        found: Function = tf.autograph.experimental.do_not_convert(function)
+        return found

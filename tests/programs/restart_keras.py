@@ -1,0 +1,196 @@
+"""What was made before shutdown() goes on after the next init(): as training in one process on the joined batch.
+
+Each case makes a function of the rows of a batch that trains one step, and says the weights. It trains two steps in each of
+three worlds: of both ranks, of both ranks again, and again. With KERAS_BACKEND=torch, the cases that are made of Keras alone.
+"""
+
+import os
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+
+import keras
+import numpy as np
+
+import hvdlite_tf as hvd
+
+ON_TORCH = keras.backend.backend() == "torch"
+if not ON_TORCH:
+    import tensorflow as tf
+
+WORLDS, STEPS, ROWS = 3, 2, 8
+rng = np.random.default_rng(3)
+X = rng.standard_normal((WORLDS * STEPS, ROWS, 4)).astype("float32")
+Y = rng.standard_normal((WORLDS * STEPS, ROWS, 1)).astype("float32")
+WORDS = rng.integers(0, 6, (WORLDS * STEPS, ROWS, 1))
+START = [rng.standard_normal(shape).astype("float32") for shape in [(4, 3), (3,), (3, 1), (1,)]]
+
+
+def flat(values):
+    return np.concatenate([np.asarray(keras.ops.convert_to_numpy(value)).reshape(-1) for value in values])
+
+
+def fitted(optimizer, callbacks=list):
+    def make(distributed):
+        model = keras.Sequential(
+            [keras.layers.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
+        )
+        model.set_weights(START)
+        plain = optimizer()
+        model.compile(optimizer=hvd.DistributedOptimizer(plain) if distributed else plain, loss="mse")
+
+        def step(number, rows):
+            x, y = X[number, rows], Y[number, rows]
+            model.fit(x, y, batch_size=len(x), verbose=0, callbacks=callbacks() if distributed else None)
+            return model.weights
+
+        return step
+
+    return make
+
+
+def applied(traced, passes=1):
+    """A loop of one's own around an optimizer's apply()."""
+
+    def make(distributed):
+        kernel, bias = tf.Variable(START[0]), tf.Variable(START[1])
+        optimizer = keras.optimizers.SGD(
+            0.1, momentum=0.9, gradient_accumulation_steps=None if distributed or passes == 1 else passes
+        )
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, backward_passes_per_step=passes, average_aggregated_gradients=True
+            )
+        optimizer.build([kernel, bias])
+
+        def train(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(x @ kernel + bias))
+            optimizer.apply(tape.gradient(loss, [kernel, bias]), [kernel, bias])
+
+        train = tf.function(train) if traced else train
+
+        def step(number, rows):
+            train(tf.constant(X[number, rows]))
+            return [kernel, bias]
+
+        return step
+
+    return make
+
+
+def taped(traced):
+    """A table of words, whose gradients are rows, beside a dense layer, of which the last rank has no gradient of its bias."""
+
+    def make(distributed):
+        table, kernel, bias = tf.Variable(np.ones((6, 4), "float32")), tf.Variable(START[0]), tf.Variable(START[1])
+        sources = [table, kernel, bias]
+
+        def train(x, words):
+            with tf.GradientTape() as tape:
+                seen = x + tf.gather(table, words[:, 0])
+                has_bias = not distributed or hvd.rank() == 0
+                loss = tf.reduce_mean(tf.square(seen @ kernel)) + (tf.reduce_mean(bias**2) * 2 if has_bias else 0)
+            if distributed:
+                tape = hvd.DistributedGradientTape(tape)
+            for source, gradient in zip(sources, tape.gradient(loss, sources), strict=True):
+                # The mean over two ranks of a term that one of them has is half of it.
+                share = 0.5 if source is bias and not distributed else 1.0
+                source.assign_sub(tf.convert_to_tensor(gradient) * 0.1 * share)
+
+        train = tf.function(train) if traced else train
+
+        def step(number, rows):
+            train(tf.constant(X[number, rows]), tf.constant(WORDS[number, rows]))
+            return sources
+
+        return step
+
+    return make
+
+
+def legacy(passes):
+    """An optimizer of tf_keras, in a tf.function."""
+    import tf_keras
+
+    def make(distributed):
+        kernel = tf.Variable(START[0])
+        optimizer = tf_keras.optimizers.SGD(0.1)
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(
+                optimizer, backward_passes_per_step=passes, average_aggregated_gradients=True
+            )
+
+        @tf.function
+        def train(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.square(x @ kernel))
+            optimizer.apply_gradients([(tape.gradient(loss, kernel), kernel)])
+
+        def step(number, rows):
+            if distributed or passes == 1:
+                train(tf.constant(X[number, rows]))
+            elif number % passes == passes - 1:  # one step with the rows of all passes
+                train(tf.constant(X[number - passes + 1 : number + 1, rows].reshape(-1, 4)))
+            return [kernel]
+
+        return step
+
+    return make
+
+
+CASES = {
+    "fit": fitted(lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
+    "fit with callbacks": fitted(lambda: keras.optimizers.Adam(0.01), lambda: [hvd.callbacks.Distributed()]),
+    "fit accumulating": fitted(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),
+}
+if not ON_TORCH:
+    CASES |= {
+        "apply": applied(traced=False),
+        "traced apply": applied(traced=True),
+        "traced apply, two passes": applied(traced=True, passes=2),
+        "tape": taped(traced=False),
+        "traced tape": taped(traced=True),
+        "tf_keras": legacy(passes=1),
+        "tf_keras, two passes": legacy(passes=2),
+    }
+
+everything = slice(0, ROWS)
+expected = {
+    name: [flat(step(number, everything)) for number in range(WORLDS * STEPS)]
+    for name, step in ((name, make(False)) for name, make in CASES.items())
+}
+
+hvd.init()
+mine = slice(hvd.rank() * ROWS // 2, (hvd.rank() + 1) * ROWS // 2)
+steps = {name: make(True) for name, make in CASES.items()}
+worst = dict.fromkeys(CASES, 0.0)
+for start in range(0, WORLDS * STEPS, STEPS):
+    if start:
+        hvd.shutdown()
+        hvd.init()
+    for name, step in steps.items():
+        for number in range(start, start + STEPS):
+            found = flat(step(number, mine))
+            worst[name] = max(worst[name], float(np.abs(found - expected[name][number]).max()))
+for name, deviation in worst.items():
+    told = hvd.allgather_object(deviation)
+    if hvd.rank() == 0:
+        print(f"{name}: {max(told):.1e}")
+
+if not ON_TORCH:
+    # Of another size: what was traced on two ranks runs on one, and what was traced on one says that it does not fit two.
+    rank = hvd.rank()
+    hvd.shutdown()
+    hvd.init(comm=[rank])
+    for name in ("traced apply", "traced tape"):
+        steps[name](0, everything)
+    traced_alone = applied(traced=True)(True)
+    traced_alone(0, everything)
+    hvd.shutdown()
+    hvd.init()
+    try:
+        traced_alone(1, everything)  # of the same shape, so it is not traced again
+        print("no error")
+    except tf.errors.UnknownError as error:
+        if hvd.rank() == 0:
+            print("alone:", "traced in a job of one rank" in str(error))
