@@ -358,7 +358,7 @@ def test_memory_is_found_again_and_given_up(ranks: Any, monkeypatch: pytest.Monk
         if size == 1:
             return
         here = world()
-        before = len(here._reducers)
+        before = len(here.group().reducers._open)
         functions = {}
         for elements in [1, 2, 1, 3, 4, 5, 1, 5, 2, 6]:
             source = [tf.Variable(tf.zeros(elements))]
@@ -372,7 +372,7 @@ def test_memory_is_found_again_and_given_up(ranks: Any, monkeypatch: pytest.Monk
             ):
                 (found,) = run(tf.fill([elements], float(rank)))
                 assert (found.numpy() == (size - 1) / 2).all()
-            assert len(here._reducers) - before <= 3
+            assert len(here.group().reducers._open) - before <= 3
 
     ranks(check)
 
