@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import inspect
 import os
 import threading
@@ -36,7 +37,7 @@ from hvdlite.operations import (
     Reducescatter,
 )
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import ReduceOp
+from hvdlite.protocols import RebindableExchange, ReduceOp
 from hvdlite.watchdog import failure
 from hvdlite.watchdog.stall_report import stack_of
 from hvdlite.world import World
@@ -54,6 +55,8 @@ Sum, Average, Min, Max, Product, Adasum = (
 )
 
 _process_world: World | None = None
+_left: list[RebindableExchange] = []
+"""What adapters had made to exchange gradients in the worlds that this process has left: the next one takes it over."""
 _thread_world: ContextVar[World | None] = ContextVar("hvdlite_world", default=None)
 
 
@@ -100,6 +103,10 @@ def init(
     Works under hvdliterun, mpirun, mpiexec and srun, and as one plain process. From now on an uncaught exception on any rank
     ends the job on all.
 
+    After `shutdown` it can be called again, also with other processes. Distributed optimizers that were made before go on, in
+    the order in which they were made; a new process makes its own right after it has called this. Those of a process set go on
+    as soon as that very `ProcessSet` object is passed to this function or to `add_process_set`.
+
     Args:
         comm: The processes that make up the job: ranks of ``MPI.COMM_WORLD``, in any order, the same on each of them; or an
             mpi4py communicator, which is duplicated; all processes if None. Those that are not among them do not call this,
@@ -130,9 +137,19 @@ def init(
     try:
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
             add_process_set(process_set)
+        _rebind(_process_world)
     except BaseException:  # on all ranks alike: a second attempt begins anew
         _leave("its init() has failed.")
         raise
+
+
+def _rebind(here: World) -> None:
+    """Let what the program has made in earlier worlds, and still holds, go on in this one."""
+    global _left
+    if _left:
+        gc.collect()  # what the program has dropped is to be gone on every rank
+        exchanges, _left = [exchange for exchange in _left if not exchange.dropped], []
+        here.adopt(exchanges)
 
 
 def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:
@@ -174,15 +191,16 @@ def _leave_at_exit() -> None:
     if _process_world is not None and not _process_world.is_childs_copy:
         for look in at_the_end:
             look(_process_world)
-    _leave("it has come to the end of its program.")
+    _leave("it has come to the end of its program.", for_good=True)
 
 
-def _leave(how: str) -> None:
+def _leave(how: str, for_good: bool = False) -> None:
     global _process_world
     if _process_world is not None and not _process_world.is_childs_copy:
         leaving, _process_world = _process_world, None
         atexit.unregister(_leave_at_exit)
-        leaving.shutdown(how)
+        leaving.shutdown(how, for_good)
+        _left.extend(leaving.left())
 
 
 def is_initialized() -> bool:

@@ -28,7 +28,7 @@ from hvdlite.gradients.shared_reducers import Layout, SharedReducers
 from hvdlite.negotiation.engine import Engine
 from hvdlite.operations import Agreement, AllgatherObject
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import Device, Exchange, Plan, ReduceOp, TensorInfo, Transport
+from hvdlite.protocols import Device, Exchange, Plan, RebindableExchange, ReduceOp, TensorInfo, Transport
 from hvdlite.tensors.arithmetic import nbytes_of
 from hvdlite.timeline import Timeline
 from hvdlite.topology import Topology
@@ -99,6 +99,10 @@ class World:
         self._next_set_id = 1
         self.exchanges: list[Exchange] = []
         """What adapters have made to exchange gradients, in the same order on all ranks."""
+        self._waiting: list[RebindableExchange] = []
+        """Exchanges of an earlier world, whose process sets are not in effect in this one yet."""
+        self.over = False
+        """This rank has left."""
         self.is_childs_copy = False
         """This process was forked from the one that is the rank."""
         self.stood_in = 0
@@ -202,6 +206,7 @@ class World:
         number = self.engine().run(Agreement("add_process_set", [("ranks", ranks)], create))
         process_set.bind(number, self.topology.rank)
         self._sets[number] = process_set
+        self._rebind()
         return process_set
 
     def remove_process_set(self, process_set: ProcessSet) -> bool:
@@ -441,6 +446,30 @@ class World:
         if looked:
             self._collect_at = max(_MUCH_BYTES, 2 * self._held_bytes())
 
+    def adopt(self, exchanges: Iterable[RebindableExchange]) -> None:
+        """Let exchanges of an earlier world go on in this one: now, or as soon as their process sets are in effect here.
+
+        Args:
+            exchanges: What `left` gave on this rank, in that order.
+
+        Raises:
+            HvdliteError: One cannot begin anew. That one and those after it are still waiting then.
+        """
+        self._waiting += exchanges
+        self._rebind()
+
+    def _rebind(self) -> None:
+        for exchange in list(self._waiting):
+            if exchange.process_set.process_set_id is not None:
+                exchange.rebind()
+                self._waiting.remove(exchange)
+                self.exchanges.append(exchange)
+
+    def left(self) -> list[RebindableExchange]:
+        """The exchanges that can go on in another world, in the order in which they were made."""
+        there = [exchange for exchange in self.exchanges if isinstance(exchange, RebindableExchange)]
+        return [*there, *self._waiting]
+
     def _held_bytes(self) -> int:
         return sum(reducer.nbytes for reducer in self._reducers)
 
@@ -468,13 +497,15 @@ class World:
         if self.timeline.started:
             self.engine().run(Agreement("stop_timeline", [], lambda _: self.timeline.stop(self._transport)))
 
-    def shutdown(self, how: str = "it has called shutdown().") -> None:
+    def shutdown(self, how: str = "it has called shutdown().", for_good: bool = False) -> None:
         """Say goodbye, wait until all ranks have, and release everything.
 
         Args:
             how: Why this rank leaves, as others say it that wait for it.
+            for_good: The program is at its end, so nothing that it holds need stay of use.
         """
         self.watch.leave(how)
+        self.over = True
         if self.timeline.started:
             try:
                 self.timeline.stop(self._transport)
@@ -482,6 +513,7 @@ class World:
                 print(f"hvdlite: {error}", file=sys.stderr, flush=True)
         for reducer in self._reducers:
             reducer.close()
+        self._reducers.clear()
         self.devices.close()
         for engine in self._engines.values():
             if engine is not None:
@@ -490,6 +522,9 @@ class World:
             process_set.bind(None, None)
         self._letters.close()
         self._transport.close()
+        if not for_good:
+            for exchange in self.left():
+                exchange.leave()
 
     def become_child(self) -> None:
         """This process was forked from the rank, and is none: it can ask who that was, and must not disturb it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from hvdlite.protocols.collectives import Collectives, Finish
 from hvdlite.protocols.combine import Combine, numpy_combine, ufunc_of
 from hvdlite.protocols.device import Device, Stream
-from hvdlite.protocols.gradients import Exchange, Plan
+from hvdlite.protocols.gradients import Exchange, Plan, RebindableExchange
 from hvdlite.protocols.tensors import DeviceAdapter, HalfConverter, TensorAdapter
 from hvdlite.protocols.transport import Transport
 from hvdlite.protocols.types import Array, ReduceOp, TensorInfo
@@ -26,6 +26,7 @@ __all__ = [
     "Finish",
     "HalfConverter",
     "Plan",
+    "RebindableExchange",
     "ReduceOp",
     "Stream",
     "TensorAdapter",

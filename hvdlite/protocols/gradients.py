@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from hvdlite.process_set import ProcessSet
@@ -63,5 +63,28 @@ class Exchange(Protocol):
 
         Args:
             last: The rank that joined last; its rank in the job.
+        """
+        ...
+
+
+@runtime_checkable
+class RebindableExchange(Exchange, Protocol):
+    """An exchange that goes on after ``shutdown()`` and ``init()``, in the world that `init` makes.
+
+    Attributes:
+        process_set: The ranks that take part. The exchange is rebound when this very object is in effect again.
+    """
+
+    @property
+    def process_set(self) -> ProcessSet: ...
+
+    def leave(self) -> None:
+        """Hold nothing of its world any more: that has ended. This is each rank's own affair; nothing is sent."""
+        ...
+
+    def rebind(self) -> None:
+        """Begin anew in the present world. Every rank of the process set calls this.
+
+        It makes the collective calls that making it makes, in the same order: a new process makes its own meanwhile.
         """
         ...
