@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,6 +20,7 @@ from hvdlite.comm.local import LocalFabric
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, NotInitializedError
+from hvdlite.group import RebindableExchange
 from hvdlite.launcher_link.handlers import silence_handlers
 from hvdlite.launcher_link.link import check_address
 from hvdlite.negotiation.engine import Engine
@@ -52,6 +54,8 @@ Sum, Average, Min, Max, Product, Adasum = (
 )
 
 _process_world: World | None = None
+_left: list[RebindableExchange] = []
+"""What adapters had made to exchange gradients in the worlds that this process has left: the next one takes it over."""
 _thread_world: ContextVar[World | None] = ContextVar("hvdlite_world", default=None)
 
 
@@ -98,6 +102,10 @@ def init(
     Works under hvdliterun, mpirun, mpiexec and srun, and as one plain process. From now on an uncaught exception on any rank
     ends the job on all.
 
+    After `shutdown` it can be called again, also with other processes. Distributed optimizers that were made before go on, in
+    the order in which they were made; a new process makes its own right after it has called this. Those of a process set go on
+    as soon as that very `ProcessSet` object is passed to this function or to `add_process_set`.
+
     Args:
         comm: The processes that make up the job: ranks of ``MPI.COMM_WORLD``, in any order, the same on each of them; or an
             mpi4py communicator, which is duplicated; all processes if None. Those that are not among them do not call this,
@@ -128,9 +136,19 @@ def init(
     try:
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
             add_process_set(process_set)
+        _rebind(_process_world)
     except BaseException:  # on all ranks alike: a second attempt begins anew
         _leave("its init() has failed.")
         raise
+
+
+def _rebind(here: World) -> None:
+    """Let what the program has made in earlier worlds, and still holds, go on in this one."""
+    global _left
+    if _left:
+        gc.collect()  # what the program has dropped is to be gone on every rank
+        exchanges, _left = [exchange for exchange in _left if not exchange.dropped], []
+        here.groups.adopt(exchanges)
 
 
 def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:
@@ -172,15 +190,16 @@ def _leave_at_exit() -> None:
     if _process_world is not None and not _process_world.is_childs_copy:
         for look in at_the_end:
             look(_process_world)
-    _leave("it has come to the end of its program.")
+    _leave("it has come to the end of its program.", for_good=True)
 
 
-def _leave(how: str) -> None:
+def _leave(how: str, for_good: bool = False) -> None:
     global _process_world
     if _process_world is not None and not _process_world.is_childs_copy:
         leaving, _process_world = _process_world, None
         atexit.unregister(_leave_at_exit)
-        leaving.shutdown(how)
+        leaving.shutdown(how, for_good)
+        _left.extend(leaving.groups.left())
 
 
 def is_initialized() -> bool:
@@ -297,7 +316,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     here = world("add_process_set()")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    return here.add_process_set(process_set) if process_set.communicator is None else _add_parts(here, process_set)
+    return here.groups.add(process_set) if process_set.communicator is None else _add_parts(here, process_set)
 
 
 def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
@@ -319,9 +338,9 @@ def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
         ranks = [numbers[member] for member in part]
         if part == (own or parts[0]):  # a rank in no part knows the first one, as one that it is not in
             process_set.take_ranks(ranks)
-            here.add_process_set(process_set)
+            here.groups.add(process_set)
         else:
-            here.add_process_set(ranks)
+            here.groups.add(ranks)
     return process_set
 
 
@@ -347,7 +366,7 @@ def new_group(ranks: Iterable[int]) -> ProcessSet:
         ranks = ranks.ranks
     if hasattr(ranks, "Get_group"):
         raise ArgumentError("new_group(communicator): expected world ranks; add_process_set() takes a communicator.")
-    return here.new_group(ranks)
+    return here.groups.new(ranks)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -359,7 +378,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         ArgumentError: Operations of it are in flight.
     """
-    return world("remove_process_set()").remove_process_set(process_set)
+    return world("remove_process_set()").groups.remove(process_set)
 
 
 def join(process_set: ProcessSet | None = None) -> int:

@@ -12,8 +12,8 @@ import contextvars
 import gc
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 from hvdlite.comm.channel import WatchedChannel
 from hvdlite.comm.hierarchical import HierarchicalCollectives
@@ -26,6 +26,7 @@ from hvdlite.gradients.planner import Planner
 from hvdlite.gradients.reducers import Reducers
 from hvdlite.negotiation.engine import Engine
 from hvdlite.operations import Agreement, AllgatherObject
+from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Channel, Device, Exchange, Plan, TensorInfo, Transport
 from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.timeline import Timeline
@@ -34,6 +35,29 @@ from hvdlite.watchdog.watchdog import Watchdog
 
 _MANY_EXCHANGES, _MUCH_BYTES = 32, 2**24
 """From here on it is worth looking for exchanges that the program has dropped."""
+
+
+@runtime_checkable
+class RebindableExchange(Exchange, Protocol):
+    """An exchange that goes on after ``shutdown()`` and ``init()``, in the world that `init` makes.
+
+    Attributes:
+        process_set: The ranks that take part. The exchange is rebound when this very object is in effect again.
+    """
+
+    @property
+    def process_set(self) -> ProcessSet: ...
+
+    def leave(self) -> None:
+        """Hold nothing of its world any more: that has ended. This is each rank's own affair; nothing is sent."""
+        ...
+
+    def rebind(self) -> None:
+        """Begin anew in the present world. Every rank of the process set calls this.
+
+        It makes the collective calls that making it makes, in the same order: a new process makes its own meanwhile.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,7 @@ class Runtime:
         watch: Is told of waits that last.
         timeline: Is told of what this rank does.
         devices: The GPUs of this rank.
+        exchanges: What adapters have made to exchange gradients, of all groups, in the order in which it was made.
     """
 
     config: Config
@@ -55,6 +80,7 @@ class Runtime:
     watch: Watchdog
     timeline: Timeline
     devices: Devices
+    exchanges: list[Exchange] = field(default_factory=list)
 
     def engine(self, transport: Transport, members: Members) -> Engine:
         """The named operations of a group; `transport` is for them alone."""
@@ -76,7 +102,7 @@ class Group:
     Attributes:
         engine: Runs operations by name.
         reducers: Memory for gradients, and how they become those of all ranks.
-        exchanges: What adapters have made to exchange gradients, in the same order on all ranks of the group.
+        exchanges: What adapters have made to exchange gradients (see `add`), in the same order on all ranks of the group.
         stood_in: How many exchanges of others this rank has taken part in with nothing, without a reducer.
         missed: How many exchanges each rank of the group took part in with nothing while the latest `join` lasted.
     """
@@ -108,6 +134,16 @@ class Group:
     def size(self) -> int:
         """The number of ranks."""
         return self.engine.size
+
+    def add(self, exchange: Exchange) -> None:
+        """An adapter has made something to exchange gradients. All ranks of the group do this, in the same order."""
+        self.exchanges.append(exchange)
+        self._runtime.exchanges.append(exchange)
+
+    def remove(self, exchange: Exchange) -> None:
+        """It is used no more. All ranks of the group do this."""
+        self.exchanges.remove(exchange)
+        self._runtime.exchanges.remove(exchange)
 
     def channel(self, purpose: str) -> Channel:
         """A new channel for messages between two ranks. All ranks of the group call this; the caller closes it.
@@ -229,7 +265,7 @@ class Group:
         everybody = self.engine.run(AllgatherObject([exchange.dropped for exchange in exchanges]))
         for exchange, dropped in zip(exchanges, zip(*everybody, strict=True), strict=True):
             if all(dropped):
-                self.exchanges.remove(exchange)
+                self.remove(exchange)
                 exchange.release()
         if looked:
             self._collect_at = max(_MUCH_BYTES, 2 * self.reducers.nbytes)

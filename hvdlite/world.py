@@ -6,14 +6,14 @@ import functools
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.gpu.groups import Devices
-from hvdlite.group import Group, Runtime
+from hvdlite.group import Group, RebindableExchange, Runtime
 from hvdlite.negotiation.engine import Engine
 from hvdlite.operations import Agreement
 from hvdlite.process_set import ProcessSet
@@ -21,6 +21,184 @@ from hvdlite.protocols import Transport
 from hvdlite.timeline import Timeline
 from hvdlite.topology import Members, Topology
 from hvdlite.watchdog.watchdog import Watchdog
+
+
+class Groups:
+    """The groups of ranks that one rank knows, each by its number; those that it is in can be iterated over.
+
+    Args:
+        transport: Over all ranks of the job.
+        runtime: What all groups of this rank share.
+
+    Attributes:
+        everybody: The group of all ranks.
+    """
+
+    def __init__(self, transport: Transport, runtime: Runtime) -> None:
+        self._transport = transport
+        self._runtime = runtime
+        self.everybody = Group(Members(0, tuple(range(transport.size))), transport.duplicate(), runtime)
+        self._groups: dict[int, Group] = {0: self.everybody}
+        self._removed: list[Group] = []
+        """What used them may still look at their memory."""
+        self._sets: dict[int, ProcessSet] = {}
+        self._added: set[int] = set()
+        """The numbers of the sets of which no two may have equal ranks."""
+        self._numbers = itertools.count(1)
+        self._waiting: list[RebindableExchange] = []
+        """Exchanges of an earlier world, whose process sets are not in effect in this one yet."""
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(list(self._groups.values()))
+
+    def of(self, process_set: ProcessSet) -> Group:
+        """The group of a process set.
+
+        Raises:
+            ArgumentError: The set is not in effect, or this rank is not in it.
+        """
+        number = process_set.process_set_id
+        if number is None or (number and number not in self._sets):
+            raise ArgumentError(f"{process_set} is not in effect: pass it to add_process_set() on every rank first.")
+        if number not in self._groups:
+            raise ArgumentError(
+                f"rank {self._transport.rank} is not in {process_set}, so it cannot take part in its operations."
+            )
+        return self._groups[number]
+
+    def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
+        """The world ranks of the process set of a number; of all for 0.
+
+        Raises:
+            ArgumentError: No set that is in effect has this number.
+        """
+        if process_set_id == 0:
+            return self.everybody.ranks
+        if process_set_id not in self._sets:
+            raise ArgumentError(
+                f"process_set_id={process_set_id!r}: expected the number of a process set that is in effect, one of "
+                f"{', '.join(map(str, [0, *self._sets]))}."
+            )
+        return self._sets[process_set_id].members
+
+    def add(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+        """Put a process set into effect. All ranks of the job call this, with equal ranks.
+
+        Raises:
+            ArgumentError: A rank is unknown, or a set of these ranks is in effect already.
+            MismatchError: The ranks of the job asked for different sets.
+        """
+        if not isinstance(process_set, ProcessSet):
+            process_set = ProcessSet(process_set)
+        self._check_ranks(process_set)
+        taken = [self.everybody.ranks, *(self._sets[number].members for number in self._added)]
+        if process_set.members in taken or process_set.process_set_id in self._sets:
+            raise ArgumentError(
+                f"{process_set}: a process set of these ranks is in effect already; use that one. (new_group() makes another.)"
+            )
+        self._added.add(self._put_into_effect(process_set, "add_process_set"))
+        return process_set
+
+    def new(self, ranks: Iterable[int]) -> ProcessSet:
+        """A new process set, in effect, whatever other sets have these ranks. All ranks of the job call this.
+
+        Raises:
+            ArgumentError: A rank is unknown.
+            MismatchError: The ranks of the job asked for different sets.
+        """
+        process_set = ProcessSet(ranks)
+        self._check_ranks(process_set)
+        self._put_into_effect(process_set, "new_group")
+        return process_set
+
+    def _check_ranks(self, process_set: ProcessSet) -> None:
+        if process_set.members[-1] >= self._transport.size:
+            raise ArgumentError(
+                f"{process_set}: rank {process_set.members[-1]} does not exist; the job has ranks 0 to "
+                f"{self._transport.size - 1}."
+            )
+
+    def _put_into_effect(self, process_set: ProcessSet, called: str) -> int:
+        ranks = process_set.members
+
+        def create(_: HierarchicalCollectives) -> int:
+            members = Members(next(self._numbers), ranks)
+            if self._transport.rank in ranks:
+                self._groups[members.id] = Group(members, self._transport.subgroup(ranks), self._runtime)
+            return members.id
+
+        number: int = self.everybody.engine.run(Agreement(called, [("ranks", ranks)], create))
+        process_set.bind(number, self._transport.rank)
+        self._sets[number] = process_set
+        self._rebind()
+        return number
+
+    def remove(self, process_set: ProcessSet) -> bool:
+        """Take a process set out of effect. All ranks of the job call this.
+
+        Returns:
+            True if it was in effect. (The set of all ranks cannot be removed: False.)
+
+        Raises:
+            ArgumentError: Operations of it are in flight.
+        """
+        number = process_set.process_set_id
+        if number is None or number not in self._sets:
+            return False
+
+        group = self._groups.get(number)
+        if group is not None and group.engine.busy:
+            raise ArgumentError(f"{process_set} has operations in flight: wait for their handles before it is removed.")
+
+        def take_out(_: HierarchicalCollectives) -> None:
+            if group is not None:
+                for exchange in list(group.exchanges):
+                    group.remove(exchange)
+                del self._groups[number]
+                self._removed.append(group)
+                group.engine.close()
+
+        self.everybody.engine.run(Agreement("remove_process_set", [("ranks", process_set.members)], take_out))
+        self._sets.pop(number).bind(None, None)
+        self._added.discard(number)
+        return True
+
+    def adopt(self, exchanges: Iterable[RebindableExchange]) -> None:
+        """Let exchanges of an earlier world go on in this one: now, or as soon as their process sets are in effect here.
+
+        Args:
+            exchanges: What `left` gave on this rank, in that order.
+
+        Raises:
+            HvdliteError: One cannot begin anew. That one and those after it are still waiting then.
+        """
+        self._waiting += exchanges
+        self._rebind()
+
+    def _rebind(self) -> None:
+        for exchange in list(self._waiting):
+            number = exchange.process_set.process_set_id
+            if number is not None and number in self._groups:
+                exchange.rebind()
+                self._waiting.remove(exchange)
+                self._groups[number].add(exchange)
+
+    def left(self) -> list[RebindableExchange]:
+        """The exchanges that can go on in another world, in the order in which they were made."""
+        there = [exchange for exchange in self._runtime.exchanges if isinstance(exchange, RebindableExchange)]
+        return [*there, *self._waiting]
+
+    def close_reducers(self) -> None:
+        """Release the memory of gradients. All ranks of the job do this."""
+        for group in (*self._groups.values(), *self._removed):
+            group.reducers.close()
+
+    def close(self) -> None:
+        """Release everything else, and take all process sets out of effect. All ranks of the job do this."""
+        for group in self:
+            group.engine.close()
+        for process_set in self._sets.values():
+            process_set.bind(None, None)
 
 
 class World:
@@ -50,15 +228,9 @@ class World:
         self.watch = Watchdog(self._control, config, end_job)
         self.timeline = Timeline(transport.rank, transport.size)
         self.devices = Devices(config, hosts, self.watch.launches_on)
-        self._runtime = Runtime(config, hosts, make_flat, self.watch, self.timeline, self.devices)
-        self._everybody = Group(Members(0, tuple(range(transport.size))), transport.duplicate(), self._runtime)
-        self._groups: dict[int, Group] = {0: self._everybody}
-        self._removed: list[Group] = []
-        """What used them may still look at their memory."""
-        self._sets: dict[int, ProcessSet] = {}
-        self._added: set[int] = set()
-        """The numbers of the sets of which no two may have equal ranks."""
-        self._numbers = itertools.count(1)
+        self.groups = Groups(transport, Runtime(config, hosts, make_flat, self.watch, self.timeline, self.devices))
+        self.over = False
+        """This rank has left."""
         self.is_childs_copy = False
         """This process was forked from the one that is the rank."""
         if config.timeline not in ("", "DYNAMIC"):
@@ -70,32 +242,13 @@ class World:
         counts = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
         return f"{counts} ({self._transport.medium})"
 
-    @property
-    def groups(self) -> list[Group]:
-        """The groups in effect that this rank is in; that of all ranks is the first."""
-        return list(self._groups.values())
-
-    @property
-    def kinds(self) -> set[str]:
-        """Of the operations that this rank has submitted."""
-        return set().union(*(group.engine.kinds for group in self._groups.values()))
-
     def group(self, process_set: ProcessSet | None = None) -> Group:
         """The group of a process set; of all ranks if None.
 
         Raises:
             ArgumentError: The set is not in effect, or this rank is not in it.
         """
-        if process_set is None:
-            return self._everybody
-        number = process_set.process_set_id
-        if number is None or (number and number not in self._sets):
-            raise ArgumentError(f"{process_set} is not in effect: pass it to add_process_set() on every rank first.")
-        if number not in self._groups:
-            raise ArgumentError(
-                f"rank {self.topology.rank} is not in {process_set}, so it cannot take part in its operations."
-            )
-        return self._groups[number]
+        return self.groups.everybody if process_set is None else self.groups.of(process_set)
 
     def engine(self, process_set: ProcessSet | None = None) -> Engine:
         """The engine of a process set; of all ranks if None.
@@ -103,105 +256,16 @@ class World:
         Raises:
             ArgumentError: As `group`.
         """
-        return self._everybody.engine if process_set is None else self.group(process_set).engine
+        return (self.groups.everybody if process_set is None else self.groups.of(process_set)).engine
 
     def ranks(self, process_set: ProcessSet | None = None) -> tuple[int, ...]:
         """The world ranks of a process set, whether this rank is in it or not; all if None."""
-        return self._everybody.ranks if process_set is None else process_set.members
+        return self.groups.everybody.ranks if process_set is None else process_set.members
 
-    def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
-        """The world ranks of the process set of a number; of all for 0.
-
-        Raises:
-            ArgumentError: No set that is in effect has this number.
-        """
-        if process_set_id == 0:
-            return self._everybody.ranks
-        if process_set_id not in self._sets:
-            raise ArgumentError(
-                f"process_set_id={process_set_id!r}: expected the number of a process set that is in effect, one of "
-                f"{', '.join(map(str, [0, *self._sets]))}."
-            )
-        return self._sets[process_set_id].members
-
-    def add_process_set(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-        """Put a process set into effect. All ranks of the job call this, with equal ranks.
-
-        Raises:
-            ArgumentError: A rank is unknown, or a set of these ranks is in effect already.
-            MismatchError: The ranks of the job asked for different sets.
-        """
-        if not isinstance(process_set, ProcessSet):
-            process_set = ProcessSet(process_set)
-        self._check_ranks(process_set)
-        taken = [self._everybody.ranks, *(self._sets[number].members for number in self._added)]
-        if process_set.members in taken or process_set.process_set_id in self._sets:
-            raise ArgumentError(
-                f"{process_set}: a process set of these ranks is in effect already; use that one. (new_group() makes another.)"
-            )
-        self._added.add(self._put_into_effect(process_set, "add_process_set"))
-        return process_set
-
-    def new_group(self, ranks: Iterable[int]) -> ProcessSet:
-        """A new process set, in effect, whatever other sets have these ranks. All ranks of the job call this.
-
-        Raises:
-            ArgumentError: A rank is unknown.
-            MismatchError: The ranks of the job asked for different sets.
-        """
-        process_set = ProcessSet(ranks)
-        self._check_ranks(process_set)
-        self._put_into_effect(process_set, "new_group")
-        return process_set
-
-    def _check_ranks(self, process_set: ProcessSet) -> None:
-        if process_set.members[-1] >= self.topology.size:
-            raise ArgumentError(
-                f"{process_set}: rank {process_set.members[-1]} does not exist; the job has ranks 0 to "
-                f"{self.topology.size - 1}."
-            )
-
-    def _put_into_effect(self, process_set: ProcessSet, called: str) -> int:
-        ranks = process_set.members
-
-        def create(_: HierarchicalCollectives) -> int:
-            members = Members(next(self._numbers), ranks)
-            if self.topology.rank in ranks:
-                self._groups[members.id] = Group(members, self._transport.subgroup(ranks), self._runtime)
-            return members.id
-
-        number: int = self._everybody.engine.run(Agreement(called, [("ranks", ranks)], create))
-        process_set.bind(number, self.topology.rank)
-        self._sets[number] = process_set
-        return number
-
-    def remove_process_set(self, process_set: ProcessSet) -> bool:
-        """Take a process set out of effect. All ranks of the job call this.
-
-        Returns:
-            True if it was in effect. (The set of all ranks cannot be removed: False.)
-
-        Raises:
-            ArgumentError: Operations of it are in flight.
-        """
-        number = process_set.process_set_id
-        if number is None or number not in self._sets:
-            return False
-
-        group = self._groups.get(number)
-        if group is not None and group.engine.busy:
-            raise ArgumentError(f"{process_set} has operations in flight: wait for their handles before it is removed.")
-
-        def remove(_: HierarchicalCollectives) -> None:
-            if group is not None:
-                del self._groups[number]
-                self._removed.append(group)
-                group.engine.close()
-
-        self._everybody.engine.run(Agreement("remove_process_set", [("ranks", process_set.members)], remove))
-        self._sets.pop(number).bind(None, None)
-        self._added.discard(number)
-        return True
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of the operations that this rank has submitted."""
+        return set().union(*(group.engine.kinds for group in self.groups))
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Begin to record what every rank does. All ranks of the job call this; rank 0's arguments count.
@@ -211,7 +275,7 @@ class World:
         """
         # Nothing else uses this transport while all ranks are here.
         start = functools.partial(self.timeline.start, self._transport, path, mark_cycles)
-        self._everybody.engine.run(Agreement("start_timeline", [], lambda _: start()))
+        self.groups.everybody.engine.run(Agreement("start_timeline", [], lambda _: start()))
 
     def stop_timeline(self) -> None:
         """End the recording, if there is one, and merge it. All ranks of the job call this.
@@ -220,29 +284,32 @@ class World:
             HvdliteError: The trace could not be written. Raised on all ranks.
         """
         if self.timeline.started:
-            self._everybody.engine.run(Agreement("stop_timeline", [], lambda _: self.timeline.stop(self._transport)))
+            self.groups.everybody.engine.run(
+                Agreement("stop_timeline", [], lambda _: self.timeline.stop(self._transport))
+            )
 
-    def shutdown(self, how: str = "it has called shutdown().") -> None:
+    def shutdown(self, how: str = "it has called shutdown().", for_good: bool = False) -> None:
         """Say goodbye, wait until all ranks have, and release everything.
 
         Args:
             how: Why this rank leaves, as others say it that wait for it.
+            for_good: The program is at its end, so nothing that it holds need stay of use.
         """
         self.watch.leave(how)
+        self.over = True
         if self.timeline.started:
             try:
                 self.timeline.stop(self._transport)
             except HvdliteError as error:
                 print(f"hvdlite: {error}", file=sys.stderr, flush=True)
-        for group in (*self._groups.values(), *self._removed):
-            group.reducers.close()
+        self.groups.close_reducers()
         self.devices.close()
-        for group in self._groups.values():
-            group.engine.close()
-        for process_set in self._sets.values():
-            process_set.bind(None, None)
+        self.groups.close()
         self._control.close()
         self._transport.close()
+        if not for_good:
+            for exchange in self.groups.left():
+                exchange.leave()
 
     def become_child(self) -> None:
         """This process was forked from the rank, and is none: it can ask who that was, and must not disturb it."""
@@ -254,12 +321,12 @@ class World:
         )
         self.timeline.on = False
         self.watch.become_child(error)
-        for group in self._groups.values():
+        for group in self.groups:
             group.engine.become_child(error)
 
     def abandon(self) -> None:
         """Stop this rank's threads without a word to the others: the job is over already."""
         self.watch.abandon()
         self.timeline.abandon()
-        for group in self._groups.values():
+        for group in self.groups:
             group.engine.stop()

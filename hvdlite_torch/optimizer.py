@@ -124,7 +124,7 @@ def DistributedOptimizer(
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     exchange.attach()
-    world().group(exchange.process_set).exchanges.append(StandIn(exchange, falls_behind=not shard))
+    world().group(exchange.process_set).add(StandIn(exchange, falls_behind=not shard))
     teach_grad_scaler()
     return optimizer
 

@@ -72,7 +72,7 @@ class Buckets:
         self._dtypes = [dtype_of(info) for info in infos]
         # Halves are widened by torch where it is loaded, which dislikes memory that is read-only: those are copied.
         self._parts = [self._reducer.part_of(index) if kernel.exact else (0, 0) for index, kernel in enumerate(kernels)]
-        self._group.exchanges.append(self)
+        self._group.add(self)
 
     @property
     def last(self) -> Hashable:
@@ -156,7 +156,7 @@ class Buckets:
 
     def close(self) -> None:
         """Release the memory, on every rank. The framework may still hold results."""
-        self._group.exchanges.remove(self)
+        self._group.remove(self)
         self._group.reducers.release(self._reducer)
 
 
@@ -179,7 +179,7 @@ class Registry:
         self.layouts: dict[int, Any] = {}
         """What the ranks have agreed to exchange, by the number of the `Identity`; the same on all ranks."""
         self._group = here.group(process_set)
-        self._group.exchanges.append(self)
+        self._group.add(self)
 
     @classmethod
     def of(cls, here: World, process_set: ProcessSet | None) -> Registry:

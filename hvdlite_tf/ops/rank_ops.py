@@ -34,13 +34,15 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
         NotInitializedError: Before `init`. (This and others are TensorFlow's in a graph, with their text.)
         ArgumentError: There is no such process set.
     """
-    return _when_it_runs(lambda: len(world("size_op()").ranks_of(process_set_id)), name)
+    return _when_it_runs(lambda: len(world("size_op()").groups.ranks_of(process_set_id)), name)
 
 
 @as_written
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
     """Whether this process is in a process set, when it runs: an int32 scalar, 1 or 0. Arguments as in `size_op`."""
-    return _when_it_runs(lambda: hvdlite.rank() in world("process_set_included_op()").ranks_of(process_set_id), name)
+    return _when_it_runs(
+        lambda: hvdlite.rank() in world("process_set_included_op()").groups.ranks_of(process_set_id), name
+    )
 
 
 @as_written

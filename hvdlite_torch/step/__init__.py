@@ -7,8 +7,8 @@
   clipping.
 - `same_parameters`, `in_step`: what ranks must agree on when an optimizer is made, and at each step.
 - `advice`, `alone`: what goes wrong quietly.
-- `shards`, `sharded_step`, `shardable`: each rank steps its shard of the parameters.
+- `shards`, `shard_state`, `sharded_step`, `shardable`: each rank steps its shard of the parameters.
 - `own_parameters`: other weights for a while, on one rank.
-- `lease`: what an optimizer holds beyond itself.
+- `lease`: what an optimizer holds beyond itself; `in_effect`: one that has no place in the present world.
 - `adasum`: changes of a step instead of gradients.
 """

@@ -18,6 +18,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.step.amp import share_infinities
 from hvdlite_torch.step.closures import closure_of, replace_closure
+from hvdlite_torch.step.in_effect import refuse_to_step
 from hvdlite_torch.step.lease import Lease
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.own_parameters import refuse_steps
@@ -38,8 +39,7 @@ class AdasumExchange:
                 raise ArgumentError(
                     f"{name}={getattr(options, name)!r} has no meaning for op=Adasum: gradients are not combined."
                 )
-        here = world("DistributedOptimizer()")
-        self._ranks = here.ranks(options.process_set)
+        self._world = world("DistributedOptimizer()")
         self.optimizer = optimizer
         self._options = options
         self.process_set = options.process_set
@@ -51,6 +51,13 @@ class AdasumExchange:
     def attach(self) -> None:
         """Have the optimizer call this at each step."""
         self.guard.attach(self.optimizer)
+
+    def leave(self) -> None:
+        """Nothing: nothing of the world is held."""
+
+    def rebind(self) -> None:
+        """Combine the steps of the ranks of the present world from now on."""
+        self._world = world("DistributedOptimizer()")
 
     def set_weight(self, weight: float) -> None:
         """Raise: Adasum weighs by itself."""
@@ -92,6 +99,8 @@ class AdasumExchange:
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         refuse_steps(optimizer)
+        if self._world.over:
+            refuse_to_step(self.process_set)
         closure = closure_of(args, kwargs)
         if closure is not None:  # evaluated first, from the parameters that all have
             with torch.enable_grad():

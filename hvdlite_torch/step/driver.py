@@ -25,6 +25,7 @@ from hvdlite_torch.step.advice import Advice
 from hvdlite_torch.step.amp import finish_unscaling
 from hvdlite_torch.step.closures import Closure, closure_of, joined_loss, replace_closure
 from hvdlite_torch.step.fused import FusedStep
+from hvdlite_torch.step.in_effect import refuse_to_step
 from hvdlite_torch.step.in_step import InStep
 from hvdlite_torch.step.lease import Lease
 from hvdlite_torch.step.options import Options
@@ -53,7 +54,6 @@ class SteppingExchange(abc.ABC):
     """Some rank has missed a step since all had the same state, as far as this is known: then all ranks know the same."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        self._world = world("DistributedOptimizer()")
         self.optimizer = optimizer
         self._options = options
         self.process_set = options.process_set
@@ -75,13 +75,44 @@ class SteppingExchange(abc.ABC):
         """All gradients are noticed during backward passes."""
         self._fused = FusedStep(optimizer)
         self.guard = StepGuard(self._before_step, self._after_step)
-        ranks = self._world.ranks(self.process_set)
-        self._advice = Advice(optimizer, options.op, ranks, self._gather)
-        self._in_step = InStep(optimizer, ranks, self._gather, owns_state=not self._adapts)
+        self._in_step = InStep(optimizer, (), self._gather, owns_state=not self._adapts)
+        self._enter()
+
+    def _enter(self) -> None:
+        """Begin in the present world. Every rank calls this."""
+        self._world = world("DistributedOptimizer()")
+        options, ranks = self._options, self._world.ranks(self.process_set)
+        self._advice = Advice(self.optimizer, options.op, ranks, self._gather)
+        self._in_step.ranks = ranks
         if not self._trainable():
             raise ArgumentError("this optimizer has no parameters that require a gradient.")
         arguments = {"max_grad_norm": options.max_grad_norm, "op": options.op, "shard": not self._adapts}
         check_agreement(self._trainable(), options.names, arguments, ranks, self._gather)
+
+    @abc.abstractmethod
+    def _begin(self) -> None:
+        """Make memory, channels and hooks for what is trained, in the world that was entered. Every rank calls this."""
+
+    # The world ends, and there is another one
+
+    def leave(self) -> None:
+        """Hold nothing of the world any more: it has ended. This is each rank's own affair."""
+        self.lease.leave()
+
+    def rebind(self) -> None:
+        """Begin anew in the present world, with what the program has set and counted. Every rank calls this."""
+        counted = [(self._parameters[index], passes) for index, passes in self._passes.items()]
+        self._sparse = []
+        self._enter()
+        self._begin()
+        numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._passes = {numbers[id(parameter)]: passes for parameter, passes in counted if id(parameter) in numbers}
+
+    def _check_in_effect(self) -> None:
+        """Raise if the ranks that take part are no process set of the present world."""
+        if self._world.over:
+            refuse_to_step(self.process_set)
+        self._world.engine(self.process_set)
 
     def attach(self) -> None:
         """Have the optimizer call this at each step."""

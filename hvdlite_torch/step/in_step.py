@@ -27,6 +27,7 @@ class InStep:
         owns_state: Each rank has the state of parameters of its own, so that it cannot be compared.
 
     Attributes:
+        ranks: As given; others after a restart.
         steps: How many steps the optimizer has made since the ranks were last given the same state.
         origin: Where the state of this rank comes from since then, in words; of an optimizer that owns state.
     """
@@ -41,7 +42,7 @@ class InStep:
         self.steps = 0
         self.origin = ""
         self._optimizer = optimizer
-        self._ranks = ranks
+        self.ranks = ranks
         self._gather = gather
         self._owns_state = owns_state
 
@@ -85,7 +86,7 @@ class InStep:
         lines.append(f"the optimizer has made {self.steps} steps since it was made distributed")
         if changed is not None:
             lines.append(f"the program has {'' if changed else 'not '}changed parameters in place since the last step")
-        text = variants_text(self._ranks, self._gather(lines))
+        text = variants_text(self.ranks, self._gather(lines))
         raise MismatchError(
             "the optimizers of the ranks are not in the same state, so this step would let their parameters come apart:\n"
             f"{text}\n"
@@ -107,7 +108,7 @@ class InStep:
         said = "no set_batch_weight() before this step" if weight is None else f"set_batch_weight({weight:g})"
         raise MismatchError(
             "set_batch_weight() was called on some ranks only, so that the others' samples would count for next to nothing:\n"
-            f"{variants_text(self._ranks, self._gather([said]))}\n"
+            f"{variants_text(self.ranks, self._gather([said]))}\n"
             "Call it on every rank before each step, with the number of samples of the batch, 0 included; or on none."
         )
 

@@ -2,7 +2,7 @@
 
 A program drops an optimizer when it likes, and Python may notice that later on one rank than on another. To release memory and
 channels all ranks are needed. So what a dropped optimizer held is kept until all ranks meet to make another one, and have all
-dropped it (`hvdlite.world.World.release_dropped`).
+dropped it (`hvdlite.group.Group.release_dropped`).
 """
 
 from __future__ import annotations
@@ -56,17 +56,33 @@ class Lease:
         if self.overlap is not None:
             self.overlap.close()
 
-    @torch.no_grad()
     def release(self) -> None:
         """All ranks have dropped it. Every rank calls this."""
+        self._part()
+        self.close()
+        if self.overlap is not None:
+            self.overlap.join()
+        self._forget()
+
+    def leave(self) -> None:
+        """The world has ended, and with it all that was held there. This is each rank's own affair."""
+        self._part()
+        self.remove_hooks()
+        if self.overlap is not None:
+            self.overlap.close()
+            self.overlap.join()
+        self._forget()
+
+    @torch.no_grad()
+    def _part(self) -> None:
+        """Give each parameter memory of this rank alone."""
         for reference, address in self._shared:
             parameter = reference()
             if parameter is not None and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone()  # the next optimizer may step it on every rank
         self._shared = []
-        self.close()
-        if self.overlap is not None:
-            self.overlap.join()
+
+    def _forget(self) -> None:
         self.reducer = self.overlap = None
         self.close = _nothing
 

@@ -35,12 +35,29 @@ class SharedSteps(SteppingExchange):
         self._shares = ParameterShards(optimizer, options.process_set)
         self._standing_in: Sequence[bool] | None = None
         self._loading = False
-        whole = dict(optimizer.state)
+        self._start, self._loads = "", 0
         super().__init__(optimizer, options)
-        self._start = f"as it was when it was made distributed ({_digest_of(whole):08x})" if whole else "empty at first"
+
+    def _begin(self) -> None:
+        whole = {} if self._shares.dealt else dict(self.optimizer.state)
+        super()._begin()  # type: ignore[safe-super]  # of the other base, which makes memory
+        if self._shares.adopted:
+            self._know_origin("that of all ranks")
+        else:
+            made = f"as it was when it was made distributed ({_digest_of(whole):08x})"
+            self._know_origin(made if whole else "empty at first")
+            self._shares.loaded = whole or None
+
+    def _know_origin(self, start: str) -> None:
+        """Where this rank's state comes from; nothing has been loaded since."""
+        self._in_step.origin = self._start = start
         self._loads = 0
-        self._in_step.origin = self._start
-        self._shares.loaded = whole or None
+        self._shares.loaded = None
+
+    def leave(self) -> None:
+        super().leave()
+        self._shares.leave()
+        self._standing_in = None
 
     @property
     @abc.abstractmethod
@@ -98,9 +115,7 @@ class SharedSteps(SteppingExchange):
 
     def have_same_state(self) -> None:
         super().have_same_state()
-        self._in_step.origin = self._start = "that of all ranks"
-        self._loads = 0
-        self._shares.loaded = None
+        self._know_origin("that of all ranks")
 
     def _combined_gradients(self) -> list[torch.Tensor]:
         return self._shares.gradients() or super()._combined_gradients()  # of a rank alone nothing is dealt out

@@ -16,8 +16,10 @@ import torch
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
-from hvdlite.errors import ArgumentError, UnsupportedTensorError, ranks_text
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.gradients.layout import Piece
+from hvdlite_torch.step import shard_state
+from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.tensors.adapter import are_same
 
 
@@ -58,11 +60,11 @@ class ParameterShards:
     Attributes:
         pieces: This rank's, each with the parameter that the optimizer steps: a view of the whole one's memory.
         loaded: The state of whole parameters that this rank has loaded, until it is known that all have; else None.
+        adopted: All ranks have the state that was dealt out in an earlier world.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
         self._optimizer = optimizer
-        self._ranks = world("DistributedOptimizer()").ranks(process_set)
         self._process_set = process_set
         self._parameters: Sequence[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -71,17 +73,64 @@ class ParameterShards:
         """Of each group: its parameters, and this rank's pieces of them."""
         self._left_out: list[torch.Tensor] = []
         """Parameters of the groups of which nobody has a piece."""
+        self._dealt: tuple[int, int] | None = None
+        """This rank's number within the set, and how many ranks that had, when shares were dealt; None before."""
+        self._restarted = True
+        """Shares have not been dealt in the present world."""
+        self._lost = ""
+        """Why there is no state; empty if that is as it should be."""
+        self.adopted = False
         self.pieces: dict[Piece, torch.nn.Parameter] = {}
         self.loaded: dict[Any, dict[str, Any]] | None = None
 
+    @property
+    def dealt(self) -> bool:
+        """Whether this rank has ever been dealt a share."""
+        return self._dealt is not None
+
+    def leave(self) -> None:
+        """The world has ended in which shares were dealt. Each rank keeps its share of the state."""
+        self.put_back()
+        self._restarted = True
+
     @torch.no_grad()
-    def collect(self) -> None:
-        """Make the optimizer's state that of whole parameters, before shares are dealt out anew. Every rank calls this."""
-        if self._parameters:
-            state = self._gather_state(in_host_memory=False)
-            self.pieces = {}
-            self._optimizer.state.clear()
-            self._optimizer.state.update(state)
+    def collect(self, origin: str) -> None:
+        """Make the optimizer's state that of whole parameters, before shares are dealt out anew. Every rank calls this.
+
+        Shares that were dealt in an earlier world count, too, if all ranks that had one are in this one. If not, there is no
+        state, and no step can be taken before one is loaded.
+
+        Args:
+            origin: Where this rank's state comes from, in words.
+        """
+        everybody = self._gather(origin)
+        state = self._optimizer.state
+        self.adopted = self._restarted and any(share.dealt is not None for share in everybody)
+        if self.adopted:
+            self._lost = self._lost or shard_state.why_lost(everybody)
+            if self._dealt is None:  # what this rank may have is not that of the others
+                for parameter in shard_state.all_of(self._optimizer):
+                    state.pop(parameter, None)
+        whole = self._own() if self._lost else self._joint(everybody, in_host_memory=False)
+        self._restarted = False
+        self.pieces, self._parameters, self._addresses = {}, [], []
+        state.clear()
+        state.update(whole)
+
+    def _gather(self, origin: str) -> list[shard_state.Share]:
+        return shard_state.gather(
+            self._optimizer, self.pieces, self._parameters, self._dealt, origin, self._process_set
+        )
+
+    def _own(self) -> shard_state.State:
+        """What there is of others than this rank's pieces."""
+        pieces = set(self.pieces.values())
+        return {key: values for key, values in self._optimizer.state.items() if key not in pieces}
+
+    def _joint(self, everybody: Sequence[shard_state.Share], in_host_memory: bool) -> shard_state.State:
+        """The state of whole parameters, from the shares of all ranks."""
+        ranks = world("DistributedOptimizer()").ranks(self._process_set)
+        return shard_state.join(self._optimizer, self._own(), everybody, in_host_memory, ranks)
 
     @torch.no_grad()
     def deal(self, parameters: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
@@ -91,6 +140,8 @@ class ParameterShards:
             parameters: All that are trained; contiguous. From now on they may not be given other memory.
             pieces: This rank's.
         """
+        ranks = world("DistributedOptimizer()").ranks(self._process_set)
+        self._dealt = ranks.index(hvdlite.rank()), len(ranks)
         self._parameters = list(parameters)
         self._addresses = [parameter.data_ptr() for parameter in parameters]
         self.pieces = {piece: torch.nn.Parameter(cut(parameters[piece.tensor].data, piece)) for piece in pieces}
@@ -115,8 +166,11 @@ class ParameterShards:
         """Let the optimizer's groups hold this rank's pieces, until `put_back`. Nothing if nothing has been dealt out.
 
         Raises:
-            ArgumentError: A parameter that was not dealt out, such as a frozen one, has a gradient: torch would step it.
+            ArgumentError: A parameter that was not dealt out, such as a frozen one, has a gradient: torch would step it. Or the
+                state is gone.
         """
+        if self._lost:
+            raise ArgumentError(self._lost)
         if not self._parameters:
             return
         groups = self._optimizer.param_groups
@@ -175,8 +229,11 @@ class ParameterShards:
         Raises:
             ArgumentError: Some ranks lack their part of it. Raised on all of them.
         """
+        if self._lost:
+            raise ArgumentError(self._lost)
         self.put_back()
-        with self._instead(self._gather_state(in_host_memory=True)):
+        everybody = self._gather("")
+        with self._instead(self._joint(everybody, in_host_memory=True)):
             yield
 
     @contextlib.contextmanager
@@ -205,87 +262,17 @@ class ParameterShards:
         self.put_back()
         self._optimizer.state.clear()
         yield
+        self._lost = ""
         self.loaded = dict(self._optimizer.state)
         self.take_share_of_state()
 
     @torch.no_grad()
     def take_share_of_state(self) -> None:
         """Cut the state of whole parameters, and keep what belongs to this rank's pieces."""
-        optimizer = self._optimizer
-        whole = dict(optimizer.state)
-        dealt_out = set(self._parameters)
-        kept: dict[Any, Any] = {key: state for key, state in whole.items() if key not in dealt_out}
-        for piece, parameter in self.pieces.items():
-            of = self._parameters[piece.tensor]
-            if of in whole:
-                kept[parameter] = {
-                    name: cut(value.contiguous(), piece).clone() if _is_elementwise(value, of) else _copy(value)
-                    for name, value in whole[of].items()
-                }
-        optimizer.state.clear()
-        optimizer.state.update(kept)
-
-    def _gather_state(self, in_host_memory: bool) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state of whole parameters, from all ranks; where their parameters are, unless `in_host_memory`. Collective."""
         state = self._optimizer.state
-        mine = [
-            (piece, {name: _to_send(value, parameter) for name, value in state[parameter].items()})
-            for piece, parameter in self.pieces.items()
-            if parameter in state
-        ]
-        pieces = set(self.pieces.values())
-        whole: dict[Any, dict[str, Any]] = {key: values for key, values in state.items() if key not in pieces}
-        # What is shown of a rank that waits for others, which train on.
-        name = "state_dict() of a sharded optimizer, which every rank calls"
-        everybody = hvdlite.allgather_object(mine, name=name, process_set=self._process_set)
-        self._check_complete(everybody)
-        for piece, values in (item for share in everybody for item in share):
-            parameter = self._parameters[piece.tensor]
-            target = whole.setdefault(parameter, {})
-            shape = cut(parameter.data, piece).shape
-            for name, (value, follows) in values.items():
-                follows = follows and not in_host_memory
-                device = parameter.device if follows else None
-                if isinstance(value, torch.Tensor) and value.shape == shape and shape:
-                    if name not in target:
-                        target[name] = torch.empty(parameter.shape, dtype=value.dtype, device=device)
-                    cut(target[name], piece).copy_(value)
-                else:
-                    target[name] = value.to(device) if follows else value
-        return whole
-
-    def _check_complete(self, everybody: Sequence[Sequence[tuple[Piece, dict[str, Any]]]]) -> None:
-        """Raise if the pieces of state of some parameter are not all there, or not of the same kind.
-
-        Args:
-            everybody: Those of each rank.
-
-        Raises:
-            ArgumentError: The text says who has some.
-        """
-        found: dict[int, dict[tuple[str, ...], int]] = {}
-        for piece, values in (item for share in everybody for item in share):
-            kinds = found.setdefault(piece.tensor, {})
-            kind = tuple(sorted(values))
-            kinds[kind] = kinds.get(kind, 0) + piece.stop - piece.start
-        for tensor, kinds in found.items():
-            parameter = self._parameters[tensor]
-            if len(kinds) > 1 or sum(kinds.values()) != parameter.numel():
-                have = [
-                    rank for rank, share in enumerate(everybody) if any(piece.tensor == tensor for piece, _ in share)
-                ]
-                raise ArgumentError(
-                    f"of the optimizer's state of a parameter of shape {tuple(parameter.shape)}, parts are missing: only "
-                    f"{ranks_text([self._ranks[rank] for rank in have])} of {len(everybody)} ranks have some. State of a "
-                    "sharded optimizer was set or deleted on some ranks only: do that on all of them."
-                )
-
-
-def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece of a parameter, or of something of its shape: a view. In its shape, if it is the whole."""
-    if piece.stop - piece.start == tensor.numel():
-        return tensor
-    return tensor.view(-1)[piece.start : piece.stop]
+        share = shard_state.share_of(dict(state), self._parameters, self.pieces)
+        state.clear()
+        state.update(share)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
@@ -303,18 +290,3 @@ def clip_factor(squares: float, max_grad_norm: float) -> float:
     """By what gradients are multiplied so that their norm, the root of `squares`, is at most `max_grad_norm`."""
     factor = max_grad_norm / (math.sqrt(squares) + 1e-6)
     return 1.0 if factor > 1.0 else factor  # NaN if the norm is, as torch's
-
-
-def _to_send(value: Any, parameter: torch.Tensor) -> tuple[Any, bool]:
-    """A piece of state in host memory, and whether it belongs where the parameter is."""
-    if not isinstance(value, torch.Tensor):
-        return value, False
-    return value.cpu(), value.device == parameter.device
-
-
-def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -12,17 +12,20 @@ from hvdlite_torch.training.state import broadcast_optimizer_state
 
 
 class StandIn:
-    """As `hvdlite.protocols.Exchange` says. It does not keep the optimizer.
+    """As `hvdlite.protocols.RebindableExchange` says. It does not keep the optimizer.
 
     Args:
         exchange: The optimizer's.
         falls_behind: A rank that stands in takes no steps.
+
+    Attributes:
+        process_set: The ranks that take part.
     """
 
     def __init__(self, exchange: Exchange, falls_behind: bool) -> None:
         self._exchange = weakref.ref(exchange)
         self._lease = exchange.lease
-        self._process_set = exchange.process_set
+        self.process_set = exchange.process_set
         self._falls_behind = falls_behind
 
     memory_only = False
@@ -36,6 +39,19 @@ class StandIn:
     def release(self) -> None:
         """Release what the optimizer held. Every rank calls this."""
         self._lease.release()
+
+    def leave(self) -> None:
+        """Hold nothing of the world any more: it has ended. This is each rank's own affair."""
+        self._lease.leave()
+        exchange = self._exchange()
+        if exchange is not None:
+            exchange.leave()
+
+    def rebind(self) -> None:
+        """Let the optimizer go on in the present world. Every rank of its process set calls this."""
+        exchange = self._exchange()
+        if exchange is not None:
+            exchange.rebind()
 
     def stand_in(self) -> None:
         """Take part in the others' steps until all ranks have joined."""

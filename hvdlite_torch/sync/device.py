@@ -75,7 +75,14 @@ class DeviceExchange(SteppingExchange):
         super().__init__(optimizer, options)
         if options.codec is not None:
             cast_of(options.codec)
-        parameters = self._trainable()
+        self._buckets: list[DeviceBucket] = []
+        self._sent: list[torch.Tensor] = []
+        """Memory of gradients that had been sent, and not been used by a step, when an earlier world ended."""
+        self._divisor = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        options, parameters = self._options, self._trainable()
         self._device, self._place = device_of(parameters), parameters[0].device
         self._world.group(self.process_set).release_dropped()
         self._collectives = self._world.group(self.process_set).device_collectives(self._device)
@@ -84,14 +91,18 @@ class DeviceExchange(SteppingExchange):
         self._average = options.op is hvdlite.Average
         wanted = options.overlap
         self._launches_early = self._world.config.overlap != "off" if wanted is None else wanted
-        self._buckets: list[DeviceBucket] = []
-        self._divisor = 0.0
         self._watching = self._world.watch.exchanging(
             lambda: "what the other ranks say with their gradients",
             self._world.group(self.process_set).members,
             remember=False,
         )
         self._prepare(parameters)
+
+    def leave(self) -> None:
+        super().leave()
+        self._sent += [flat.memory for bucket in self._buckets[: self._launched] for flat in bucket.flats]
+        self._buckets = []
+        self._begin_step()
 
     # Memory
 
@@ -103,6 +114,7 @@ class DeviceExchange(SteppingExchange):
 
     def _follow(self, parameters: list[torch.Tensor], order: Sequence[int]) -> None:
         """Make memory and hooks for `parameters`, whose gradients come in this order. Every rank calls this."""
+        self._buckets = []
         if not self._alone:
             infos = [ADAPTER.info(parameter) for parameter in parameters]
             nbytes = [nbytes_of(info) for info in infos]
@@ -269,7 +281,7 @@ class DeviceExchange(SteppingExchange):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        self._world.group(self.process_set)  # raises if the set has been removed
+        self._check_in_effect()
         if self._alone:
             self._exchange_alone()
             return
@@ -311,6 +323,8 @@ class DeviceExchange(SteppingExchange):
 
     def _exchange_alone(self) -> None:
         weight = self._take_weight()
+        if problem := self._sent_before_restart():
+            raise lost_gradients(problem)
         self._parameters = self._trainable()
         if self._options.sparse_as_dense:
             for parameter in self._parameters:
@@ -345,7 +359,7 @@ class DeviceExchange(SteppingExchange):
             self._set_apart(found)
         weight = self._take_weight()
         self._taken_weight = weight
-        problem = "" if not self._launched else self._what_changed(weight)
+        problem = self._what_changed(weight) if self._launched else self._sent_before_restart()
         if news:
             problem = "a parameter has sparse gradients that had dense ones, or none, in the first steps"
         self._combine(weight, problem, gradients)
@@ -390,6 +404,14 @@ class DeviceExchange(SteppingExchange):
                 [not bucket.is_home(index, self._parameters[index].grad) for index in bucket.tensors]
             ):
                 return "they were changed after the backward pass"
+        return ""
+
+    def _sent_before_restart(self) -> str:
+        """Whether some gradients had been sent before shutdown() and init() already, in words; empty if not."""
+        sent, self._sent = {memory.untyped_storage().data_ptr() for memory in self._sent}, []
+        gradients = [parameter.grad for parameter in self._parameters] if sent else []
+        if any([gradient is not None and gradient.untyped_storage().data_ptr() in sent for gradient in gradients]):
+            return "shutdown() and init() came between the backward pass and the step (zero_grad() and another pass mend that)"
         return ""
 
     def _combine(

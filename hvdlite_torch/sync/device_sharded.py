@@ -46,11 +46,11 @@ class ShardedDeviceExchange(SharedSteps, DeviceExchange):
 
     @torch.no_grad()
     def _follow(self, parameters: list[torch.Tensor], order: Sequence[int]) -> None:
-        if self._alone:
-            super()._follow(parameters, order)
-            return
-        self._shares.collect()
+        self._shares.collect(self._in_step.origin)
         super()._follow(parameters, order)
+        if self._alone:
+            self._gradients = []
+            return
         hvdlite.broadcast(parameters, 0, inplace=True, process_set=self.process_set)
         pieces = []
         for bucket in self._parameter_buckets():

@@ -41,8 +41,12 @@ class GradientExchange(SteppingExchange):
         self._reducer: Reducer | None = None
         self._overlap: Overlap | None = None
         self._slots: list[Slot] = []
-        self._world.group(self.process_set).release_dropped()
+        self._met: list[Slot] = []
         self._planner: Planner
+        self._begin()
+
+    def _begin(self) -> None:
+        self._world.group(self.process_set).release_dropped()
         self.missed = False
         if self._world.config.keep_memory:
             keep_freed_memory()
@@ -59,8 +63,7 @@ class GradientExchange(SteppingExchange):
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
         """Make memory and hooks for `parameters`."""
         outdated = self._reducer
-        for slot in self._slots:
-            slot.leave(self._parameters[slot.index])
+        self._leave_slots()
         if self._overlap is not None:
             self._overlap.close()
             self._overlap.join()
@@ -84,6 +87,19 @@ class GradientExchange(SteppingExchange):
         self._small = SmallGradients(small, [parameters[slot.index] for slot in small])
         self._make_hooks()
 
+    def _leave_slots(self) -> None:
+        """Let gradients have memory of their own."""
+        for slot in self._slots:
+            slot.leave(self._parameters[slot.index])
+        self._slots = []
+
+    def leave(self) -> None:
+        super().leave()
+        self._leave_slots()
+        self._large, self._large_in, self._met = [], [], []
+        self._small = SmallGradients([], [])
+        self._reducer = self._overlap = None
+
     def _make_hooks(self) -> None:
         assert self._reducer is not None
         self.lease.remove_hooks()
@@ -104,7 +120,7 @@ class GradientExchange(SteppingExchange):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        self._world.group(self.process_set)  # raises if the set has been removed
+        self._check_in_effect()
         while True:
             dense = self._find_dense()
             self._check_parameters()

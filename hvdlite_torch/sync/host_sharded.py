@@ -29,8 +29,9 @@ from hvdlite.gradients.sharded_reducer import ShardedReducer
 from hvdlite.protocols import Plan
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.own_parameters import versions_of
+from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.step.sharded_step import SharedSteps
-from hvdlite_torch.step.shards import clip_factor, cut, refuse_sparse, squared_norm
+from hvdlite_torch.step.shards import clip_factor, refuse_sparse, squared_norm
 from hvdlite_torch.sync.host import GradientExchange
 from hvdlite_torch.sync.slot import Slot, Where, as_tensor, gradient_dtype
 from hvdlite_torch.tensors.adapter import ADAPTER
@@ -63,7 +64,7 @@ class ShardedExchange(SharedSteps, GradientExchange):
                     "out shard=True, or grad_dtype."
                 )
         infos = [ADAPTER.info(parameter) for parameter in parameters]
-        self._shares.collect()
+        self._shares.collect(self._in_step.origin)
         reducer = self._world.group(self.process_set).reducers.make_sharded(
             infos, self._options.op, plan._replace(spare=True), whole=self._whole
         )
@@ -106,6 +107,11 @@ class ShardedExchange(SharedSteps, GradientExchange):
     @property
     def _total_weight(self) -> float:
         return self._reducer.divisor
+
+    def leave(self) -> None:
+        super().leave()
+        self._homes = []
+        self._versions = None
 
     def _publish(self) -> None:
         self._reducer.publish()

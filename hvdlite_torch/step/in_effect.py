@@ -1,0 +1,28 @@
+"""An optimizer that was made before ``shutdown()``, and has no place in the present world yet."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from hvdlite import ProcessSet
+from hvdlite.api import world
+from hvdlite.errors import ArgumentError
+
+
+def refuse_to_step(process_set: ProcessSet) -> NoReturn:
+    """Raise that an optimizer of these ranks cannot step, since its world has ended.
+
+    Raises:
+        NotInitializedError: There is no other world yet.
+        ArgumentError: The process set is not in effect in the present one; or it was removed before the other one ended.
+    """
+    world("optimizer.step()")
+    if process_set.process_set_id is None:
+        raise ArgumentError(
+            f"{process_set} is not in effect after the restart (shutdown() and init()), so its optimizer cannot step: pass "
+            "this very ProcessSet object, not one of equal ranks, to init(process_sets=[…]) or add_process_set() on every rank."
+        )
+    raise ArgumentError(
+        f"this optimizer was made before shutdown(), and did not go on with init(), for its process set, {process_set}, had "
+        "been removed: make the optimizer anew."
+    )

@@ -1,0 +1,202 @@
+"""The state of a sharded optimizer: of pieces on each rank, and of whole parameters where all ranks put theirs together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.errors import ArgumentError, ranks_text
+from hvdlite.gradients.layout import Piece
+
+State = dict[Any, dict[str, Any]]
+"""As ``optimizer.state``: of each parameter, its state by name."""
+
+
+class Share(NamedTuple):
+    """What one rank has of an optimizer's state.
+
+    Attributes:
+        dealt: The rank's number when shares were dealt, and how many ranks there were; None if none have been.
+        origin: Where the state comes from, in words.
+        steps: The rank steps a piece of some parameter.
+        pieces: Of each piece that has a state: the number of its parameter among all that the optimizer has; its first element,
+            and the one after its last; its state by name, each value with whether it belongs on the parameter's device.
+    """
+
+    dealt: tuple[int, int] | None
+    origin: str
+    steps: bool
+    pieces: list[tuple[int, int, int, dict[str, tuple[Any, bool]]]]
+
+
+def gather(
+    optimizer: torch.optim.Optimizer,
+    pieces: Mapping[Piece, torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    dealt: tuple[int, int] | None,
+    origin: str,
+    process_set: ProcessSet,
+) -> list[Share]:
+    """The shares of all ranks. Every rank of the set calls this.
+
+    Args:
+        optimizer: Its groups hold whole parameters, and its state is that of `pieces`.
+        pieces: This rank's, each with the parameter that the optimizer steps.
+        parameters: Those that ``piece.tensor`` counts.
+        dealt, origin: As for `Share`.
+        process_set: The ranks that share.
+    """
+    numbers = {id(parameter): number for number, parameter in enumerate(all_of(optimizer))}
+    mine = Share(
+        dealt,
+        origin,
+        bool(pieces),
+        [
+            (
+                numbers[id(parameters[piece.tensor])],
+                piece.start,
+                piece.stop,
+                {name: _to_send(value, parameter) for name, value in optimizer.state[parameter].items()},
+            )
+            for piece, parameter in pieces.items()
+            if parameter in optimizer.state and id(parameters[piece.tensor]) in numbers
+        ],
+    )
+    # What is shown of a rank that waits for others, which train on.
+    name = "state_dict() of a sharded optimizer, which every rank calls"
+    return hvdlite.allgather_object(mine, name=name, process_set=process_set)
+
+
+def join(
+    optimizer: torch.optim.Optimizer, own: State, everybody: Sequence[Share], in_host_memory: bool, ranks: Sequence[int]
+) -> State:
+    """The state of whole parameters.
+
+    Args:
+        optimizer: Whose parameters they are.
+        own: What this rank has beside its pieces.
+        everybody: The shares of all ranks.
+        in_host_memory: Not where the parameters are.
+        ranks: The world ranks that share, for messages.
+
+    Raises:
+        ArgumentError: Some ranks lack their part of it. Raised on all of them.
+    """
+    parameters = all_of(optimizer)
+    _check_complete(parameters, everybody, ranks)
+    whole = dict(own)
+    for number, start, stop, values in (piece for share in everybody for piece in share.pieces):
+        parameter = parameters[number]
+        target = whole.setdefault(parameter, {})
+        piece = Piece(number, start, stop)
+        shape = cut(parameter.data, piece).shape
+        for name, (value, follows) in values.items():
+            follows = follows and not in_host_memory
+            device = parameter.device if follows else None
+            if isinstance(value, torch.Tensor) and value.shape == shape and shape:
+                if name not in target:
+                    target[name] = torch.empty(parameter.shape, dtype=value.dtype, device=device)
+                cut(target[name], piece).copy_(value)
+            else:
+                target[name] = value.to(device) if follows else value
+    return whole
+
+
+def why_lost(everybody: Sequence[Share]) -> str:
+    """Why shares that were dealt in an earlier world do not make up a state; empty if they do."""
+    there = [share for share in everybody if share.dealt is not None]
+    sizes = {share.dealt[1] for share in there if share.dealt is not None}
+    numbers = {share.dealt[0] for share in there if share.dealt is not None}
+    states = [values for share in there for *_, values in share.pieces]
+    stateless = any(share.steps for share in there) and not any(
+        value is not None for values in states for value, _ in values.values()
+    )
+    if sizes and (len(sizes) > 1 or numbers != set(range(*sizes))) and not stateless:
+        return (
+            f"a part of this sharded optimizer's state is gone: of the {max(sizes)} ranks that had shares of it before "
+            f"shutdown() and init(), only {ranks_text(sorted(numbers))} of that time are in the job now. Load a checkpoint, by "
+            "load_state_dict() on every rank, or on one and hvd.broadcast_optimizer_state(optimizer, that rank) on all; or "
+            "make the optimizer anew."
+        )
+    if len({share.origin for share in there}) > 1:
+        return (
+            "the ranks had not loaded the same state into this sharded optimizer before shutdown() and init(), so there is "
+            "none of all ranks. Load one, by load_state_dict() on every rank, or on one and "
+            "hvd.broadcast_optimizer_state(optimizer, that rank) on all."
+        )
+    return ""
+
+
+def all_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The piece of a parameter, or of something of its shape: a view. In its shape, if it is the whole."""
+    if piece.stop - piece.start == tensor.numel():
+        return tensor
+    return tensor.view(-1)[piece.start : piece.stop]
+
+
+def share_of(whole: State, parameters: Sequence[torch.Tensor], pieces: Mapping[Piece, torch.Tensor]) -> State:
+    """The state of pieces, and what there is of others than `parameters`, from the state of whole parameters.
+
+    Args:
+        whole: Of whole parameters.
+        parameters: Those that have been dealt out.
+        pieces: This rank's, each with the parameter that the optimizer steps.
+    """
+    dealt_out = set(parameters)
+    kept = {key: state for key, state in whole.items() if key not in dealt_out}
+    for piece, parameter in pieces.items():
+        of = parameters[piece.tensor]
+        if of in whole:
+            kept[parameter] = {
+                name: cut(value.contiguous(), piece).clone() if _is_elementwise(value, of) else _copy(value)
+                for name, value in whole[of].items()
+            }
+    return kept
+
+
+def _check_complete(parameters: Sequence[torch.Tensor], everybody: Sequence[Share], ranks: Sequence[int]) -> None:
+    """Raise if the pieces of state of some parameter are not all there, or not of the same kind.
+
+    Raises:
+        ArgumentError: The text says who has some.
+    """
+    found: dict[int, dict[tuple[str, ...], int]] = {}
+    for number, start, stop, values in (piece for share in everybody for piece in share.pieces):
+        kinds = found.setdefault(number, {})
+        kind = tuple(sorted(values))
+        kinds[kind] = kinds.get(kind, 0) + stop - start
+    for number, kinds in found.items():
+        parameter = parameters[number]
+        if len(kinds) > 1 or sum(kinds.values()) != parameter.numel():
+            have = [
+                rank for rank, share in zip(ranks, everybody, strict=True) if number in [p[0] for p in share.pieces]
+            ]
+            raise ArgumentError(
+                f"of the optimizer's state of a parameter of shape {tuple(parameter.shape)}, parts are missing: only "
+                f"{ranks_text(have)} of {len(everybody)} ranks have some. State of a "
+                "sharded optimizer was set or deleted on some ranks only: do that on all of them."
+            )
+
+
+def _to_send(value: Any, parameter: torch.Tensor) -> tuple[Any, bool]:
+    """A piece of state in host memory, and whether it belongs where the parameter is."""
+    if not isinstance(value, torch.Tensor):
+        return value, False
+    return value.cpu(), value.device == parameter.device
+
+
+def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
