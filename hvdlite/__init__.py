@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import guide
+from hvdlite.adapter import guide
 from hvdlite.adapter.distributed_gradient import DistributedGradient
 from hvdlite.api import (
     Adasum,

@@ -8,5 +8,6 @@
 - `identity`: which optimizer of one rank is which of another's.
 - `advice`: what goes wrong quietly in a first step.
 - `optional`: packages that an extra brings.
+- `guide`: what to say where `hvdlite` is asked for what is in an adapter's package.
 - `inner_class`: what stands for a class inside of Horovod that programs name.
 """
