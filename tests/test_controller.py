@@ -221,7 +221,7 @@ def test_a_letter_from_before_the_cache_began_anew_is_understood() -> None:
     for rank in (2, 1, 0):
         ranks[rank].announce("x", signature("f"))
         step(rank)
-    assert not any(controller._history._retired for controller in ranks)  # all have heard of y by now
+    assert not any(controller._history.retired for controller in ranks)  # all have heard of y by now
 
 
 @pytest.mark.parametrize("first", ["the report", "the news"])
@@ -384,5 +384,5 @@ def test_names_that_are_used_once_are_forgotten() -> None:
     )
     for rank in ranks:
         assert len(rank._cache.entries) == len(rank._cache.ids) <= 16
-        assert len(rank._history._retired) <= 2
-        assert not rank._announced and not rank._history._failed and not rank._tallies._tallies
+        assert len(rank._history.retired) <= 2
+        assert not rank._announced and not rank._history.failed and not rank._tallies._tallies

@@ -102,18 +102,18 @@ class Controller:
         """This rank's program has submitted `key`."""
         self._announced[key] = signature
         self._tallies.count(key, signature, self._rank)
-        if self._blocked:
+        if self._blocked.found:
             self._wake(self._rank)
 
     def join(self) -> None:
         """This rank's program submits nothing more until all ranks have joined."""
         self._joins = True
-        if self._blocked:
+        if self._blocked.found:
             self._wake(self._rank)
 
     def report_blocked(self, pending: Sequence[tuple[Key, Signature]]) -> None:
         """This rank's program cannot go on before one of `pending` is done. Holds until the next plan or `announce`."""
-        if self._rank not in self._blocked and not self._joins:
+        if self._rank not in self._blocked.found and not self._joins:
             self._blocked.hear(self._rank, self._plans, {self._rank: list(pending)})
             if self._parent is not None:  # the root's own step tells everybody
                 self._pass_on_blocked()
@@ -147,7 +147,7 @@ class Controller:
         # Only now: a parent must know of all that is ready before it hears that there will be no more.
         if self._tallies.all_joined and not self._told_joined:
             decisions += self._pass_on_joined()
-        if self._blocked:
+        if self._blocked.found:
             decisions += self._pass_on_blocked()
         return decisions
 
@@ -195,8 +195,9 @@ class Controller:
         reports: list[tuple[Key, Report]] = [*cache.expand(runs), *rest]
         for key, report in self._history.still_open(reports, plans):
             self._tallies.count(key, report, sender)
-        self._history.forget(self._plans)
-        if self._blocked:
+        if self._history.failed or self._history.retired:
+            self._history.forget(self._plans)
+        if self._blocked.found:
             self._wake(sender)
 
     # Deciding at the root, and down again
@@ -256,7 +257,8 @@ class Controller:
             signatures: At least of what this rank has not submitted.
         """
         self._plans += 1
-        self._blocked.clear()
+        if self._blocked.found:
+            self._blocked.clear()
         for decision in groups:
             for key in decision.keys:
                 if self._announced.pop(key, None) is None:
@@ -270,7 +272,8 @@ class Controller:
                 else:
                     self._tallies.forget(key)
                     self._history.fail(key, self._plans)
-        self._history.forget(self._plans)
+        if self._history.failed or self._history.retired:
+            self._history.forget(self._plans)
         decisions = groups + rest
         if self._tallies.all_joined and any(decision.last_joined is not None for decision in decisions):
             self._tallies.reset_joined()

@@ -36,6 +36,7 @@ class Driver:
 
     Attributes:
         broken: Why nothing can be done any more; None if all is well.
+        thread: The one that is in the middle of driving; 0 if none is.
         make_late: Makes shared buckets where this rank has joined. Set by the group.
     """
 
@@ -63,7 +64,7 @@ class Driver:
         self._controller = Controller(transport, self._fuse)
         # Reentrant, so that a signal handler that has interrupted its owner comes far enough to be told.
         self._lock = threading.RLock()  # whoever holds it drives
-        self._thread = 0  # which is in the middle of driving
+        self.thread = 0
         self._followed = 0  # plans that are carried out
         self.broken: HvdliteError | None = None
         self.make_late: Callable[[Signature], Operation]
@@ -75,7 +76,7 @@ class Driver:
 
     def check_not_interrupted(self) -> None:
         """Raise if this very thread is in the middle of driving."""
-        if self._thread and self._thread == threading.get_ident():
+        if self.thread and self.thread == threading.get_ident():
             raise interrupted()
 
     def drive_for(self, handle: Handle[Any]) -> bool:
@@ -100,7 +101,7 @@ class Driver:
 
     def become_child(self, error: HvdliteError) -> None:
         """This process was forked from the rank: whoever calls an operation in it gets `error`."""
-        self._lock, self._thread = threading.RLock(), 0  # a thread that is not here may have held it
+        self._lock, self.thread = threading.RLock(), 0  # a thread that is not here may have held it
         self.broken = error
 
     # For the watchdog, from its thread
@@ -120,16 +121,16 @@ class Driver:
     # Under the lock
 
     def _drive(self) -> bool:
-        if self._thread:
+        if self.thread:
             self.check_not_interrupted()
         try:
-            self._thread = threading.get_ident()
+            self.thread = threading.get_ident()
             return self._step()
         except BaseException as error:  # raised by a signal handler, most likely
             self._link.break_off("the agreement on operations", error)
             raise
         finally:
-            self._thread = 0
+            self.thread = 0
 
     def _step(self) -> bool:
         in_flight = self._in_flight

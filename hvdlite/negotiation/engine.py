@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
@@ -98,8 +98,10 @@ class Engine:
         if operation.device is not None:
             self._collectives.choose(operation.device)
         with self._submit_lock:
-            self._check_not_interrupted()
-            self._check_open(operation.signature)
+            if self._submitting or self._driver.thread:
+                self._check_not_interrupted()
+            if self._driver.broken is not None or JOIN in self._in_flight.entries:
+                self._refuse(operation.signature)
             try:
                 self._submitting = True
                 handle = self._put(self._in_flight.new_key(name), operation)
@@ -126,7 +128,8 @@ class Engine:
         with self._submit_lock:
             self._check_not_interrupted()
             operation = Join()
-            self._check_open(operation.signature)
+            if self._driver.broken is not None or self.has_joined:
+                self._refuse(operation.signature)
             handle = self._put(JOIN, operation)
         last: int = handle.wait()
         return last
@@ -151,14 +154,13 @@ class Engine:
             raise interrupted()
         self._driver.check_not_interrupted()
 
-    def _check_open(self, signature: Signature) -> None:
+    def _refuse(self, signature: Signature) -> NoReturn:
         if self._driver.broken is not None:
             raise self._driver.broken
-        if self.has_joined:
-            raise HvdliteError(
-                f"this rank has called join(), so until all ranks have, it cannot call {describe(signature)}: another "
-                "thread of it has to wait for join() to return."
-            )
+        raise HvdliteError(
+            f"this rank has called join(), so until all ranks have, it cannot call {describe(signature)}: another "
+            "thread of it has to wait for join() to return."
+        )
 
     def _put(self, key: Key, operation: Operation) -> Handle[Any]:
         handle: Handle[Any] = Handle(self, key)
