@@ -22,7 +22,7 @@ from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Transport
 from hvdlite.timeline import rank_file
 from hvdlite.timeline.clocks import Clock, measure, share_texts
-from hvdlite.timeline.records import OperationRecord, Row
+from hvdlite.timeline.rows import OperationRecord, Row
 
 _WRITE_SECONDS = 0.05
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
