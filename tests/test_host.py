@@ -50,7 +50,7 @@ def on_hosts(hosts: list[int], work: Callable[[HierarchicalCollectives, LocalTra
     def rank(transport: LocalTransport) -> Any:
         collectives = HierarchicalCollectives(transport.duplicate(), hosts, PointToPointCollectives)
         if collectives._here is not None:
-            collectives._here = HostCollectives(collectives.layers.host, ROOM)
+            collectives._here = HostCollectives(collectives.host, ROOM)
         try:
             return work(collectives, transport)
         finally:

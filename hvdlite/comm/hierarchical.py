@@ -10,7 +10,7 @@ from hvdlite.algorithms.adasum import adasum, check_adasum
 from hvdlite.algorithms.slices import slices
 from hvdlite.comm.hierarchy import HostHierarchy, MakeCollectives
 from hvdlite.comm.host_collectives import HostCollectives
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array, Collectives, ReduceOp, Transport
 from hvdlite.tensors.numpy_adapter import check_dtype
 from hvdlite.tensors.reduction import Reduction, reduction
@@ -29,21 +29,31 @@ class HierarchicalCollectives:
         hosts: For each rank of the group, some number of its host.
         make_flat: Makes collectives by messages over the ranks of a transport.
         shared_memory: Whether ranks of one host may share memory.
+
+    Attributes:
+        rank, size: See `Collectives`.
+        host: The ranks of this host.
+        hosts: The number of hosts.
+        owners: The first so many ranks of each host have a part of what goes between the hosts.
+        flat: The same group by messages alone.
+        between_hosts: The ranks of this number on all hosts; None if there is one host only, or this rank is no owner.
     """
 
     def __init__(
         self, transport: Transport, hosts: Sequence[int], make_flat: MakeCollectives, shared_memory: bool = True
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
-        self._transport, self._hosts, self._make_flat = transport, hosts, make_flat
+        self._transport, self._host_of, self._make_flat = transport, hosts, make_flat
         self._shared_memory = shared_memory
-        self.layers = HostHierarchy(transport, hosts, make_flat, shared_memory)
+        self._layers = layers = HostHierarchy(transport, hosts, make_flat, shared_memory)
+        self.host, self.hosts, self.owners = layers.host, layers.hosts, layers.owners
+        self.between_hosts: Collectives | None = layers.cross
         self.flat: Collectives = make_flat(transport)
         self._here: HostCollectives | None = None
         """None if no two ranks of the group share memory."""
-        if self.layers.hosts < self.size:
-            self._here = HostCollectives(self.layers.host)
-        self._one_host = self.layers.hosts == 1 and self._here is not None
+        if self.hosts < self.size:
+            self._here = HostCollectives(self.host)
+        self._one_host = self.hosts == 1 and self._here is not None
 
     def allreduce(self, data: Array, op: ReduceOp | Reduction, algorithm: str = "auto") -> None:
         """Reduce `data` over the ranks, in place.
@@ -75,12 +85,12 @@ class HierarchicalCollectives:
                 self._allreduce_by_messages(data, how, algorithm)
 
     def _allreduce_in_memory(self, here: HostCollectives, data: Array, how: Reduction) -> None:
-        cross = self.layers.cross
+        cross = self.between_hosts
         if self._one_host and (data.nbytes <= _ONE_SHOT_BYTES or (self.size == 2 and how.exact)):
             here.allreduce(data, how)
         else:
             between = None if cross is None else lambda wide: cross.allreduce(wide, how.combining)
-            here.allreduce_by_slices(data, how, self.layers.owners, between)
+            here.allreduce_by_slices(data, how, self.owners, between)
 
     def _allreduce_by_messages(self, data: Array, how: Reduction, algorithm: str) -> None:
         wide = data
@@ -137,12 +147,12 @@ class HierarchicalCollectives:
             self.flat.allgather(data, out, counts)
 
     def broadcast(self, data: Array, root: int) -> None:
-        place = self.layers.places[root]
-        if self._here is None or place.number >= self.layers.owners:
+        place = self._layers.places[root]
+        if self._here is None or place.number >= self.owners:
             self.flat.broadcast(data, root)
             return
-        if self.layers.cross is not None and self.layers.host.rank == place.number:
-            self.layers.cross.broadcast(data, self.layers.peers(root).index(root))
+        if self.between_hosts is not None and self.host.rank == place.number:
+            self.between_hosts.broadcast(data, self._layers.peers(root).index(root))
         self._here.broadcast(data, place.number)
 
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
@@ -157,13 +167,17 @@ class HierarchicalCollectives:
 
     def barrier(self) -> None:
         if self._one_host:
-            self.layers.host.meet()
+            self.host.meet()
         else:
             self.flat.barrier()
 
     def duplicate(self) -> HierarchicalCollectives:
-        return HierarchicalCollectives(self._transport.duplicate(), self._hosts, self._make_flat, self._shared_memory)
+        return HierarchicalCollectives(self._transport.duplicate(), self._host_of, self._make_flat, self._shared_memory)
+
+    def stop(self, error: HvdliteError | None = None) -> None:
+        """Fail every wait for the other ranks of this host. See `Host.stop`."""
+        self.host.stop(error)
 
     def close(self) -> None:
-        self.layers.close()
+        self._layers.close()
         self.flat.close()

@@ -7,10 +7,11 @@ whose library knows what their memory needs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -38,10 +39,6 @@ class Host:
     Args:
         transport: Over them, for the use of this object alone.
 
-    Attributes:
-        patience: Seconds. If not 0, sleep while waiting, up to so long at a time: `PATIENT` if another thread of this rank
-            has something to do, `VERY_PATIENT` if it may take the others long and many threads wait.
-
     Raises:
         SharedMemoryError: They cannot share memory. Raised on all of them.
     """
@@ -49,7 +46,7 @@ class Host:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._stopped: HvdliteError | None = None
-        self.patience = 0.0
+        self._patience = 0.0
         self.rank = transport.rank
         self.size = transport.size
         self._count = 0
@@ -99,6 +96,20 @@ class Host:
         """
         return np.zeros(nbytes, np.uint8) if self.size == 1 else share(self._transport, nbytes)
 
+    @contextlib.contextmanager
+    def patiently(self, longest_nap: float) -> Iterator[None]:
+        """For a with statement: inside of it, sleep while waiting.
+
+        Args:
+            longest_nap: Seconds at a time: `PATIENT` if another thread of this rank has something to do, `VERY_PATIENT` if it
+                may take the others long and many threads wait.
+        """
+        before, self._patience = self._patience, longest_nap
+        try:
+            yield
+        finally:
+            self._patience = before
+
     def meet(self) -> None:
         """Return when every rank of the host has called this."""
         if self._meet_by_messages:
@@ -114,7 +125,7 @@ class Host:
 
     def _wait(self, place: int, count: int) -> None:
         board = self._board
-        if not self.patience:
+        if not self._patience:
             for _ in range(self._spins):
                 if board[place] >= count:
                     return
@@ -126,8 +137,8 @@ class Host:
         Raises:
             HvdliteError: What `stop` was called with.
         """
-        offers = 0.0 if self.patience else OFFERS_SECONDS
-        wait_until(done, self._check, self._offer, offers, self.patience or LONGEST_NAP)
+        offers = 0.0 if self._patience else OFFERS_SECONDS
+        wait_until(done, self._check, self._offer, offers, self._patience or LONGEST_NAP)
 
     def _check(self) -> None:
         if self._stopped is not None:

@@ -81,11 +81,10 @@ class Bucket:
         self.large = {index for index in tensors if nbytes_of(infos[index]) >= LARGE_BYTES}
         self.tensors = sorted(tensors, key=lambda index: index not in self.large)
         self.collectives = collectives
-        self.layers = collectives.layers
-        self.host = collectives.layers.host
+        self.host = collectives.host
         self._average = average
         self._separate = separate or lend > 0
-        self._chunk_bytes = chunk_bytes if self.layers.hosts == 1 else message_bytes
+        self._chunk_bytes = chunk_bytes if self.collectives.hosts == 1 else message_bytes
         self._factors: list[float] | None = None
         self._divisor = 1.0
         self._weight_at = len(self.tensors)
@@ -127,11 +126,11 @@ class Bucket:
         return self._room_now.memories
 
     def _parts(self) -> int:
-        return self.layers.owners
+        return self.collectives.owners
 
     def _part_of(self, block: Block) -> tuple[int, int]:
         """What this rank sums, on its host."""
-        number, owners = self.host.rank, self.layers.owners
+        number, owners = self.host.rank, self.collectives.owners
         if number >= owners:
             return 0, 0
         each = self._parts() // owners
@@ -195,7 +194,7 @@ class Bucket:
     def _owned_of(self, block: Block) -> Iterator[Owned]:
         """What this rank sums of a block."""
         begin, end = self._part_of(block)
-        if self.layers.hosts > 1:  # few and long messages
+        if self.collectives.hosts > 1:  # few and long messages
             if begin < end:
                 yield Owned(begin, end, None)
             return
@@ -315,9 +314,9 @@ class Bucket:
                     self._forget(index)
         self.host.meet()
         total = self._total
-        if self.layers.hosts > 1:
+        if self.collectives.hosts > 1:
             np.copyto(total, mine)
-            self.host.wait_until(self.collectives.flat.start_sum(total))
+            self.host.wait_until(self.collectives.start_sum(total))
         else:
             np.copyto(total, self._headers[0])
             for header in self._headers[1:]:
@@ -344,7 +343,7 @@ class Bucket:
             self._room_now = self._room_of_ranks(tuple(map(int, numbers))) if numbers else self._rooms[0]
 
     def _reduce(self) -> None:
-        cross = self.layers.cross
+        cross = self.collectives.between_hosts
         for stretch in self._room_now.stretches:
             how = stretch.how
             chunks, in_place = stretch.chunks(self._placed.get(stretch.tensor), self._keeps(stretch.tensor))

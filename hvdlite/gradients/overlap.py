@@ -104,7 +104,6 @@ class Overlap:
             if isinstance(result, BaseException):
                 raise result
             told.append(result)
-        self._host.patience = 0.0
         for number in range(self._launched, self._last):
             told.append(self._reducer.exchange_bucket(number, used, Header(weight)))
         lost = (
@@ -136,8 +135,10 @@ class Overlap:
         self._reducer.works_for_another()
         while (order := self._orders.get()) is not None:
             number, weight = order
-            self._host.patience = PATIENT  # the backward pass needs the core more
+            result: HeaderSum | BaseException
             try:
-                self._results.put(self._reducer.exchange_bucket(number, self._all_used, Header(weight)))
+                with self._host.patiently(PATIENT):  # the backward pass needs the core more
+                    result = self._reducer.exchange_bucket(number, self._all_used, Header(weight))
             except BaseException as error:  # the step raises it
-                self._results.put(error)
+                result = error
+            self._results.put(result)

@@ -86,7 +86,7 @@ class Reducer:
         self.timeline = timeline
         self._busy = threading.Lock()
         channel = watch.new_channel(members)
-        self._link = watch.link(members, channel, collectives.layers.host.stop)
+        self._link = watch.link(members, channel, collectives.stop)
         self._watching = watch.exchanging(self._name, members, channel=channel, link=self._link)
         self.waiting = watch.exchanging(self._name, members, remember=False, channel=channel, link=self._link)
         self._steps = 1
@@ -163,7 +163,7 @@ class Reducer:
 
     def close(self) -> None:
         """Release the memory and the channels. Every rank does this; the reducer is not used again."""
-        self._collectives.layers.host.stop()
+        self._collectives.stop()
         # A thread may be in the middle of an exchange that never ends, since no step came after a backward pass.
         if self._busy.acquire(timeout=_CLOSE_SECONDS):
             self.buckets, self._bucket_of = [], {}
@@ -245,15 +245,14 @@ class Reducer:
             As `exchange`.
         """
         nothing = [False] * self._count
-        self.buckets[-1].host.patience = VERY_PATIENT  # it may take the others a whole step
         if self._spare:  # the program may hold something of the other room
             for bucket in self.buckets:
                 bucket.room = 1
         said = Header(0.0, joined=True)
-        told = self.exchange_buckets(nothing, said)
-        if told[-1].again and not told[-1].stopped:
+        with self._collectives.host.patiently(VERY_PATIENT):  # it may take the others a whole step
             told = self.exchange_buckets(nothing, said)
-        self.buckets[-1].host.patience = 0.0
+            if told[-1].again and not told[-1].stopped:
+                told = self.exchange_buckets(nothing, said)
         self.next_step()
         if told[-1].joined == self._collectives.size:
             return None

@@ -32,21 +32,21 @@ class _ShardedBucket(Bucket):
     def __init__(self, whole: bool, *args: Any, **kwargs: Any) -> None:
         self._whole = whole
         super().__init__(*args, **kwargs)
-        place = self.layers.places[self.collectives.rank]
+        collectives = self.collectives
         self.share: int | None = None
-        if place.number < self.layers.owners:
-            among_hosts = 0 if self.layers.cross is None else self.layers.cross.rank
-            self.share = place.number * self.layers.hosts + among_hosts
+        if self.host.rank < collectives.owners:
+            cross = collectives.between_hosts
+            self.share = self.host.rank * collectives.hosts + (0 if cross is None else cross.rank)
 
     def _parts(self) -> int:
-        return self.layers.owners * self.layers.hosts
+        return self.collectives.owners * self.collectives.hosts
 
     def _keeps(self, index: int | None) -> bool:
         return True
 
     def publish(self, memory: Memory, parameters: Array) -> None:
         """Bring this rank's share of the parameters to all hosts, and theirs here."""
-        cross, bounds = self.layers.cross, memory.block.bounds
+        cross, bounds = self.collectives.between_hosts, memory.block.bounds
         if cross is not None and self.share is not None:
             own = parameters[bounds[self.share] : bounds[self.share + 1]].copy()
             begin, end = self._part_of(memory.block)
@@ -54,11 +54,11 @@ class _ShardedBucket(Bucket):
 
     def _counts(self, block: Block) -> list[int]:
         """How much of this rank's part each host answers for."""
-        first = self.host.rank * self.layers.hosts
-        return [block.bounds[n + 1] - block.bounds[n] for n in range(first, first + self.layers.hosts)]
+        first = self.host.rank * self.collectives.hosts
+        return [block.bounds[n + 1] - block.bounds[n] for n in range(first, first + self.collectives.hosts)]
 
     def _reduce(self) -> None:
-        if self.layers.hosts == 1:
+        if self.collectives.hosts == 1:
             super()._reduce()
         elif self.share is not None:
             stretches = iter(self._room_now.stretches)
@@ -70,7 +70,8 @@ class _ShardedBucket(Bucket):
                     )
 
     def _reduce_between_hosts(self, memory: Memory, part: Array, cuts: Sequence[Any]) -> None:
-        assert self.layers.cross is not None
+        cross = self.collectives.between_hosts
+        assert cross is not None
         assert self.share is not None
         bounds, own = memory.block.bounds, memory.gradients[self.host.rank]
         begin, _ = self._part_of(memory.block)
@@ -81,7 +82,7 @@ class _ShardedBucket(Bucket):
                 np.copyto(part[cut.part], wide)
         lo, hi = bounds[self.share], bounds[self.share + 1]
         share = np.empty(hi - lo, memory.how.wide_dtype)
-        self.layers.cross.reduce_scatter(part, share, self._counts(memory.block), ReduceOp.SUM)
+        cross.reduce_scatter(part, share, self._counts(memory.block), ReduceOp.SUM)
         self._divide(share)
         memory.how.narrow(share, own[lo:hi])
 

@@ -198,7 +198,7 @@ class Engine:
 
     def _interrupt(self, error: HvdliteError) -> None:
         self.abandon(error)
-        self._collectives.layers.host.stop(error)
+        self._collectives.stop(error)
 
     def become_child(self, error: HvdliteError) -> None:
         """This process was forked from the rank: whoever calls an operation in it gets `error`."""

@@ -35,7 +35,8 @@ class Alltoall(TensorOperation):
         self.signature = ("alltoall", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), self.where)
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
-        return alltoall_on_device(self, collectives, channel)
+        pairs = alltoall_on_device(self, self.splits, collectives, channel)
+        return [rows for rows, _ in pairs] if self.even else pairs
 
     def exchange(self, collectives: HierarchicalCollectives) -> list[Any]:
         return [

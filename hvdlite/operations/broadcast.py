@@ -19,7 +19,7 @@ class Broadcast(TensorOperation):
         self.signature = ("broadcast", tuple(self.infos), (("root_rank", self.root), *self.where))
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
-        return broadcast_on_device(self, collectives, channel)
+        return broadcast_on_device(self, self.root, collectives, channel)
 
     def exchange(self, collectives: HierarchicalCollectives) -> list[Any]:
         results = []

@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gpu.collectives import DeviceCollectives
-from hvdlite.operations.on_device import DeviceInputs, agree
+from hvdlite.operations.base import TensorOperation
+from hvdlite.operations.on_device import agree
 from hvdlite.protocols import Array, TensorInfo
 
 
-class Moving(Protocol):
-    """What all three have."""
-
-    infos: list[TensorInfo]
-    inplace: bool
-    place: DeviceInputs | None
-    tensors: list[Any]
-
-
-class Broadcasting(Moving, Protocol):
-    """`hvdlite.operations.broadcast.Broadcast`."""
-
-    root: int
-
-
-class Splitting(Moving, Protocol):
-    """`hvdlite.operations.alltoall.Alltoall`."""
-
-    even: bool
-    splits: list[Array]
-
-
-def _natives(operation: Moving) -> Sequence[Any]:
+def _natives(operation: TensorOperation) -> Sequence[Any]:
     return operation.place.natives if operation.place is not None else [None] * len(operation.infos)
 
 
@@ -53,7 +32,7 @@ def _flat(native: Any, info: TensorInfo, channel: DeviceCollectives) -> Any:
 
 
 def allgather_on_device(
-    operation: Moving, collectives: HierarchicalCollectives, channel: DeviceCollectives
+    operation: TensorOperation, collectives: HierarchicalCollectives, channel: DeviceCollectives
 ) -> list[Any]:
     """The ranks' rows, one after the other, for each tensor. Shape ``(rows of all ranks, …)``."""
     shapes = [info.shape or (1,) for info in operation.infos]
@@ -80,7 +59,7 @@ def allgather_on_device(
 
 
 def broadcast_on_device(
-    operation: Broadcasting, collectives: HierarchicalCollectives, channel: DeviceCollectives
+    operation: TensorOperation, root: int, collectives: HierarchicalCollectives, channel: DeviceCollectives
 ) -> list[Any]:
     """The root's tensors: new ones, or the caller's, overwritten."""
     device, problem = channel.device, None
@@ -93,7 +72,7 @@ def broadcast_on_device(
                 results.append(native)
             else:
                 results.append(device.empty(info.shape, info.dtype))
-                if native is not None and collectives.rank == operation.root:
+                if native is not None and collectives.rank == root:
                     device.copy(native, results[-1])
             flats.append(device.flat(results[-1]))
     except Exception as error:
@@ -102,7 +81,7 @@ def broadcast_on_device(
     with channel.group():
         for flat in flats:
             if device.count(flat):
-                channel.broadcast(flat, operation.root, channel.stream)
+                channel.broadcast(flat, root, channel.stream)
     if not operation.inplace:
         return results
     for native, result in zip(natives, results, strict=True):
@@ -112,15 +91,27 @@ def broadcast_on_device(
 
 
 def alltoall_on_device(
-    operation: Splitting, collectives: HierarchicalCollectives, channel: DeviceCollectives
-) -> list[Any]:
-    """For each tensor the rows received, in the order of the senders; with how many came from each (int32), if asked for."""
+    operation: TensorOperation,
+    splits: Sequence[Array],
+    collectives: HierarchicalCollectives,
+    channel: DeviceCollectives,
+) -> list[tuple[Any, Any]]:
+    """Send rows to every rank.
+
+    Args:
+        operation: Its tensors.
+        splits: For each tensor how many of its rows each rank gets.
+        collectives, channel: The group.
+
+    Returns:
+        For each tensor the rows received, in the order of the senders, and how many came from each (int32).
+    """
     device, problem = channel.device, None
     ones = [1] * collectives.size
     all_received: list[Array] = []
-    for splits in operation.splits:
+    for split in splits:
         received = np.empty(collectives.size, np.int64)
-        collectives.alltoall(splits, ones, received, ones)
+        collectives.alltoall(split, ones, received, ones)
         all_received.append(received)
     rows: list[Any] = []
     results: list[Any] = []
@@ -135,9 +126,7 @@ def alltoall_on_device(
     agree(collectives, problem)
     for index, info in enumerate(operation.infos):
         row = math.prod(info.shape[1:])
-        send, recv = ([int(n) * row for n in counts] for counts in (operation.splits[index], all_received[index]))
+        send, recv = ([int(n) * row for n in counts] for counts in (splits[index], all_received[index]))
         channel.alltoall(rows[index], send, device.flat(results[index]), recv, channel.stream)
         device.from_host(all_received[index].astype(np.int32), numbers[index])
-    if operation.even:
-        return results
     return list(zip(results, numbers, strict=True))

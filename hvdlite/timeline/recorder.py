@@ -21,7 +21,7 @@ from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Transport
 from hvdlite.timeline import rank_file
 from hvdlite.timeline.clocks import Clock, measure, share_texts
-from hvdlite.timeline.records import OperationRecord, Row
+from hvdlite.timeline.rows import OperationRecord, Row
 from hvdlite.timeline.writer import Event, RankFileWriter
 
 _WRITE_SECONDS = 0.05

@@ -1,57 +1,18 @@
-"""What is noted of one thing from its begin to its end: an operation, operations that run as one, a bucket of gradients."""
+"""What is noted of one thing from its begin to its end: operations that run as one, a bucket of gradients."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from hvdlite.timeline.clocks import Clock
+from hvdlite.timeline.recorder import Timeline
+from hvdlite.timeline.rows import OperationRecord, Row
 
 
-class Row(enum.IntEnum):
-    """What belongs together in the picture of a rank."""
-
-    STEP = 1
-    """From the end of one gradient exchange to that of the next, with its shares."""
-    PROGRAM = 2
-    """Where the program waits for an operation or an exchange; between these it computes."""
-    NEGOTIATION = 3
-    """From the moment that this rank is ready for something until all are."""
-    QUEUE = 4
-    """From the moment that something may run until it does."""
-    COPY = 5
-    """Copies between tensors and the memory that is exchanged."""
-    EXCHANGE = 6
-    """Data of all ranks becomes one."""
-
-
-class Notes(Protocol):
-    """What takes the notes: `hvdlite.timeline.recorder.Timeline`."""
-
-    clock: Clock
-    size: int
-
-    def add(
-        self, row: Row, category: str, name: str, begin: int, end: int | None = None, args: dict[str, Any] | None = None
-    ) -> None:
-        """Note what lasted from `begin` to `end`."""
-        ...
-
-
-def _part(timeline: Notes, ranks: Sequence[int]) -> dict[str, Any]:
+def _part(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
     """What says that some ranks only take part."""
     return {} if len(ranks) == timeline.size else {"ranks": list(ranks)}
-
-
-class OperationRecord:
-    """One named operation, from its submission on."""
-
-    __slots__ = ("kind", "name", "nbytes", "number", "runs", "submitted")
-
-    def __init__(self, kind: str, name: str, number: int, nbytes: int, submitted: int) -> None:
-        self.kind, self.name, self.number, self.nbytes, self.submitted = kind, name, number, nbytes, submitted
-        self.runs = False
 
 
 class RunRecord:
@@ -67,7 +28,7 @@ class RunRecord:
 
     def __init__(
         self,
-        timeline: Notes,
+        timeline: Timeline,
         operations: Sequence[OperationRecord | None],
         decided: int,
         number: int,
@@ -149,7 +110,7 @@ class BucketRecord:
 
     __slots__ = ("_args", "_begin", "_name", "_ready", "_timeline")
 
-    def __init__(self, timeline: Notes, name: str, number: int, nbytes: int, ranks: Sequence[int]) -> None:
+    def __init__(self, timeline: Timeline, name: str, number: int, nbytes: int, ranks: Sequence[int]) -> None:
         self._timeline, self._name = timeline, name
         self._args = {"number": number, "bytes": nbytes, **_part(timeline, ranks)}
         self._begin = self._ready = timeline.clock()

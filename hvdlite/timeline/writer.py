@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from hvdlite.timeline import rank_file
 from hvdlite.timeline.clocks import Offset
-from hvdlite.timeline.records import Row
+from hvdlite.timeline.rows import Row
 
 Event = tuple[Row, str, str, int, int | None, Any]
 """Row, category, name, begin and end in nanoseconds (no end for a moment), and more about it."""
