@@ -1,4 +1,8 @@
-"""The tests of tests/spmd once more, under plain mpirun, each rank a process."""
+"""The tests of tests/spmd once more, under plain mpirun, each rank a process.
+
+As threads they run on one, two and three ranks. What is left for processes to show: that each test holds where ranks share
+nothing (all of them, on two), and that what moves data between processes does so for other numbers of them (three, and four).
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,18 @@ from tests.jobs import ROOT, mpirun
 FILES = sorted((ROOT / "tests/spmd").glob("test_*.py"))
 TENSORFLOW = [path for path in FILES if path.name.startswith(("test_tf_", "test_keras_"))]
 REST = [path for path in FILES if path not in TENSORFLOW]
-LONG = {"test_torch_idioms.py", "test_torch_programs.py", "test_torch_steps.py"}
-"""Comparisons of many programs with one process: two processes tell what threads do not."""
+MOVES_DATA = [
+    *("adasum", "checks", "join", "operations", "order", "overlap", "process_sets", "schedule", "timeline"),
+    *("sharded", "torch_gradients", "torch_join", "torch_operations", "torch_training"),
+]
+"""What is about messages, memory that processes share, and who is there: the core's tests, and those of torch's that use most."""
+MOVES_DATA_OF_TENSORFLOW = ["tf_graph", "tf_operations", "tf_tape"]
+"""The same between processes of TensorFlow's, each of which takes seconds to start."""
 
 
-def files_for(files: list[Path], size: int) -> list[Path]:
-    """What is run again on so many processes."""
-    return [path for path in files if size == 2 or path.name not in LONG]
+def named(names: list[str]) -> list[Path]:
+    """The files of these tests."""
+    return [ROOT / f"tests/spmd/test_{name}.py" for name in names]
 
 
 LIMIT = 900.0  # on a busy machine
@@ -26,9 +35,12 @@ LIMIT = 900.0  # on a busy machine
 @pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize(
     ("size", "files"),
-    # Each process of TensorFlow's takes seconds to start, and nothing there begins at four.
-    [*((size, files_for(REST, size)) for size in (2, 3, 4)), *((size, files_for(TENSORFLOW, size)) for size in (2, 3))],
-    ids=["2", "3", "4", "2-tensorflow", "3-tensorflow"],
+    [
+        *[(2, REST), (2, TENSORFLOW)],
+        *[(3, named(MOVES_DATA)), (3, named(MOVES_DATA_OF_TENSORFLOW))],
+        (4, named(MOVES_DATA)),
+    ],
+    ids=["2", "2-tensorflow", "3", "3-tensorflow", "4"],
 )
 def test_spmd(size: int, files: list[Path]) -> None:
     done = mpirun(
