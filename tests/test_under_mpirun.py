@@ -19,7 +19,7 @@ MOVES_DATA = [
     *("adasum", "checks", "join", "operations", "order", "overlap", "process_sets", "schedule", "timeline"),
     *("sharded", "torch_gradients", "torch_join", "torch_operations", "torch_training"),
 ]
-"""What is about messages, memory that processes share, and who is there: the core's tests, and those of torch's that use most."""
+"""What is about messages, memory that processes share, and who is there: the core's tests, and torch's that use most of it."""
 MOVES_DATA_OF_TENSORFLOW = ["tf_graph", "tf_operations", "tf_tape"]
 """The same between processes of TensorFlow's, each of which takes seconds to start."""
 
