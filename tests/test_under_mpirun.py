@@ -14,20 +14,23 @@ from tests.jobs import ROOT, mpirun
 
 FILES = sorted((ROOT / "tests/spmd").glob("test_*.py"))
 TENSORFLOW = [path for path in FILES if path.name.startswith(("test_tf_", "test_keras_"))]
+TENSORFLOW += [path for path in FILES if path not in TENSORFLOW and "import tensorflow" in path.read_text()]
+"""Each process takes seconds to import it, so those that need it share their processes."""
 REST = [path for path in FILES if path not in TENSORFLOW]
-MOVES_DATA = [
-    *("adasum", "checks", "join", "operations", "order", "overlap", "process_sets", "schedule", "timeline"),
-    *("sharded", "torch_gradients", "torch_join", "torch_operations", "torch_training"),
-]
-"""What is about messages, memory that processes share, and who is there: the core's tests, and torch's that use most of it."""
-MOVES_DATA_OF_TENSORFLOW = ["tf_graph", "tf_operations", "tf_tape"]
-"""The same between processes of TensorFlow's, each of which takes seconds to start."""
 
 
-def named(names: list[str]) -> list[Path]:
+def named(*names: str) -> list[Path]:
     """The files of these tests."""
     return [ROOT / f"tests/spmd/test_{name}.py" for name in names]
 
+
+# What is about messages, memory that processes share, and who is there: the core's tests, and torch's that use most of it.
+MOVES_DATA = [
+    *named("adasum", "checks", "join", "order", "overlap", "process_sets", "schedule", "timeline"),
+    *named("sharded", "torch_gradients", "torch_join", "torch_operations", "torch_training"),
+]
+OPERATIONS = named("operations")
+OPERATIONS_OF_TENSORFLOW = named("tf_graph", "tf_operations", "tf_tape")
 
 LIMIT = 900.0  # on a busy machine
 
@@ -37,8 +40,8 @@ LIMIT = 900.0  # on a busy machine
     ("size", "files"),
     [
         *[(2, REST), (2, TENSORFLOW)],
-        *[(3, named(MOVES_DATA)), (3, named(MOVES_DATA_OF_TENSORFLOW))],
-        (4, named(MOVES_DATA)),
+        *[(3, MOVES_DATA), (3, OPERATIONS + OPERATIONS_OF_TENSORFLOW)],
+        (4, MOVES_DATA + OPERATIONS),
     ],
     ids=["2", "2-tensorflow", "3", "3-tensorflow", "4"],
 )
