@@ -41,7 +41,7 @@ LIMIT = 900.0  # on a busy machine
     [
         *[(2, REST), (2, TENSORFLOW)],
         *[(3, MOVES_DATA), (3, OPERATIONS + OPERATIONS_OF_TENSORFLOW)],
-        (4, MOVES_DATA + OPERATIONS),
+        (4, MOVES_DATA),
     ],
     ids=["2", "2-tensorflow", "3", "3-tensorflow", "4"],
 )
