@@ -36,6 +36,7 @@ EXTRAS["test"] = [
     "hypothesis",
     "pytest",
     "pytest-timeout",
+    "pytest-xdist",
 ]
 EXTRAS["dev"] = [
     *EXTRAS["test"],

@@ -19,6 +19,8 @@ from hvdlite.testing import on_ranks
 from tests.jobs import Start, Started
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# Several threads of torch's for each of several ranks wait for each other in endless loops: a third of the time goes without.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may lack it, and the tests there do without
     import hypothesis
@@ -32,11 +34,30 @@ UNDER_MPI = "HVDLITE_TEST_MPI" in os.environ
 
 THREAD_RANKS = (1, 2, 3)
 
+LONGEST = ("test_under_mpirun", "test_examples", "test_compat", "test_benchmarks", "test_launch", "test_torch_models")
+"""Files that run for minutes. With `pytest -n 2` they go first, so that no process is left with one of them in the end."""
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`pytest -m gpu` does not look at other tests: a machine with a GPU may lack what they import."""
     only_gpu = config.option.markexpr == "gpu"
     return True if only_gpu and collection_path.is_file() and collection_path.parent.name != "gpu" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """`pytest -n 2`: each file is one process's, in our order. A file shares its imports, fixtures and TensorFlow's state."""
+    if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
+        config.option.dist = "loadfile"
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files go first, where tests are in the order in which they are found."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    if not UNDER_MPI:
+        items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -91,11 +91,10 @@ def result(ended: Ended) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("way", "arguments"),
     [
-        ("option", ["--fp16-allreduce"]),
-        ("module", ["--max-norm", "1.0"]),
+        ("module", ["--fp16-allreduce", "--max-norm", "1.0"]),
         ("option", ["--use-adasum"]),
     ],
-    ids=["fp16", "clipping", "adasum"],
+    ids=["fp16 and clipping", "adasum"],
 )
 def test_training_on_digits(start: Start, way: str, arguments: list[str]) -> None:
     seen = result(program(start, way, "horovod_digits.py", *arguments))
