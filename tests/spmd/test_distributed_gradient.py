@@ -144,6 +144,23 @@ def test_gradients_that_some_ranks_have(ranks: Any) -> None:
     ranks(check)
 
 
+def test_other_frameworks_tensors(ranks: Any) -> None:
+    """Come back as what they were; also where a rank has none, if it has another gradient of that framework."""
+    torch = pytest.importorskip("torch")
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        combine = hvd.DistributedGradient(hvd.Sum)
+        for dtype in (torch.bfloat16, torch.float32):
+            tree = {"here": torch.ones(3), "some": torch.full((2, 2), 2.0, dtype=dtype) if rank == 0 else None}
+            found = combine(tree)
+            assert found["some"].dtype == dtype and (found["some"] == 2).all() and (found["here"] == size).all()
+        kept = torch.ones(3)
+        assert hvd.DistributedGradient(hvd.Sum, inplace=True)([kept])[0] is kept and (kept == size).all()
+
+    ranks(check)
+
+
 def test_a_rank_without_data_joins(ranks: Any) -> None:
     """It has fewer batches, or none at all; afterwards it goes on with what the others know."""
 
