@@ -29,7 +29,7 @@ def run(*command: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("torch_digits", 1), ("torch_digits", 3), ("keras_digits", 2), ("tf_custom_loop", 2)],
+    [("torch_digits", 1), ("torch_digits", 3), ("keras_digits", 2), ("numpy_digits", 3), ("tf_custom_loop", 2)],
 )
 def test_digits(name: str, size: int) -> None:
     out = run("-m", "hvdlite.launch", "-np", str(size), "python", f"examples/{name}.py")

@@ -20,6 +20,7 @@ CASES = [shown for case in CASES for shown in (case, f"{case}, loss")]
 CASES += ["uneven", "missing gradients", "clipping", "weights", "different data"]
 
 RESTARTED = [
+    "arrays",
     "fit",
     "fit with callbacks",
     "fit accumulating",
@@ -54,7 +55,7 @@ def test_training_goes_on_after_a_restart(start: Start, backend: str) -> None:
     assert ended.code == 0, ended.err
     found = dict(re.findall(r"^\[0\] ([\w ,]+): (\S+)$", ended.out, re.M))
     traced = found.pop("alone", None)
-    assert list(found) == (RESTARTED if backend == "tensorflow" else RESTARTED[:3])
+    assert list(found) == (RESTARTED if backend == "tensorflow" else RESTARTED[:4])
     assert {name: value for name, value in found.items() if float(value) > 1e-6} == {}
     assert traced == ("True" if backend == "tensorflow" else None)
 

@@ -3,6 +3,7 @@
 - `arguments`: Horovod's arguments in the terms of hvdlite.
 - `capabilities`: what hvdlite can use here (MPI, NCCL, …).
 - `distributed_gradient`, `tree`: `hvdlite.DistributedGradient`, for NumPy, JAX and whoever has no framework.
+- `rows`: whose rows are whose, for the gradients of allgather and reducescatter.
 - `options`: how gradients are exchanged, as a program says it.
 - `array_sync`, `gradient_memory`, `eager_sync`: gradients as arrays of any framework, in the core's buckets.
 - `identity`: which optimizer of one rank is which of another's.

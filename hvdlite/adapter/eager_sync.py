@@ -85,10 +85,10 @@ class EagerSync:
             NewLayout: Some rank refuses. Raised on all of them.
             Others: As `combine`.
         """
-        standing = [info if gradient is None else None for info, gradient in zip(infos, gradients, strict=True)]
+        kind = next((gradient for gradient in gradients if gradient is not None), None)
         sources = [
-            gradient if info is None else np.broadcast_to(np.zeros((), dtype_of(info)), info.shape)
-            for info, gradient in zip(standing, gradients, strict=True)
+            _zeros(info, kind) if gradient is None else gradient
+            for info, gradient in zip(infos, gradients, strict=True)
         ]
         sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
         found = self._exchange(sent, gradients, weight, list, refuse)
@@ -170,10 +170,15 @@ class _Sent(NamedTuple):
 
 def _zeros_like(tensor: Any) -> Any:
     """Zeros of the shape and dtype of a tensor, where it is."""
-    adapter = adapter_for(tensor)
-    info = adapter.info(tensor)
+    return _zeros(adapter_for(tensor).info(tensor), tensor)
+
+
+def _zeros(info: TensorInfo, like: Any) -> Any:
+    """Zeros of this shape and dtype, of the framework of `like`, and where that is; NumPy's if it is None."""
+    if like is None or isinstance(like, np.ndarray | np.generic):
+        return np.zeros(info.shape, dtype_of(info))
     zeros = np.zeros(info.shape, np.uint16 if info.dtype == "bfloat16" else info.dtype)
-    return adapter.from_array(zeros, info.dtype, tensor)
+    return adapter_for(like).from_array(zeros, info.dtype, like)
 
 
 def check_floating(info: TensorInfo) -> None:

@@ -2,6 +2,7 @@
 
 - `exchange`: the gradients of one optimizer or tape, combined; `encoded`: what of a gradient is exchanged.
 - `accumulation`: several backward passes before a step; `local_variables`: variables that each rank has for itself.
+- `optimizer_sync`: what every distributed optimizer has.
 - `optimizer_parts`: what the Kerases call differently.
 
 The arrays themselves are exchanged by `hvdlite.adapter.array_sync`.

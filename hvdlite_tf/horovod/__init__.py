@@ -87,7 +87,7 @@ class _TfKerasHabits(DistributedTfKeras):
         return self._hvdlite_state.passes
 
     def _allreduce(self, grads: Iterable[Any], vars: Iterable[Any]) -> list[Any]:
-        pairs = self._hvdlite_state.combine(zip(grads, vars, strict=True))
+        pairs = self._hvdlite_state.combine_pairs(zip(grads, vars, strict=True))
         combined = [gradient for gradient, _ in pairs]
         object.__setattr__(self, "_horovod_combined", combined)
         return combined

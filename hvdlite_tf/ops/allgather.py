@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import tensorflow as tf
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.adapter.arguments import Everybody, group_of, rank_in
-from hvdlite.errors import ArgumentError
+from hvdlite.adapter.arguments import Everybody, group_of
+from hvdlite.adapter.rows import starts_of_own_rows
 from hvdlite.protocols import Array
 from hvdlite_tf.ops.arguments import is_group, tensors_of
 from hvdlite_tf.ops.differentiable import Tensors, differentiable, exchange
@@ -74,14 +73,8 @@ def _sum_of_own_rows(gathered: Tensors, lengths: Tensors, process_set: ProcessSe
 
     def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
         *gradients, own = arrays
-        rank = rank_in(process_set)
-        # Each row says whose it is, for ranks that have joined send none.
-        table = hvdlite.allgather(
-            np.array([[rank, *own]]), None if label is None else f"{label}.rows", process_set=process_set
-        )
-        if table[:, 1:].sum(0).tolist() != [len(gradient) for gradient in gradients]:
-            raise ArgumentError("a rank joined between an allgather and its gradient: join after the gradient.")
-        starts = table[table[:, 0] < rank, 1:].sum(0)
+        name = None if label is None else f"{label}.rows"
+        starts = starts_of_own_rows(own.tolist(), [len(each) for each in gradients], process_set, "gradient", name)
         summed = hvdlite.allreduce(gradients, hvdlite.Sum, label, process_set=process_set)
         return [each[start : start + length].copy() for each, start, length in zip(summed, starts, own, strict=True)]
 

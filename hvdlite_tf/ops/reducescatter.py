@@ -16,6 +16,7 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.adapter.arguments import Everybody, check_linear, factors, group_of, rank_in, size_of
+from hvdlite.adapter.rows import rows_of_share
 from hvdlite.operations.reducescatter import split_rows
 from hvdlite.protocols import Array
 from hvdlite.tensors.compression import Compression, Compressor
@@ -121,8 +122,7 @@ def _rows_together(shares: Tensors, wholes: Tensors, process_set: ProcessSet) ->
 
 def _place(rows: Array, length: int, process_set: ProcessSet) -> Array:
     """This rank's share of the rows of a tensor of `length` rows, among zeros."""
-    rank, size = rank_in(process_set), size_of(process_set)
-    start = sum(split_rows(length, size)[:rank])
+    start, stop = rows_of_share(length, process_set)
     placed = np.zeros((length, *rows.shape[1:]), rows.dtype)
-    placed[start : start + len(rows)] = rows
+    placed[start:stop] = rows
     return placed

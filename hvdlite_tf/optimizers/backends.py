@@ -13,23 +13,10 @@ from hvdlite.adapter.eager_sync import EagerSync
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
+from hvdlite_tf.gradients.optimizer_sync import Exchange
 from hvdlite_tf.variables import plain_variable
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class Exchange(Protocol):
-    """Combines gradients, in the tensors of a backend: `hvdlite_tf.gradients.exchange.GradientExchange` says how."""
-
-    options: Options
-
-    def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
-        """The gradients of all ranks."""
-        ...
-
-    def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """This rank's gradients, with zeros where other ranks have one."""
-        ...
 
 
 class Weight(Protocol):

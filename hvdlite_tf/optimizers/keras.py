@@ -19,8 +19,8 @@ from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
-from hvdlite_tf.gradients.local_variables import LocalVariables
 from hvdlite_tf.gradients.optimizer_parts import passes_of, rates_of_variables
+from hvdlite_tf.gradients.optimizer_sync import OptimizerSync
 from hvdlite_tf.optimizers import backends
 from hvdlite_tf.variables import has_value, plain_variable, times
 
@@ -63,37 +63,25 @@ def distribute_keras(
     return optimizer
 
 
-class _State:
+class _State(OptimizerSync):
     """What a distributed optimizer has that a plain one has not."""
 
+    identity: Identity
+
     def __init__(self, options: Options, passes: int, average_passes: bool, scale_local_gradients: bool) -> None:
-        self.options = options
         backend = backends.current()
-        self.identity = Identity(world("DistributedOptimizer"))
-        self.exchange = backend.exchange(options, self.identity)
-        self.local = LocalVariables(scale_local_gradients, options.process_set)
+        identity = Identity(world("DistributedOptimizer"))
+        super().__init__(backend.exchange(options, identity), scale_local_gradients, identity)
+        self.options = options
         self.factor = 1 if average_passes else passes
         """Keras divides the sum over several passes by their number: this makes it a sum again."""
         self.accumulated: list[Any] = []
         """The variables whose accumulated gradients are being applied."""
         self.weight = backend.weight() if options.op is hvdlite.Average else None
 
-    def combine(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """The gradients of all ranks. Of embeddings the rows of all ranks' batches, as Keras has them of one batch."""
-
-        def exchange(shared: list[Any], own: list[Any]) -> list[Any]:
-            return self.exchange.combine(shared, own, self.weight)
-
-        return self.local.exchange_others(exchange, variables, gradients)
-
-    def fill(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """This rank's gradients, with zeros where other ranks have one."""
-        shared, own = self.local.split(variables, gradients)
-        filled = iter(self.exchange.fill(shared, own))
-        return [
-            gradient if variable in self.local else next(filled)
-            for variable, gradient in zip(variables, gradients, strict=True)
-        ]
+    def combine(self, variables: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
+        """The gradients of all ranks, each with the weight that the program has said."""
+        return super().combine(variables, gradients, self.weight if weight is None else weight)
 
 
 class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does not see Keras

@@ -13,10 +13,8 @@ from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
-from hvdlite_tf.gradients.accumulation import LocalGradientAggregationHelperEager
-from hvdlite_tf.gradients.exchange import GradientExchange
-from hvdlite_tf.gradients.local_variables import LocalVariables
 from hvdlite_tf.gradients.optimizer_parts import rates_of_variables
+from hvdlite_tf.optimizers.summed_passes import SummedPasses
 
 
 def is_tf_keras(optimizer: Any) -> bool:
@@ -80,37 +78,16 @@ def distribute_tf_keras(
     return optimizer
 
 
-class _State:
+class _State(SummedPasses):
     """How the gradients of one optimizer are combined."""
 
+    identity: Identity
+
     def __init__(self, options: Options, passes: int, average: bool, scale_local: bool) -> None:
+        super().__init__(options, passes, average, scale_local, Identity(world("DistributedOptimizer")))
         self.counts_passes = False
         """Let the optimizer's `iterations` count passes, and not only what is applied, which is what Adam's correction and
         schedules of the learning rate want."""
-        self.identity = Identity(world("DistributedOptimizer"))
-        self.exchange = GradientExchange(options, self.identity)
-        self.local = LocalVariables(scale_local, options.process_set)
-        self.passes: LocalGradientAggregationHelperEager | None = None
-        if passes != 1:
-            self.passes = LocalGradientAggregationHelperEager(
-                passes,
-                lambda gradients, variables: self.exchange.combine(variables, gradients),
-                options.sparse_as_dense,
-                average,
-                options.process_set,
-                scale_local,
-            )
-
-    def combine(self, pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """The gradients of all ranks; while passes are added up, of this rank so far."""
-        listed = list(pairs)
-        variables, gradients = [variable for _, variable in listed], [gradient for gradient, _ in listed]
-        if self.passes is None:
-            combined = self.local.exchange_others(self.exchange.combine, variables, gradients)
-        else:
-            filled = self.passes.local.change_others(self.exchange.fill, variables, gradients)
-            combined = self.passes.compute_gradients(filled, variables)
-        return list(zip(combined, variables, strict=True))
 
 
 class DistributedTfKeras:
@@ -120,8 +97,7 @@ class DistributedTfKeras:
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable out of the exchange; see `hvdlite_tf.gradients.local_variables`."""
-        state = self._hvdlite_state
-        (state.local if state.passes is None else state.passes.local).register(var)
+        self._hvdlite_state.local.register(var)
 
     @classmethod
     def from_config(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -132,10 +108,7 @@ class DistributedTfKeras:
     def _apply(self, pairs: Iterable[tuple[Any, Any]], apply: Callable[[list[tuple[Any, Any]]], Any]) -> Any:
         """Combine gradients, and apply them if that was the last of several passes."""
         state = self._hvdlite_state
-        combined = state.combine(pairs)
-        if state.passes is None:
-            return apply(combined)
-        return state.passes.apply_gradients(lambda: apply(combined), self if state.counts_passes else None, combined)
+        return state.apply(apply, state.combine_pairs(pairs), self if state.counts_passes else None)
 
 
 class _New(DistributedTfKeras):
@@ -152,7 +125,7 @@ class _New(DistributedTfKeras):
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Any:
         """The gradients of all ranks. Called by a LossScaleOptimizer around this one."""
-        return self._hvdlite_state.combine(grads_and_vars)
+        return self._hvdlite_state.combine_pairs(grads_and_vars)
 
 
 class _Legacy(DistributedTfKeras):
@@ -168,4 +141,4 @@ class _Legacy(DistributedTfKeras):
 
     def _aggregate_gradients(self, grads_and_vars: Any) -> Any:
         # Called by a LossScaleOptimizer around this one.
-        return self._hvdlite_state.combine(grads_and_vars)
+        return self._hvdlite_state.combine_pairs(grads_and_vars)

@@ -9,9 +9,7 @@ import tensorflow as tf
 
 from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
-from hvdlite_tf.gradients.accumulation import LocalGradientAggregationHelper
-from hvdlite_tf.gradients.exchange import GradientExchange
-from hvdlite_tf.gradients.local_variables import LocalVariables
+from hvdlite_tf.optimizers.summed_passes import SummedPasses
 from hvdlite_tf.training.state import broadcast_variables
 
 
@@ -38,59 +36,36 @@ def distribute_v1(
     if isinstance(optimizer, DistributedV1):
         raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
     plain = type(optimizer)
-    exchange = GradientExchange(options)
     optimizer.__class__ = type(
         plain.__name__, (DistributedV1, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__}
     )
-    optimizer._hvdlite_exchange = exchange
-    optimizer._hvdlite_local = LocalVariables(scale_local_gradients, options.process_set)
-    optimizer._hvdlite_passes = None
-    if backward_passes_per_step != 1:
-        optimizer._hvdlite_passes = LocalGradientAggregationHelper(
-            backward_passes_per_step,
-            lambda gradients, variables: exchange.combine(variables, gradients),
-            options.sparse_as_dense,
-            average_aggregated_gradients,
-            0,
-            LocalGradientAggregationHelper._OPTIMIZER_TYPE_LEGACY,
-            options.process_set,
-            scale_local_gradients,
-        )
+    optimizer._hvdlite_sync = SummedPasses(
+        options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients
+    )
     return optimizer
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):  # type: ignore[misc]  # mypy does not see TensorFlow
     """What `distribute_v1` adds to an optimizer's class."""
 
-    _hvdlite_exchange: GradientExchange
-    _hvdlite_local: LocalVariables
-    _hvdlite_passes: LocalGradientAggregationHelper | None
+    _hvdlite_sync: SummedPasses
 
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable out of the exchange; see `hvdlite_tf.gradients.local_variables`."""
-        (self._hvdlite_local if self._hvdlite_passes is None else self._hvdlite_passes.local).register(var)
+        self._hvdlite_sync.local.register(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """The gradients of all ranks, with their variables. Arguments as the plain optimizer has them."""
-        pairs = super().compute_gradients(*args, **kwargs)
-        variables = [variable for _, variable in pairs]
-        gradients = [gradient for gradient, _ in pairs]
-        if self._hvdlite_passes is None:
-            combined = self._hvdlite_local.exchange_others(self._hvdlite_exchange.combine, variables, gradients)
-        else:
-            filled = self._hvdlite_passes.local.change_others(self._hvdlite_exchange.fill, variables, gradients)
-            combined = self._hvdlite_passes.compute_gradients(filled, variables)
-        return list(zip(combined, variables, strict=True))
+        return self._hvdlite_sync.combine_pairs(super().compute_gradients(*args, **kwargs))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None) -> Any:
         """Apply what `compute_gradients` returned, as the plain optimizer does; of several passes in the last one only."""
-        pairs = list(grads_and_vars)
-        apply = super().apply_gradients
-        if self._hvdlite_passes is None:
-            return apply(pairs, global_step=global_step, name=name)
-        return self._hvdlite_passes.apply_gradients(
-            lambda: apply(pairs, global_step=global_step, name=name), self, pairs, global_step=global_step
-        )
+        plain = super().apply_gradients
+
+        def apply(pairs: list[tuple[Any, Any]]) -> Any:
+            return plain(pairs, global_step=global_step, name=name)
+
+        return self._hvdlite_sync.apply(apply, list(grads_and_vars), self, global_step=global_step)
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:

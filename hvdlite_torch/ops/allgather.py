@@ -9,8 +9,8 @@ import torch
 
 import hvdlite
 from hvdlite import Handle, ProcessSet
-from hvdlite.adapter.arguments import Everybody, as_list, group_of, rank_in
-from hvdlite.errors import ArgumentError
+from hvdlite.adapter.arguments import Everybody, as_list, group_of
+from hvdlite.adapter.rows import starts_of_own_rows
 from hvdlite_torch.ops.allreduce import allreduce
 from hvdlite_torch.ops.differentiable import Tensors, differentiable
 
@@ -40,7 +40,8 @@ def allgather(tensor: T, name: str | None = None, process_set: ProcessSet = Ever
 
     def backward(gradients: Tensors) -> Tensors:
         lengths = [shape[0] if shape else 1 for shape in shapes]
-        places = _starts(lengths, [gradient.shape[0] for gradient in gradients], process_set)
+        totals = [gradient.shape[0] for gradient in gradients]
+        places = starts_of_own_rows(lengths, totals, process_set, "backward pass")
         summed = allreduce(gradients, op=hvdlite.Sum, process_set=process_set)
         return [
             gradient.narrow(0, start, length).reshape(shape)
@@ -52,17 +53,6 @@ def allgather(tensor: T, name: str | None = None, process_set: ProcessSet = Ever
 
     gathered: T = differentiable(tensor, forward, backward)
     return gathered
-
-
-def _starts(lengths: list[int], totals: list[int], process_set: ProcessSet) -> list[int]:
-    """Where this rank's rows begin in each gathered tensor, of which this rank has `lengths` rows and all have `totals`."""
-    rank = rank_in(process_set)
-    # Each row says whose it is, for ranks that have joined send none.
-    table = hvdlite.allgather(torch.tensor([[rank, *lengths]]), process_set=process_set)
-    if table[:, 1:].sum(0).tolist() != totals:
-        raise ArgumentError("a rank joined between an allgather and its backward pass: join after the backward pass.")
-    starts: list[int] = table[table[:, 0] < rank, 1:].sum(0).tolist()
-    return starts
 
 
 def allgather_async(tensor: T, name: str | None = None, process_set: ProcessSet = Everybody) -> Handle[T]:

@@ -13,7 +13,8 @@ import torch
 
 import hvdlite
 from hvdlite import Handle, ProcessSet, ReduceOp
-from hvdlite.adapter.arguments import Everybody, as_list, check_linear, factors, group_of, rank_in, size_of
+from hvdlite.adapter.arguments import Everybody, as_list, check_linear, factors, group_of, size_of
+from hvdlite.adapter.rows import rows_of_share
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_torch.ops.allreduce import allreduce
 from hvdlite_torch.ops.differentiable import Tensors, differentiable
@@ -68,9 +69,8 @@ def reducescatter(
 
 def _place(rows: torch.Tensor, length: int, process_set: ProcessSet) -> torch.Tensor:
     """This rank's share of the rows of a tensor of `length` rows, among zeros."""
-    rank, size = rank_in(process_set), size_of(process_set)
-    start = rank * (length // size) + min(rank, length % size)
-    before, after = rows.new_zeros(start, *rows.shape[1:]), rows.new_zeros(length - start - len(rows), *rows.shape[1:])
+    start, stop = rows_of_share(length, process_set)
+    before, after = rows.new_zeros(start, *rows.shape[1:]), rows.new_zeros(length - stop, *rows.shape[1:])
     return torch.cat([before, rows, after])
 
 

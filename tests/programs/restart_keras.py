@@ -138,7 +138,28 @@ def legacy(passes):
     return make
 
 
+def arrays():
+    """NumPy alone."""
+
+    def make(distributed):
+        weights = {"kernel": START[0].copy(), "bias": START[1].copy()}
+        combine = hvd.DistributedGradient() if distributed else lambda gradients, weight: gradients
+
+        def step(number, rows):
+            x = X[number, rows]
+            error = (x @ weights["kernel"] + weights["bias"]) * 2 / (3 * len(x))
+            gradients = combine({"kernel": x.T @ error, "bias": error.sum(0)}, weight=len(x))
+            for name, gradient in gradients.items():
+                weights[name] -= 0.1 * gradient
+            return list(weights.values())
+
+        return step
+
+    return make
+
+
 CASES = {
+    "arrays": arrays(),
     "fit": fitted(lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
     "fit with callbacks": fitted(lambda: keras.optimizers.Adam(0.01), lambda: [hvd.callbacks.Distributed()]),
     "fit accumulating": fitted(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),

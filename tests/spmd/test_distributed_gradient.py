@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 from typing import Any, NamedTuple
 
+import array_api_strict
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 import hvdlite as hvd
 import hvdlite.gradients.bucket
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
+from hvdlite.tensors.array_api import _beside
 from tests.conftest import UNDER_MPI
 
 SHAPES = {"w": (5, 3), "b": (3,), "scale": (), "empty": (0, 4)}
@@ -140,6 +142,46 @@ def test_gradients_that_some_ranks_have(ranks: Any) -> None:
                 np.testing.assert_array_equal(found[2], ones)
             else:
                 assert found[2] is None
+
+    ranks(check)
+
+
+def test_other_frameworks_tensors(ranks: Any) -> None:
+    """Come back as what they were; also where a rank has none, if it has another gradient of that framework."""
+    torch = pytest.importorskip("torch")
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        combine = hvd.DistributedGradient(hvd.Sum)
+        for dtype in (torch.bfloat16, torch.float32):
+            tree = {"here": torch.ones(3), "some": torch.full((2, 2), 2.0, dtype=dtype) if rank == 0 else None}
+            found = combine(tree)
+            assert found["some"].dtype == dtype and (found["some"] == 2).all() and (found["here"] == size).all()
+        kept = torch.ones(3)
+        assert hvd.DistributedGradient(hvd.Sum, inplace=True)([kept])[0] is kept and (kept == size).all()
+
+    ranks(check)
+
+
+def test_arrays_of_the_array_api(ranks: Any) -> None:
+    """What JAX' arrays are as well: read by DLPack, never written into, on a device of their own."""
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        device = array_api_strict.Device("device1")
+        own = {
+            "w": array_api_strict.asarray([float(rank), 1.0]),
+            "some": array_api_strict.ones(2) if rank == size - 1 else None,
+        }
+        for step in range(2):
+            found = hvd.DistributedGradient(hvd.Sum)(own)
+            assert all(type(array) is type(own["w"]) for array in found.values()), step
+            np.testing.assert_array_equal(np.asarray(found["w"]), [size * (size - 1) / 2, size])
+            np.testing.assert_array_equal(np.asarray(found["some"]), [1, 1])
+        elsewhere = array_api_strict.zeros(3, device=device)
+        assert _beside(array_api_strict.ones(3), elsewhere).device == device
+        with pytest.raises(UnsupportedTensorError, match="cannot be changed in place"):
+            hvd.DistributedGradient(inplace=True)(own)
 
     ranks(check)
 

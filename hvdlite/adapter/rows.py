@@ -1,0 +1,51 @@
+"""Which rows of a tensor are whose: for the gradients of allgather and reducescatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvdlite.adapter.arguments import rank_in, size_of
+from hvdlite.api import allgather
+from hvdlite.errors import ArgumentError
+from hvdlite.operations.reducescatter import split_rows
+from hvdlite.process_set import ProcessSet
+
+
+def starts_of_own_rows(
+    lengths: Sequence[int],
+    totals: Sequence[int],
+    process_set: ProcessSet | None,
+    gradient: str,
+    name: str | None = None,
+) -> list[int]:
+    """Where this rank's rows begin in gathered tensors. Every rank calls this.
+
+    Args:
+        lengths: How many rows this rank has given to each tensor.
+        totals: How many rows each tensor has.
+        process_set: The ranks that take part; all if None.
+        gradient: What the program calls the gradient, for the message.
+        name: The name of the exchange; None where the order tells.
+
+    Returns:
+        The number of this rank's first row in each tensor.
+
+    Raises:
+        ArgumentError: A rank that had given rows has joined since.
+    """
+    rank = rank_in(process_set)
+    # Each row of the table says whose it is, for ranks that have joined send none.
+    table = allgather(np.array([[rank, *lengths]], np.int64), name, process_set=process_set)
+    if table[:, 1:].sum(0).tolist() != list(totals):
+        raise ArgumentError(f"a rank joined between an allgather and its {gradient}: join after the {gradient}.")
+    starts: list[int] = table[table[:, 0] < rank, 1:].sum(0).tolist()
+    return starts
+
+
+def rows_of_share(length: int, process_set: ProcessSet | None) -> tuple[int, int]:
+    """The first row, and the row after the last, of what a reducescatter of `length` rows gives this rank."""
+    rank, shares = rank_in(process_set), split_rows(length, size_of(process_set))
+    start = sum(shares[:rank])
+    return start, start + shares[rank]
