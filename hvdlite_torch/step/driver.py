@@ -102,7 +102,8 @@ class SteppingExchange(abc.ABC):
 
     def rebind(self) -> None:
         """Begin anew in the present world, with what the program has set and counted. Every rank calls this."""
-        counted = [(self._parameters[index], passes) for index, passes in self._passes.items()]
+        exchanged = dict(enumerate(self._parameters))
+        counted = [(exchanged[index], passes) for index, passes in self._passes.items() if index in exchanged]
         self._sparse = []
         self._enter()
         self._begin()

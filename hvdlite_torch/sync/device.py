@@ -47,9 +47,9 @@ from hvdlite_torch.sync.device_bucket import (
 )
 from hvdlite_torch.sync.late_changes import LateChanges, is_capturing, lost_gradients
 from hvdlite_torch.sync.loop_profile import LoopProfile
-from hvdlite_torch.sync.slot import as_dense
 from hvdlite_torch.sync.sparse import combine_sparse
 from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.gradient import as_dense
 
 SPARE_ONE_RANK = True
 """Do nothing where there is one rank. Benchmarks and tests turn this off, to see the rest on one GPU."""

@@ -11,14 +11,16 @@ import hvdlite
 from hvdlite.gradients.overlap import Overlap
 from hvdlite.gradients.planner import Planner
 from hvdlite.gradients.reducer import Postponed, Reducer
-from hvdlite.protocols import Plan
+from hvdlite.protocols import Plan, TensorInfo
 from hvdlite_torch.step.driver import SteppingExchange
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.options import Options
-from hvdlite_torch.sync.slot import Slot, Where, wire_tensor
+from hvdlite_torch.sync.encoded import Encodings
+from hvdlite_torch.sync.slot import Slot, Where
 from hvdlite_torch.sync.small_gradients import SmallGradients
 from hvdlite_torch.sync.sparse import combine_sparse
 from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.gradient import gradient_info
 from hvdlite_torch.tensors.malloc import keep_freed_memory
 from hvdlite_torch.tensors.ownership import overlapping
 
@@ -50,11 +52,25 @@ class GradientExchange(SteppingExchange):
         self.missed = False
         if self._world.config.keep_memory:
             keep_freed_memory()
-        self._prepare(self._trainable())
+        codec, ranks = self._options.codec, self._world.ranks(self.process_set)
+        self._encodings = (
+            None if codec is None else Encodings(codec, ranks, self._gather, self._options.sparse_as_dense)
+        )
+        self._prepare(self._with_known_layout(self._trainable()))
+
+    def _with_known_layout(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of which all ranks know what is exchanged for their gradients. Of the others no rank has had a gradient."""
+        return parameters if self._encodings is None else self._encodings.known(parameters)
+
+    def _infos(self, parameters: list[torch.Tensor]) -> list[TensorInfo]:
+        """What is exchanged for the gradients of these parameters."""
+        if self._encodings is None:
+            return list(map(gradient_info, parameters))
+        return [info for parameter in parameters if (info := self._encodings.of(parameter).info) is not None]
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
         """Exchange the dense gradients of these parameters from now on."""
-        infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
+        infos = self._infos(parameters)
         self._planner = self._world.planner(infos, self.process_set, self._gather, self._adapts, self._options.overlap)
         self._follow(self._planner.plan, parameters)
 
@@ -72,16 +88,22 @@ class GradientExchange(SteppingExchange):
         self.lease.reducer, self.lease.overlap = reducer, self._overlap
         self.lease.close = functools.partial(self._world.release, reducer)
         self._parameters = parameters
-        codec = self._options.codec
+        encodings = self._encodings
         self._slots = [
-            Slot(index, parameter, reducer, codec, reducer.alone and codec is None)
+            Slot(
+                index,
+                parameter,
+                reducer,
+                None if encodings is None else encodings.of(parameter),
+                reducer.alone and encodings is None,
+            )
             for index, parameter in enumerate(parameters)
         ]
         self._large = [slot for slot in self._slots if reducer.is_large(slot.index) or slot.compressed]
         large = {slot.index: slot for slot in self._large}
         self._large_in = [[large[i] for i in bucket.tensors if i in large] for bucket in reducer.buckets]
         small = [slot for slot in self._slots if not (reducer.is_large(slot.index) or slot.compressed)]
-        self._trivial = reducer.alone and codec is None and self._adapts
+        self._trivial = reducer.alone and encodings is None and self._adapts
         self._small = SmallGradients(small, [parameters[slot.index] for slot in small])
         self._make_hooks()
 
@@ -107,11 +129,24 @@ class GradientExchange(SteppingExchange):
                 hook = weakly(self, "_take" if large else "_count_pass", slot.index)
                 parameter = self._parameters[slot.index]
                 self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        if not self._slots or self._sees_all:
+            self._make_hooks_of_unknown()
+
+    def _make_hooks_of_unknown(self) -> None:
+        """Count the passes of parameters that are not exchanged yet, after the others."""
+        known = set(map(id, self._parameters))
+        unknown = [parameter for parameter in self._dense_parameters() if id(parameter) not in known]
+        for number, parameter in enumerate(unknown, len(self._slots)):
+            hook = weakly(self, "_count_pass", number)
+            self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> Reducer:
-        infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
         return self._world.reducer(
-            infos, self._options.op, self.process_set, plan._replace(spare=True), self._planner.settings
+            self._infos(parameters),
+            self._options.op,
+            self.process_set,
+            plan._replace(spare=True),
+            self._planner.settings,
         )
 
     # A step
@@ -119,15 +154,24 @@ class GradientExchange(SteppingExchange):
     @torch.no_grad()
     def _exchange(self) -> None:
         self._check_in_effect()
+        try:
+            self._exchange_once()
+        finally:
+            if self._encodings is not None:
+                self._encodings.forget()
+
+    def _exchange_once(self) -> None:
         while True:
             dense = self._find_dense()
             self._check_parameters()
-            self._advice.before_exchange(dense)
+            everything = dense if self._encodings is None else self._dense_parameters()
+            self._advice.before_exchange(everything)
+            first = self._encodings is not None and self._encodings.meet(everything)
             used = [True] * len(dense)
             news: list[int] = []
             changed = self._collect_large(used, news)
             self._collect_small(used, news)
-            said = self._said(bool(news))
+            said = self._said(bool(news) or first)
             begin = time.perf_counter()
             assert self._reducer is not None
             try:
@@ -141,6 +185,8 @@ class GradientExchange(SteppingExchange):
                 if not stop.told.news:
                     self._refuse(stop.told)
                 self._set_aside(news)
+                if self._encodings is not None:
+                    self._sparse = [*self._sparse, *self._encodings.agree(self._dense_parameters())]
         seconds = time.perf_counter() - begin
         self.missed = self.missed or self._reducer.joined > 0
         weight = self._take_weight()
@@ -170,7 +216,7 @@ class GradientExchange(SteppingExchange):
 
     def _find_dense(self) -> list[torch.Tensor]:
         """The parameters whose gradients go through the reducer, which is made anew if they are others than before."""
-        parameters = self._dense_parameters()
+        parameters = self._with_known_layout(self._dense_parameters())
         if not self._are_known(parameters):  # on every rank, or they disagree
             self._drain()
             self._prepare(parameters)

@@ -33,8 +33,9 @@ from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.step.sharded_step import SharedSteps
 from hvdlite_torch.step.shards import clip_factor, refuse_sparse, squared_norm
 from hvdlite_torch.sync.host import GradientExchange
-from hvdlite_torch.sync.slot import Slot, Where, as_tensor, gradient_dtype
+from hvdlite_torch.sync.slot import Slot, Where, as_tensor
 from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.gradient import gradient_dtype
 
 
 class ShardedExchange(SharedSteps, GradientExchange):
