@@ -30,6 +30,7 @@ from hvdlite_torch.sync.device_sharded import ShardedDeviceExchange
 from hvdlite_torch.sync.host import GradientExchange
 from hvdlite_torch.sync.host_sharded import ShardedExchange
 from hvdlite_torch.tensors.device import device_kind
+from hvdlite_torch.training.state import broadcast_optimizer_state
 
 
 @typed
@@ -124,7 +125,7 @@ def DistributedOptimizer(
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     exchange.attach()
-    world().exchanges.append(StandIn(exchange, falls_behind=not shard))
+    world().exchanges.append(StandIn(exchange, not shard, broadcast_optimizer_state))
     teach_grad_scaler()
     return optimizer
 

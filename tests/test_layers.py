@@ -32,13 +32,11 @@ FLOORS = {
         {"compat"},
     ),
     "hvdlite_torch": (
-        {"tensors", "elastic"},
+        {"tensors", "checks", "elastic"},
         {"ops", "step"},
-        {"training"},
-        {"sync"},
+        {"training", "sync"},
         {"optimizer"},
-        {"__init__"},
-        {"horovod"},
+        {"__init__", "horovod"},
     ),
     "hvdlite_tf": (
         {"tensor", "data", "elastic"},

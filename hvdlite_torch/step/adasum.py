@@ -17,9 +17,9 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.checks.in_effect import refuse_to_step
 from hvdlite_torch.step.amp import share_infinities
 from hvdlite_torch.step.closures import closure_of, replace_closure
-from hvdlite_torch.step.in_effect import refuse_to_step
 from hvdlite_torch.step.lease import Lease
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.own_parameters import refuse_steps

@@ -21,17 +21,17 @@ from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import Header, HeaderSum
-from hvdlite_torch.step import clipping
-from hvdlite_torch.step.advice import Advice
+from hvdlite_torch.checks import clipping
+from hvdlite_torch.checks.advice import Advice
+from hvdlite_torch.checks.in_effect import refuse_to_step
+from hvdlite_torch.checks.in_step import InStep
+from hvdlite_torch.checks.same_parameters import check_agreement
 from hvdlite_torch.step.amp import finish_unscaling
 from hvdlite_torch.step.closures import Closure, closure_of, joined_loss, replace_closure
 from hvdlite_torch.step.fused import FusedStep
-from hvdlite_torch.step.in_effect import refuse_to_step
-from hvdlite_torch.step.in_step import InStep
 from hvdlite_torch.step.lease import Lease
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.own_parameters import refuse_steps
-from hvdlite_torch.step.same_parameters import check_agreement
 from hvdlite_torch.step.step_guard import StepGuard
 from hvdlite_torch.tensors.adapter import are_same
 
