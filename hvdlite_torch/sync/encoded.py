@@ -153,6 +153,10 @@ class Encodings:
         """Those of which it is known what travels."""
         return [parameter for parameter in parameters if self.of(parameter).info is not None]
 
+    def infos(self, parameters: Sequence[torch.Tensor]) -> list[TensorInfo]:
+        """What travels for the gradients of parameters of which it is known."""
+        return [info for parameter in parameters if (info := self.of(parameter).info) is not None]
+
     def _unknown(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [parameter for parameter in parameters if self.of(parameter).info is None]
 

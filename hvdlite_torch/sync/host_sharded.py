@@ -140,5 +140,5 @@ class ShardedExchange(SharedSteps, GradientExchange):
             # Another object each time: an optimizer's step may give that other memory (``p.grad.data = …``).
             combined = homes[self._reducer.room_of(piece.tensor)].data if whole is None else cut(whole, piece)
             parameter.grad = combined if there[piece.tensor] else None
-        for slot in self._large:
-            slot.where = Where.NOWHERE
+        assert self._large is not None
+        self._large.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import torch
 
@@ -206,3 +207,7 @@ class Slot:
 def as_tensor(memory: Array, like: torch.Tensor) -> torch.Tensor:
     """Flat memory of the reducer as a tensor of the dtype and shape of `like`."""
     return torch.from_numpy(memory).view(like.dtype).view(like.shape)
+
+
+Check = Callable[[Slot, torch.Tensor], torch.Tensor | None]
+"""Returns a gradient as it can be exchanged; or None if it cannot be a dense one."""
