@@ -9,7 +9,7 @@ from types import MappingProxyType
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite_torch.ops.broadcast import broadcast_
-from hvdlite_torch.step.wrapped import Exchange
+from hvdlite_torch.step.exchange import OptimizerExchange
 
 
 class StandIn:
@@ -25,7 +25,7 @@ class StandIn:
         process_set: The ranks that take part.
     """
 
-    def __init__(self, exchange: Exchange, falls_behind: bool, broadcast_state: Callable[..., None]) -> None:
+    def __init__(self, exchange: OptimizerExchange, falls_behind: bool, broadcast_state: Callable[..., None]) -> None:
         self._exchange = weakref.ref(exchange)
         self._lease = exchange.lease
         self.process_set = exchange.process_set

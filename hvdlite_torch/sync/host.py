@@ -234,7 +234,7 @@ class GradientExchange(SteppingExchange):
         if self._overlap is not None:
             gradient = parameter.grad
             if gradient is not None and self._overlap.may_copy(slot.index) and slot.copy(gradient):
-                self._overlap.ready(slot.index, self._weight)
+                self._overlap.ready(slot.index, self._weight.value)
         elif not (slot.stays or slot.apart or slot.alone):
             slot.take(parameter)
 
