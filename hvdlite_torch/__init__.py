@@ -63,6 +63,7 @@ from hvdlite.tensors.compression import Compression
 require("torch", "torch", "hvdlite_torch")
 
 from hvdlite_torch import elastic  # noqa: E402
+from hvdlite_torch.checks import alone  # noqa: E402
 from hvdlite_torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async  # noqa: E402
 from hvdlite_torch.ops.allreduce import (  # noqa: E402
     allreduce,
@@ -86,7 +87,6 @@ from hvdlite_torch.ops.reducescatter import (  # noqa: E402
 )
 from hvdlite_torch.ops.sparse import sparse_allreduce_async  # noqa: E402
 from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
-from hvdlite_torch.step import alone  # noqa: E402
 from hvdlite_torch.step.own_parameters import own_parameters  # noqa: E402
 from hvdlite_torch.step.wrapped import Distributed  # noqa: E402
 from hvdlite_torch.training.in_sync import assert_in_sync, rank_zero_only  # noqa: E402

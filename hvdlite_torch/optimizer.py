@@ -20,16 +20,18 @@ from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_torch.step.adasum import AdasumExchange
 from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.codec import Codec
+from hvdlite_torch.step.exchange import OptimizerExchange
 from hvdlite_torch.step.options import Options, Shard
 from hvdlite_torch.step.step_guard import guarded
 from hvdlite_torch.step.typed import typed
-from hvdlite_torch.step.wrapped import Distributed, Exchange, Opt, Sharded, add_to_class
+from hvdlite_torch.step.wrapped import Distributed, Opt, Sharded, add_to_class
 from hvdlite_torch.sync.catch_up import StandIn
 from hvdlite_torch.sync.device import DeviceExchange
 from hvdlite_torch.sync.device_sharded import ShardedDeviceExchange
 from hvdlite_torch.sync.host import GradientExchange
 from hvdlite_torch.sync.host_sharded import ShardedExchange
 from hvdlite_torch.tensors.device import device_kind
+from hvdlite_torch.training.state import broadcast_optimizer_state
 
 
 @typed
@@ -106,7 +108,7 @@ def DistributedOptimizer(
     options = Options(
         op, process_set, overlap, codec, sparse_as_dense, backward_passes_per_step, max_grad_norm, shard, names
     )
-    exchange: Exchange
+    exchange: OptimizerExchange
     if op is hvdlite.Adasum:
         if shard:
             raise ArgumentError(
@@ -124,12 +126,12 @@ def DistributedOptimizer(
     optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     exchange.attach()
-    world().group(exchange.process_set).add(StandIn(exchange, falls_behind=not shard))
+    world().group(exchange.process_set).add(StandIn(exchange, not shard, broadcast_optimizer_state))
     teach_grad_scaler()
     return optimizer
 
 
-def _kind_of_exchange(optimizer: torch.optim.Optimizer, shard: bool) -> type[Exchange]:
+def _kind_of_exchange(optimizer: torch.optim.Optimizer, shard: bool) -> type[OptimizerExchange]:
     """The exchange for where the parameters lie."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if any([device_kind(parameter) is not None for parameter in parameters]):

@@ -33,13 +33,11 @@ FLOORS = {
         {"__init__", "testing", "compat"},
     ),
     "hvdlite_torch": (
-        {"tensors", "elastic"},
+        {"tensors", "checks", "elastic"},
         {"ops", "step"},
-        {"training"},
-        {"sync"},
+        {"training", "sync"},
         {"optimizer"},
-        {"__init__"},
-        {"horovod"},
+        {"__init__", "horovod"},
     ),
     "hvdlite_tf": (
         {"variables", "tensor", "data", "elastic"},

@@ -11,7 +11,7 @@ import hvdlite_torch as hvd
 from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.testing import on_ranks
-from hvdlite_torch.step import alone
+from hvdlite_torch.checks import alone
 
 TOLD = "hvdlite: each of the 2 ranks has trained alone: no gradient was exchanged."
 

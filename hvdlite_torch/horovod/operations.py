@@ -11,8 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-import hvdlite_torch as own
 from hvdlite.adapter.arguments import divided, with_scaled_input
+from hvdlite_torch.ops import allgather as gathering
+from hvdlite_torch.ops import broadcast as broadcasting
+from hvdlite_torch.ops import reducescatter as scattering
 
 __all__ = ["allgather", "broadcast", "grouped_allgather", "grouped_reducescatter", "reducescatter"]
 
@@ -45,8 +47,8 @@ def _with_gradient(function: Callable[P, R], factor: Callable[[int], float]) -> 
     return with_scaled_input(function, _scaled, factor)
 
 
-allgather = _with_gradient(own.allgather, divided)
-grouped_allgather = _with_gradient(own.grouped_allgather, divided)
-broadcast = _with_gradient(own.broadcast, divided)
-reducescatter = _with_gradient(own.reducescatter, float)
-grouped_reducescatter = _with_gradient(own.grouped_reducescatter, float)
+allgather = _with_gradient(gathering.allgather, divided)
+grouped_allgather = _with_gradient(gathering.grouped_allgather, divided)
+broadcast = _with_gradient(broadcasting.broadcast, divided)
+reducescatter = _with_gradient(scattering.reducescatter, float)
+grouped_reducescatter = _with_gradient(scattering.grouped_reducescatter, float)

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 import hvdlite
-from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.step.amp import share_infinities
 from hvdlite_torch.step.closures import closure_of, replace_closure
-from hvdlite_torch.step.in_effect import refuse_to_step
-from hvdlite_torch.step.lease import Lease
+from hvdlite_torch.step.exchange import OptimizerExchange
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.own_parameters import refuse_steps
-from hvdlite_torch.step.step_guard import StepGuard
 
 
-class AdasumExchange:
-    """Combines the steps of the ranks. Has the methods of `GradientExchange` that an optimizer calls.
+class AdasumExchange(OptimizerExchange):
+    """Combines the steps of the ranks.
 
     Args:
         optimizer: Its step hooks are made by `attach`.
@@ -39,33 +35,13 @@ class AdasumExchange:
                 raise ArgumentError(
                     f"{name}={getattr(options, name)!r} has no meaning for op=Adasum: gradients are not combined."
                 )
-        self._world = world("DistributedOptimizer()")
-        self.optimizer = optimizer
-        self._options = options
-        self.process_set = options.process_set
+        super().__init__(optimizer, options)
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._steps = 0  # since all ranks had the same state
-        self.lease = Lease(self)
-        self.guard = StepGuard(self._before_step, self._after_step)
-
-    def attach(self) -> None:
-        """Have the optimizer call this at each step."""
-        self.guard.attach(self.optimizer)
-
-    def leave(self) -> None:
-        """Nothing: nothing of the world is held."""
-
-    def rebind(self) -> None:
-        """Combine the steps of the ranks of the present world from now on."""
-        self._world = world("DistributedOptimizer()")
 
     def set_weight(self, weight: float) -> None:
         """Raise: Adasum weighs by itself."""
         raise ArgumentError("a batch weight has no meaning for op=Adasum: it is for averages.")
-
-    def set_passes(self, passes: int) -> None:
-        """There may be any number of backward passes before a step."""
-        self._options = replace(self._options, passes=passes)
 
     def before_unscale(self) -> None:
         """Nothing: gradients are each rank's own."""
@@ -85,12 +61,11 @@ class AdasumExchange:
     quiet = skip
 
     @property
-    def missed(self) -> bool:
+    def missed(self) -> bool:  # type: ignore[override]  # it is asked for, each time
         """Whether some rank has missed a step since all had the same state. Every rank asks."""
         return len(set(hvdlite.allgather_object(self._steps, process_set=self.process_set))) > 1
 
     def have_same_state(self) -> None:
-        """All ranks have been given the same parameters and state. Every rank calls this."""
         self._steps = 0
 
     def stand_in(self) -> None:
@@ -99,8 +74,7 @@ class AdasumExchange:
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         refuse_steps(optimizer)
-        if self._world.over:
-            refuse_to_step(self.process_set)
+        self._check_in_effect()
         closure = closure_of(args, kwargs)
         if closure is not None:  # evaluated first, from the parameters that all have
             with torch.enable_grad():

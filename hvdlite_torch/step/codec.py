@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from hvdlite.tensors.compression import Compression, Compressor
+from hvdlite.protocols import TensorInfo
+from hvdlite.tensors.compression import Compression, Compressor, encoded_info
 
 
 class Codec:
@@ -19,6 +20,7 @@ class Codec:
 
     Attributes:
         compressor, divisor: As given.
+        name: That of the compressor, for messages.
         repeatable: Compressing a gradient twice gives the same, and changes nothing else.
     """
 
@@ -26,6 +28,15 @@ class Codec:
         self.compressor = compressor
         self.divisor = divisor
         self.repeatable = compressor in (Compression.fp16, Compression.bf16)
+
+    @property
+    def name(self) -> str:
+        compressor = self.compressor
+        return compressor.__name__ if isinstance(compressor, type) else type(compressor).__name__
+
+    def encoded(self, info: TensorInfo) -> TensorInfo | None:
+        """The dtype and shape of what travels for gradients like `info`; None if the compressor cannot say it."""
+        return encoded_info(self.compressor, info)
 
     def encode(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """A gradient as it is exchanged, and what `decode` needs."""

@@ -11,31 +11,28 @@ import abc
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 import hvdlite
-from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import Header, HeaderSum
-from hvdlite_torch.step import clipping
-from hvdlite_torch.step.advice import Advice
+from hvdlite_torch.checks import clipping
+from hvdlite_torch.checks.advice import Advice
+from hvdlite_torch.checks.in_step import InStep
+from hvdlite_torch.checks.same_parameters import check_agreement
 from hvdlite_torch.step.amp import finish_unscaling
+from hvdlite_torch.step.batch_weight import BatchWeight
 from hvdlite_torch.step.closures import Closure, closure_of, joined_loss, replace_closure
+from hvdlite_torch.step.exchange import OptimizerExchange
 from hvdlite_torch.step.fused import FusedStep
-from hvdlite_torch.step.in_effect import refuse_to_step
-from hvdlite_torch.step.in_step import InStep
-from hvdlite_torch.step.lease import Lease
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.own_parameters import refuse_steps
-from hvdlite_torch.step.same_parameters import check_agreement
-from hvdlite_torch.step.step_guard import StepGuard
 from hvdlite_torch.tensors.adapter import are_same
 
 
-class SteppingExchange(abc.ABC):
+class SteppingExchange(OptimizerExchange):
     """The gradients of one optimizer, on one rank: exchanged before it steps.
 
     Args:
@@ -51,17 +48,10 @@ class SteppingExchange(abc.ABC):
     """Other plans for the exchange may be followed."""
 
     missed = True
-    """Some rank has missed a step since all had the same state, as far as this is known: then all ranks know the same."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        self.optimizer = optimizer
-        self._options = options
-        self.process_set = options.process_set
-        self._weight = 1.0
-        self._weighted = False
-        """The program has said the weight."""
-        self._first_weighted = False
-        """It has said that of the first step."""
+        super().__init__(optimizer, options)
+        self._weight = BatchWeight()
         self._synchronized = False
         self._skip = False
         self._quiet = False
@@ -70,17 +60,14 @@ class SteppingExchange(abc.ABC):
         """Those whose gradients are dense on all ranks."""
         self._sparse: list[torch.Tensor] = []
         """Parameters that have sparse gradients on some rank."""
-        self.lease = Lease(self)
         self._sees_all = options.passes > 1
         """All gradients are noticed during backward passes."""
         self._fused = FusedStep(optimizer)
-        self.guard = StepGuard(self._before_step, self._after_step)
         self._in_step = InStep(optimizer, (), self._gather, owns_state=not self._adapts)
         self._enter()
 
     def _enter(self) -> None:
         """Begin in the present world. Every rank calls this."""
-        self._world = world("DistributedOptimizer()")
         options, ranks = self._options, self._world.ranks(self.process_set)
         self._advice = Advice(self.optimizer, options.op, ranks, self._gather)
         self._in_step.ranks = ranks
@@ -95,28 +82,18 @@ class SteppingExchange(abc.ABC):
 
     # The world ends, and there is another one
 
-    def leave(self) -> None:
-        """Hold nothing of the world any more: it has ended. This is each rank's own affair."""
-        self.lease.leave()
-
     def rebind(self) -> None:
-        """Begin anew in the present world, with what the program has set and counted. Every rank calls this."""
-        counted = [(self._parameters[index], passes) for index, passes in self._passes.items()]
+        super().rebind()
+        exchanged = dict(enumerate(self._parameters))
+        counted = [(exchanged[index], passes) for index, passes in self._passes.items() if index in exchanged]
         self._sparse = []
         self._enter()
         self._begin()
         numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._passes = {numbers[id(parameter)]: passes for parameter, passes in counted if id(parameter) in numbers}
 
-    def _check_in_effect(self) -> None:
-        """Raise if the ranks that take part are no process set of the present world."""
-        if self._world.over:
-            refuse_to_step(self.process_set)
-        self._world.engine(self.process_set)
-
     def attach(self) -> None:
-        """Have the optimizer call this at each step."""
-        self.guard.attach(self.optimizer)
+        super().attach()
         if self._world.config.advice and len(self._world.ranks(self.process_set)) > 1:
             clipping.watch(self)
 
@@ -137,27 +114,19 @@ class SteppingExchange(abc.ABC):
     # What the user says
 
     def set_weight(self, weight: float) -> None:
-        """The number of samples that the gradients of the next step are the mean of."""
-        if self._options.op is not hvdlite.Average:
-            raise ArgumentError(f"a batch weight has no meaning for op={self._options.op!r}: it is for averages.")
-        if not weight >= 0:
-            raise ArgumentError(f"set_batch_weight({weight!r}): expected the number of this rank's samples, 0 or more.")
-        if self._in_step.steps == 1 and not self._first_weighted and not self._passes:
+        self._weight.say(weight, self._options.op)
+        if self._in_step.steps == 1 and not self._weight.said_first and not self._passes:
             self._advice.late_weight()
-        self._weight, self._weighted = float(weight), True
 
     def _take_weight(self) -> float:
         """The weight of this step. That of the next is to be said anew."""
-        if self._in_step.steps == 0:
-            self._first_weighted = self._weighted
-        weight, self._weight, self._weighted = self._weight, 1.0, False
-        return weight
+        return self._weight.take(first_step=self._in_step.steps == 0)
 
     def _said(self, news: bool) -> Header:
         """What this rank says with its gradients."""
         passes = max(self._passes.values(), default=0)
         state = self._in_step.digest(changed=self._changed())
-        return Header(self._weight, False, news, False, self._weighted, state, passes)
+        return Header(self._weight.value, False, news, False, self._weight.said, state, passes)
 
     def _changed(self) -> bool | None:
         """Whether the program has changed parameters in place since the last step; None where that is each rank's affair."""
@@ -165,20 +134,18 @@ class SteppingExchange(abc.ABC):
 
     def _refuse(self, told: HeaderSum) -> NoReturn:
         """The ranks have said what cannot be. Every rank calls this."""
-        weight = self._weight if self._weighted else None
+        weight = self._weight.value if self._weight.said else None
         self._take_weight()
         if told.odd_weights:
             self._in_step.refuse_weights(weight)
         self._in_step.refuse(self._changed())
 
     def synchronize(self) -> None:
-        """Exchange the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
         self._see_all()  # a step left out after this one must not spare the next its exchange
         self._exchange()
 
     def set_passes(self, passes: int) -> None:
-        """How many backward passes there are before a step, at most; 1 for any number."""
-        self._options = replace(self._options, passes=passes)
+        super().set_passes(passes)
         self._see_all()
 
     def _see_all(self) -> None:
@@ -204,16 +171,15 @@ class SteppingExchange(abc.ABC):
         return not (self._synchronized or self.guard.inside)
 
     def before_unscale(self) -> None:
-        """A GradScaler is about to look for infinities: in the combined gradients, so that all ranks find the same."""
+        # In the combined gradients, so that all ranks find the same.
         if not self._synchronized and not self._skip:
             self.synchronize()
 
-    def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:  # noqa: B027  # nothing is the right thing to do
-        """A GradScaler has counted infinities."""
+    def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
+        """Nothing: all ranks have counted the same."""
 
     @contextlib.contextmanager
     def skip(self) -> Iterator[None]:
-        """Steps within the body do not exchange."""
         self._skip = True
         try:
             yield
@@ -222,7 +188,6 @@ class SteppingExchange(abc.ABC):
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
-        """Backward passes within the body are not the last ones before a step: their gradients are left alone."""
         self._quiet = True
         try:
             yield
@@ -232,7 +197,6 @@ class SteppingExchange(abc.ABC):
     # A step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """The step hook. `args` begin with the optimizer; returns those to call `step` with instead."""
         self._fused.back()  # a step that failed may have left it
         refuse_steps(optimizer)
         closure = closure_of(args, kwargs)
@@ -272,21 +236,20 @@ class SteppingExchange(abc.ABC):
         self._in_step.steps += 1
 
     def have_same_state(self) -> None:
-        """All ranks have been given the same parameters and state. Every rank calls this."""
         self._in_step.steps = 0
 
     def _together(self, closure: Closure) -> Closure:
         """A closure that all ranks evaluate together, to equal gradients and an equal loss."""
 
-        weighted = self._weighted
+        weighted = self._weight.said
         weight = self._take_weight()  # of the batch, however often it is evaluated
 
         def evaluate() -> Any:
-            self._weight, self._weighted = weight, weighted
+            self._weight.put_back(weight, weighted)
             self._synchronized = False
             loss = closure()
             if not self._synchronized:  # by the closure itself
-                self._weight, self._weighted = weight, weighted
+                self._weight.put_back(weight, weighted)
                 self._exchange()
             self._synchronized = False
             self._clip()
@@ -340,7 +303,6 @@ class SteppingExchange(abc.ABC):
     # This rank has run out of data, and others have not (`hvdlite.join`)
 
     def stand_in(self) -> None:
-        """Take part in the exchanges of the others with nothing, until all ranks have joined."""
         while self._stand_in_once() is not None:
             self.missed = True
 

@@ -9,18 +9,16 @@ from typing import Any, TypeVar
 import torch
 
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.step.adasum import AdasumExchange
-from hvdlite_torch.step.driver import SteppingExchange
+from hvdlite_torch.step.exchange import OptimizerExchange
 from hvdlite_torch.step.sharded_step import SharedSteps
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
-Exchange = SteppingExchange | AdasumExchange
 
 
 class Distributed:
     """What `DistributedOptimizer` adds to an optimizer's class."""
 
-    _hvdlite_exchange: Exchange
+    _hvdlite_exchange: OptimizerExchange
     _hvdlite_plain: type[torch.optim.Optimizer]
 
     def set_batch_weight(self, weight: float) -> None:

@@ -1,6 +1,7 @@
 """How gradients become those of all ranks.
 
-- `host`, `slot`, `small_gradients`: through host memory; `host_sharded`: each rank gets its shard.
+- `host`, `slot`, `large_gradients`, `small_gradients`: through host memory; `encoded`: compressed; `host_sharded`: each rank
+  gets its shard.
 - `device`, `device_bucket`, `device_sharded`: on GPUs.
 - `late_changes`: what a program changes after a gradient has been sent; `loop_profile`: what a training loop does between
   steps.

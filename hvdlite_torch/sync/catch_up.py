@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 
 from hvdlite_torch.ops.broadcast import broadcast_
-from hvdlite_torch.step.wrapped import Exchange
-from hvdlite_torch.training.state import broadcast_optimizer_state
+from hvdlite_torch.step.exchange import OptimizerExchange
 
 
 class StandIn:
@@ -17,16 +16,19 @@ class StandIn:
     Args:
         exchange: The optimizer's.
         falls_behind: A rank that stands in takes no steps.
+        broadcast_state: Gives every rank's optimizer the state of that of a rank, as
+            `hvdlite_torch.training.state.broadcast_optimizer_state` does.
 
     Attributes:
         process_set: The ranks that take part.
     """
 
-    def __init__(self, exchange: Exchange, falls_behind: bool) -> None:
+    def __init__(self, exchange: OptimizerExchange, falls_behind: bool, broadcast_state: Callable[..., None]) -> None:
         self._exchange = weakref.ref(exchange)
         self._lease = exchange.lease
         self.process_set = exchange.process_set
         self._falls_behind = falls_behind
+        self._broadcast_state = broadcast_state
 
     memory_only = False
     passes: Mapping[Hashable, int] = MappingProxyType({})
@@ -69,5 +71,5 @@ class StandIn:
         optimizer, process_set = exchange.optimizer, exchange.process_set
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
         broadcast_(parameters, last, process_set=process_set)
-        broadcast_optimizer_state(optimizer, last, process_set=process_set)
+        self._broadcast_state(optimizer, last, process_set=process_set)
         exchange.have_same_state()

@@ -47,9 +47,9 @@ from hvdlite_torch.sync.device_bucket import (
 )
 from hvdlite_torch.sync.late_changes import LateChanges, is_capturing, lost_gradients
 from hvdlite_torch.sync.loop_profile import LoopProfile
-from hvdlite_torch.sync.slot import as_dense
 from hvdlite_torch.sync.sparse import combine_sparse
 from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.gradient import as_dense
 
 SPARE_ONE_RANK = True
 """Do nothing where there is one rank. Benchmarks and tests turn this off, to see the rest on one GPU."""
@@ -192,7 +192,7 @@ class DeviceExchange(SteppingExchange):
         if self._quiet or self._alone:
             return
         if self._habits.learning:
-            self._habits.saw(index, self._weight, self._device.current().handle)
+            self._habits.saw(index, self._weight.value, self._device.current().handle)
             self._call_after_pass()
             return
         self._counts[index] += 1
@@ -212,7 +212,7 @@ class DeviceExchange(SteppingExchange):
         self._missing[self._bucket_of[index]] -= 1
         while self._launched < len(self._buckets) - 1 and self._missing[self._launched] == 0:
             if self._sent_weight is None:
-                self._sent_weight = self._weight
+                self._sent_weight = self._weight.value
             bucket = self._buckets[self._launched]
             self._launch(bucket, [self._parameters[i].grad for i in bucket.tensors], self._sent_weight)
             self._seals.append(bucket.versions)
@@ -312,7 +312,7 @@ class DeviceExchange(SteppingExchange):
                 f"one of the first {LEARNED_STEPS} steps is captured into a CUDA graph, and the host waits in it: make some "
                 "steps before."
             )
-        elif self._weight == 0 or any([parameter.grad is None for parameter in self._parameters]):
+        elif self._weight.value == 0 or any([parameter.grad is None for parameter in self._parameters]):
             problem = (
                 "a step is captured into a CUDA graph in which this rank has no samples, or lacks the gradient of a parameter, "
                 "so that the host would wait in it. Freeze parameters that are not used (requires_grad_(False)) before."
@@ -339,8 +339,8 @@ class DeviceExchange(SteppingExchange):
         joined = False
         if not self._are_known(parameters := self._dense_parameters()):
             # On every rank, or they disagree; but some may have sent what they have. So all do, and then once more.
-            self._combine(self._weight)
-            self._undo(self._weight)
+            self._combine(self._weight.value)
+            self._undo(self._weight.value)
             self._begin_step()
             self._prepare(parameters)
         while True:
@@ -348,7 +348,7 @@ class DeviceExchange(SteppingExchange):
             news = self._make_dense(gradients)
             if not self._habits.learning:
                 break
-            self._habits.step([parameter.grad for parameter in self._parameters], self._weight)
+            self._habits.step([parameter.grad for parameter in self._parameters], self._weight.value)
             self._advice.before_exchange(self._parameters)
             answers = self._gather((news, self._said(bool(news))))
             joined = None in answers

@@ -11,16 +11,17 @@ import hvdlite
 from hvdlite.gradients.overlap import Overlap
 from hvdlite.gradients.planner import Planner
 from hvdlite.gradients.reducer import Postponed, Reducer
-from hvdlite.protocols import Plan
+from hvdlite.protocols import Plan, TensorInfo
 from hvdlite_torch.step.driver import SteppingExchange
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.options import Options
-from hvdlite_torch.sync.slot import Slot, Where, wire_tensor
+from hvdlite_torch.sync.encoded import Encodings
+from hvdlite_torch.sync.large_gradients import LargeGradients
+from hvdlite_torch.sync.slot import Slot
 from hvdlite_torch.sync.small_gradients import SmallGradients
 from hvdlite_torch.sync.sparse import combine_sparse
-from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.gradient import gradient_info
 from hvdlite_torch.tensors.malloc import keep_freed_memory
-from hvdlite_torch.tensors.ownership import overlapping
 
 
 class GradientExchange(SteppingExchange):
@@ -41,7 +42,8 @@ class GradientExchange(SteppingExchange):
         self._reducer: Reducer | None = None
         self._overlap: Overlap | None = None
         self._slots: list[Slot] = []
-        self._met: list[Slot] = []
+        self._large: LargeGradients | None = None
+        self._small: SmallGradients | None = None
         self._planner: Planner
         self._begin()
 
@@ -50,11 +52,23 @@ class GradientExchange(SteppingExchange):
         self.missed = False
         if self._world.config.keep_memory:
             keep_freed_memory()
-        self._prepare(self._trainable())
+        codec, ranks = self._options.codec, self._world.ranks(self.process_set)
+        self._encodings = (
+            None if codec is None else Encodings(codec, ranks, self._gather, self._options.sparse_as_dense)
+        )
+        self._prepare(self._with_known_layout(self._trainable()))
+
+    def _with_known_layout(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of which all ranks know what is exchanged for their gradients. Of the others no rank has had a gradient."""
+        return parameters if self._encodings is None else self._encodings.known(parameters)
+
+    def _infos(self, parameters: list[torch.Tensor]) -> list[TensorInfo]:
+        """What is exchanged for the gradients of these parameters."""
+        return list(map(gradient_info, parameters)) if self._encodings is None else self._encodings.infos(parameters)
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
         """Exchange the dense gradients of these parameters from now on."""
-        infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
+        infos = self._infos(parameters)
         self._planner = self._world.group(self.process_set).planner(
             infos, self._gather, self._adapts, self._options.overlap
         )
@@ -74,31 +88,28 @@ class GradientExchange(SteppingExchange):
         self.lease.reducer, self.lease.overlap = reducer, self._overlap
         self.lease.close = functools.partial(self._world.group(self.process_set).reducers.release, reducer)
         self._parameters = parameters
-        codec = self._options.codec
+        encoded = [None if self._encodings is None else self._encodings.of(parameter) for parameter in parameters]
+        alone = reducer.alone and self._encodings is None
         self._slots = [
-            Slot(index, parameter, reducer, codec, reducer.alone and codec is None)
-            for index, parameter in enumerate(parameters)
+            Slot(index, parameter, reducer, encoded[index], alone) for index, parameter in enumerate(parameters)
         ]
-        self._large = [slot for slot in self._slots if reducer.is_large(slot.index) or slot.compressed]
-        large = {slot.index: slot for slot in self._large}
-        self._large_in = [[large[i] for i in bucket.tensors if i in large] for bucket in reducer.buckets]
+        large = [slot for slot in self._slots if reducer.is_large(slot.index) or slot.compressed]
         small = [slot for slot in self._slots if not (reducer.is_large(slot.index) or slot.compressed)]
-        self._trivial = reducer.alone and codec is None and self._adapts
-        self._small = SmallGradients(small, [parameters[slot.index] for slot in small])
+        of_large, of_small = ([parameters[slot.index] for slot in some] for some in (large, small))
+        self._large = LargeGradients(large, of_large, reducer, self._overlap, alone and self._adapts)
+        self._small = SmallGradients(small, of_small, alone and self._adapts)
         self._make_hooks()
 
     def _leave_slots(self) -> None:
         """Let gradients have memory of their own."""
         for slot in self._slots:
             slot.leave(self._parameters[slot.index])
-        self._slots = []
 
     def leave(self) -> None:
         super().leave()
         self._leave_slots()
-        self._large, self._large_in, self._met = [], [], []
-        self._small = SmallGradients([], [])
-        self._reducer = self._overlap = None
+        self._slots = []
+        self._large = self._small = self._reducer = self._overlap = None
 
     def _make_hooks(self) -> None:
         assert self._reducer is not None
@@ -109,11 +120,23 @@ class GradientExchange(SteppingExchange):
                 hook = weakly(self, "_take" if large else "_count_pass", slot.index)
                 parameter = self._parameters[slot.index]
                 self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        if not self._slots or self._sees_all:
+            self._make_hooks_of_unknown()
+
+    def _make_hooks_of_unknown(self) -> None:
+        """Count the passes of parameters that are not exchanged yet, after the others."""
+        known = set(map(id, self._parameters))
+        unknown = [parameter for parameter in self._dense_parameters() if id(parameter) not in known]
+        for number, parameter in enumerate(unknown, len(self._slots)):
+            hook = weakly(self, "_count_pass", number)
+            self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> Reducer:
-        infos = [ADAPTER.info(wire_tensor(parameter, self._options.codec)) for parameter in parameters]
         return self._world.group(self.process_set).reducers.make(
-            infos, self._options.op, plan._replace(spare=True), self._planner.settings
+            self._infos(parameters),
+            self._options.op,
+            plan._replace(spare=True),
+            self._planner.settings,
         )
 
     # A step
@@ -121,15 +144,23 @@ class GradientExchange(SteppingExchange):
     @torch.no_grad()
     def _exchange(self) -> None:
         self._check_in_effect()
+        try:
+            self._exchange_once()
+        finally:
+            if self._encodings is not None:
+                self._encodings.forget()
+
+    def _exchange_once(self) -> None:
         while True:
             dense = self._find_dense()
             self._check_parameters()
-            self._advice.before_exchange(dense)
+            everything = dense if self._encodings is None else self._dense_parameters()
+            self._advice.before_exchange(everything)
+            first = self._encodings is not None and self._encodings.meet(everything)
             used = [True] * len(dense)
             news: list[int] = []
-            changed = self._collect_large(used, news)
-            self._collect_small(used, news)
-            said = self._said(bool(news))
+            changed = self._collect(used, news)
+            said = self._said(bool(news) or first)
             begin = time.perf_counter()
             assert self._reducer is not None
             try:
@@ -143,6 +174,8 @@ class GradientExchange(SteppingExchange):
                 if not stop.told.news:
                     self._refuse(stop.told)
                 self._set_aside(news)
+                if self._encodings is not None:
+                    self._sparse = [*self._sparse, *self._encodings.agree(self._dense_parameters())]
         seconds = time.perf_counter() - begin
         self.missed = self.missed or self._reducer.joined > 0
         weight = self._take_weight()
@@ -172,7 +205,7 @@ class GradientExchange(SteppingExchange):
 
     def _find_dense(self) -> list[torch.Tensor]:
         """The parameters whose gradients go through the reducer, which is made anew if they are others than before."""
-        parameters = self._dense_parameters()
+        parameters = self._with_known_layout(self._dense_parameters())
         if not self._are_known(parameters):  # on every rank, or they disagree
             self._drain()
             self._prepare(parameters)
@@ -202,91 +235,26 @@ class GradientExchange(SteppingExchange):
         if self._overlap is not None:
             gradient = parameter.grad
             if gradient is not None and self._overlap.may_copy(slot.index) and slot.copy(gradient):
-                self._overlap.ready(slot.index, self._weight)
+                self._overlap.ready(slot.index, self._weight.value)
         elif not (slot.stays or slot.apart or slot.alone):
             slot.take(parameter)
 
     def _choose_room(self, number: int) -> None:
-        """Choose where the results of a bucket are to go, on this rank: not where the program looks."""
+        """See `LargeGradients.choose_room`. Called before a bucket is exchanged early."""
+        assert self._large is not None
+        self._large.choose_room(number)
+
+    def _collect(self, used: list[bool], news: list[int]) -> bool:
+        """See that gradients are where they are reduced. Returns whether one has changed since it was copied."""
         assert self._reducer is not None
-        held = any(slot.is_held for slot in self._large_in[number])
-        self._reducer.use_room(number, int(held))
-
-    def _collect_large(self, used: list[bool], news: list[int]) -> bool:
-        """See that large gradients are where they are reduced. Returns whether one is not as it was copied before."""
-        held = [slot.find(self._parameters[slot.index]) for slot in self._large]
-        meet = self._meet()
-        if self._overlap is not None:
-            return self._collect_early(used, news)
-        self._collect(used, news, int(meet or any(held)))
-        return False
-
-    def _collect(self, used: list[bool], news: list[int], room: int) -> None:
-        assert self._reducer is not None
-        self._reducer.use_room(0, room)
-        for slot in self._large:
-            gradient = self._parameters[slot.index].grad
-            if gradient is None:
-                used[slot.index] = False
-                continue
-            if slot.stays and not slot.alone:
-                own = slot.where is Where.OWN
-                self._reducer.place(slot.index, ADAPTER.to_array(gradient.view(-1), wide=False) if own else None)
-            if slot.where is Where.AWAY or (slot.where is Where.HOME and room):
-                dense = self._checked(news, slot, gradient)
-                used[slot.index] = dense is not None
-                if dense is not None:
-                    slot.load(dense, room)
-
-    def _meet(self) -> bool:
-        """Whether large gradients share memory with each other; none of those is combined where it is."""
-        self._met = []
-        if self._trivial:
-            return False
-        there = [
-            (slot, gradient) for slot in self._large if (gradient := self._parameters[slot.index].grad) is not None
-        ]
-        dense = [(slot, gradient) for slot, gradient in there if gradient.layout is torch.strided]
-        found = overlapping([gradient for _, gradient in dense], [gradient.nbytes for _, gradient in dense])
-        self._met = [dense[number][0] for number in found]
-        for slot in self._met:
-            slot.where = Where.AWAY
-        return bool(found)
-
-    def _collect_early(self, used: list[bool], news: list[int]) -> bool:
-        """As `_collect`, where a thread exchanges already what has been copied: is that still the gradient?"""
-        assert self._overlap is not None
-        assert self._reducer is not None
-        changed = False
-        for slot in self._large:
-            gradient = self._parameters[slot.index].grad
-            if gradient is None:
-                used[slot.index] = False
-            elif not (self._overlap.has_copy(slot.index) and slot.is_copy(gradient)):
-                changed = changed or self._overlap.is_under_way(slot.index)
-                dense = self._checked(news, slot, gradient)
-                used[slot.index] = dense is not None
-                if dense is not None:
-                    slot.load(dense, 0)
-        for number in range(self._overlap.under_way, len(self._reducer.buckets)):
-            self._choose_room(number)
+        assert self._large is not None
+        assert self._small is not None
+        check = functools.partial(self._checked, news)
+        changed = self._large.collect(used, check)
+        second = any(bucket.room for bucket in self._reducer.buckets)
+        self._small.use_rooms([self._reducer.room_of(slot.index) for slot in self._small.slots] if second else [])
+        self._small.collect(used, check)
         return changed
-
-    def _collect_small(self, used: list[bool], news: list[int]) -> None:
-        if not self._trivial:
-            assert self._reducer is not None
-            second = any(bucket.room for bucket in self._reducer.buckets)
-            self._small.use_rooms([self._reducer.room_of(slot.index) for slot in self._small.slots] if second else [])
-            self._small.collect(used, functools.partial(self._checked, news))
-            return
-        for slot in self._small.slots:
-            parameter = self._parameters[slot.index]
-            gradient = parameter.grad
-            dense = None if gradient is None else self._checked(news, slot, gradient)
-            used[slot.index] = dense is not None
-            if dense is not None and dense is not gradient:
-                parameter.grad = None  # whose layout is another
-                parameter.grad = dense
 
     def _checked(self, news: list[int], slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
         """A gradient that can be exchanged as a dense one; None if it cannot, and is among the news."""
@@ -302,10 +270,7 @@ class GradientExchange(SteppingExchange):
     # And back
 
     def _deliver(self, anywhere: list[bool]) -> None:
-        assert self._reducer is not None
-        for some, do in ((self._large, Slot.give), (self._met, Slot.settle)):
-            for slot in some:
-                if anywhere[slot.index]:
-                    do(slot, self._parameters[slot.index], self._reducer.room_of(slot.index))
-        if not self._trivial:
-            self._small.deliver(anywhere)
+        assert self._large is not None
+        assert self._small is not None
+        self._large.deliver(anywhere)
+        self._small.deliver(anywhere)

@@ -33,8 +33,9 @@ from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.step.sharded_step import SharedSteps
 from hvdlite_torch.step.shards import clip_factor, refuse_sparse, squared_norm
 from hvdlite_torch.sync.host import GradientExchange
-from hvdlite_torch.sync.slot import Slot, Where, as_tensor, gradient_dtype
+from hvdlite_torch.sync.slot import Slot, Where, as_tensor
 from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.gradient import gradient_dtype
 
 
 class ShardedExchange(SharedSteps, GradientExchange):
@@ -139,5 +140,5 @@ class ShardedExchange(SharedSteps, GradientExchange):
             # Another object each time: an optimizer's step may give that other memory (``p.grad.data = …``).
             combined = homes[self._reducer.room_of(piece.tensor)].data if whole is None else cut(whole, piece)
             parameter.grad = combined if there[piece.tensor] else None
-        for slot in self._large:
-            slot.where = Where.NOWHERE
+        assert self._large is not None
+        self._large.forget()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
-from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.protocols import Array
-from hvdlite_torch.step.codec import Codec
+from hvdlite_torch.sync.encoded import EncodedGradient
+from hvdlite_torch.tensors.gradient import as_dense, gradient_dtype
 from hvdlite_torch.tensors.ownership import Lent, is_borrowed, is_exclusive, is_plain, same_bits, write
 
 
@@ -36,12 +36,12 @@ class Slot:
         index: The parameter's number.
         parameter: Its shape and dtype are those of gradients.
         reducer: Whose memory it is.
-        codec: How gradients are compressed; None if they are not.
+        encoded: What is exchanged in place of the gradient; None if that is itself.
         alone: There is one rank only, so that a gradient is its own result.
 
     Attributes:
         alone: As given.
-        compressed: There is a codec.
+        compressed: Something else is exchanged in place of the gradient.
         stays: No other rank reads anything of it.
         apart: It is never at home: gradients are compressed, or lie in another order (``channels_last``), or results do not
             lie where gradients do.
@@ -49,26 +49,28 @@ class Slot:
     """
 
     __slots__ = (
-        *("_codec", "_context", "_home", "_like", "_memory", "_reducer", "_strides", "alone", "apart"),
+        *("_encoded", "_home", "_like", "_memory", "_reducer", "_strides", "alone", "apart"),
         *("compressed", "dtype", "index", "shape", "stays", "where"),
     )
 
-    def __init__(self, index: int, parameter: torch.Tensor, reducer: Reducer, codec: Codec | None, alone: bool) -> None:
+    def __init__(
+        self, index: int, parameter: torch.Tensor, reducer: Reducer, encoded: EncodedGradient | None, alone: bool
+    ) -> None:
         self.index = index
         self.shape, self.dtype = parameter.shape, gradient_dtype(parameter)
         self._reducer = reducer
-        self._codec = codec
-        self.compressed = codec is not None
+        self._encoded = encoded
+        self.compressed = encoded is not None
         self.alone = alone
         # The memory is in the order of the indices on every rank; torch's fused steps want gradients in the parameter's order.
         self._strides = None if parameter.is_contiguous() else torch.empty_like(parameter).stride()
-        self._like, self._context = _like(parameter, codec)
-        self._like = self._like.detach().to("meta")
+        shape, dtype = (self.shape, self.dtype) if encoded is None else encoded.layout
+        self._like = torch.empty(shape, dtype=dtype, device="meta")
         self._memory = self._tensor(reducer.memory_of(index))
         in_place = reducer.result_of(index) is reducer.memory_of(index)
         self._home = Lent(self._memory if in_place else self._tensor(reducer.result_of(index)))
-        self.apart = codec is not None or self._strides is not None or not in_place
-        self.stays = reducer.stays(index) and codec is None
+        self.apart = encoded is not None or self._strides is not None or not in_place
+        self.stays = reducer.stays(index) and encoded is None
         self.where = Where.NOWHERE
 
     def _tensor(self, memory: Array) -> torch.Tensor:
@@ -92,7 +94,11 @@ class Slot:
 
     def copy(self, gradient: torch.Tensor) -> bool:
         """Copy a gradient that may be exchanged before the step. Returns whether it may be: not if it is part of a graph."""
-        if gradient.requires_grad or not self._is_like(gradient) or not (self._codec is None or self._codec.repeatable):
+        if (
+            gradient.requires_grad
+            or not self._is_like(gradient)
+            or not (self._encoded is None or self._encoded.codec.repeatable)
+        ):
             return False
         self.load(gradient, 0)
         return True
@@ -101,8 +107,8 @@ class Slot:
         """Whether what was copied is still the gradient."""
         if not self._is_like(gradient):
             return False
-        if self._codec is not None:
-            gradient, _ = self._codec.encode(gradient)
+        if self._encoded is not None:
+            gradient = self._encoded.encode(gradient)
         if not is_plain(gradient):
             gradient = torch.empty_like(self._memory).copy_(gradient)
         return same_bits(gradient, self._memory)
@@ -149,8 +155,8 @@ class Slot:
 
     def load(self, gradient: torch.Tensor, room: int) -> None:
         """Copy a gradient to where it is expected."""
-        if self._codec is not None:
-            gradient, self._context = self._codec.encode(gradient)
+        if self._encoded is not None:
+            gradient = self._encoded.encode(gradient)
         self.source(room).copy_(gradient)
 
     def source(self, room: int) -> torch.Tensor:
@@ -169,7 +175,7 @@ class Slot:
 
     def _decoded(self, room: int) -> torch.Tensor:
         result = self.result(room)
-        return result if self._codec is None else self._codec.decode(result, self._context)
+        return result if self._encoded is None else self._encoded.decode(result)
 
     def give(self, parameter: torch.Tensor, room: int) -> None:
         """Let ``parameter.grad`` be the combined gradient, which is there for some rank."""
@@ -179,7 +185,7 @@ class Slot:
         if self.where is Where.HOME and gradient is not None:
             gradient.copy_(self.result(room))
             return
-        may_be_home = not room and self._codec is None and self._strides is None
+        may_be_home = not room and self._encoded is None and self._strides is None
         # Nobody sees where it is, or nobody is to see the result there.
         if may_be_home and (
             gradient is None or not self._is_like(gradient) or is_exclusive(gradient) or is_borrowed(gradient)
@@ -198,54 +204,10 @@ class Slot:
             parameter.grad = result.clone()
 
 
-def as_dense(
-    gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype, sparse_as_dense: bool
-) -> torch.Tensor | None:
-    """A gradient as a dense one; None if it is sparse and is to stay so.
-
-    Args:
-        gradient: As backward left it.
-        shape, dtype: Of the parameter, when the optimizer was made distributed.
-        sparse_as_dense: What is sparse is not to stay so.
-
-    Raises:
-        UnsupportedTensorError: It cannot be exchanged at all.
-        ArgumentError: It is not like the parameter once was.
-    """
-    if gradient.layout is not torch.strided:
-        if gradient.layout is not torch.sparse_coo:
-            raise UnsupportedTensorError(
-                f"a gradient of layout {gradient.layout} for a parameter of shape {tuple(shape)}: expected a dense "
-                "one, or one of layout torch.sparse_coo."
-            )
-        if not sparse_as_dense:
-            return None
-        gradient = gradient.to_dense()
-    if gradient.shape != shape or gradient.dtype is not dtype:
-        raise ArgumentError(
-            f"a parameter of {dtype} and shape {tuple(shape)} has become one of {gradient.dtype} and shape "
-            f"{tuple(gradient.shape)} since the optimizer was made distributed: change models before that."
-        )
-    return gradient
-
-
-def wire_tensor(parameter: torch.Tensor, codec: Codec | None) -> torch.Tensor:
-    """A tensor like those that are exchanged for the gradients of a parameter."""
-    return _like(parameter, codec)[0]
-
-
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradients, which may be another one since torch 2.9 (``grad_dtype``)."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def _like(parameter: torch.Tensor, codec: Codec | None) -> tuple[torch.Tensor, Any]:
-    dtype = gradient_dtype(parameter)
-    if codec is not None:
-        return codec.encode(torch.zeros_like(parameter, dtype=dtype, requires_grad=False))
-    return (parameter if parameter.dtype is dtype else torch.empty_like(parameter, dtype=dtype)), None
-
-
 def as_tensor(memory: Array, like: torch.Tensor) -> torch.Tensor:
     """Flat memory of the reducer as a tensor of the dtype and shape of `like`."""
     return torch.from_numpy(memory).view(like.dtype).view(like.shape)
+
+
+Check = Callable[[Slot, torch.Tensor], torch.Tensor | None]
+"""Returns a gradient as it can be exchanged; or None if it cannot be a dense one."""

@@ -6,14 +6,12 @@ There may be thousands of them, and a microsecond each is much.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from hvdlite_torch.sync.slot import Slot
+from hvdlite_torch.sync.slot import Check, Slot
 from hvdlite_torch.tensors.ownership import is_borrowed, overlapping, same_bits, write
-
-Check = Callable[[Slot, torch.Tensor], torch.Tensor | None]
 
 
 class SmallGradients:
@@ -22,13 +20,15 @@ class SmallGradients:
     Args:
         slots: Their places.
         parameters: One for each slot.
+        trivial: Gradients are their own results: nothing is copied.
 
     Attributes:
         slots: As given.
     """
 
-    def __init__(self, slots: Sequence[Slot], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, slots: Sequence[Slot], parameters: Sequence[torch.Tensor], trivial: bool) -> None:
         self.slots = slots
+        self._trivial = trivial
         self._parameters = parameters
         self._like = [(slot.dtype, slot.shape) for slot in slots]
         self._nbytes = [slot.result(0).nbytes for slot in slots]
@@ -51,6 +51,9 @@ class SmallGradients:
             used: By the numbers of the slots: is set to False where there is none.
             check: Returns a gradient as it can be copied; or None if it cannot.
         """
+        if self._trivial:
+            self._make_dense(used, check)
+            return
         gradients = [parameter.grad for parameter in self._parameters]
         self._alike = []
         with contextlib.suppress(AttributeError):  # some have none
@@ -66,12 +69,23 @@ class SmallGradients:
                     source.copy_(gradient)
             used[slot.index] = gradient is not None
 
+    def _make_dense(self, used: list[bool], check: Check) -> None:
+        for slot, parameter in zip(self.slots, self._parameters, strict=True):
+            gradient = parameter.grad
+            dense = None if gradient is None else check(slot, gradient)
+            used[slot.index] = dense is not None
+            if dense is not None and dense is not gradient:
+                parameter.grad = None  # whose layout is another
+                parameter.grad = dense
+
     def deliver(self, anywhere: Sequence[bool]) -> None:
         """Copy results to where gradients are; or let there be some, where only other ranks have one.
 
         Args:
             anywhere: By the numbers of the slots: whether there is a result.
         """
+        if self._trivial:
+            return
         gradients, self._alike = self._alike, []
         if gradients and not any([is_borrowed(gradient) for gradient in gradients]):
             try:

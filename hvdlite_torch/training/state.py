@@ -16,8 +16,8 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.checks.same_parameters import check_same
 from hvdlite_torch.ops.broadcast import broadcast_
-from hvdlite_torch.step.same_parameters import check_same
 from hvdlite_torch.step.wrapped import Distributed, Sharded
 
 T = TypeVar("T")

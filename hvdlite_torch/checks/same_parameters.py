@@ -14,7 +14,7 @@ import torch
 
 from hvdlite.errors import MismatchError
 from hvdlite.negotiation.mismatch import variants_text
-from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite.tensors.registry import adapter_for
 
 
 def check_agreement(
@@ -39,7 +39,7 @@ def check_agreement(
     """
     lines = [f"{key}={value!r}" for key, value in arguments.items()]
     for number, parameter in enumerate(parameters):
-        info = ADAPTER.info(parameter)
+        info = adapter_for(parameter).info(parameter)
         name = f" {names[id(parameter)]!r}" if id(parameter) in names else ""
         lines.append(f"parameter {number}{name} is {info.dtype} of shape {info.shape}")
     lines.append(f"trained parameters: {len(parameters)}")

@@ -18,7 +18,7 @@ from hvdlite import ReduceOp
 from hvdlite.api import world
 from hvdlite.errors import MismatchError
 from hvdlite.negotiation.mismatch import variants_text
-from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite.tensors.registry import adapter_for
 
 _NOT_THE_USERS = ("hvdlite", "hvdlite_torch", "torch")
 """Packages whose lines a warning should not point at."""
@@ -120,7 +120,7 @@ class Advice:
             if other == first or sorted(other) != sorted(first):
                 continue
             place = next(number for number, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
-            info = ADAPTER.info(parameters[place])
+            info = adapter_for(parameters[place]).info(parameters[place])
             raise MismatchError(
                 f"the ranks have the same parameters in another order: parameter {place} of rank {self._ranks[0]} "
                 f"({info.dtype} of shape {info.shape}) is parameter {other.index(first[place])} of rank {rank}. Gradients of "
@@ -137,7 +137,7 @@ class Advice:
 def _checksum(tensors: Sequence[torch.Tensor]) -> int:
     checksum = 0
     for tensor in tensors:
-        memory = ADAPTER.to_array(tensor.detach().contiguous(), wide=False).reshape(-1).view("u1")
+        memory = adapter_for(tensor).to_array(tensor.detach().contiguous(), wide=False).reshape(-1).view("u1")
         checksum = zlib.crc32(memory.data, checksum)
     return checksum
 

@@ -1,0 +1,130 @@
+"""Large gradients: reduced where they are, if nobody else sees that; copied to the reducer by the hook or the step, if not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdlite.gradients.overlap import Overlap
+from hvdlite.gradients.reducer import Reducer
+from hvdlite_torch.sync.slot import Check, Slot, Where
+from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.ownership import overlapping
+
+
+class LargeGradients:
+    """The large gradients of an optimizer, on one rank.
+
+    Args:
+        slots: Their places.
+        parameters: One for each slot.
+        reducer: Whose memory the slots are.
+        overlap: Exchanges what is copied early; None if nothing is.
+        trivial: Gradients are their own results.
+
+    Attributes:
+        slots: As given.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        parameters: Sequence[torch.Tensor],
+        reducer: Reducer,
+        overlap: Overlap | None,
+        trivial: bool,
+    ) -> None:
+        self.slots = slots
+        self._pairs = list(zip(slots, parameters, strict=True))
+        self._reducer = reducer
+        self._overlap = overlap
+        self._trivial = trivial
+        there = {slot.index: slot for slot in slots}
+        self._in_bucket = [[there[i] for i in bucket.tensors if i in there] for bucket in reducer.buckets]
+        self._met: list[tuple[Slot, torch.Tensor]] = []
+        """Those that share memory with others in this step, each with its parameter."""
+
+    def choose_room(self, number: int) -> None:
+        """Choose where the results of a bucket are to go, on this rank: not where the program looks."""
+        held = any(slot.is_held for slot in self._in_bucket[number])
+        self._reducer.use_room(number, int(held))
+
+    def collect(self, used: list[bool], check: Check) -> bool:
+        """See that gradients are where they are reduced.
+
+        Args:
+            used: By the numbers of the slots: is set to False where there is none.
+            check: Looks at what is not known to be a dense gradient.
+
+        Returns:
+            Whether one is not as it was when it was copied, so that what has been exchanged of it is worth nothing.
+        """
+        held = [slot.find(parameter) for slot, parameter in self._pairs]
+        meet = self._meet()
+        if self._overlap is not None:
+            return self._collect_early(self._overlap, used, check)
+        self._collect_now(used, check, int(meet or any(held)))
+        return False
+
+    def _meet(self) -> bool:
+        """Whether gradients share memory with each other; none of those is combined where it is."""
+        self._met = []
+        if self._trivial:
+            return False
+        there = [(pair, gradient) for pair in self._pairs if (gradient := pair[1].grad) is not None]
+        dense = [(pair, gradient) for pair, gradient in there if gradient.layout is torch.strided]
+        found = overlapping([gradient for _, gradient in dense], [gradient.nbytes for _, gradient in dense])
+        self._met = [dense[number][0] for number in found]
+        for slot, _ in self._met:
+            slot.where = Where.AWAY
+        return bool(found)
+
+    def _collect_now(self, used: list[bool], check: Check, room: int) -> None:
+        self._reducer.use_room(0, room)
+        for slot, parameter in self._pairs:
+            gradient = parameter.grad
+            if gradient is None:
+                used[slot.index] = False
+                continue
+            if slot.stays and not slot.alone:
+                own = slot.where is Where.OWN
+                self._reducer.place(slot.index, ADAPTER.to_array(gradient.view(-1), wide=False) if own else None)
+            if slot.where is Where.AWAY or (slot.where is Where.HOME and room):
+                dense = check(slot, gradient)
+                used[slot.index] = dense is not None
+                if dense is not None:
+                    slot.load(dense, room)
+
+    def _collect_early(self, overlap: Overlap, used: list[bool], check: Check) -> bool:
+        """As `_collect_now`, where a thread exchanges already what has been copied: is that still the gradient?"""
+        changed = False
+        for slot, parameter in self._pairs:
+            gradient = parameter.grad
+            if gradient is None:
+                used[slot.index] = False
+            elif not (overlap.has_copy(slot.index) and slot.is_copy(gradient)):
+                changed = changed or overlap.is_under_way(slot.index)
+                dense = check(slot, gradient)
+                used[slot.index] = dense is not None
+                if dense is not None:
+                    slot.load(dense, 0)
+        for number in range(overlap.under_way, len(self._reducer.buckets)):
+            self.choose_room(number)
+        return changed
+
+    def deliver(self, anywhere: Sequence[bool]) -> None:
+        """Let ``p.grad`` be the combined gradients.
+
+        Args:
+            anywhere: By the numbers of the slots: whether there is a result.
+        """
+        for some, do in ((self._pairs, Slot.give), (self._met, Slot.settle)):
+            for slot, parameter in some:
+                if anywhere[slot.index]:
+                    do(slot, parameter, self._reducer.room_of(slot.index))
+
+    def forget(self) -> None:
+        """The step does not need to know any more where gradients are."""
+        for slot in self.slots:
+            slot.where = Where.NOWHERE
