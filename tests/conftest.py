@@ -19,7 +19,7 @@ from hvdlite.testing import on_ranks
 from tests.jobs import Start, Started
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Several threads of torch's for each of several ranks wait for each other in endless loops: a third of the time goes without.
+# With several threads for each rank, most of torch's CPU time is spent in loops that wait for threads which have no core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 with contextlib.suppress(ImportError):  # a machine with a GPU may lack it, and the tests there do without

@@ -136,7 +136,7 @@ for command in json.loads(sys.argv[1]):
         try:
             runpy.run_path(f"examples/{program}", run_name="__main__")
         except SystemExit as end:
-            code = end.code
+            code = 0 if end.code is None else end.code
     hvdlite.shutdown()
     # As Python ends: a text is printed, and means 1.
     ends[command] = (1, said.getvalue() + code) if isinstance(code, str) else (code, said.getvalue())

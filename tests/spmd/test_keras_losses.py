@@ -150,7 +150,7 @@ def trained_alone(name: str) -> tuple[np.ndarray, list[float]]:
 @pytest.mark.parametrize("way", ["optimizer", "strategy"])
 @pytest.mark.parametrize("name", CASES if not UNDER_MPI else ["weights of rows", "NaN and a scaled loss"])
 def test_fit(ranks: Any, name: str, way: str) -> None:
-    """On two ranks: how many there are changes nothing of what a loss is made of, nor does it that they are processes."""
+    """Two ranks tell it all. As processes they differ in the exchange only, so that two of the programs do there."""
     if ranks(hvd.size)[0] != 2:
         return
     case = CASES[name]
