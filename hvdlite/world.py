@@ -460,7 +460,7 @@ class World:
 
     def _rebind(self) -> None:
         for exchange in list(self._waiting):
-            if exchange.process_set.process_set_id is not None:
+            if exchange.process_set.included():  # in effect, and this rank, which may have another number now, is in it
                 exchange.rebind()
                 self._waiting.remove(exchange)
                 self.exchanges.append(exchange)
