@@ -61,7 +61,6 @@ LONGER_CLASSES = {
     "hvdlite.gradients.reducer.Reducer",
     "hvdlite_torch.step.driver.SteppingExchange",
     "hvdlite_torch.sync.device.DeviceExchange",
-    "hvdlite_torch.sync.host.GradientExchange",
 }
 """Classes that have more lines and are to be divided. No other is added."""
 LAUNCH_MAY_IMPORT = {  # hvdliterun does without MPI and NumPy's threads; a guard, without `hvdlite` itself

@@ -389,6 +389,27 @@ def test_process_sets_go_on_when_they_are_in_effect_again(options: dict[str, Any
     live(([0, 1, 2], first), ([0, 1, 2], second))
 
 
+def test_a_rank_that_is_not_in_the_process_set_any_more() -> None:
+    """Ranks 0 and 1 change their numbers, and the set is of rank 0."""
+
+    def first(_: Any) -> Any:
+        one = hvd.add_process_set([0])
+        if hvd.rank() == 1:
+            return None, one
+        model = copy.deepcopy(MODEL)
+        return (model, hvd.DistributedOptimizer(OPTIMIZERS["sgd"](model.parameters()), process_set=one)), one
+
+    def second(kept: Any) -> None:
+        pair, one = kept
+        hvd.add_process_set(one)
+        assert (pair is None) == (hvd.rank() == 0)
+        if pair is not None:
+            with pytest.raises(ArgumentError, match="rank 1 is not in"):
+                step(*pair, rows=slice(None))
+
+    live((TWO, first), ([1, 0], second))
+
+
 def test_a_step_between_the_worlds() -> None:
     [(model, optimizer)] = live(([0], functools.partial(make, shard=True)))
     with pytest.raises(NotInitializedError, match=r"optimizer\.step\(\)"):

@@ -77,7 +77,6 @@ class Controller:
     ) -> None:
         self._transport = transport
         self._fuse = fuse
-        self._fanout = fanout
         rank, size = transport.rank, transport.size
         self._rank = rank
         self._parent = (rank - 1) // fanout if rank else None
@@ -195,8 +194,7 @@ class Controller:
         reports: list[tuple[Key, Report]] = [*cache.expand(runs), *rest]
         for key, report in self._history.still_open(reports, plans):
             self._tallies.count(key, report, sender)
-        if self._history.failed or self._history.retired:
-            self._history.forget(self._plans)
+        self._history.forget(self._plans)
         if self._blocked.found:
             self._wake(sender)
 

@@ -14,14 +14,16 @@ def refuse_to_step(process_set: ProcessSet) -> NoReturn:
 
     Raises:
         NotInitializedError: There is no other world yet.
-        ArgumentError: The process set is not in effect in the present one; or it was removed before the other one ended.
+        ArgumentError: The process set is not in effect in the present one, or this rank is not in it any more; or it was
+            removed before the other one ended.
     """
-    world("optimizer.step()")
+    here = world("optimizer.step()")
     if process_set.process_set_id is None:
         raise ArgumentError(
             f"{process_set} is not in effect after the restart (shutdown() and init()), so its optimizer cannot step: pass "
             "this very ProcessSet object, not one of equal ranks, to init(process_sets=[…]) or add_process_set() on every rank."
         )
+    here.engine(process_set)  # raises if this rank is not in it
     raise ArgumentError(
         f"this optimizer was made before shutdown(), and did not go on with init(), for its process set, {process_set}, had "
         "been removed: make the optimizer anew."
