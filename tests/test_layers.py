@@ -57,8 +57,6 @@ FRAMEWORKS = {
 }
 MOST_LINES = {"folder": 2600, "class": 250}
 LONGER_CLASSES = {
-    "hvdlite.gradients.bucket.Bucket",
-    "hvdlite.gradients.reducer.Reducer",
     "hvdlite_torch.step.driver.SteppingExchange",
     "hvdlite_torch.sync.device.DeviceExchange",
 }

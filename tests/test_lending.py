@@ -39,12 +39,12 @@ def exchange(reducer: Any, step: int) -> list[Any]:
         array = (
             (value.view(np.uint32) >> 16).astype(np.uint16) if info.dtype == "bfloat16" else value.astype(info.dtype)
         )
-        start, stop = reducer.part_of(index)
+        start, stop = reducer.bucket_of(index).ownership.part_of(index)
         memory = reducer.memory_of(index)
         memory[:start], memory[stop:] = array[:start], array[stop:]
         if start < stop:
             memory[start:stop] = 99  # nobody is to look there
-            reducer.place(index, array[start:stop])
+            reducer.bucket_of(index).place(index, array[start:stop])
     assert all(reducer.exchange([True] * len(INFOS)))
     return [reducer.result_of(index) for index in range(len(INFOS))]
 

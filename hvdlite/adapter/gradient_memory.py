@@ -71,7 +71,10 @@ class Buckets:
         self._storage = [kernel.storage for kernel in kernels]
         self._dtypes = [dtype_of(info) for info in infos]
         # Halves are widened by torch where it is loaded, which dislikes memory that is read-only: those are copied.
-        self._parts = [self._reducer.part_of(index) if kernel.exact else (0, 0) for index, kernel in enumerate(kernels)]
+        self._parts = [
+            self._reducer.bucket_of(index).ownership.part_of(index) if kernel.exact else (0, 0)
+            for index, kernel in enumerate(kernels)
+        ]
         self._group.add(self)
 
     @property
@@ -110,7 +113,7 @@ class Buckets:
         finally:
             for index, (start, stop) in enumerate(self._parts):
                 if start < stop:
-                    self._reducer.place(index, None)  # the gradients are the framework's again
+                    self._reducer.bucket_of(index).place(index, None)  # the gradients are the framework's again
         return [self._result(index) if there else None for index, there in enumerate(anywhere)]
 
     def _show(self, index: int, gradient: Array) -> None:
@@ -123,7 +126,7 @@ class Buckets:
             return
         memory[:start] = flat[:start]
         memory[stop:] = flat[stop:]
-        self._reducer.place(index, flat[start:stop])
+        self._reducer.bucket_of(index).place(index, flat[start:stop])
 
     def _result(self, index: int) -> Array:
         result = self._reducer.result_of(index)

@@ -2,7 +2,9 @@
 
 - `layout`: which gradient lies where in which buffer.
 - `header`: what each rank says of its gradients, summed with them.
-- `bucket`: one buffer on all ranks of a host; `result_buffers`: its places; `segments`: what a rank sums of them.
+- `bucket`: one flat buffer on all ranks of a host, and its exchange.
+- `ownership`: what a rank sums of it; `segments`: that, with the memory of all ranks; `weighted_sum`: how it is summed.
+- `result_buffers`: where gradients and results lie.
 - `reducer`: all buckets of an optimizer; `sharded_reducer`: each rank gets its shard of the sums.
 - `reducers`: those of one group of ranks, which its ranks make together.
 - `shared_reducers`: reducers that ranks which have joined make as well.

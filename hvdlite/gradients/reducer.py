@@ -115,51 +115,41 @@ class Reducer:
             for group in groups
         ]
 
-    def memory_of(self, index: int, room: int = 0) -> Array:
-        """The flat memory where this rank's gradient of tensor `index` is expected.
+    def bucket_of(self, index: int) -> Bucket:
+        """The bucket that tensor `index` is in."""
+        return self._bucket_of[index]
 
-        Of the tensor's dtype; bfloat16 as its bits in uint16.
+    def memory_of(self, index: int, number: int = 0) -> Array:
+        """The flat memory where this rank's gradient is expected. Of the tensor's dtype; bfloat16 as its bits in uint16.
 
         Args:
             index: The number of the tensor.
-            room: Where this rank uses the room of this number (see `use_room`).
+            number: Where this rank uses the buffer of this number (see `use_buffer`).
         """
-        return self._bucket_of[index].memory_of(index, room)
+        return self._bucket_of[index].pool.memory_of(index, number)
 
-    def result_of(self, index: int, room: int = 0) -> Array:
+    def result_of(self, index: int, number: int = 0) -> Array:
         """The flat memory where the combined gradient of tensor `index` is after an exchange; `memory_of` if it is in place.
 
-        With ``plan.lend`` see `Bucket.result_of`, and ask for it after each exchange.
+        With ``plan.lend`` see `BufferPool.result_of`, and ask for it after each exchange.
         """
-        return self._bucket_of[index].result_of(index, room)
+        return self._bucket_of[index].pool.result_of(index, number)
 
-    def use_room(self, number: int, room: int) -> None:
-        """Use one of this rank's rooms for bucket `number` from its next exchange on: 0, or 1 with ``plan.spare``."""
-        self.buckets[number].room = room
+    def use_buffer(self, bucket: int, number: int) -> None:
+        """Use one of this rank's buffers for a bucket from its next exchange on: 0, or 1 with ``plan.spare``."""
+        self.buckets[bucket].pool.number = number
 
-    def room_of(self, index: int) -> int:
-        """The room that this rank uses for tensor `index`."""
-        return self._bucket_of[index].room
+    def buffer_of(self, index: int) -> int:
+        """The number of the buffer that this rank uses for tensor `index`."""
+        return self._bucket_of[index].pool.number
 
     def is_lent(self, index: int) -> bool:
-        """Whether the combined gradient of tensor `index` may be kept where it is. See `Bucket.lent`."""
-        return self._bucket_of[index].lent
+        """Whether the combined gradient of tensor `index` may be kept where it is. See `BufferPool.lent`."""
+        return self._bucket_of[index].pool.lent
 
     def is_large(self, index: int) -> bool:
         """Whether tensor `index` is so large that copying it is worth some thought."""
         return index in self._bucket_of[index].large
-
-    def part_of(self, index: int) -> tuple[int, int]:
-        """See `Bucket.part_of`."""
-        return self._bucket_of[index].part_of(index)
-
-    def stays(self, index: int) -> bool:
-        """See `Bucket.stays`."""
-        return self._bucket_of[index].stays(index)
-
-    def place(self, index: int, gradient: Array | None) -> None:
-        """See `Bucket.place`."""
-        self._bucket_of[index].place(index, gradient)
 
     def close(self) -> None:
         """Release the memory and the channels. Every rank does this; the reducer is not used again."""
@@ -245,9 +235,8 @@ class Reducer:
             As `exchange`.
         """
         nothing = [False] * self._count
-        if self._spare:  # the program may hold something of the other room
-            for bucket in self.buckets:
-                bucket.room = 1
+        for bucket in self.buckets if self._spare else ():  # the program may hold something of the other buffer
+            bucket.pool.number = 1
         said = Header(0.0, joined=True)
         with self._collectives.host.patiently(VERY_PATIENT):  # it may take the others a whole step
             told = self.exchange_buckets(nothing, said)

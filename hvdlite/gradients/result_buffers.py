@@ -1,7 +1,12 @@
-"""Where the gradients and the results of a bucket lie on one host.
+"""Where the gradients and the results of a bucket lie on one host: buffers that the program may still look at, and others.
 
-A rank may have several places for its gradients, or for its results (`hvdlite.gradients.bucket`). `ResultBuffers` are one
-choice of such places for all ranks of the host.
+Results lie where the gradients do; or apart from them, so that an exchange can be repeated. Each rank may have a second buffer
+for them, for a program may still hold what it was given of the first one. The header tells which of its buffers a rank uses.
+The pages of a buffer that is never used are never there.
+
+Or results lie in memory that is lent to a framework, which reads it without a copy for as long as it likes. All ranks of a host
+read the same lent memory, so each writes its part once. There are a few such buffers. The header tells which of them somebody
+on this rank still looks at, and all ranks take the first that is free everywhere.
 """
 
 from __future__ import annotations
@@ -9,8 +14,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 
-from hvdlite.gradients.segments import Memory, Stretch
-from hvdlite.protocols import Array
+import numpy as np
+
+from hvdlite.comm.host import Host
+from hvdlite.gradients.ownership import Ownership
+from hvdlite.gradients.segments import Memory, Segment
+from hvdlite.protocols import Array, ReduceOp
+from hvdlite.tensors.reduction import reduction
 
 
 class ResultBuffers:
@@ -18,17 +28,17 @@ class ResultBuffers:
 
     Args:
         memories: Of each block.
-        stretches: What this rank answers for.
+        segments: What this rank answers for.
         rank: This rank's number on the host.
         lent: Arrays of results are views of these; empty if results are not lent. Whoever holds such a view holds a reference
             to the array behind it, as NumPy leads the view of a view back to that.
     """
 
     def __init__(
-        self, memories: list[Memory], stretches: Iterable[Stretch], rank: int, lent: Sequence[Array] = ()
+        self, memories: list[Memory], segments: Iterable[Segment], rank: int, lent: Sequence[Array] = ()
     ) -> None:
         self.memories = memories
-        self.stretches = list(stretches)
+        self.segments = list(segments)
         self.gradient_of: dict[int, Array] = {}
         self.result_of: dict[int, Array] = {}
         for memory in memories:
@@ -41,8 +51,156 @@ class ResultBuffers:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody holds an array of this room. First asked before one is given away."""
+        """Whether somebody holds an array of these. First asked before one is given away."""
         references = sum(map(sys.getrefcount, self._lent))
         if self._own is None:
             self._own = references
         return references > self._own
+
+
+class BufferPool:
+    """The buffers of a bucket, and which of them the next exchange uses.
+
+    Args:
+        host: The ranks of the host, whose memory is used.
+        ownership: What lies in the bucket, and what this rank sums of it.
+        chunk_bytes: What is summed at a time.
+        separate: Results lie apart from gradients.
+        repeatable: They lie in memory of each rank, so that an exchange can be repeated.
+        lend: In how many buffers there are results to be lent.
+        spare: Each rank has a second buffer.
+        shares: Each rank gets the results that other ranks sum.
+
+    Attributes:
+        now: Those of the present exchange, or of the last one.
+        number: The number of the buffer that this rank uses, if results are not lent.
+        lent: Nobody writes into the results of the last exchange as long as somebody holds them (see `result_of`).
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        ownership: Ownership,
+        chunk_bytes: int,
+        separate: bool,
+        repeatable: bool,
+        lend: int,
+        spare: bool,
+        shares: bool,
+    ) -> None:
+        self._host = host
+        self._ownership = ownership
+        self._chunk_bytes = chunk_bytes
+        self._shares = shares
+        count = 2 if spare else 1
+        self._gradients = [self._allocate() for _ in range(1 if separate else count)]
+        self._results = [self._allocate() for _ in range(count)] if repeatable else self._gradients
+        self._chosen: dict[tuple[int, ...], ResultBuffers] = {}
+        # Those to be lent, and one more, for copies, if all are in use.
+        self._lendable = [self._make_lendable() for _ in range(lend + 1)] if lend else []
+        self.now = self._lendable[0] if lend else self._at(0)
+        self.number = 0
+        self.lent = False
+
+    @property
+    def lends(self) -> bool:
+        """Whether results are lent."""
+        return bool(self._lendable)
+
+    @property
+    def in_use(self) -> list[bool]:
+        """For each buffer to be lent, whether somebody on this rank looks at it."""
+        return [buffers.in_use for buffers in self._lendable[:-1]]
+
+    @property
+    def largest_chunk(self) -> int:
+        """Bytes of the largest chunk that this rank sums, in the dtype in which it is summed."""
+        segments = self.now.segments
+        return max((each.how.wide_dtype.itemsize * each.cuts[0].part.stop for each in segments), default=0)
+
+    def memory_of(self, index: int, number: int) -> Array:
+        """The flat memory where this rank's gradient of tensor `index` is expected.
+
+        Args:
+            index: The number of the tensor.
+            number: Where this rank uses the buffer of this number.
+        """
+        return (self.now if self.lends else self._at(number)).gradient_of[index]
+
+    def result_of(self, index: int, number: int) -> Array:
+        """The flat memory where the combined gradient of tensor `index` is after an exchange.
+
+        If results are lent: after the last exchange, in an array that is counted. The memory is left alone while this array, or
+        a view of it, is there, if `lent`; until the next exchange, if not.
+
+        Args:
+            index, number: As for `memory_of`.
+        """
+        return self.now.result_of[index][:] if self.lends else self._at(number).result_of[index]
+
+    def choose(self, numbers: Sequence[float], in_use: Sequence[float]) -> None:
+        """Put results where no rank looks; in the last buffer, which is never lent, if all others are in use.
+
+        Args:
+            numbers: The buffer that each rank of the host uses; empty if all use the first one.
+            in_use: For each buffer to be lent, how many ranks look at it.
+        """
+        if self.lends:
+            number = next((number for number, ranks in enumerate(in_use) if not ranks), len(in_use))
+            self.now = self._lendable[number]
+            self.lent = number < len(in_use)
+        else:
+            self.now = self._of_ranks(tuple(map(int, numbers))) if numbers else self._at(0)
+
+    def _allocate(self) -> list[list[Array]]:
+        """Memory for each block, of each rank."""
+        return [
+            [piece.view(storage) for piece in self._host.allocate(block.length * storage.itemsize)]
+            for block in self._ownership.blocks
+            for storage in (reduction(block.dtype, ReduceOp.SUM).storage,)
+        ]
+
+    def _at(self, number: int) -> ResultBuffers:
+        """Those of this number, of all ranks."""
+        return self._of_ranks((number,) * self._host.size)
+
+    def _of_ranks(self, numbers: tuple[int, ...]) -> ResultBuffers:
+        """Those that each rank of the host uses, by its number."""
+        if numbers not in self._chosen:
+            gradients, results = (
+                [
+                    [places[min(number, len(places) - 1)][block][rank] for rank, number in enumerate(numbers)]
+                    for block in range(len(self._ownership.blocks))
+                ]
+                for places in (self._gradients, self._results)
+            )
+            in_place = self._results is self._gradients
+            self._chosen[numbers] = self._make(gradients, gradients if in_place else results, self._shares)
+        return self._chosen[numbers]
+
+    def _make(
+        self, gradients: list[list[Array]], results: list[list[Array]], share: bool, lent: Sequence[Array] = ()
+    ) -> ResultBuffers:
+        memories = [
+            Memory(block, reduction(block.dtype, ReduceOp.SUM), *arrays)
+            for block, *arrays in zip(self._ownership.blocks, gradients, results, strict=True)
+        ]
+        rank = self._host.rank
+        segments = [
+            Segment(memory, owned, rank, max(1, self._chunk_bytes // memory.how.storage.itemsize), share)
+            for memory, some in zip(memories, self._ownership.owned, strict=True)
+            for owned in some
+        ]
+        return ResultBuffers(memories, segments, rank, lent)
+
+    def _make_lendable(self) -> ResultBuffers:
+        """One memory for all ranks of the host, which each of them can give away by itself."""
+        results, lent = [], []
+        for block in self._ownership.blocks:
+            storage = reduction(block.dtype, ReduceOp.SUM).storage
+            memory = self._host.allocate_together(block.length * storage.itemsize)
+            # A view of this array refers to it and not to what is behind it, as that is a memoryview and no array.
+            counted = np.frombuffer(memoryview(memory), storage)  # type: ignore[arg-type]
+            lent.append(counted)
+            results.append([counted] * self._host.size)
+        return self._make(self._gradients[0], results, False, lent)

@@ -26,7 +26,7 @@ class Memory:
 
 
 class Cut(NamedTuple):
-    """A chunk of a stretch."""
+    """A chunk of a segment."""
 
     part: slice
     before: tuple[Array, ...]
@@ -57,7 +57,7 @@ class Owned(NamedTuple):
     tensor: int | None
 
 
-class Stretch:
+class Segment:
     """What this rank sums, with the memory of all ranks.
 
     Args:

@@ -49,7 +49,7 @@ class _ShardedBucket(Bucket):
         cross, bounds = self.collectives.between_hosts, memory.block.bounds
         if cross is not None and self.share is not None:
             own = parameters[bounds[self.share] : bounds[self.share + 1]].copy()
-            begin, end = self._part_of(memory.block)
+            begin, end = self.ownership.part_of_block(memory.block)
             cross.allgather(own, parameters[begin:end], self._counts(memory.block))
 
     def _counts(self, block: Block) -> list[int]:
@@ -61,12 +61,12 @@ class _ShardedBucket(Bucket):
         if self.collectives.hosts == 1:
             super()._reduce()
         elif self.share is not None:
-            stretches = iter(self._room_now.stretches)
+            segments = iter(self.pool.now.segments)
             for memory in self.memories:
-                begin, end = self._part_of(memory.block)
+                begin, end = self.ownership.part_of_block(memory.block)
                 if begin < end:
                     self._reduce_between_hosts(
-                        memory, np.empty(end - begin, memory.how.wide_dtype), next(stretches).cuts
+                        memory, np.empty(end - begin, memory.how.wide_dtype), next(segments).cuts
                     )
 
     def _reduce_between_hosts(self, memory: Memory, part: Array, cuts: Sequence[Any]) -> None:
@@ -74,16 +74,16 @@ class _ShardedBucket(Bucket):
         assert cross is not None
         assert self.share is not None
         bounds, own = memory.block.bounds, memory.gradients[self.host.rank]
-        begin, _ = self._part_of(memory.block)
+        begin, _ = self.ownership.part_of_block(memory.block)
         for cut in cuts:
             mine = own[begin + cut.part.start : begin + cut.part.stop]
-            wide = self._sum(memory.how, (*cut.before, mine, *cut.after), part[cut.part], False)
+            wide = self._sum.sum(memory.how, (*cut.before, mine, *cut.after), part[cut.part], False)
             if wide.base is not part:
                 np.copyto(part[cut.part], wide)
         lo, hi = bounds[self.share], bounds[self.share + 1]
         share = np.empty(hi - lo, memory.how.wide_dtype)
         cross.reduce_scatter(part, share, self._counts(memory.block), ReduceOp.SUM)
-        self._divide(share)
+        self._sum.divide(share)
         memory.how.narrow(share, own[lo:hi])
 
 

@@ -14,7 +14,7 @@ class Plan(NamedTuple):
         message_bytes: Bytes that go between hosts at a time.
         buckets: The numbers of the tensors that are exchanged together, in the order of the exchanges; all at once if empty.
         lend: If not 0, results lie apart from gradients and may be kept by a framework, those of so many exchanges at a time.
-        spare: Each rank has a second room for results, for when its program holds what is in the first.
+        spare: Each rank has a second buffer for results, for when its program holds what is in the first.
     """
 
     chunk_bytes: int = 2**18

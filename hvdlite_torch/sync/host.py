@@ -84,7 +84,7 @@ class GradientExchange(SteppingExchange):
         reducer = self._reducer = self._make_reducer(parameters, plan)
         if outdated is not None:
             self._world.group(self.process_set).reducers.release(outdated)
-        self._overlap = Overlap(reducer, weakly(self, "_choose_room")) if plan.buckets else None
+        self._overlap = Overlap(reducer, weakly(self, "_choose_buffer")) if plan.buckets else None
         self.lease.reducer, self.lease.overlap = reducer, self._overlap
         self.lease.close = functools.partial(self._world.group(self.process_set).reducers.release, reducer)
         self._parameters = parameters
@@ -216,7 +216,7 @@ class GradientExchange(SteppingExchange):
         if self._overlap is not None:
             assert self._reducer is not None
             for number in range(self._overlap.under_way, len(self._reducer.buckets)):
-                self._reducer.use_room(number, 1)  # the program may hold what is in the other one
+                self._reducer.use_buffer(number, 1)  # the program may hold what is in the other one
             self._overlap.drain()
 
     def _check_parameters(self) -> None:
@@ -239,10 +239,10 @@ class GradientExchange(SteppingExchange):
         elif not (slot.stays or slot.apart or slot.alone):
             slot.take(parameter)
 
-    def _choose_room(self, number: int) -> None:
-        """See `LargeGradients.choose_room`. Called before a bucket is exchanged early."""
+    def _choose_buffer(self, number: int) -> None:
+        """See `LargeGradients.choose_buffer`. Called before a bucket is exchanged early."""
         assert self._large is not None
-        self._large.choose_room(number)
+        self._large.choose_buffer(number)
 
     def _collect(self, used: list[bool], news: list[int]) -> bool:
         """See that gradients are where they are reduced. Returns whether one has changed since it was copied."""
@@ -251,8 +251,8 @@ class GradientExchange(SteppingExchange):
         assert self._small is not None
         check = functools.partial(self._checked, news)
         changed = self._large.collect(used, check)
-        second = any(bucket.room for bucket in self._reducer.buckets)
-        self._small.use_rooms([self._reducer.room_of(slot.index) for slot in self._small.slots] if second else [])
+        second = any(bucket.pool.number for bucket in self._reducer.buckets)
+        self._small.use_buffers([self._reducer.buffer_of(slot.index) for slot in self._small.slots] if second else [])
         self._small.collect(used, check)
         return changed
 

@@ -96,13 +96,13 @@ class ShardedExchange(SharedSteps, GradientExchange):
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
         super()._follow(plan, parameters)
         self._homes = [
-            (piece, parameter, self._slots[piece.tensor], [self._piece_in(room, piece) for room in (0, 1)])
+            (piece, parameter, self._slots[piece.tensor], [self._piece_in(buffer, piece) for buffer in (0, 1)])
             for piece, parameter in self._shares.pieces.items()
         ]
-        """Of each piece: the parameter that is stepped, and where its gradient is, in each room, if it is not its own."""
+        """Of each piece: the parameter that is stepped, and where its gradient is, in each buffer, if it is not its own."""
 
-    def _piece_in(self, room: int, piece: Piece) -> torch.Tensor:
-        memory = self._reducer.memory_of(piece.tensor, room)
+    def _piece_in(self, buffer: int, piece: Piece) -> torch.Tensor:
+        memory = self._reducer.memory_of(piece.tensor, buffer)
         return cut(as_tensor(memory, self._parameters[piece.tensor]), piece)
 
     @property
@@ -138,7 +138,7 @@ class ShardedExchange(SharedSteps, GradientExchange):
         for piece, parameter, slot, homes in self._homes:
             whole = self._parameters[piece.tensor].grad if slot.where is Where.OWN else None
             # Another object each time: an optimizer's step may give that other memory (``p.grad.data = …``).
-            combined = homes[self._reducer.room_of(piece.tensor)].data if whole is None else cut(whole, piece)
+            combined = homes[self._reducer.buffer_of(piece.tensor)].data if whole is None else cut(whole, piece)
             parameter.grad = combined if there[piece.tensor] else None
         assert self._large is not None
         self._large.forget()

@@ -45,10 +45,10 @@ class LargeGradients:
         self._met: list[tuple[Slot, torch.Tensor]] = []
         """Those that share memory with others in this step, each with its parameter."""
 
-    def choose_room(self, number: int) -> None:
+    def choose_buffer(self, number: int) -> None:
         """Choose where the results of a bucket are to go, on this rank: not where the program looks."""
         held = any(slot.is_held for slot in self._in_bucket[number])
-        self._reducer.use_room(number, int(held))
+        self._reducer.use_buffer(number, int(held))
 
     def collect(self, used: list[bool], check: Check) -> bool:
         """See that gradients are where they are reduced.
@@ -80,8 +80,8 @@ class LargeGradients:
             slot.where = Where.AWAY
         return bool(found)
 
-    def _collect_now(self, used: list[bool], check: Check, room: int) -> None:
-        self._reducer.use_room(0, room)
+    def _collect_now(self, used: list[bool], check: Check, buffer: int) -> None:
+        self._reducer.use_buffer(0, buffer)
         for slot, parameter in self._pairs:
             gradient = parameter.grad
             if gradient is None:
@@ -89,12 +89,14 @@ class LargeGradients:
                 continue
             if slot.stays and not slot.alone:
                 own = slot.where is Where.OWN
-                self._reducer.place(slot.index, ADAPTER.to_array(gradient.view(-1), wide=False) if own else None)
-            if slot.where is Where.AWAY or (slot.where is Where.HOME and room):
+                self._reducer.bucket_of(slot.index).place(
+                    slot.index, ADAPTER.to_array(gradient.view(-1), wide=False) if own else None
+                )
+            if slot.where is Where.AWAY or (slot.where is Where.HOME and buffer):
                 dense = check(slot, gradient)
                 used[slot.index] = dense is not None
                 if dense is not None:
-                    slot.load(dense, room)
+                    slot.load(dense, buffer)
 
     def _collect_early(self, overlap: Overlap, used: list[bool], check: Check) -> bool:
         """As `_collect_now`, where a thread exchanges already what has been copied: is that still the gradient?"""
@@ -110,7 +112,7 @@ class LargeGradients:
                 if dense is not None:
                     slot.load(dense, 0)
         for number in range(overlap.under_way, len(self._reducer.buckets)):
-            self.choose_room(number)
+            self.choose_buffer(number)
         return changed
 
     def deliver(self, anywhere: Sequence[bool]) -> None:
@@ -122,7 +124,7 @@ class LargeGradients:
         for some, do in ((self._pairs, Slot.give), (self._met, Slot.settle)):
             for slot, parameter in some:
                 if anywhere[slot.index]:
-                    do(slot, parameter, self._reducer.room_of(slot.index))
+                    do(slot, parameter, self._reducer.buffer_of(slot.index))
 
     def forget(self) -> None:
         """The step does not need to know any more where gradients are."""

@@ -70,7 +70,7 @@ class Slot:
         in_place = reducer.result_of(index) is reducer.memory_of(index)
         self._home = Lent(self._memory if in_place else self._tensor(reducer.result_of(index)))
         self.apart = encoded is not None or self._strides is not None or not in_place
-        self.stays = reducer.stays(index) and encoded is None
+        self.stays = reducer.bucket_of(index).stays(index) and encoded is None
         self.where = Where.NOWHERE
 
     def _tensor(self, memory: Array) -> torch.Tensor:
@@ -153,15 +153,15 @@ class Slot:
         """Whether the program holds what is at home."""
         return self._home.is_held
 
-    def load(self, gradient: torch.Tensor, room: int) -> None:
+    def load(self, gradient: torch.Tensor, buffer: int) -> None:
         """Copy a gradient to where it is expected."""
         if self._encoded is not None:
             gradient = self._encoded.encode(gradient)
-        self.source(room).copy_(gradient)
+        self.source(buffer).copy_(gradient)
 
-    def source(self, room: int) -> torch.Tensor:
-        """Where the gradient is expected, if this rank uses the room of this number."""
-        return self._tensor(self._reducer.memory_of(self.index, room)) if room else self._memory
+    def source(self, buffer: int) -> torch.Tensor:
+        """Where the gradient is expected, if this rank uses the buffer of this number."""
+        return self._tensor(self._reducer.memory_of(self.index, buffer)) if buffer else self._memory
 
     def dense(self, gradient: torch.Tensor, sparse_as_dense: bool) -> torch.Tensor | None:
         """See `as_dense`."""
@@ -169,23 +169,23 @@ class Slot:
 
     # After it
 
-    def result(self, room: int) -> torch.Tensor:
+    def result(self, buffer: int) -> torch.Tensor:
         """The combined gradient as it lies in the reducer's memory."""
-        return self._tensor(self._reducer.result_of(self.index, room)) if room else self._home.tensor
+        return self._tensor(self._reducer.result_of(self.index, buffer)) if buffer else self._home.tensor
 
-    def _decoded(self, room: int) -> torch.Tensor:
-        result = self.result(room)
+    def _decoded(self, buffer: int) -> torch.Tensor:
+        result = self.result(buffer)
         return result if self._encoded is None else self._encoded.decode(result)
 
-    def give(self, parameter: torch.Tensor, room: int) -> None:
+    def give(self, parameter: torch.Tensor, buffer: int) -> None:
         """Let ``parameter.grad`` be the combined gradient, which is there for some rank."""
         gradient = parameter.grad
-        if self.where is Where.OWN or (self.where is Where.HOME and not room):
+        if self.where is Where.OWN or (self.where is Where.HOME and not buffer):
             return
         if self.where is Where.HOME and gradient is not None:
-            gradient.copy_(self.result(room))
+            gradient.copy_(self.result(buffer))
             return
-        may_be_home = not room and self._encoded is None and self._strides is None
+        may_be_home = not buffer and self._encoded is None and self._strides is None
         # Nobody sees where it is, or nobody is to see the result there.
         if may_be_home and (
             gradient is None or not self._is_like(gradient) or is_exclusive(gradient) or is_borrowed(gradient)
@@ -195,11 +195,11 @@ class Slot:
             return
         if gradient is None and self._strides is not None:
             gradient = parameter.grad = torch.empty_strided(self.shape, self._strides, dtype=self.dtype)
-        write(parameter, gradient, self._decoded(room))
+        write(parameter, gradient, self._decoded(buffer))
 
-    def settle(self, parameter: torch.Tensor, room: int) -> None:
+    def settle(self, parameter: torch.Tensor, buffer: int) -> None:
         """Give a gradient memory of its own if another one was written over the combined one since."""
-        result = self._decoded(room)
+        result = self._decoded(buffer)
         if parameter.grad is not None and not same_bits(parameter.grad.contiguous(), result.contiguous()):
             parameter.grad = result.clone()
 

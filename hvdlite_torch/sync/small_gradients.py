@@ -37,12 +37,12 @@ class SmallGradients:
         self._alike: list[torch.Tensor] = []
         """All gradients, if they can be copied as they are."""
 
-    def use_rooms(self, rooms: Sequence[int]) -> None:
-        """Say which room each of the slots uses now; the first one, if empty."""
+    def use_buffers(self, buffers: Sequence[int]) -> None:
+        """Say which buffer each of the slots uses now; the first one, if empty."""
         self._sources, self._results = self._home
-        if any(rooms):
-            self._sources = [slot.source(room) for slot, room in zip(self.slots, rooms, strict=True)]
-            self._results = [slot.result(room) for slot, room in zip(self.slots, rooms, strict=True)]
+        if any(buffers):
+            self._sources = [slot.source(buffer) for slot, buffer in zip(self.slots, buffers, strict=True)]
+            self._results = [slot.result(buffer) for slot, buffer in zip(self.slots, buffers, strict=True)]
 
     def collect(self, used: list[bool], check: Check) -> None:
         """Copy gradients to the reducer.
