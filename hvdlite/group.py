@@ -53,7 +53,7 @@ class RebindableExchange(Exchange, Protocol):
         ...
 
     def rebind(self) -> None:
-        """Begin anew in the present world. Every rank of the process set calls this.
+        """Begin anew in the present world, and enter its group (`Group.add`). Every rank of the process set calls this.
 
         It makes the collective calls that making it makes, in the same order: a new process makes its own meanwhile.
         """

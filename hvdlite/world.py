@@ -181,7 +181,6 @@ class Groups:
             if number is not None and number in self._groups:
                 exchange.rebind()
                 self._waiting.remove(exchange)
-                self._groups[number].add(exchange)
 
     def left(self) -> list[RebindableExchange]:
         """The exchanges that can go on in another world, in the order in which they were made."""

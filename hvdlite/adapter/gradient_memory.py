@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from hvdlite.adapter.advice import Advice
 from hvdlite.adapter.identity import Identity, follow
-from hvdlite.api import allgather_object, broadcast, broadcast_object
+from hvdlite.api import allgather_object, broadcast, broadcast_object, global_process_set, world
 from hvdlite.gradients.header import Header
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.shared_reducers import stand_in
@@ -164,7 +164,8 @@ class Buckets:
 
 
 class Registry:
-    """The buckets of a process set on one rank, and what else there is one of. As `hvdlite.protocols.Exchange` says.
+    """The buckets of a process set on one rank, and what else there is one of. As `hvdlite.group.RebindableExchange`
+    says.
 
     All ranks have the same: buckets are made by all at once, and which of them was not used for longest is told by the
     exchanges, which all ranks make in the same order. A trace tells nothing, as it may be one rank's alone.
@@ -195,6 +196,19 @@ class Registry:
             if isinstance(exchange, cls):
                 return exchange
         return cls(here, process_set)
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that take part."""
+        return global_process_set if self._process_set is None else self._process_set
+
+    def leave(self) -> None:
+        """Hold nothing of the world any more: it has ended."""
+        self._buckets.clear()
+
+    def rebind(self) -> None:
+        """Have another registry in the present world: a rank may call `join` there before it has any gradient."""
+        Registry.of(world("init()"), self._process_set)
 
     def buckets(self, infos: Sequence[TensorInfo], op: ReduceOp) -> Buckets:
         """Those of a layout. Every rank calls this if they are not there."""

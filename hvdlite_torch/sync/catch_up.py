@@ -6,12 +6,13 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 
+from hvdlite.api import world
 from hvdlite_torch.ops.broadcast import broadcast_
 from hvdlite_torch.step.exchange import OptimizerExchange
 
 
 class StandIn:
-    """As `hvdlite.protocols.RebindableExchange` says. It does not keep the optimizer.
+    """As `hvdlite.group.RebindableExchange` says. It does not keep the optimizer.
 
     Args:
         exchange: The optimizer's.
@@ -54,6 +55,7 @@ class StandIn:
         exchange = self._exchange()
         if exchange is not None:
             exchange.rebind()
+        world("init()").group(self.process_set).add(self)
 
     def stand_in(self) -> None:
         """Take part in the others' steps until all ranks have joined."""
