@@ -1,15 +1,15 @@
-"""What agreement costs as the work grows: control letters and bytes for each step and rank, and memory.
+"""What agreement costs as the work grows: control messages and bytes for each step and rank, and memory.
 
     python -m benchmarks.scaling
     python -m benchmarks.scaling --ranks 2 64 --tensors 1000 --json scaling.json
 
 Ranks are simulated in this process; what is counted is exact and takes no network. All counts are of one step after
-others that were alike. Letters are what agreement sends; a letter counts for the rank that sends it.
+others that were alike. Control messages are what agreement sends; a message counts for the rank that sends it.
 
 gradients   A training step through `Reducer`, each rank a thread on a host of its own.
 operations  All tensors submitted by name, in another order on each rank, and waited for. Each rank's `Controller` is driven
             in turn, children before parents, so that a step is one batch. (An engine begins as soon as something is submitted,
-            so it may make several batches of a step, with letters for each.)
+            so it may make several batches of a step, with messages for each.)
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ class Sent(NamedTuple):
     """What the ranks sent in one step.
 
     Attributes:
-        letters, letter_bytes: By rank: of agreement.
+        control_messages, control_bytes: By rank: of agreement.
         messages, message_bytes: By rank: of tensors; None if none were exchanged, only agreed on.
     """
 
-    letters: list[int]
-    letter_bytes: list[int]
+    control_messages: list[int]
+    control_bytes: list[int]
     messages: list[int] | None = None
     message_bytes: list[int] | None = None
 
 
 class CountingTransport(LocalTransport):
-    """A rank's end of a fabric that also counts the bytes of its letters."""
+    """A rank's end of a fabric that also counts the bytes of its control messages."""
 
-    letters = 0
-    letter_bytes = 0
+    control_messages = 0
+    control_bytes = 0
 
-    def post(self, letter: bytes, dest: int) -> None:
-        self.letters += 1
-        self.letter_bytes += len(letter)
-        super().post(letter, dest)
+    def post(self, message: bytes, dest: int) -> None:
+        self.control_messages += 1
+        self.control_bytes += len(message)
+        super().post(message, dest)
 
 
 # Named operations
@@ -122,14 +122,14 @@ def operations(ranks: int, tensors: int) -> Sent:
     transports, controllers = make_controllers(ranks)
     for _ in range(_WARM_UP):
         agree(controllers, tensors, draw)
-    before = [(transport.letters, transport.letter_bytes) for transport in transports]
+    before = [(transport.control_messages, transport.control_bytes) for transport in transports]
     agree(controllers, tensors, draw)
-    after = [(transport.letters, transport.letter_bytes) for transport in transports]
-    letters, letter_bytes = (
+    after = [(transport.control_messages, transport.control_bytes) for transport in transports]
+    control_messages, control_bytes = (
         [b - a for a, b in zip(*column, strict=True)]
         for column in zip(zip(*before, strict=True), zip(*after, strict=True), strict=True)
     )
-    return Sent(letters, letter_bytes)
+    return Sent(control_messages, control_bytes)
 
 
 def operations_memory(tensors: int) -> int:
@@ -184,12 +184,18 @@ def gradients(ranks: int, tensors: int) -> Sent:
             expected = (ranks - 1) / 2 + step
             assert all(abs(reducer.memory_of(index) - expected).max() < 1e-3 for index in range(tensors))
         after = fabric.traffic(transport.rank)
-        return after.letters - before.letters, after.messages - before.messages, after.bytes - before.bytes
+        return (
+            after.control_messages - before.control_messages,
+            after.messages - before.messages,
+            after.bytes - before.bytes,
+        )
 
-    letters, messages, message_bytes = (list(column) for column in zip(*fabric.run(train), strict=True))
-    # The fabric does not count the bytes of letters; where there are none, there are no bytes.
-    assert not any(letters), f"a step of gradients sent {sum(letters)} letters; it needs no agreement"
-    return Sent(letters, [0] * ranks, messages, message_bytes)
+    control_messages, messages, message_bytes = (list(column) for column in zip(*fabric.run(train), strict=True))
+    # The fabric does not count the bytes of control messages; where there are none, there are no bytes.
+    assert not any(control_messages), (
+        f"a step of gradients sent {sum(control_messages)} control messages; it needs no agreement"
+    )
+    return Sent(control_messages, [0] * ranks, messages, message_bytes)
 
 
 def gradients_memory(tensors: int) -> tuple[int, int]:
@@ -242,10 +248,12 @@ def measure(ranks: Sequence[int], tensors: Sequence[int]) -> dict[str, Any]:
 def tables(results: dict[str, Any]) -> str:
     """The figures as text."""
     lines = ["Sent for each step: mean over the ranks (largest of a rank)"]
-    lines.append(f"{'':<12}{'ranks':>6}{'tensors':>9}{'control letters':>19}{'control bytes':>22}{'data messages':>19}")
+    lines.append(
+        f"{'':<12}{'ranks':>6}{'tensors':>9}{'control messages':>19}{'control bytes':>22}{'data messages':>19}"
+    )
     for figure in results["sent"]:
         cells = [f"{figure['what']:<12}{figure['ranks']:>6}{figure['tensors']:>9}"]
-        for what, width in (("letters", 19), ("letter_bytes", 22), ("messages", 19)):
+        for what, width in (("control_messages", 19), ("control_bytes", 22), ("messages", 19)):
             value = figure.get(what)
             cells.append(f"{'' if value is None else _pair(value):>{width}}")
         lines.append("".join(cells))

@@ -34,7 +34,7 @@ def settle(fabric: LocalFabric, ranks: list[Controller], log: list[list[Decision
     """Step the ranks in random order until none of them has sent a letter or decided anything."""
 
     def state() -> list[int]:
-        return [fabric.traffic(rank).letters + len(log[rank]) for rank in range(len(ranks))]
+        return [fabric.traffic(rank).control_messages + len(log[rank]) for rank in range(len(ranks))]
 
     before = None
     while before != (before := state()):
@@ -137,7 +137,7 @@ def test_letters_do_not_grow_with_the_number_of_ranks(size: int) -> None:
         for rank in range(size):
             log[rank] += ranks[rank].step()
     assert all(len(entry) == 3 for entry in log)
-    assert max(fabric.traffic(rank).letters for rank in range(size)) <= 3 * (1 + FANOUT)
+    assert max(fabric.traffic(rank).control_messages for rank in range(size)) <= 3 * (1 + FANOUT)
 
 
 Use = tuple[Key, list[str]]
@@ -356,7 +356,7 @@ def test_joining_costs_one_letter_up_and_one_plan_down(size: int) -> None:
         assert ranks[rank].step() == ([] if rank else [Decision((), None, 0)])
     for rank in range(1, size):
         assert ranks[rank].step() == [Decision((), None, 0)]
-    letters = [fabric.traffic(rank).letters for rank in range(size)]
+    letters = [fabric.traffic(rank).control_messages for rank in range(size)]
     children = [
         len([c for c in range(rank * FANOUT + 1, rank * FANOUT + FANOUT + 1) if c < size]) for rank in range(size)
     ]

@@ -83,7 +83,7 @@ def test_letters_arrive_in_order() -> None:
             for count in range(50):
                 transport.post(b"%d" % count, 0)
             return []
-        letters = [transport.wait_letter(TIMEOUT) for _ in range(100)]
+        letters = [transport.wait_message(TIMEOUT) for _ in range(100)]
         assert transport.poll() is None
         return [letter for letter in letters if letter is not None]
 
@@ -116,7 +116,7 @@ def test_duplicates_do_not_mix() -> None:
                 group.post(b"%d" % value, 1)
             return []
         values = [received(group, 0) for group in reversed(groups)]
-        assert [group.wait_letter(TIMEOUT) for group in groups] == [(0, b"%d" % value) for value in range(5)]
+        assert [group.wait_message(TIMEOUT) for group in groups] == [(0, b"%d" % value) for value in range(5)]
         return values
 
     assert LocalFabric(2).run(on_rank, TIMEOUT)[1] == [4, 3, 2, 1, 0]
@@ -187,7 +187,7 @@ def test_abort_reaches_who_comes_later() -> None:
     for _ in range(2):
         with pytest.raises(PeerLeftError, match=r"Rank 1 left .* waited for rank 1.*full"):
             received(first, 1)
-        with pytest.raises(PeerLeftError, match="waited for a letter"):
+        with pytest.raises(PeerLeftError, match="waited for a control message"):
             first.poll()
         with pytest.raises(PeerLeftError, match="sent to rank 1"):
             first.send(number(0), 1)
@@ -323,7 +323,7 @@ def test_traffic_is_counted() -> None:
     transport.send(np.zeros(3), 1)
     transport.duplicate().send(np.zeros(5, np.int8), 1)
     transport.post(b"letter", 1)
-    assert fabric.traffic(0) == Traffic(messages=2, bytes=29, letters=1)
+    assert fabric.traffic(0) == Traffic(messages=2, bytes=29, control_messages=1)
     assert fabric.traffic(1) == Traffic(0, 0, 0)
 
 

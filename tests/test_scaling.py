@@ -21,22 +21,22 @@ from hvdlite.testing import on_ranks
 def test_a_step_of_gradients_needs_no_agreement(size: int) -> None:
     for tensors in (10, 200):
         sent = scaling.gradients(size, tensors)
-        assert sent.letters == [0] * size
+        assert sent.control_messages == [0] * size
         assert sent.messages is not None and min(sent.messages) > 0
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_nor_does_one_in_a_whole_world(shared_memory: bool) -> None:
-    def letters() -> int:
-        return int(world()._transport.fabric.traffic(hvd.rank()).letters)  # type: ignore[attr-defined]
+    def control_messages() -> int:
+        return int(world()._transport.fabric.traffic(hvd.rank()).control_messages)  # type: ignore[attr-defined]
 
     def check() -> None:
         reducer = world().group().reducers.make([TensorInfo("float32", (3,))] * 5)
         reducer.exchange([True] * 5)  # all ranks are through with their agreement on the reducer
-        before = letters()
+        before = control_messages()
         for _ in range(5):
             reducer.exchange([True] * 5)
-        assert letters() == before
+        assert control_messages() == before
 
     on_ranks(3, check, config=Config(shared_memory=shared_memory))
 
@@ -49,19 +49,19 @@ def test_a_step_of_named_operations_is_one_short_letter_up_and_one_to_each_child
         children = [0] * size
         for rank in range(1, size):
             children[(rank - 1) // FANOUT] += 1
-        assert sent.letters == [(rank > 0) + children[rank] for rank in range(size)]
+        assert sent.control_messages == [(rank > 0) + children[rank] for rank in range(size)]
         exchanges = -(-tensors // 500)
-        for letters, nbytes in zip(sent.letters, sent.letter_bytes, strict=True):
-            assert nbytes <= letters * 32 * exchanges
+        for count, nbytes in zip(sent.control_messages, sent.control_bytes, strict=True):
+            assert nbytes <= count * 32 * exchanges
 
 
 def test_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "figures.json"
     monkeypatch.setattr(sys, "argv", ["scaling", "--ranks", "2", "--tensors", "10", "--json", str(path)])
     scaling.main()
-    assert "control letters" in capsys.readouterr().out
+    assert "control messages" in capsys.readouterr().out
     results = json.loads(path.read_text())
-    assert [(figure["what"], figure["letters"]["max"]) for figure in results["sent"]] == [
+    assert [(figure["what"], figure["control_messages"]["max"]) for figure in results["sent"]] == [
         ("gradients", 0),
         ("operations", 1),
     ]

@@ -127,16 +127,16 @@ def test_removing_a_set_that_a_rank_of_it_has_joined() -> None:
 def wait_for_reports(patience: int) -> None:
     """Let this rank's watch look so many times while the other ranks wait: by its own looks, not by the clock."""
     watch, looks = world().watch, threading.Semaphore(0)
-    read = watch._read_letters
+    read = watch._read_messages
 
     def counted() -> None:
         read()
         looks.release()
 
-    watch._read_letters = counted  # type: ignore[method-assign]
+    watch._read_messages = counted  # type: ignore[method-assign]
     for _ in range(patience):
         assert looks.acquire(timeout=20)
-    watch._read_letters = read  # type: ignore[method-assign]
+    watch._read_messages = read  # type: ignore[method-assign]
 
 
 def test_what_is_in_flight_is_no_standoff() -> None:

@@ -143,7 +143,7 @@ class Host:
     def _check(self) -> None:
         if self._stopped is not None:
             raise type(self._stopped)(str(self._stopped))
-        # Raises if it is known that a rank has left. (Nobody posts letters here.)
+        # Raises if it is known that a rank has left. (Nobody posts messages here.)
         self._transport.poll()
 
     def stop(self, error: HvdliteError | None = None) -> None:

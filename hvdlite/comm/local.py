@@ -47,7 +47,7 @@ class Network:
 
     A rank takes in one message at a time, and can send at the same time (`sendrecv`). The clocks do
     not depend on how the threads are scheduled, provided that each rank has one thread that uses
-    them. Letters (`post`) are free, because when one is noticed depends on the schedule.
+    them. Control messages (`post`) are free, because when one is noticed depends on the schedule.
     """
 
     latency: float = 0.0
@@ -67,7 +67,7 @@ class Traffic(NamedTuple):
 
     messages: int
     bytes: int
-    letters: int
+    control_messages: int
 
 
 class _Message(NamedTuple):
@@ -75,7 +75,7 @@ class _Message(NamedTuple):
     departure: float
 
 
-class _Letter(NamedTuple):
+class _Control(NamedTuple):
     source: int
     text: bytes
 
@@ -87,7 +87,7 @@ class _Left(NamedTuple):
     error: BaseException
 
 
-_Queue = queue.SimpleQueue[_Message | _Letter | _Left]  # its `get` waits in C, without the GIL
+_Queue = queue.SimpleQueue[_Message | _Control | _Left]  # its `get` waits in C, without the GIL
 
 
 class _Rank:
@@ -103,7 +103,7 @@ class _Rank:
         self.clock = self.sends_until = self.receives_until = 0.0
         self.messages = 0
         self.bytes = 0
-        self.letters = 0
+        self.control_messages = 0
 
 
 class LocalFabric:
@@ -202,7 +202,7 @@ class LocalFabric:
     def traffic(self, rank: int) -> Traffic:
         """What `rank` has sent so far."""
         counters = self._ranks[rank]
-        return Traffic(counters.messages, counters.bytes, counters.letters)
+        return Traffic(counters.messages, counters.bytes, counters.control_messages)
 
     def _queue(self, key: Hashable) -> _Queue:
         with self._lock:
@@ -234,7 +234,7 @@ class LocalTransport:
         self._self = fabric._ranks[members[rank]]
         self._outgoing: dict[int, _Queue] = {}
         self._incoming: dict[int, _Queue] = {}
-        self._letters = self._inbox(rank)
+        self._control = self._inbox(rank)
         self._subgroups: Counter[tuple[int, ...]] = Counter()
 
     @property
@@ -314,31 +314,31 @@ class LocalTransport:
 
         return LocalReceive(self._mailbox(self.rank), data, source, tag, check, finish)
 
-    def post(self, letter: bytes, dest: int) -> None:
-        """Put a letter in the inbox of `dest`."""
+    def post(self, message: bytes, dest: int) -> None:
+        """Put a control message in the inbox of `dest`."""
         self._check(dest)
         with self._self.lock:
-            self._self.letters += 1
-        self._inbox(dest).put(_Letter(self.rank, letter))
+            self._self.control_messages += 1
+        self._inbox(dest).put(_Control(self.rank, message))
 
     def poll(self) -> tuple[int, bytes] | None:
-        """The next letter that has arrived and its sender, or None.
+        """The next control message that has arrived and its sender, or None.
 
         Raises:
-            PeerLeftError: A rank has failed, and there are no letters from before.
+            PeerLeftError: A rank has failed, and there are no control messages from before.
         """
-        return self.wait_letter(0.0)
+        return self.wait_message(0.0)
 
-    def wait_letter(self, timeout: float) -> tuple[int, bytes] | None:
-        """The next letter and its sender, or None if none has arrived after `timeout` seconds. Errors as for `poll`."""
+    def wait_message(self, timeout: float) -> tuple[int, bytes] | None:
+        """The next control message and its sender; None if none arrives within `timeout` seconds. Errors as for `poll`."""
         try:
-            item = self._letters.get(timeout > 0, timeout)
+            item = self._control.get(timeout > 0, timeout)
         except queue.Empty:
             return None
         if isinstance(item, _Left):
-            self._letters.put(item)
-            self._raise(item, "waited for a letter")
-        assert isinstance(item, _Letter)
+            self._control.put(item)
+            self._raise(item, "waited for a control message")
+        assert isinstance(item, _Control)
         return item.source, item.text
 
     def duplicate(self) -> LocalTransport:
@@ -410,7 +410,7 @@ class LocalTransport:
         return self.fabric._queue((self._channel, self._members[source], self._members[dest]))
 
     def _inbox(self, dest: int) -> _Queue:
-        return self.fabric._queue((self._channel, "letters", self._members[dest]))
+        return self.fabric._queue((self._channel, "control", self._members[dest]))
 
     def _mailbox(self, dest: int) -> Mailbox:
         return self.fabric._mailbox((self._channel, self._members[dest]))

@@ -13,7 +13,7 @@ from hvdlite.comm.naps import wait_until
 from hvdlite.protocols import ANY, Array
 
 _DATA_TAG = 1
-_LETTER_TAG = 2
+_CONTROL_TAG = 2
 _FIRST_TAG = 16
 """Of `isend` and `irecv`: their tag 0."""
 
@@ -130,21 +130,21 @@ class MpiTransport:
         if self._dropped:
             self._dropped = [each for each in self._dropped if not each[0].Test()]
 
-    def post(self, letter: bytes, dest: int) -> None:
+    def post(self, content: bytes, dest: int) -> None:
         if self._posted:
             self._posted = [request for request in self._posted if not request.Test()]
-        request = self.comm.Isend([letter, MPI.BYTE], dest, _LETTER_TAG)
+        request = self.comm.Isend([content, MPI.BYTE], dest, _CONTROL_TAG)
         if not request.Test():
-            self._posted.append(request)  # holds the letter's memory until MPI has read it
+            self._posted.append(request)  # holds the message's memory until MPI has read it
 
     def poll(self) -> tuple[int, bytes] | None:
         status = self._status
-        message = self.comm.Improbe(MPI.ANY_SOURCE, _LETTER_TAG, status)
+        message = self.comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, status)
         if message is None:
             return None
-        letter = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([letter, MPI.BYTE])
-        return status.Get_source(), bytes(letter)
+        content = bytearray(status.Get_count(MPI.BYTE))
+        message.Recv([content, MPI.BYTE])
+        return status.Get_source(), bytes(content)
 
     def duplicate(self) -> MpiTransport:
         return MpiTransport(self.comm.Dup())

@@ -5,11 +5,11 @@ reported it; the root, when it is ready everywhere, sends the order to run it do
 
     rank 3 ─ready a─▶ rank 1 ─ready a─▶ rank 0 ─run a─▶ rank 1 ─run a─▶ rank 3
 
-An operation needs everybody, so a rank that has submitted nothing has nothing to hear: letters wait until it joins in,
-and no rank ever has to poll while its program computes. Each rank sends one letter up and one to each child for a batch
+An operation needs everybody, so a rank that has submitted nothing has nothing to hear: messages wait until it joins in,
+and no rank ever has to poll while its program computes. Each rank sends one message up and one to each child for a batch
 of operations, whatever the number of ranks. (Horovod's coordinator, arXiv:1802.05799, gathers from all ranks at once.)
 
-What has been agreed once is known by a small number from then on, so that the same batch as last time is a letter of 25
+What has been agreed once is known by a small number from then on, so that the same batch as last time is a message of 25
 bytes, however many operations it has: all ranks receive the same plans in the same order, and number what they see in
 them alike (`Cache`).
 
@@ -27,12 +27,12 @@ from hvdlite.negotiation.blocked import BlockedParties
 from hvdlite.negotiation.history import History
 from hvdlite.negotiation.messages import (
     JOIN,
-    PLAN_LETTER,
+    PLAN_KIND,
     PLAN_ONE,
-    PLAN_ONE_LETTER,
-    READY_LETTER,
+    PLAN_ONE_KIND,
+    READY_KIND,
     READY_ONE,
-    READY_ONE_LETTER,
+    READY_ONE_KIND,
     Cache,
     Decision,
     Key,
@@ -58,7 +58,7 @@ class Controller:
     """One rank's part in the agreement. Not thread-safe: its engine calls it under a lock.
 
     Args:
-        transport: Carries the letters; nobody else may post on it.
+        transport: Carries the messages; nobody else may post on it.
         fuse: Splits keys that are ready into groups to run as one. Only the root's is asked.
         fanout: Children of each rank.
         cache_entries: How many ids there are, at most 65536. The same on every rank.
@@ -85,7 +85,7 @@ class Controller:
         self._parties = 1 + len(self._children)
         self._announced: dict[Key, Signature] = {}
         self.unsubmitted: dict[Key, Signature] = {}
-        self._joins = False  # from `join` until the next letters have been read
+        self._joins = False  # from `join` until the next messages have been read
         self._told_joined = False
         self._plans = 0  # plans made (root) or received
         self._cache = Cache()
@@ -118,20 +118,20 @@ class Controller:
                 self._pass_on_blocked()
 
     def step(self) -> list[Decision]:
-        """Read the letters that have arrived, pass on what they complete, and return what is now decided, in order."""
+        """Read the messages that have arrived, pass on what they complete, and return what is now decided, in order."""
         decisions = self._pass_on() if self._tallies.complete else []  # first, for the others may be waiting for it
         received = None
         if self._parties > 1 or self._parent is not None:
             while (received := self._transport.poll()) is not None:
-                sender, letter = received
-                kind = letter[0]
-                if kind in (PLAN_ONE_LETTER, PLAN_LETTER):
-                    decisions += self._receive_plan(letter)
+                sender, message = received
+                kind = message[0]
+                if kind in (PLAN_ONE_KIND, PLAN_KIND):
+                    decisions += self._receive_plan(message)
                     break  # to be carried out before we read on: the others wait for us in it
-                if kind in (READY_ONE_LETTER, READY_LETTER):
-                    self._receive_ready(sender, letter)
+                if kind in (READY_ONE_KIND, READY_KIND):
+                    self._receive_ready(sender, message)
                 else:
-                    kind, *content = pickle.loads(letter)
+                    kind, *content = pickle.loads(message)
                     if kind == "blocked":
                         self._blocked.hear(sender, *content)
                     else:
@@ -171,11 +171,11 @@ class Controller:
 
     def _pass_on_one(self, key: Key, place: tuple[int, int]) -> list[Decision]:
         if self._parent is not None:
-            self._transport.post(READY_ONE.pack(READY_ONE_LETTER, self._plans, *place), self._parent)
+            self._transport.post(READY_ONE.pack(READY_ONE_KIND, self._plans, *place), self._parent)
             return []
-        letter = PLAN_ONE.pack(PLAN_ONE_LETTER, *place)
+        message = PLAN_ONE.pack(PLAN_ONE_KIND, *place)
         for child in self._children:
-            self._transport.post(letter, child)
+            self._transport.post(message, child)
         return self._follow([Decision((key,), None)], [], {})
 
     def _pass_on_joined(self) -> list[Decision]:
@@ -188,8 +188,8 @@ class Controller:
 
     # Counting up the tree
 
-    def _receive_ready(self, sender: int, letter: bytes) -> None:
-        plans, runs, rest = decode_ready(letter)
+    def _receive_ready(self, sender: int, message: bytes) -> None:
+        plans, runs, rest = decode_ready(message)
         cache = self._history.cache_of(sender, plans, self._cache)
         reports: list[tuple[Key, Report]] = [*cache.expand(runs), *rest]
         for key, report in self._history.still_open(reports, plans):
@@ -228,19 +228,19 @@ class Controller:
         """Send a plan and return its decisions in the order in which all ranks carry them out."""
         if not self._children:  # a rank alone, with nobody to write to
             return self._follow(decisions, [], signatures)
-        letter, groups, rest = encode_plan(decisions, known, signatures)
+        message, groups, rest = encode_plan(decisions, known, signatures)
         for child in self._children:
-            self._transport.post(letter, child)
+            self._transport.post(message, child)
         return self._follow(groups, rest, signatures)
 
-    def _receive_plan(self, letter: bytes) -> list[Decision]:
+    def _receive_plan(self, message: bytes) -> list[Decision]:
         for child in self._children:
-            self._transport.post(letter, child)
-        if letter[0] == PLAN_ONE_LETTER:
-            _, number, identity = PLAN_ONE.unpack(letter)
+            self._transport.post(message, child)
+        if message[0] == PLAN_ONE_KIND:
+            _, number, identity = PLAN_ONE.unpack(message)
             key = self._cache.key(number, identity)
-            return self._follow([Decision((key,), None)], [], {})  # submitted by all, or it would not be this letter
-        expanded, rest, signatures = decode_plan(letter, self._cache)
+            return self._follow([Decision((key,), None)], [], {})  # submitted by all, or it would not be this message
+        expanded, rest, signatures = decode_plan(message, self._cache)
         if self._tallies.joined:
             signatures.update(entry for group in expanded for entry in group)
         return self._follow([Decision(tuple([key for key, _ in group]), None) for group in expanded], rest, signatures)

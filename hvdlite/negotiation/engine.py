@@ -35,7 +35,7 @@ class Engine:
     """The named operations of one group of ranks.
 
     Args:
-        transport: Carries the controller's letters.
+        transport: Carries the controller's messages.
         collectives: Run the operations; nobody else may use them.
         members: The ranks of the group.
         watch: Is told of waits that last.

@@ -19,11 +19,11 @@ Report: TypeAlias = Signature | dict[Signature, list[int]]
 """What a subtree says of an operation: its signature on all of its ranks; or, where they differ or some of them have joined
 without submitting it, the ranks of each signature."""
 
-# Letters begin with one of these bytes, or with pickle's own, which is 0x80.
-READY_LETTER = 1
-PLAN_LETTER = 2
-READY_ONE_LETTER = 3
-PLAN_ONE_LETTER = 4
+# Messages begin with one of these bytes, or with pickle's own, which is 0x80.
+READY_KIND = 1
+PLAN_KIND = 2
+READY_ONE_KIND = 3
+PLAN_ONE_KIND = 4
 READY = struct.Struct("<BQI")
 """Kind, plans that the sender has received, runs that follow; after them what had to be pickled."""
 PLAN = struct.Struct("<BI")
@@ -33,7 +33,7 @@ RUN = struct.Struct("<qHH")
 unnamed operations number … number + n - 1, each with the signature of that id. n = 0 stands between groups of a plan."""
 LONGEST_RUN = 2**16 - 1
 NEXT_GROUP = RUN.pack(0, 0, 0)
-# A blocking call makes letters of one operation with an id, so these are as plain as can be.
+# A blocking call makes messages of one operation with an id, so these are as plain as can be.
 READY_ONE = struct.Struct("<BQqH")
 """Kind, plans that the sender has received, number or -1, id."""
 PLAN_ONE = struct.Struct("<BqH")
@@ -110,19 +110,19 @@ def encode_ready(plans: int, places: list[tuple[int, int]], rest: Sequence[tuple
         rest: Operations without ids.
     """
     runs = encode(places)
-    letter = READY.pack(READY_LETTER, plans, len(runs) // RUN.size) + runs
-    return letter + pickle.dumps(rest) if rest else letter
+    message = READY.pack(READY_KIND, plans, len(runs) // RUN.size) + runs
+    return message + pickle.dumps(rest) if rest else message
 
 
-def decode_ready(letter: bytes) -> tuple[int, Iterable[tuple[int, ...]], list[tuple[Key, Report]]]:
+def decode_ready(message: bytes) -> tuple[int, Iterable[tuple[int, ...]], list[tuple[Key, Report]]]:
     """The plans, runs and other operations of a report, of either form."""
-    if letter[0] == READY_ONE_LETTER:
-        _, plans, number, identity = READY_ONE.unpack(letter)
+    if message[0] == READY_ONE_KIND:
+        _, plans, number, identity = READY_ONE.unpack(message)
         return plans, ((number, identity, 1),), []
-    _, plans, count = READY.unpack_from(letter)
+    _, plans, count = READY.unpack_from(message)
     end = READY.size + count * RUN.size
-    rest = pickle.loads(letter[end:]) if end < len(letter) else []
-    return plans, RUN.iter_unpack(letter[READY.size : end]), rest
+    rest = pickle.loads(message[end:]) if end < len(message) else []
+    return plans, RUN.iter_unpack(message[READY.size : end]), rest
 
 
 def encode_plan(
@@ -147,27 +147,27 @@ def encode_plan(
         else:
             rest.append(decision)
     runs = NEXT_GROUP.join(encoded)
-    letter = PLAN.pack(PLAN_LETTER, len(runs) // RUN.size) + runs
+    message = PLAN.pack(PLAN_KIND, len(runs) // RUN.size) + runs
     if rest:
         told = {key: signatures[key] for decision in rest for key in decision.keys if key in signatures}
-        letter += pickle.dumps(([tuple(decision) for decision in rest], told))
-    return letter, groups, rest
+        message += pickle.dumps(([tuple(decision) for decision in rest], told))
+    return message, groups, rest
 
 
 def decode_plan(
-    letter: bytes, cache: Cache
+    message: bytes, cache: Cache
 ) -> tuple[list[list[tuple[Key, Signature]]], list[Decision], dict[Key, Signature]]:
     """The groups of a plan that were sent by ids, the decisions that were sent by names, and the signatures that came along."""
-    _, count = PLAN.unpack_from(letter)
+    _, count = PLAN.unpack_from(message)
     end = PLAN.size + count * RUN.size
     runs: list[list[tuple[int, ...]]] = [[]] if count else []
-    for run in RUN.iter_unpack(letter[PLAN.size : end]):
+    for run in RUN.iter_unpack(message[PLAN.size : end]):
         if run[2]:
             runs[-1].append(run)
         else:
             runs.append([])
     expanded = [cache.expand(group) for group in runs]
-    if end == len(letter):
+    if end == len(message):
         return expanded, [], {}
-    others, signatures = pickle.loads(letter[end:])
+    others, signatures = pickle.loads(message[end:])
     return expanded, [Decision(*each) for each in others], signatures

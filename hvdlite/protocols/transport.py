@@ -56,8 +56,8 @@ class Transport(Protocol):
 
     There are three kinds of message, which never meet. Arrays whose size the receiver knows (`send`, `recv`, `sendrecv`) block;
     they come in order for each pair of ranks. Arrays with a tag (`isend`, `irecv`) do not block; they come in order for each
-    pair of ranks and tag. Letters (`post`, `poll`) are small and of any size; they are picked up when somebody looks, in order
-    for each pair of ranks.
+    pair of ranks and tag. Control messages (`post`, `poll`) are small and of any size; they are picked up when somebody looks,
+    in order for each pair of ranks.
     """
 
     @property
@@ -113,12 +113,12 @@ class Transport(Protocol):
         """
         ...
 
-    def post(self, letter: bytes, dest: int) -> None:
-        """Send a letter without waiting for it to be read."""
+    def post(self, message: bytes, dest: int) -> None:
+        """Send a control message without waiting for it to be read."""
         ...
 
     def poll(self) -> tuple[int, bytes] | None:
-        """The next letter that has arrived and its sender, or None."""
+        """The next control message that has arrived and its sender, or None."""
         ...
 
     def duplicate(self) -> Transport:

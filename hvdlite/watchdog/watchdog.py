@@ -242,7 +242,7 @@ class Watchdog:
                 period = _PERIOD / 256
             period = min(2 * period, _PERIOD)
             self._is_searching = False
-            self._read_letters()
+            self._read_messages()
             now = time.monotonic()
             self._look(now, now - before)
             before = now
@@ -261,10 +261,10 @@ class Watchdog:
                 wait.fail(MismatchError(text))
         self._stalls.look(now, self._left)
 
-    def _read_letters(self) -> None:
+    def _read_messages(self) -> None:
         while (received := self._transport.poll()) is not None:
-            sender, letter = received
-            kind, *content = pickle.loads(letter)
+            sender, message = received
+            kind, *content = pickle.loads(message)
             if kind == "left":
                 self._left[sender] = time.monotonic()
                 launched, self._farewells[sender] = content
