@@ -19,7 +19,7 @@ from hvdlite.operations.reducescatter import Reducescatter
 from hvdlite.protocols import ReduceOp
 
 SHARED_BUCKETS = "shared gradient buckets"
-"""The kind of what a rank that has joined makes with the others, from what they have agreed on; see `hvdlite.gradients.shared_reducers`."""
+"""The kind of what a rank that has joined makes as the others do: see `hvdlite.gradients.shared_reducers`."""
 
 
 def stand_in(signature: Signature, rank: int, size: int) -> Operation:
