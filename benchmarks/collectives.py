@@ -84,6 +84,6 @@ def _hvdlite_by(algorithm: str, data: torch.Tensor) -> Peer:
 
 def _buckets(data: torch.Tensor) -> Peer:
     """The way of gradients, which are summed in the memory where they lie."""
-    reducer = world().reducer([ADAPTER.info(data)], hvdlite.Sum)
+    reducer = world().group().reducers.make([ADAPTER.info(data)], hvdlite.Sum)
     memory = torch.from_numpy(reducer.memory_of(0)).view(data.dtype)
     return Peer(memory, lambda: reducer.exchange([True]))

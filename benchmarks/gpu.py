@@ -150,7 +150,7 @@ def unspared() -> Iterator[None]:
     """Let an optimizer that is made inside of it exchange gradients though there is one rank, by NCCL if there is one."""
     here, module = world(), hvdlite_torch.sync.device
 
-    def connect(process_set: Any, device: Device) -> DeviceCollectives:
+    def connect(device: Device) -> DeviceCollectives:
         library = nccl.load() if torch.cuda.is_available() else None
         if library is None:
             return DeviceCollectives(device)

@@ -217,8 +217,9 @@ class Group:
             The number, within the group, of the rank that went furthest, and of several the one that was the last.
 
         Raises:
-            HvdliteError: As `Engine.join`.
+            HvdliteError: As `Engine.begin_join`.
         """
+        joining = self.engine.begin_join()  # first: a rank that may not join must not stand in either
         exchanges = list(self.exchanges)
         context = contextvars.copy_context()
         # Daemons: if this wait fails, the process is to end.
@@ -229,7 +230,7 @@ class Group:
         before = self._stood_in()
         for thread in threads:
             thread.start()
-        last = self.engine.join()
+        last = joining.wait()
         for thread in threads:
             thread.join()
         self.reducers.shared.wait()

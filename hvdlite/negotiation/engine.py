@@ -115,24 +115,22 @@ class Engine:
         """Submit an operation and wait for its result."""
         return self.submit(operation, name, background=False).wait()
 
-    def join(self) -> int:
+    def begin_join(self) -> Handle[int]:
         """Submit nothing more until all ranks have called this; take part in what they submit meanwhile, adding nothing.
 
         Returns:
-            The rank that was the last to join, the same on all.
+            A handle. Its `wait` returns the rank that was the last to join, the same on all; or it raises PeerLeftError: a rank
+            has left the job without joining.
 
         Raises:
             HvdliteError: This rank has joined already (in another thread).
-            PeerLeftError: A rank has left the job without joining.
         """
         with self._submit_lock:
             self._check_not_interrupted()
             operation = Join()
             if self._driver.broken is not None or self.has_joined:
                 self._refuse(operation.signature)
-            handle = self._put(JOIN, operation)
-        last: int = handle.wait()
-        return last
+            return self._put(JOIN, operation)
 
     @property
     def has_joined(self) -> bool:

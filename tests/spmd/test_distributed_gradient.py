@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextvars
+import threading
+import time
 from typing import Any, NamedTuple
 
 import array_api_strict
@@ -12,6 +15,7 @@ import pytest
 
 import hvdlite as hvd
 import hvdlite.gradients.bucket
+from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 from hvdlite.tensors.array_api import _beside
 from tests.conftest import UNDER_MPI
@@ -202,6 +206,35 @@ def test_a_rank_without_data_joins(ranks: Any) -> None:
             assert hvd.join() == size - 1
             found = combine(of_rank(rank, epoch))  # of the same layout, which rank 0 had never seen
             np.testing.assert_allclose(found["w"], total(size, epoch)["w"] / size, rtol=1e-6)
+
+    ranks(check)
+
+
+def test_a_join_that_is_refused_takes_part_in_nothing(ranks: Any) -> None:
+    """A second thread of a rank that has joined may not join: it must not stand in for gradients either."""
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        late = hvd.new_group(range(size))
+        combine = hvd.DistributedGradient()
+        np.testing.assert_array_equal(combine(np.full(3, rank + 1.0)), np.full(3, (size + 1) / 2))
+        if rank == 0 and size > 1:
+            thread = threading.Thread(target=contextvars.copy_context().run, args=(hvd.join,))
+            thread.start()
+            engine = world().engine()
+            while thread.is_alive() and not engine.has_joined:
+                time.sleep(0.001)
+            with pytest.raises(HvdliteError, match="has called join"):
+                hvd.join()
+            hvd.barrier(process_set=late)
+            thread.join()
+        else:
+            hvd.barrier(process_set=late)
+            hvd.join()
+        for _ in range(2):
+            np.testing.assert_array_equal(combine(np.full(3, rank + 1.0)), np.full(3, (size + 1) / 2))
+            hvd.join()
+        hvd.remove_process_set(late)
 
     ranks(check)
 
