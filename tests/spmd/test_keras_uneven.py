@@ -13,6 +13,7 @@ import tensorflow as tf
 
 import hvdlite_tf as hvd
 from hvdlite.negotiation.engine import Engine
+from hvdlite.negotiation.handle import Handle
 from hvdlite_tf.callbacks import uneven
 from tests.conftest import UNDER_MPI
 
@@ -181,14 +182,14 @@ def test_the_rank_that_went_furthest_counts(ranks: Any, monkeypatch: pytest.Monk
     What the other one did with an optimizer that the first has dropped since does not count.
     """
     arrived = threading.Event()
-    join = Engine.join
+    begin_join = Engine.begin_join
 
-    def in_this_order(engine: Engine) -> int:
+    def in_this_order(engine: Engine) -> Handle[int]:
         if engine.rank == 0:
             arrived.set()
         elif not UNDER_MPI:
             assert arrived.wait(30)
-        return join(engine)
+        return begin_join(engine)
 
     def check() -> None:
         rank = hvd.rank()
@@ -212,5 +213,5 @@ def test_the_rank_that_went_furthest_counts(ranks: Any, monkeypatch: pytest.Monk
         # After the first update the weight is 0, so all that follows is 0.
         assert model.get_weights()[0] == pytest.approx(np.zeros((1, 1)))
 
-    monkeypatch.setattr(Engine, "join", in_this_order)
+    monkeypatch.setattr(Engine, "begin_join", in_this_order)
     ranks(check)
