@@ -241,7 +241,10 @@ class Group:
             # Messages that say who has joined may arrive in another order than gradients, which go other ways.
             missed = self._stood_in() - before
             passes = {(index, key): made for index, each in enumerate(exchanges) for key, made in each.passes.items()}
-            mine = missed, passes, [exchange.dropped for exchange in exchanges]
+            held = [
+                exchange.keep() for exchange in exchanges
+            ]  # Python may drop one between the answer and its catching up
+            mine = missed, passes, [each is None or it.dropped for each, it in zip(held, exchanges, strict=True)]
             answers = self.engine.run(AllgatherObject(mine))
             self.missed = [answer[0] for answer in answers]
             dropped = [any(each) for each in zip(*(answer[2] for answer in answers), strict=True)]

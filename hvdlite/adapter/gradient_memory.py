@@ -146,6 +146,10 @@ class Buckets:
     memory_only = True
     passes: Mapping[Hashable, int] = MappingProxyType({})
 
+    def keep(self) -> object:
+        """Itself: it is never dropped."""
+        return self
+
     def release(self) -> None:
         """Nothing: see `close`."""
 
@@ -279,6 +283,10 @@ class Registry:
         found = {each.first or each.number: each.optimizer for each in self._optimizers}
         made = {key: optimizer.hvdlite_passes() for key, optimizer in found.items() if optimizer is not None}
         return {key: passes for key, passes in made.items() if passes is not None}
+
+    def keep(self) -> object:
+        """Itself: it is never dropped."""
+        return self
 
     def release(self) -> None:
         """Nothing: see `Buckets.close`."""

@@ -43,6 +43,10 @@ class Exchange(Protocol):
     @property
     def passes(self) -> Mapping[Hashable, int]: ...
 
+    def keep(self) -> object:
+        """What keeps it from being dropped as long as the caller holds it; None if it has been dropped."""
+        ...
+
     def release(self) -> None:
         """Release what it holds: all ranks have dropped it. Every rank calls this."""
         ...

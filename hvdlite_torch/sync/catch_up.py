@@ -39,6 +39,10 @@ class StandIn:
         """Whether the optimizer is gone."""
         return self._lease.dropped
 
+    def keep(self) -> object:
+        """What keeps the optimizer as long as the caller holds it; None if it is gone."""
+        return self._exchange()
+
     def release(self) -> None:
         """Release what the optimizer held. Every rank calls this."""
         self._lease.release()
