@@ -270,8 +270,7 @@ class Controller:
                 else:
                     self._tallies.forget(key)
                     self._history.fail(key, self._plans)
-        if self._history.failed or self._history.retired:
-            self._history.forget(self._plans)
+        self._history.forget(self._plans)
         decisions = groups + rest
         if self._tallies.all_joined and any(decision.last_joined is not None for decision in decisions):
             self._tallies.reset_joined()

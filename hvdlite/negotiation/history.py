@@ -60,6 +60,8 @@ class History:
         Args:
             plans: How many plans there have been, for a rank without children.
         """
+        if not self.retired and not self.failed:
+            return
         oldest = min(self._heard.values(), default=plans)
         self.retired = [(until, cache) for until, cache in self.retired if until > oldest]
         self.failed = {key: plan for key, plan in self.failed.items() if plan > oldest}
