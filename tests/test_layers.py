@@ -58,7 +58,6 @@ FRAMEWORKS = {
 MOST_LINES = {"folder": 2600, "class": 250}
 LONGER_CLASSES = {
     "hvdlite_torch.step.driver.SteppingExchange",
-    "hvdlite_torch.sync.device.DeviceExchange",
 }
 """Classes that have more lines and are to be divided. No other is added."""
 LAUNCH_MAY_IMPORT = {  # hvdliterun does without MPI and NumPy's threads; a guard, without `hvdlite` itself

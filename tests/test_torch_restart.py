@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional as F
 
 import hvdlite.gradients.bucket
+import hvdlite.gradients.device.make
 import hvdlite_torch as hvd
 import hvdlite_torch.sync.device
 from hvdlite.api import world
@@ -449,7 +450,9 @@ def test_memory_of_the_earlier_world_is_given_back() -> None:
 class TestOnAGpu:
     @pytest.fixture(autouse=True)
     def several_buckets(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hvdlite_torch.sync.device, "plan_buckets", lambda *args: plan_buckets(*args[:2], 256, 64))
+        monkeypatch.setattr(
+            hvdlite.gradients.device.make, "plan_buckets", lambda *args: plan_buckets(*args[:2], 256, 64)
+        )
         monkeypatch.setattr(hvdlite_torch.sync.device, "SPARE_ONE_RANK", False)
 
     @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"shard": True}], ids=["whole", "late", "sharded"])
@@ -467,7 +470,7 @@ class TestOnAGpu:
             optimizer.zero_grad()
             optimizer.set_batch_weight(24)
             F.cross_entropy(model(X[share()]), Y[share()]).backward()
-            assert optimizer._hvdlite_exchange._launched
+            assert optimizer._hvdlite_exchange._reducer.launched
             return kept
 
         def finish(kept: Any) -> Any:

@@ -9,5 +9,6 @@
 - `reducers`: those of one group of ranks, which its ranks make together.
 - `shared_reducers`: reducers that ranks which have joined make as well.
 - `overlap`: buckets that travel while the backward pass runs.
+- `device`: the same on a device, in a folder of its own.
 - `plan`, `planner`: how many buckets, and whether they travel early; `autotune`: found by trying.
 """

@@ -12,7 +12,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.host import VERY_PATIENT
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.gradients.bucket import Bucket
-from hvdlite.gradients.header import Header, HeaderSum
+from hvdlite.gradients.header import Header, HeaderSum, check_divisor
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.timeline import BucketRecord, Row, Timeline
 from hvdlite.topology import Members
@@ -286,10 +286,7 @@ class Reducer:
                 raise Postponed(each)
         anywhere = [False] * self._count
         for bucket, (there, divisor, *_) in zip(self.buckets, told, strict=True):
-            if self._average and divisor <= 0 and any(there):
-                raise HvdliteError(
-                    "the weights of all ranks add up to 0, so their gradients have no average: skip this step on all ranks."
-                )
+            check_divisor(self._average, divisor, any(there))
             for index, answer in zip(bucket.tensors, there, strict=True):
                 anywhere[index] = answer
         return anywhere

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gradients.layout import digest_of
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.sharded_reducer import ShardedReducer
 from hvdlite.gradients.shared_reducers import SharedReducers
@@ -104,7 +104,7 @@ class Reducers:
             ("op", op.value),
             ("bucket_bytes", plan.message_bytes),
             *settings,
-            ("layout", hashlib.sha256(repr(([tuple(info) for info in infos], plan)).encode()).hexdigest()[:12]),
+            ("layout", digest_of(([tuple(info) for info in infos], plan))),
         ]
         reducer: R = self._run(
             Agreement("gradient buckets", arguments, lambda collectives: make(collectives.duplicate()))
