@@ -88,6 +88,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         Raises:
             ArgumentError: Within the scope of another strategy.
         """
+        self.extended.check_world()
         if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self:
             raise ArgumentError("strategy.scope() within the scope of another strategy: strategies do not nest.")
         scope: AbstractContextManager[Any] = super().scope()
@@ -108,6 +109,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         Returns:
             What `fn` returned on this rank.
         """
+        self.extended.check_world()
         step = step_of(fn)
         if step is None:
             return super().run(fn, args, kwargs, options)
@@ -133,6 +135,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         Returns:
             The same on all ranks.
         """
+        self.extended.check_world()
         op = op_over_ranks(reduce_op)
         if isinstance(tf.distribute.get_replica_context(), Replica):
             raise ArgumentError("strategy.reduce() within run(): use tf.distribute.get_replica_context().all_reduce().")

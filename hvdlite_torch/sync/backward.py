@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from hvdlite.errors import ArgumentError
 from hvdlite.gradients.device.loop_profile import LoopProfile
 from hvdlite.protocols import Device
 from hvdlite_torch.sync.capture import Capture
@@ -43,6 +46,22 @@ class BackwardPasses:
         self._counts = [0] * len(self._gradients.parameters)
         self._waits_for_end = False
         self.capture.begin_step()
+
+    def check_capture(self, parameters: Sequence[torch.Tensor], weight: float) -> None:
+        """Raise if this step is captured into a CUDA graph that cannot be replayed.
+
+        Args:
+            parameters: Those of the optimizer.
+            weight: This rank's.
+
+        Raises:
+            ArgumentError: It is. The text says why.
+        """
+        try:
+            self.capture.check_step(parameters, weight, self.habits.learning)
+        except ArgumentError:
+            self.begin_step()  # what follows may be steps without a graph
+            raise
 
     def take(self, index: int, parameter: torch.Tensor, weight: float, passes: int) -> bool:
         """A backward pass has added to a gradient.

@@ -26,8 +26,9 @@ class Capture:
         self.backward = None
 
     def saw_backward(self) -> None:
-        """The first backward pass goes on."""
-        self.backward = is_capturing()
+        """A backward pass goes on. The first one of a step counts."""
+        if self.backward is None:
+            self.backward = is_capturing()
 
     def check_step(self, parameters: Sequence[torch.Tensor], weight: float, learning: bool) -> None:
         """Let a step pass that can be replayed if it is captured.

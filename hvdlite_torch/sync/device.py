@@ -14,85 +14,96 @@ from collections.abc import Sequence
 import torch
 
 import hvdlite
-from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.errors import UnsupportedTensorError
 from hvdlite.gradients import header
 from hvdlite.gradients.device.bucket import DeviceBucket
 from hvdlite.gradients.device.late_changes import lost_gradients
 from hvdlite.gradients.device.make import Together, make_reducer
+from hvdlite.gradients.device.parameter_bucket import ParameterBucket
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules, cast_of
 from hvdlite.gradients.plan import longest
 from hvdlite.gradients.reducer import check_combinable
+from hvdlite.gradients.sync import Results
 from hvdlite.protocols import Device
-from hvdlite_torch.step.driver import SteppingExchange
+from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.lease import weakly
-from hvdlite_torch.step.options import Options
+from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.sync.backward import BackwardPasses
-from hvdlite_torch.sync.device_gradients import DeviceGradients, layout_of
+from hvdlite_torch.sync.device_gradients import DeviceGradients, SentBefore, layout_of
+from hvdlite_torch.sync.device_sharded import DeviceShards
 from hvdlite_torch.sync.gradient_state import TorchGradientState
 from hvdlite_torch.sync.sparse import combine_sparse
-from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.sync.whole import WholeResults
+from hvdlite_torch.tensors.adapter import ADAPTER, are_same
 from hvdlite_torch.tensors.gradient import as_dense
 
 SPARE_ONE_RANK = True
 """Do nothing where there is one rank. Benchmarks and tests turn this off, to see the rest on one GPU."""
 
 
-class DeviceExchange(SteppingExchange):
-    """Exchanges gradients on a device before the optimizer steps. See the module.
+class DeviceSync:
+    """Combines gradients on a device, as `hvdlite.gradients.sync.GradientSync`. See the module.
 
-    Between ``backward()`` and ``step()``, ``p.grad`` may be this rank's or already the combined one; `synchronize` gives the
+    Between ``backward()`` and ``step()``, ``p.grad`` may be this rank's or already the combined one; `combine` gives the
     combined ones.
 
     Args:
-        optimizer: With parameters on one device. Its step hooks are made by `attach`.
-        options: What the user asked for.
+        context: The optimizer, with parameters on one device.
+        sharding: Knows which shard this rank steps; None if it steps all parameters.
+
+    Attributes:
+        results: What the optimizer steps with.
 
     Raises:
-        UnsupportedTensorError: Parameters on several devices.
-        HvdliteError: A rank has no room for the buckets. Raised on all of them.
+        ArgumentError: Gradients on a device cannot be combined or compressed in this way.
     """
 
-    _bucket = DeviceBucket
+    missed = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
+    def __init__(self, context: OptimizerContext, sharding: Sharding | None) -> None:
+        options = context.options
         check_combinable(options.op)
-        super().__init__(optimizer, options)
+        self._context = context
         self._cast = "" if options.codec is None else cast_of(options.codec.compressor)
+        self._average = options.op is hvdlite.Average
+        self._shards = None if sharding is None else DeviceShards(context, sharding)
+        self.results: Results = self._shards or WholeResults(context)
         self._reducer: DeviceReducer | None = None
         """None if this rank is alone."""
-        self._sent: list[torch.Tensor] = []
-        """Memory of gradients that had been sent, and not been used by a step, when an earlier world ended."""
-        self._divisor = 0.0
-        self._begin()
+        self._parameters: list[torch.Tensor] = []
+        """Those whose gradients are dense on all ranks."""
+        self._sent = SentBefore()
 
-    def _begin(self) -> None:
-        options, parameters = self._options, self._trainable()
+    def begin(self) -> None:
+        """See `GradientSync.begin`.
+
+        Raises:
+            UnsupportedTensorError: The parameters are on several devices.
+            HvdliteError: A rank has no room for the buckets. Raised on all of them.
+        """
+        context, parameters = self._context, self._context.trained()
         self._device = device_of(parameters)
-        group = self._world.group(self.process_set)
-        group.release_dropped()
+        group = context.group
         self._collectives = group.device_collectives(self._device)
-        self.lease.close = self._collectives.close
+        context.lease.close = self._collectives.close
         self._alone = self._collectives.size == 1 and SPARE_ONE_RANK
-        self._average = options.op is hvdlite.Average
-        waiting = self._world.watch.exchanging(
-            lambda: "what the other ranks say with their gradients", group.members, remember=False
-        )
-        self._group = Together(group.engine.run, self._gather, group.ranks, waiting)
-        self._launches = self._world.config.overlap != "off" if options.overlap is None else options.overlap
+        waiting = context.waiting_for("what the other ranks say with their gradients")
+        self._group = Together(group.engine.run, context.gather, group.ranks, waiting)
+        wanted = context.options.overlap
+        self._launches = context.config.overlap != "off" if wanted is None else wanted
         self._prepare(parameters)
 
     def leave(self) -> None:
-        super().leave()
         if self._reducer is not None:
-            self._sent += self._reducer.sent_memory()
+            self._sent.remember(self._reducer)
         self._reducer = None
         self._backward.follow(DeviceGradients(self._parameters, None))
 
-    # Memory
+    # Memory and hooks
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
-        """Exchange the dense gradients of these parameters from now on."""
+        """Exchange the dense gradients of these parameters from now on. Every rank calls this."""
         order = range(len(parameters) - 1, -1, -1)  # which is about what backward passes do
         self._backward = BackwardPasses(DeviceGradients(parameters, None), self._device, self._launches)
         self._follow(parameters, order)
@@ -100,193 +111,186 @@ class DeviceExchange(SteppingExchange):
     def _follow(self, parameters: list[torch.Tensor], order: Sequence[int]) -> None:
         """Make memory and hooks for `parameters`, whose gradients come in this order. Every rank calls this."""
         self._reducer = None
+        if self._shards is not None:
+            self._shards.collect()
         if not self._alone:
-            rules, bucket_bytes = self._rules(), self._world.config.bucket_bytes
-            at = self._collectives, rules, bucket_bytes, self._group, self._bucket
+            bucket_bytes = self._context.config.bucket_bytes
+            kind = DeviceBucket if self._shards is None else ParameterBucket
+            at = self._collectives, self._rules(), bucket_bytes, self._group, kind
             self._reducer = make_reducer(layout_of(parameters), order, *at)
+        if self._shards is not None:
+            self._shards.deal(parameters, self._reducer, self._collectives)
         self._parameters, self._gradients = parameters, DeviceGradients(parameters, self._reducer)
         self._backward.follow(self._gradients)
-        self._make_hooks()
+        self.make_hooks()
 
     def _rules(self) -> Rules:
-        codec = self._options.codec
+        codec = self._context.options.codec
+        if self._shards is not None:
+            return Rules(self._average, parts=self._collectives.size, whole=self._shards.whole)
         return Rules(self._average, self._cast, 1.0 if codec is None else codec.divisor)
 
-    def _make_hooks(self) -> None:
-        self.lease.remove_hooks()
-        if self._alone and not self._sees_all:
+    def make_hooks(self) -> None:
+        lease = self._context.lease
+        lease.remove_hooks()
+        if self._alone and not self._context.step.counts_all:
             return
         for index, parameter in enumerate(self._parameters):
-            hook = torch.compiler.disable(weakly(self, "_take", index))  # type: ignore[no-untyped-call]  # else it is looked into
-            self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            hook = torch.compiler.disable(weakly(self, "ready", index))  # type: ignore[no-untyped-call]  # else it is looked into
+            lease.add_hook(parameter, hook)
 
-    def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """The hook of a parameter: a backward pass has added to its gradient."""
-        self._count_pass(index)
-        if self._backward.capture.backward is None:
-            self._backward.capture.saw_backward()
-        if self._quiet or self._reducer is None:
+    def ready(self, index: int, parameter: torch.Tensor) -> None:
+        step = self._context.step
+        step.count_pass(parameter)
+        self._backward.capture.saw_backward()
+        if step.quiet or self._reducer is None:
             return
-        if self._backward.take(index, parameter, self._weight.value, self._options.passes):
+        if self._backward.take(index, parameter, step.weight.value, step.allowed):
             self._lose("a backward pass has added to them")
 
     # A step
 
-    def _before_plain_step(self) -> None:
-        if self._skip and self._reducer is not None and self._reducer.launched:
-            self._lose("the step was taken within skip_synchronize(), without a synchronize() before")
-        super()._before_plain_step()
+    def leave_out(self) -> None:
+        self._lose("the step was taken within skip_synchronize(), without a synchronize() before")
+
+    def changed_unseen(self, how: str) -> None:
+        self._lose(how)
+        self._backward.habits.settled = False
+
+    def before_step(self) -> None:
+        """Nothing: gradients are combined."""
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        self._check_in_effect()
+    def after_step(self) -> None:
+        """See `GradientSync.after_step`."""
+        self.results.publish()
+
+    def have_same_state(self) -> None:
+        """Nothing: what the ranks have said is not remembered here."""
+
+    @torch.no_grad()
+    def combine(self) -> None:
         if self._alone:
-            self._exchange_alone()
+            self._combine_alone()
             return
-        self._check_capture()
-        joined = self._exchange_dense()
-        if self._sparse:
-            combine_sparse(self._sparse, self._taken_weight, self._average, self.process_set)
-        self._synchronized = True
-        self._passes.clear()
+        self._backward.check_capture(self._parameters, self._context.step.weight.value)
+        joined, weight = self._combine_dense()
+        if self._context.sparse:
+            combine_sparse(self._context.sparse, weight, self._average, self._context.process_set)
         if self._backward.habits.learning and not joined and self._backward.habits.stepped():
             self._learned()
 
-    def _check_capture(self) -> None:
-        try:
-            self._backward.capture.check_step(self._parameters, self._weight.value, self._backward.habits.learning)
-        except ArgumentError:
-            self._backward.begin_step()  # what follows may be steps without a graph
-            raise
-
-    def _exchange_alone(self) -> None:
-        weight = self._take_weight()
-        if problem := self._sent_before_restart():
+    def _combine_alone(self) -> None:
+        weight = self._context.take_weight()
+        if problem := self._sent.problem(self._device, self._parameters):
             raise lost_gradients(problem)
-        self._parameters = self._trainable()
-        for parameter in self._parameters if self._options.sparse_as_dense else ():
+        self._parameters = self._context.trained()
+        for parameter in self._parameters if self._context.options.sparse_as_dense else ():
             if parameter.grad is not None:
                 parameter.grad = as_dense(parameter.grad, parameter.shape, parameter.dtype, True)
-        self._check_step(any([parameter.grad is not None for parameter in self._parameters]), weight)
-        self._synchronized = True
-        self._passes.clear()
+        self._context.check_step(any([parameter.grad is not None for parameter in self._parameters]), weight)
 
-    def _exchange_dense(self) -> bool:
-        """Exchange the dense gradients. Returns whether a rank has joined, where that is known: while habits are learned."""
-        joined = False
-        if not self._are_known(parameters := self._dense_parameters()):
+    def _combine_dense(self) -> tuple[bool, float]:
+        """Exchange the dense gradients.
+
+        Returns:
+            Whether a rank has joined, where that is known: while habits are learned; and the weight of this rank.
+        """
+        context, joined = self._context, False
+        if not are_same(parameters := context.dense(), self._parameters):
             # On every rank, or they disagree; but some may have sent what they have. So all do, and then once more.
-            self._combine(self._gradients.now(), self._weight.value)
-            self._undo(self._weight.value)
+            self._finish(self._gradients.now(), context.step.weight.value)
+            self._undo(context.step.weight.value)
             self._prepare(parameters)
+        if self._shards is not None:
+            self._shards.check_memory()
         while True:
             gradients = self._gradients.now()
             news = self._make_dense(gradients)
             if not self._backward.habits.learning:
                 break
-            self._backward.habits.step(TorchGradientState(self._gradients.now()), self._weight.value)
-            self._advice.before_exchange(self._parameters)
-            answers = self._gather((news, self._said(bool(news))))
+            self._backward.habits.step(TorchGradientState(self._gradients.now()), context.step.weight.value)
+            context.advice.before_exchange(self._parameters)
+            answers = context.gather((news, context.header(bool(news))))
             joined = None in answers
             found = {index for answer in answers if answer is not None for index in answer[0]}
             if not found:
                 self._compare([answer[1] for answer in answers if answer is not None])
                 break
-            # From now on they are exchanged as sparse ones.
-            self._sparse = [*self._sparse, *(self._parameters[index] for index in sorted(found))]
-            self._prepare(self._dense_parameters())
-        weight = self._taken_weight = self._take_weight()
+            context.set_aside([self._parameters[index] for index in sorted(found)])
+            self._prepare(context.dense())
+        weight = context.take_weight()
         assert self._reducer is not None
         if news:
             problem = "a parameter has sparse gradients that had dense ones, or none, in the first steps"
         elif self._reducer.launched:
             problem = self._reducer.what_changed(self._gradients.now(), weight)
         else:
-            problem = self._sent_before_restart()
-        self._combine(gradients, weight, problem)
-        return joined
+            problem = self._sent.problem(self._device, self._parameters)
+        self._finish(gradients, weight, problem)
+        return joined, weight
 
     def _compare(self, everybody: Sequence[header.Header]) -> None:
         """Raise, or warn, if the ranks have said what cannot be. Every rank calls this."""
         told = header.read([], [sum(each) for each in zip(*map(header.words, everybody), strict=True)])
         if told.stopped:
             self._backward.begin_step()
-            self._refuse(told)
+            self._context.refuse(told)
         if told.odd_passes:
-            self._advice.odd_passes(self._said(False).passes)
+            self._context.advice.odd_passes(self._context.step.passes)
 
     def _make_dense(self, gradients: list[torch.Tensor | None]) -> list[int]:
         """See `DeviceGradients.make_dense`."""
-        return self._gradients.make_dense(gradients, self._options.sparse_as_dense)
+        news = self._gradients.make_dense(gradients, self._context.options.sparse_as_dense)
+        if news and self._shards is not None:
+            self._shards.refuse_sparse(self._gradients.like[news[0]][0])
+        return news
 
-    def _sent_before_restart(self) -> str:
-        """Whether some gradients had been sent before shutdown() and init() already, in words; empty if not."""
-        sent, self._sent = set(map(self._device.allocation, self._sent)), []
-        gradients = self._gradients.now() if sent else []
-        if any([gradient is not None and self._device.allocation(gradient) in sent for gradient in gradients]):
-            return "shutdown() and init() came between the backward pass and the step (zero_grad() and another pass mend that)"
-        return ""
-
-    def _combine(self, gradients: Sequence[torch.Tensor | None], weight: float, problem: str = "") -> None:
-        """Launch what has not been yet, and give every parameter its combined gradient.
-
-        Args:
-            gradients: Of all parameters, dense.
-            weight: This rank's.
-            problem: What was sent is not what it should be.
-        """
+    def _finish(self, gradients: Sequence[torch.Tensor | None], weight: float, problem: str = "") -> None:
+        """Launch what has not been yet, and give every parameter its combined one. `problem`: what was sent is wrong."""
         assert self._reducer is not None
-        state = self._in_step.digest(rates_only=True)
+        state = self._context.in_step.digest(rates_only=True)
         self._gradients.finish(gradients, header.Header(weight, again=bool(problem), state=state))
         self._backward.begin_step()
         if problem:
             raise lost_gradients(problem)
         there = [gradient is not None for gradient in gradients]
         if self._reducer.find_out(there, weight):
-            self._check_step(any(there), self._reducer.told.divisor)
-        self._give(there)
-
-    def _check_step(self, anywhere: bool, divisor: float) -> None:
-        header.check_divisor(self._average, divisor, anywhere)
-        super()._check_step(anywhere, divisor)
-
-    def _give(self, there: Sequence[bool]) -> None:
-        """Let parameters have the combined gradients: those that have one somewhere."""
-        self._gradients.give(there)
+            divisor = self._reducer.told.divisor
+            header.check_divisor(self._average, divisor, any(there))
+            self._context.check_step(any(there), divisor)
+        (self._gradients if self._shards is None else self._shards).give(there)
 
     def _undo(self, weight: float) -> None:
         """Let the combined gradients be such that exchanging them once more changes nothing."""
-        if not self._average:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._collectives.size)
+        divisor = 1.0 if self._average else float(self._collectives.size)
+        if self._shards is not None:  # what was sent has been multiplied where it lies, and the shards are not used
+            divisor = weight or 1.0
+        self._gradients.divide(divisor)
 
     def _learned(self) -> None:
         """The habits are known: lay the gradients out in their order. Every rank calls this."""
-        orders: list[list[int]] = self._gather(list(self._backward.habits.order))
-        self._launch_if_settled()
-        self._follow(self._parameters, longest(orders))
-
-    def _launch_if_settled(self) -> None:
         self._backward.launches = self._launches = self._launches and self._backward.habits.settled
+        if self._shards is None:  # else the order of the buckets stays a guess: another would move all parameters
+            self._follow(self._parameters, longest(self._context.gather(list(self._backward.habits.order))))
 
     def _lose(self, what: str) -> None:
-        """A backward pass of this rank has gone on after its gradients were sent: tell all."""
-        assert self._reducer is not None
+        """Gradients of this rank may not be what was sent of them: tell all, if something was."""
+        if self._reducer is None or not self._reducer.launched:
+            return
         gradients = self._gradients.now()
         self._make_dense(gradients)
-        self._combine(gradients, self._reducer.sent_weight or 0.0, what)
+        self._finish(gradients, self._reducer.sent_weight or 0.0, what)
 
     # This rank has run out of data, and others have not
 
     @torch.no_grad()
-    def _stand_in_once(self) -> list[bool] | None:
+    def stand_in(self) -> list[bool] | None:
         if self._reducer is None:
             return None
         there = self._reducer.stand_in()
-        self._divisor = self._reducer.told.divisor
         if there is not None:
-            self._world.group(self.process_set).stood_in += 1
+            self._context.group.stood_in += 1
         return there
 
 

@@ -9,6 +9,7 @@ import torch
 from hvdlite.gradients.device.bucket import DeviceBucket, Layout
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.header import Header
+from hvdlite.protocols import Device
 from hvdlite_torch.tensors.adapter import ADAPTER
 from hvdlite_torch.tensors.gradient import as_dense
 
@@ -48,6 +49,12 @@ class DeviceGradients:
                 news.append(index)
         return news
 
+    def divide(self, divisor: float) -> None:
+        """Divide ``p.grad`` of each parameter, in place."""
+        for gradient in self.now() if divisor != 1.0 else ():
+            if gradient is not None:
+                gradient.div_(divisor)
+
     @torch.no_grad()
     def launch_ready(self, weight: float) -> None:
         """Launch the buckets that can be before the step."""
@@ -78,6 +85,30 @@ class DeviceGradients:
             if each and not home:
                 # A tensor object of its own, of which changes count as new versions.
                 self.parameters[index].grad = bucket.views[index].detach()
+
+
+class SentBefore:
+    """The memory of gradients that had been sent, and not been used by a step, when an earlier world ended."""
+
+    def __init__(self) -> None:
+        self._memory: list[torch.Tensor] = []
+
+    def remember(self, reducer: DeviceReducer) -> None:
+        """The world of `reducer` has ended."""
+        self._memory += reducer.sent_memory()
+
+    def problem(self, device: Device, parameters: Sequence[torch.Tensor]) -> str:
+        """Whether a step is about to use such gradients, in words; empty if not. Asked once, they are forgotten.
+
+        Args:
+            device: Where they are.
+            parameters: Those of the optimizer.
+        """
+        sent, self._memory = set(map(device.allocation, self._memory)), []
+        gradients = [parameter.grad for parameter in parameters] if sent else []
+        if any([gradient is not None and device.allocation(gradient) in sent for gradient in gradients]):
+            return "shutdown() and init() came between the backward pass and the step (zero_grad() and another pass mend that)"
+        return ""
 
 
 def layout_of(parameters: Sequence[torch.Tensor]) -> Layout:

@@ -75,7 +75,7 @@ def distributed(model: torch.nn.Module, kind: str = "adam", **options: Any) -> A
 
 
 def exchange_of(optimizer: Any) -> Any:
-    return optimizer._hvdlite_exchange
+    return optimizer._hvdlite_driver.sync
 
 
 def step(model: torch.nn.Module, optimizer: Any, rows: slice, weighted: bool = True, passes: int = 1) -> None:
@@ -144,13 +144,13 @@ def launches(optimizer: Any) -> list[int]:
     """Is filled with how many buckets are under way at the end of each backward pass."""
     seen: list[int] = []
     exchange = exchange_of(optimizer)
-    before = exchange._exchange
+    before = exchange.combine
 
     def count() -> None:
         seen.append(exchange._reducer.launched)
         before()
 
-    exchange._exchange = count
+    exchange.combine = count
     return seen
 
 
@@ -575,7 +575,7 @@ def test_no_room_on_one_rank(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Non
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return plain(*args)
 
-    monkeypatch.setattr(hvdlite_torch.sync.device.DeviceExchange, "_bucket", staticmethod(make))
+    monkeypatch.setattr(hvdlite_torch.sync.device, "DeviceBucket", make)
 
     @on_gpu
     def check(gpu: FakeDevice) -> None:
@@ -770,7 +770,7 @@ def test_what_a_step_launches(ranks: Any, options: Any) -> None:
             loss.backward()
         backward = seen.count
         with Launches() as seen:
-            exchange_of(optimizer)._exchange()
+            exchange_of(optimizer).combine()
         count = backward + seen.count
         buckets = exchange_of(optimizer)._reducer.buckets
         assert count["_foreach_copy_"] == len(buckets) > 1
@@ -787,7 +787,7 @@ def test_what_a_step_launches(ranks: Any, options: Any) -> None:
 
 def count_agreements(exchange: Any) -> Callable[[], int]:
     """How many plans of the engine this rank follows from now on: every control message belongs to one."""
-    engine = exchange._world.engine(exchange.process_set)
+    engine = exchange._context.group.engine
     before = engine._driver.plans
     return lambda: engine._driver.plans - before
 
@@ -802,7 +802,7 @@ def test_gradients_made_on_several_streams_are_sent_when_backward_is_over(ranks:
         with Account(gpu):
             optimizer = distributed(model, "sgd")
             exchange = exchange_of(optimizer)
-            take, at_end = exchange._take, exchange._backward.at_end
+            take, at_end = exchange.ready, exchange._backward.at_end
 
             def take_there(index: int, parameter: torch.Tensor) -> None:
                 with gpu.on((main, other)[index % 2]):
@@ -813,8 +813,8 @@ def test_gradients_made_on_several_streams_are_sent_when_backward_is_over(ranks:
                 main.wait(other.record())
                 at_end()
 
-            exchange._take, exchange._backward.at_end = take_there, over
-            exchange._make_hooks()
+            exchange.ready, exchange._backward.at_end = take_there, over
+            exchange.make_hooks()
             sent = launches(optimizer)
             for _ in range(4):
                 optimizer.zero_grad()
