@@ -9,16 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hvdlite import basics
 from hvdlite.adapter import guide
 from hvdlite.adapter.distributed_gradient import DistributedGradient
 from hvdlite.api import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-    add_process_set,
     allgather,
     allgather_async,
     allgather_object,
@@ -28,51 +22,15 @@ from hvdlite.api import (
     alltoall,
     alltoall_async,
     barrier,
-    barrier_async,
     broadcast,
     broadcast_async,
     broadcast_object,
     broadcast_object_async,
-    cross_rank,
-    cross_size,
-    describe,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
     join,
-    local_rank,
-    local_size,
-    new_group,
-    rank,
     reducescatter,
     reducescatter_async,
-    remove_process_set,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
 )
-from hvdlite.errors import (
-    ArgumentError,
-    CommunicationError,
-    DuplicateNameError,
-    HvdliteError,
-    LaunchError,
-    MismatchError,
-    NotInitializedError,
-    NotYetError,
-    OutOfSyncError,
-    PeerLeftError,
-    ThreadLevelError,
-    UnsupportedTensorError,
-    WorkerError,
-    WorldSizeError,
-)
-from hvdlite.negotiation.handle import Handle
-from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import ReduceOp
-from hvdlite.tensors.compression import Compression
+from hvdlite.basics import *  # noqa: F403
 from hvdlite.tensors.registry import register_adapter
 
 if TYPE_CHECKING:
@@ -81,32 +39,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "Adasum",
-    "ArgumentError",
-    "Average",
-    "CommunicationError",
-    "Compression",
     "DistributedGradient",
-    "DuplicateNameError",
-    "Handle",
-    "HvdliteError",
-    "LaunchError",
-    "Max",
-    "Min",
-    "MismatchError",
-    "NotInitializedError",
-    "NotYetError",
-    "OutOfSyncError",
-    "PeerLeftError",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "ThreadLevelError",
-    "UnsupportedTensorError",
-    "WorkerError",
-    "WorldSizeError",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -116,33 +49,17 @@ __all__ = [
     "alltoall",
     "alltoall_async",
     "barrier",
-    "barrier_async",
     "broadcast",
     "broadcast_async",
     "broadcast_object",
     "broadcast_object_async",
-    "cross_rank",
-    "cross_size",
-    "describe",
-    "global_process_set",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "new_group",
-    "rank",
     "reducescatter",
     "reducescatter_async",
     "register_adapter",
-    "remove_process_set",
     "run",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__
 
 
 def __getattr__(name: str) -> Any:

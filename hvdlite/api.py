@@ -1,6 +1,7 @@
-"""The public functions, on the world of this process.
+"""The public functions, which act on the world of this process.
 
-The only module with state: the one world that `init` makes, and the worlds of threads that play ranks in tests.
+This module holds the process's state: the one world that `init` makes, and, in tests, the worlds of threads that act as ranks.
+Every operation is described here once. The adapters' functions of the same names say only what differs for their framework.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ Sum, Average, Min, Max, Product, Adasum = (
 
 _process_world: World | None = None
 _left: list[RebindableExchange] = []
-"""What adapters had made to exchange gradients in the worlds that this process has left: the next one takes it over."""
+"""The objects that exchange gradients, from worlds that this process has left. The next world takes them over."""
 _thread_world: ContextVar[World | None] = ContextVar("hvdlite_world", default=None)
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks of whichever world the caller is in."""
+    """The set of all ranks of the world that the caller is in."""
 
     communicator = None
 
@@ -91,34 +92,35 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 # The world
 
 at_the_end: list[Callable[[World], None]] = []
-"""What adapters look at when the program has come to its end, before this rank leaves."""
+"""Functions of the adapters that are called when the program has come to its end, before this rank leaves the job."""
 
 
 def init(
     comm: Sequence[int] | Any | None = None, process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None
 ) -> None:
-    """Join the job. Call it once, before anything else of this package; more calls do nothing.
+    """Join the job. Call this function once, before all others of this package; further calls do nothing.
 
-    Works under hvdliterun, mpirun, mpiexec and srun, and as one plain process. From now on an uncaught exception on any rank
-    ends the job on all.
+    The function works under hvdliterun, mpirun, mpiexec and srun, and in one plain process. After it, an uncaught exception on
+    any rank ends the job on all ranks.
 
-    After `shutdown` it can be called again, also with other processes. Distributed optimizers that were made before go on, in
-    the order in which they were made; a new process makes its own right after it has called this. Those of a process set go on
-    as soon as that very `ProcessSet` object is passed to this function or to `add_process_set`.
+    A program can call `init` again after `shutdown`, also with other processes. Distributed optimizers that it made before
+    continue to work, in the order in which they were made; a new process makes its own optimizers right after `init`. The
+    optimizers of a process set continue as soon as the program passes the same `ProcessSet` object to `init` or to
+    `add_process_set`.
 
     Args:
-        comm: The processes that make up the job: ranks of ``MPI.COMM_WORLD``, in any order, the same on each of them; or an
-            mpi4py communicator, which is duplicated; all processes if None. Those that are not among them do not call this,
-            or do with others.
-        process_sets: Sets to add at once, the same on every rank. Sets can always be added later, so "dynamic", which asks
-            for that, changes nothing.
+        comm: The processes of the job: either ranks of ``MPI.COMM_WORLD``, in any order, the same on each of these processes;
+            or an mpi4py communicator, which is duplicated; None means all processes. The other processes do not call `init`,
+            or call it with a disjoint set.
+        process_sets: The sets to add at once, the same on every rank. "dynamic" is Horovod's and has no effect, because sets
+            can always be added later.
 
     Raises:
-        ArgumentError: `comm` does not hold this process, or the processes that it names called with other ranks; or
-            `process_sets` is another text, or has a set twice or of unknown ranks. The job has not begun then.
-        WorldSizeError: A launcher started several processes and MPI sees only this one.
+        ArgumentError: `comm` does not contain this process, or the processes in it passed different ranks; or `process_sets` is
+            a text other than "dynamic", or contains equal sets or unknown ranks. The job has not begun then.
+        WorldSizeError: A launcher started several processes, but MPI sees only this one.
         ThreadLevelError: The MPI library does not support threads.
-        MissingPackageError: This process is one of several, and no MPI library is installed. One alone does without.
+        MissingPackageError: This process is one of several, and no MPI library is installed. A single process needs none.
     """
     global _process_world
     if isinstance(process_sets, str) and process_sets != "dynamic":
@@ -137,16 +139,16 @@ def init(
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
             add_process_set(process_set)
         _rebind(_process_world)
-    except BaseException:  # on all ranks alike: a second attempt begins anew
+    except BaseException:  # all ranks fail alike, and a second attempt begins anew
         _leave("its init() has failed.")
         raise
 
 
 def _rebind(here: World) -> None:
-    """Let what the program has made in earlier worlds, and still holds, go on in this one."""
+    """Let the new world take over the gradient exchanges of earlier worlds that the program still holds."""
     global _left
     if _left:
-        gc.collect()  # what the program has dropped is to be gone on every rank
+        gc.collect()  # so that exchanges which the program has dropped are gone on every rank
         exchanges, _left = [exchange for exchange in _left if not exchange.dropped], []
         here.groups.adopt(exchanges)
 
@@ -164,29 +166,29 @@ def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:
     return World(transport, MpiCollectives, hosts, config, functools.partial(failure.end_job, config, transport.rank))
 
 
-@functools.cache  # once for a process, whatever is initialised how often
+@functools.cache  # once in a process, however often `init` is called
 def _look_after_children() -> None:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_become_child)
 
 
 def _become_child() -> None:
-    """In a forked child: it has a copy of the rank's world, and may look at it, and no more."""
+    """Mark the world in a forked child as a copy: the child can read the rank and the size, but not communicate."""
     atexit.unregister(_leave_at_exit)
     if _process_world is not None:
         _process_world.become_child()
 
 
 def shutdown() -> None:
-    """Leave the job: waits until every rank has called it (or has come to its end). Does nothing before `init`.
+    """Leave the job. The function waits until every rank has called it or has come to its end; before `init` it does nothing.
 
-    Operations still in flight are given up.
+    Operations that are still in flight are abandoned.
     """
     _leave(f"it has called shutdown(), here:\n{stack_of(threading.get_ident())} ")
 
 
 def _leave_at_exit() -> None:
-    silence_handlers()  # a time limit of the program's may run out while this rank waits for the others' ends
+    silence_handlers()  # a timer of the program may fire while this rank waits for the end of the others
     if _process_world is not None and not _process_world.is_childs_copy:
         for look in at_the_end:
             look(_process_world)
@@ -203,15 +205,18 @@ def _leave(how: str, for_good: bool = False) -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called, and `shutdown` was not."""
+    """Return whether `init` has been called, and `shutdown` has not been called since."""
     return _thread_world.get() is not None or _process_world is not None
 
 
 def world(call: str = "world") -> World:
-    """The world of this process (for adapters; not for programs).
+    """Return the world of this process. Adapters use this; programs do not.
+
+    Args:
+        call: The function that the program called, for the text of the error.
 
     Raises:
-        NotInitializedError: Before `init`; the text names `call`.
+        NotInitializedError: `init` has not been called.
     """
     found = _thread_world.get() or _process_world
     if found is None:
@@ -221,7 +226,7 @@ def world(call: str = "world") -> World:
 
 @contextlib.contextmanager
 def in_world(other: World) -> Iterator[None]:
-    """Let this thread be a rank of another world while the body runs: how tests run ranks as threads."""
+    """Let this thread be a rank of another world while the body runs. Tests run ranks as threads in this way."""
     token = _thread_world.set(other)
     try:
         yield
@@ -230,84 +235,85 @@ def in_world(other: World) -> Iterator[None]:
 
 
 def rank() -> int:
-    """This process's number in the job, 0 … size() - 1."""
+    """Return this process's number in the job, 0 … size() - 1."""
     return world("rank()").topology.rank
 
 
 def size() -> int:
-    """The number of processes in the job."""
+    """Return the number of processes in the job."""
     return world("size()").topology.size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host: which GPU to use."""
+    """Return this process's number among the processes of its host, 0 … local_size() - 1; it tells which GPU to use."""
     return world("local_rank()").topology.local_rank
 
 
 def local_size() -> int:
-    """The number of processes on this host."""
+    """Return the number of processes on this host."""
     return world("local_size()").topology.local_size
 
 
 def cross_rank() -> int:
-    """This host's number among the hosts that have a process of this local rank."""
+    """Return this host's number among the hosts that have a process of this local rank, 0 … cross_size() - 1."""
     return world("cross_rank()").topology.cross_rank
 
 
 def cross_size() -> int:
-    """The number of hosts that have a process of this local rank."""
+    """Return the number of hosts that have a process of this local rank."""
     return world("cross_size()").topology.cross_size
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads at once. It may: `init` refuses an MPI that does not allow it."""
+    """Return True: several threads may call MPI at once, because `init` refuses an MPI library that does not allow it."""
     world("mpi_threads_supported()")
     return True
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of processes."""
+    """Return whether all hosts have the same number of processes."""
     return world("is_homogeneous()").topology.is_homogeneous
 
 
 def describe() -> str:
-    """The job in a few words, for the first line of a program's output: "4 ranks on 2 hosts (Open MPI v5.0.11)"."""
+    """Describe the job for the first line of a program's output: "4 ranks on 2 hosts (Open MPI v5.0.11)"."""
     return world("describe()").describe()
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record from now on what every rank does, and when: a Chrome trace, see docs/timeline.md. Every rank calls this.
+    """Start to record what every rank does and when, as a Chrome trace (see docs/timeline.md). Every rank calls this function.
 
     Args:
-        file_path: The trace; rank 0's counts. Until `stop_timeline` (or the end of the job) merges them, the ranks' own files
-            are in the folder ``<file_path>.ranks``.
-        mark_cycles: Mark in it when the ranks agreed on what to run. Rank 0's counts.
+        file_path: The file of the trace; rank 0's argument counts. Until `stop_timeline` (or the end of the job) merges them,
+            each rank's own file is in the folder ``<file_path>.ranks``.
+        mark_cycles: Whether the trace marks when the ranks agreed on what to run; rank 0's argument counts.
 
     Raises:
-        ArgumentError: A timeline is being recorded already, or a rank cannot write its file. Raised on all ranks.
-        MismatchError: Another rank called something else.
+        ArgumentError: A timeline is being recorded already, or a rank cannot write its file. All ranks raise it.
+        MismatchError: Another rank called another function.
     """
     world("start_timeline()").start_timeline(os.fspath(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
-    """End the recording: afterwards the trace is complete. Every rank calls this. Does nothing if none is recorded.
+    """End the recording and complete the trace. Every rank calls this function; it does nothing if no timeline is recorded.
 
     Raises:
-        HvdliteError: The trace could not be written. Raised on all ranks.
-        MismatchError: Another rank called something else.
+        HvdliteError: The trace could not be written. All ranks raise it.
+        MismatchError: Another rank called another function.
     """
     world("stop_timeline()").stop_timeline()
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet:
-    """Put a process set into effect. Every rank of the job calls this, with equal ranks.
+    """Put a process set into effect. Every rank of the job calls this function, with equal ranks.
 
     Args:
-        process_set: The set, or its ranks; or an mpi4py communicator, of which each rank may pass another: all take effect.
+        process_set: The set, or its world ranks; or an mpi4py communicator. Ranks may pass different communicators (the parts
+            of a split one); then a set for each of them takes effect.
 
     Returns:
-        The set; with communicators, the one that this rank is in.
+        The set; with communicators, the set that contains this rank.
 
     Raises:
         ArgumentError: A rank is unknown or repeated, or a set of these ranks is in effect already.
@@ -336,7 +342,7 @@ def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
         )
     for part in parts:
         ranks = [numbers[member] for member in part]
-        if part == (own or parts[0]):  # a rank in no part knows the first one, as one that it is not in
+        if part == (own or parts[0]):  # a rank that is in no part gets the first part, which does not include it
             process_set.take_ranks(ranks)
             here.groups.add(process_set)
         else:
@@ -345,14 +351,14 @@ def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
 
 
 def new_group(ranks: Iterable[int]) -> ProcessSet:
-    """Make a process set that is in effect at once, beside others of the same ranks. Every rank of the job calls this.
+    """Make a process set that takes effect at once, also if another set has the same ranks. Every rank of the job calls this.
 
-    Operations of different groups never meet, even if they have equal names and equal ranks: a library can have a group of its
-    own. (`add_process_set` refuses a second set of equal ranks, as Horovod does.)
+    Operations of different groups are kept apart, even if they have equal names and equal ranks, so a library can have a group
+    of its own. (`add_process_set` refuses a second set of equal ranks, as Horovod does.)
 
     Args:
-        ranks: World ranks, in any order, each once; the same on every rank of the job. Ranks that are not among them call this
-            as well.
+        ranks: World ranks, in any order, each once; the same on every rank of the job. The other ranks of the job call this
+            function as well.
 
     Returns:
         The set, for the argument `process_set` of operations and optimizers, and for `remove_process_set`.
@@ -370,51 +376,52 @@ def new_group(ranks: Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Take a process set out of effect. Every rank of the job calls this.
+    """Take a process set out of effect. Every rank of the job calls this function.
 
     Returns:
-        Whether it was in effect.
+        True if the set was in effect, otherwise False.
 
     Raises:
-        ArgumentError: Operations of it are in flight.
+        ArgumentError: Operations of the set are in flight.
     """
     return world("remove_process_set()").groups.remove(process_set)
 
 
 def join(process_set: ProcessSet | None = None) -> int:
-    """Say that this rank has run out of data, and wait until every rank has.
+    """Say that this rank has run out of data, and wait until every rank has joined.
 
-    Meanwhile it takes part in what the others do with the functions of this module, by name or not, and adds nothing:
+    Until then, this rank takes part in the other ranks' operations, named or not, without data of its own:
 
-    - `allreduce` and `reducescatter`: what changes no result of `op` (zeros for Sum, Adasum and Average, which still divides
-      by the number of all ranks, as in Horovod);
-    - `allgather` and `alltoall`: no rows; rows that others send to it are dropped;
-    - `allgather_object`: None in its place of the list;
-    - `broadcast` and `broadcast_object`: nothing; if it is the root, the call fails on all that make it;
-    - `barrier`: it counts as present.
+    - `allreduce` and `reducescatter`: this rank contributes the neutral element of `op`, such as 0 for Sum, Adasum and Average.
+      Average still divides by the number of all ranks, as in Horovod.
+    - `allgather` and `alltoall`: this rank contributes no rows, and drops the rows that other ranks send to it.
+    - `allgather_object`: the list has None for this rank.
+    - `broadcast` and `broadcast_object`: this rank drops the value. If it is the root, the call fails on its callers.
+    - `barrier`: this rank counts as present.
 
-    What it had started before (``…_async``) it takes part in for real. What needs every rank fails on those that call it:
-    `add_process_set`, `remove_process_set`, and the making of a `DistributedOptimizer`'s buffers.
+    This rank contributes its own data to operations that it started before (``…_async``). Functions that need every rank fail
+    on the ranks that call them: `add_process_set`, `remove_process_set`, and the making of a `DistributedOptimizer`'s buffers.
 
-    It also takes part in the steps of a `DistributedOptimizer`: an average of gradients is one of the ranks that have data. In
-    the end every rank has the parameters and the optimizer state of the one that went furthest.
+    This rank also takes part in the steps of a `DistributedOptimizer`: an average of gradients is the average over the ranks
+    that still have data. In the end every rank has the parameters and the optimizer state of the rank that went furthest.
 
     Args:
-        process_set: Take part in what the ranks of this set do; all ranks by default. Each set is joined by itself.
+        process_set: The ranks whose operations this rank takes part in; all ranks by default. Each set is joined by itself.
 
     Returns:
-        The rank (its number within `process_set`) that was the last to join, the same on all. If some missed steps of an
-        optimizer: the one that missed the fewest, and of these the one that has added up the most gradients since.
+        The number within `process_set` of the rank that joined last, the same on all ranks. If ranks missed steps of an
+        optimizer, it is the rank that missed the fewest steps, and among equals the one that has accumulated the most
+        gradients since.
 
     Raises:
-        HvdliteError: This rank has joined already, in another thread; or, raised by any other operation of the set, it has
-            joined and other ranks have not.
+        HvdliteError: This rank has joined already, in another thread. (Any other operation of the set raises it too, on a rank
+            that has joined while others have not.)
         PeerLeftError: A rank has left the job without joining.
     """
     return world("join()").group(process_set).join()
 
 
-# Operations: `_allreduce` prepares the call that `allreduce` carries out and `allreduce_async` starts; so for the others.
+# Operations: `_allreduce` prepares the call that `allreduce` runs and `allreduce_async` submits, and so on.
 
 
 @dataclass(slots=True)
@@ -422,9 +429,9 @@ class Call(Generic[T]):
     """An operation ready to be submitted, whose result is a T.
 
     Attributes:
-        engine: The engine that carries it out.
-        operation: What it does.
-        name: The name that the caller gave it, if any.
+        engine: The engine that runs the operation.
+        operation: The operation with its tensors and arguments.
+        name: The name that the caller gave, or None.
     """
 
     engine: Engine
@@ -463,25 +470,28 @@ def allreduce(
     """Reduce a tensor elementwise over the ranks.
 
     Args:
-        tensor: Any shape, the same on every rank; or a list of tensors, exchanged as one.
-        op: Sum, Average, Min, Max, Product or Adasum. float16 and bfloat16 are reduced as float32; averages of integers are
-            rounded down; for bool, Min is 'all' and Max is 'any'. Adasum averages tensors that point the same way and
-            adds orthogonal ones (arXiv:2006.02924); each tensor of a list by itself; floating-point numbers only.
-        name: Calls of equal name belong together on all ranks; without names, calls belong together by their order.
-        inplace: Overwrite `tensor` with the result.
-        prescale_factor: Multiplies each rank's values before they are reduced.
-        postscale_factor: Multiplies the result.
-        algorithm: "auto", "mpi", "ring", "tree", "butterfly", "rabenseifner" or "parameter_server"; by default the setting
-            ``HVDLITE_ALGORITHM``, which is "auto". Adasum has one of its own.
-        process_set: The ranks that take part; all by default.
+        tensor: A tensor of any shape; shape and dtype are the same on every rank. Or a list of tensors of any dtypes, which the
+            ranks exchange as one operation.
+        op: Sum, Average, Min, Max, Product or Adasum. float16 and bfloat16 are accumulated as float32; averages of integers are
+            rounded down; for bool, Min is 'all' and Max is 'any'. Adasum averages tensors that point in the same direction and
+            adds orthogonal ones (arXiv:2006.02924); it takes floating-point tensors, and each tensor of a list by itself.
+        name: Calls of equal name belong together on all ranks; calls without a name belong together by their order.
+        inplace: Whether the result overwrites `tensor`.
+        prescale_factor: A factor that multiplies each rank's values before the reduction.
+        postscale_factor: A factor that multiplies the result.
+        algorithm: "auto", "mpi", "ring", "tree", "butterfly", "rabenseifner" or "parameter_server"; None means the setting
+            ``HVDLITE_ALGORITHM``, whose default is "auto". Adasum has one algorithm of its own.
+        process_set: The ranks that take part; None means all ranks.
 
     Returns:
         The reduced tensor (or list) of the same kind, dtype and shape; `tensor` itself if `inplace`.
 
     Raises:
-        UnsupportedTensorError: `tensor` is none, or is read-only and `inplace`, or `op` is not defined for its dtype.
-        MismatchError: The ranks' calls do not belong together; raised on all of them.
-        DuplicateNameError: `name` is in flight.
+        ArgumentError: `op`, `algorithm` or a factor is not one of those above, or this rank is not in `process_set`.
+        UnsupportedTensorError: `tensor` is not a tensor, or is read-only with `inplace`, or `op` is not defined for its dtype.
+        MismatchError: The ranks' calls do not belong together, such as calls with different shapes. All ranks raise it.
+        DuplicateNameError: An operation of this name is in flight.
+        CommunicationError: A rank has left the job (PeerLeftError), or the communication failed.
     """
     call = _allreduce(tensor, op, name, inplace, prescale_factor, postscale_factor, algorithm, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -499,10 +509,10 @@ def allreduce_async(
     algorithm: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Handle[T]:
-    """Start `allreduce` and return a `Handle` at once.
+    """Start `allreduce` and return a `Handle` at once. The arguments are those of `allreduce`.
 
-    ``handle.wait()`` returns what `allreduce` would, ``handle.poll()`` says whether it is there. Tensors must not be changed
-    before. The arguments are those of `allreduce`.
+    ``handle.wait()`` waits for the result of `allreduce` and returns it; ``handle.poll()`` says whether the operation is over.
+    The program must not change the tensors before the operation is over.
     """
     call = _allreduce(tensor, op, name, inplace, prescale_factor, postscale_factor, algorithm, process_set)
     return call.engine.submit(call.operation, call.name)
@@ -517,16 +527,16 @@ def allgather(tensor: T, name: str | None = None, *, process_set: ProcessSet | N
     """Concatenate the ranks' tensors along the first dimension.
 
     Args:
-        tensor: The first dimension may differ between ranks and may be 0; the others and the dtype are the same. Scalars count
-            as vectors of one. Or a list of tensors.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
+        tensor: A tensor, or a list of tensors. The first dimension may differ between ranks and may be 0; the other dimensions
+            and the dtype are the same on every rank. A scalar counts as a vector of one element.
+        name: See `allreduce`.
+        process_set: See `allreduce`.
 
     Returns:
-        The rows of all ranks in rank order, on every rank.
+        The rows of all ranks in rank order, the same on every rank.
 
     Raises:
-        As `allreduce`.
+        HvdliteError: See `allreduce`.
     """
     call = _allgather(tensor, name, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -534,7 +544,7 @@ def allgather(tensor: T, name: str | None = None, *, process_set: ProcessSet | N
 
 
 def allgather_async(tensor: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> Handle[T]:
-    """Start `allgather` and return a `Handle` at once, as `allreduce_async` does; the arguments are those of `allgather`."""
+    """Start `allgather` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `allgather`."""
     call = _allgather(tensor, name, process_set)
     return call.engine.submit(call.operation, call.name)
 
@@ -551,18 +561,18 @@ def broadcast(
     """Give every rank the root's tensor.
 
     Args:
-        tensor: Of the same shape and dtype on every rank; or a list of tensors.
-        root_rank: Whose values to send; its number within `process_set`.
-        name: As in `allreduce`.
-        inplace: Overwrite `tensor` with the result.
-        process_set: As in `allreduce`.
+        tensor: A tensor, or a list of tensors; shapes and dtypes are the same on every rank.
+        root_rank: The number within `process_set` of the root, whose values are sent.
+        name: See `allreduce`.
+        inplace: Whether the result overwrites `tensor`.
+        process_set: See `allreduce`.
 
     Returns:
-        A tensor like the root's; `tensor` itself if `inplace`.
+        A new tensor equal to the root's; `tensor` itself if `inplace`.
 
     Raises:
         ArgumentError: `root_rank` is not a rank of the set.
-        Others: As `allreduce`.
+        HvdliteError: See `allreduce`.
     """
     call = _broadcast(tensor, root_rank, name, inplace, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -572,7 +582,7 @@ def broadcast(
 def broadcast_async(
     tensor: T, root_rank: int, name: str | None = None, *, inplace: bool = False, process_set: ProcessSet | None = None
 ) -> Handle[T]:
-    """Start `broadcast` and return a `Handle` at once, as `allreduce_async` does; the arguments are those of `broadcast`."""
+    """Start `broadcast` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `broadcast`."""
     call = _broadcast(tensor, root_rank, name, inplace, process_set)
     return call.engine.submit(call.operation, call.name)
 
@@ -592,21 +602,22 @@ def alltoall(
     tensor: T, splits: Any, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> tuple[T, T]: ...
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, *, process_set: ProcessSet | None = None) -> Any:
-    """Send a slice of the rows to each rank, and receive one from each.
+    """Send some rows of a tensor to each rank, and receive some rows from each.
 
     Args:
-        tensor: At least 1-d; the first dimension may differ between ranks. Or a list of tensors.
-        splits: For each rank, how many rows it gets (whole numbers that add up to the first dimension); equal shares if None.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
+        tensor: A tensor of at least one dimension, or a list of such tensors. The first dimension may differ between ranks.
+        splits: The number of rows for each rank, in rank order: whole numbers whose sum is the first dimension. None means
+            equal numbers.
+        name: See `allreduce`.
+        process_set: See `allreduce`.
 
     Returns:
-        The rows received, in the order of their senders. With `splits`, a pair of these and how many came from each rank
-        (int32, of the same kind as `tensor`).
+        The received rows, in the rank order of their senders. With `splits`, a pair of these rows and the number of rows from
+        each rank (int32, one element for each rank, of the same kind as `tensor`).
 
     Raises:
-        ArgumentError: `splits` does not fit.
-        Others: As `allreduce`.
+        ArgumentError: `splits` does not fit the tensor or the number of ranks.
+        HvdliteError: See `allreduce`.
     """
     call = _alltoall(tensor, splits, name, process_set)
     result: Any = call.engine.run(call.operation, call.name)
@@ -624,7 +635,7 @@ def alltoall_async(
 def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> Handle[Any]:
-    """Start `alltoall` and return a `Handle` at once, as `allreduce_async` does; the arguments are those of `alltoall`."""
+    """Start `alltoall` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `alltoall`."""
     call = _alltoall(tensor, splits, name, process_set)
     return call.engine.submit(call.operation, call.name)
 
@@ -650,22 +661,22 @@ def reducescatter(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> T:
-    """Reduce a tensor over the ranks, and keep this rank's share of the rows.
+    """Reduce a tensor elementwise over the ranks, and keep this rank's share of the rows.
 
     Args:
-        tensor: At least 1-d, of the same shape and dtype on every rank; or a list of tensors. Where the ranks do not divide the
-            first dimension, the first ranks get one row more.
-        op: As in `allreduce`, but not Adasum.
-        name: As in `allreduce`.
-        prescale_factor: As in `allreduce`.
-        postscale_factor: As in `allreduce`.
-        process_set: As in `allreduce`.
+        tensor: A tensor of at least one dimension, or a list of such tensors; shapes and dtypes are the same on every rank. If
+            the number of ranks does not divide the first dimension, the first ranks get one row more.
+        op: Sum, Average, Min, Max or Product; see `allreduce`.
+        name: See `allreduce`.
+        prescale_factor: See `allreduce`.
+        postscale_factor: See `allreduce`.
+        process_set: See `allreduce`.
 
     Returns:
         This rank's rows of the reduced tensor.
 
     Raises:
-        As `allreduce`.
+        HvdliteError: See `allreduce`.
     """
     call = _reducescatter(tensor, op, name, prescale_factor, postscale_factor, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -681,7 +692,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet | None = None,
 ) -> Handle[T]:
-    """Start `reducescatter` and return a `Handle` at once, as `allreduce_async` does.
+    """Start `reducescatter` and return a `Handle` at once; see `allreduce_async`.
 
     The arguments are those of `reducescatter`.
     """
@@ -694,18 +705,21 @@ def _barrier(name: str | None, process_set: ProcessSet | None) -> Call[None]:
 
 
 def barrier(name: str | None = None, *, process_set: ProcessSet | None = None) -> None:
-    """Return when every rank has called it.
+    """Return when every rank has called this function.
 
     Args:
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
+        name: See `allreduce`.
+        process_set: See `allreduce`.
+
+    Raises:
+        HvdliteError: See `allreduce`.
     """
     call = _barrier(name, process_set)
     call.engine.run(call.operation, call.name)
 
 
 def barrier_async(name: str | None = None, *, process_set: ProcessSet | None = None) -> Handle[None]:
-    """Start `barrier` and return a `Handle` at once, as `allreduce_async` does; the arguments are those of `barrier`."""
+    """Start `barrier` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `barrier`."""
     call = _barrier(name, process_set)
     return call.engine.submit(call.operation, call.name)
 
@@ -721,13 +735,16 @@ def broadcast_object(
     """Give every rank the root's object.
 
     Args:
-        obj: Anything that can be pickled; only the root's matters.
-        root_rank: As in `broadcast`.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
+        obj: An object that can be pickled; the other ranks' objects are ignored.
+        root_rank: See `broadcast`.
+        name: See `allreduce`.
+        process_set: See `allreduce`.
 
     Returns:
-        The root's object: a copy on the other ranks.
+        On the root `obj` itself, on the other ranks a copy of it.
+
+    Raises:
+        HvdliteError: See `broadcast`.
     """
     call = _broadcast_object(obj, root_rank, name, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -737,7 +754,7 @@ def broadcast_object(
 def broadcast_object_async(
     obj: T, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> Handle[T]:
-    """Start `broadcast_object` and return a `Handle` at once, as `allreduce_async` does.
+    """Start `broadcast_object` and return a `Handle` at once; see `allreduce_async`.
 
     The arguments are those of `broadcast_object`.
     """
@@ -750,15 +767,18 @@ def _allgather_object(obj: T, name: str | None, process_set: ProcessSet | None) 
 
 
 def allgather_object(obj: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> list[T]:
-    """Give every rank everybody's object.
+    """Give every rank the objects of all ranks.
 
     Args:
-        obj: Anything that can be pickled.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
+        obj: An object that can be pickled.
+        name: See `allreduce`.
+        process_set: See `allreduce`.
 
     Returns:
-        The objects by rank (copies).
+        Copies of the objects, in rank order.
+
+    Raises:
+        HvdliteError: See `allreduce`.
     """
     call = _allgather_object(obj, name, process_set)
     result: list[T] = call.engine.run(call.operation, call.name)
@@ -768,7 +788,7 @@ def allgather_object(obj: T, name: str | None = None, *, process_set: ProcessSet
 def allgather_object_async(
     obj: T, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> Handle[list[T]]:
-    """Start `allgather_object` and return a `Handle` at once, as `allreduce_async` does.
+    """Start `allgather_object` and return a `Handle` at once; see `allreduce_async`.
 
     The arguments are those of `allgather_object`.
     """

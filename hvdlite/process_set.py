@@ -1,4 +1,4 @@
-"""A subset of the ranks that does operations of its own, at the same time as others, overlapping or not."""
+"""Process sets: subsets of the ranks, overlapping or not, that run operations of their own at the same time."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from hvdlite.errors import ArgumentError
 
 
 class ProcessSet:
-    """Some of the ranks. Takes effect when every rank has passed an equal one to `add_process_set` or `init`.
+    """A subset of the ranks. It takes effect when every rank has passed an equal set to `add_process_set` or `init`.
 
     Args:
-        ranks_or_comm: World ranks, in any order, each once; or an mpi4py communicator, whose ranks are taken. Where a
-            communicator was split, each rank passes its own part, and all parts take effect.
+        ranks_or_comm: World ranks, in any order, each once; or an mpi4py communicator, whose ranks are taken. If a communicator
+            was split, each rank passes its own part, and all parts take effect.
 
     Attributes:
-        members: The world ranks, ascending; of a communicator, empty until the set is added. A rank's number within the set is
-            its place in this order.
-        ranks: They as a list, as Horovod has them.
-        communicator: The communicator given, if one was.
-        process_set_id: 0 for the set of all ranks; None until the set is added, and again after it is removed or the job has
-            ended. No two sets of a job have the same number, and none has that of an earlier one.
+        members: The world ranks, ascending. A rank's number within the set is its position here. For a communicator, the tuple
+            is empty until the set is added.
+        communicator: The communicator that was given, or None.
+        process_set_id: The number of the set: 0 for the set of all ranks, None while the set is not in effect (before it is
+            added, after it is removed, after the end of the job). A job never uses a number twice.
 
     Raises:
-        ArgumentError: There is no rank, or one twice, or something that is no rank.
+        ArgumentError: `ranks_or_comm` is empty, or contains a rank twice, or something that is not a rank.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:
@@ -39,11 +38,15 @@ class ProcessSet:
 
     @property
     def ranks(self) -> list[int]:
-        """The world ranks, ascending: a new list."""
+        """The world ranks, ascending, as a new list (Horovod's form of `members`)."""
         return list(self.members)
 
     def take_ranks(self, ranks: Iterable[int]) -> None:
-        """World and `api` only: the ranks of the set are these."""
+        """Set the ranks of the set. Only `World` and `api` call this.
+
+        Raises:
+            ArgumentError: See `ProcessSet`.
+        """
         given = list(ranks)
         for rank in given:
             if isinstance(rank, bool) or not isinstance(rank, int | np.integer) or rank < 0:
@@ -55,20 +58,20 @@ class ProcessSet:
             raise ArgumentError("ProcessSet([]): expected at least one rank.")
 
     def bind(self, process_set_id: int | None, world_rank: int | None) -> None:
-        """World only: the set is in effect under a number, on rank `world_rank`; or in effect no more (None, None)."""
+        """Put the set into effect under a number, on rank `world_rank`; or with None, None out of effect. For `World` only."""
         self.process_set_id = process_set_id
         self._world_rank = world_rank
 
     def size(self) -> int | None:
-        """The number of ranks in the set; None if the set is not in effect."""
+        """Return the number of ranks in the set; None if the set is not in effect."""
         return None if self._world_rank is None else len(self.members)
 
     def rank(self) -> int | None:
-        """This process's number within the set; None if it is not in it, or the set is not in effect."""
+        """Return this process's number within the set; None if the process is not in the set, or the set is not in effect."""
         return self.members.index(self._world_rank) if self.included() and self._world_rank is not None else None
 
     def included(self) -> bool | None:
-        """Whether this process is in the set; None if the set is not in effect."""
+        """Return whether this process is in the set; None if the set is not in effect."""
         return None if self._world_rank is None else self._world_rank in self.members
 
     def __repr__(self) -> str:

@@ -29,7 +29,7 @@ FLOORS = {
         {"group"},
         {"world"},
         {"api"},
-        {"adapter"},
+        {"adapter", "basics"},
         {"__init__", "testing", "compat"},
     ),
     "hvdlite_torch": (

@@ -17,6 +17,18 @@ from hvdlite.config import Config
 from hvdlite.errors import DeviceError
 from hvdlite.gpu import nccl
 
+__all__ = [
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "mpi_built",
+    "mpi_enabled",
+    "nccl_built",
+    "rocm_built",
+]
+
 
 def mpi_built() -> bool:
     """Whether MPI can be used: mpi4py is installed."""

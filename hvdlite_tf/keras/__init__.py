@@ -10,46 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    ReduceOp,
-    Sum,
-    add_process_set,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    new_group,
-    rank,
-    remove_process_set,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from hvdlite.adapter.capabilities import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    nccl_built,
-    rocm_built,
-)
-from hvdlite.api import mpi_threads_supported
-from hvdlite.errors import CommunicationError as HorovodInternalError
-from hvdlite.tensors.compression import Compression
+from hvdlite import basics
+from hvdlite.adapter import capabilities
+from hvdlite.adapter.capabilities import *  # noqa: F403
+from hvdlite.basics import *  # noqa: F403
 from hvdlite_tf.keras import callbacks, elastic
 from hvdlite_tf.keras.optimizers import DistributedOptimizer, PartialDistributedOptimizer
 from hvdlite_tf.keras.saving import load_model
@@ -73,19 +37,8 @@ else:
 
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
     "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
     "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Product",
-    "ReduceOp",
-    "Sum",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -95,36 +48,12 @@ __all__ = [
     "broadcast_object",
     "broadcast_variables",
     "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
     "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "new_group",
-    "rank",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += basics.__all__ + capabilities.__all__
 
 if not TYPE_CHECKING and not is_installed():
     _NAMES = frozenset(__all__)

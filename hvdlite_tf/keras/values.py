@@ -1,4 +1,8 @@
-"""The operations in the form that Keras programs use: on values, numbers too, with fewer arguments."""
+"""The operations in the form of ``horovod.keras``: they take numbers as well as tensors, and have fewer arguments.
+
+`hvdlite` describes what each operation does. Each function here takes a number, an array, a tensor or a variable, and returns a
+tensor. A float of Python becomes float32, as everywhere in TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +28,9 @@ def allreduce(
     op: ReduceOp | None = None,
     compression: Compressor = Compression.none,
 ) -> Any:
-    """Reduce a value over the ranks.
+    """Reduce a value over the ranks. See `hvdlite_tf.allreduce` for arguments and errors.
 
-    Args:
-        value: A number, an array, a tensor or a variable; the same shape and dtype on every rank.
-        name: As in `hvdlite.allreduce`.
-        average: An old spelling of `op`.
-        prescale_factor, postscale_factor: As in `hvdlite.allreduce`.
-        op: Average by default.
-        compression: How the value travels.
-
-    Returns:
-        A tensor of its shape and dtype; Python's floats are float32, as TensorFlow has them.
-
-    Raises:
-        CommunicationError: As `hvdlite.allreduce`.
+    The value may be a number; the result is a tensor of its shape and dtype.
     """
     return reducing.allreduce(
         _tensor(value),
@@ -52,51 +44,25 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Join values of all ranks along their first dimension, which may differ.
+    """Concatenate the ranks' values along the first dimension. See `hvdlite_tf.allgather` for result and errors.
 
-    Args:
-        value: An array, a tensor or a variable.
-        name: As in `hvdlite.allgather`.
-
-    Returns:
-        A tensor with the rows of all ranks, by rank.
-
-    Raises:
-        CommunicationError: As `hvdlite.allgather`.
+    The value may be a number, which counts as one row.
     """
     return gathering.allgather(_tensor(value), name=name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """Give every rank the root's value.
+    """Give every rank the root's value. See `hvdlite_tf.broadcast` for arguments and errors.
 
-    Args:
-        value: A number, an array, a tensor or a variable; the same shape and dtype on every rank.
-        root_rank: Whose value everybody gets.
-        name: As in `hvdlite.broadcast`.
-
-    Returns:
-        A tensor of its shape and dtype.
-
-    Raises:
-        CommunicationError: As `hvdlite.broadcast`.
+    The value may be a number; the result is a tensor of its shape and dtype.
     """
     return broadcasting.broadcast(_tensor(value), root_rank, name=name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -> Any:
-    """Reduce a value over the ranks, and keep this rank's share of its rows.
+    """Reduce a value over the ranks and keep this rank's rows. See `hvdlite_tf.reducescatter` for arguments, result and errors.
 
-    Args:
-        value: An array, a tensor or a variable; the same shape and dtype on every rank.
-        name: As in `hvdlite.reducescatter`.
-        op: Average or Sum.
-
-    Returns:
-        A tensor of this rank's rows.
-
-    Raises:
-        CommunicationError: As `hvdlite.reducescatter`.
+    The value may be an array, a tensor or a variable of at least one dimension.
     """
     return scattering.reducescatter(_tensor(value), op=op, name=name)
 

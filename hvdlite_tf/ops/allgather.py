@@ -23,25 +23,12 @@ T = TypeVar("T")
 def allgather(
     tensor: T, name: str | None = None, ignore_name_scope: bool = False, process_set: ProcessSet = Everybody
 ) -> T:
-    """Concatenate the ranks' tensors along the first dimension. Differentiable.
+    """Concatenate the ranks' tensors along the first dimension. See `hvdlite.allgather` for arguments, result and errors.
 
-    The gradient is the sum over the ranks of that of this rank's rows.
+    The function is differentiable: the gradient of `tensor` is the sum, over the ranks, of the gradients of this rank's rows.
 
     Args:
-        tensor: The first dimension may differ between ranks and may be 0; the others and the dtype are the same. Scalars count
-            as vectors of one. Or a list of tensors.
-        name: As in `allreduce`.
-        ignore_name_scope: As in `allreduce`.
-        process_set: As in `allreduce`.
-
-    Returns:
-        The rows of all ranks in rank order, on every rank.
-
-    Raises:
-        UnsupportedTensorError: `tensor` is none.
-        MismatchError: The ranks' calls do not belong together; raised on all of them.
-        DuplicateNameError: `name` is in flight.
-        tf.errors.OpError: As in `allreduce`.
+        ignore_name_scope: Horovod's argument, which has no effect.
     """
     tensors = tensors_of(tensor)
 
@@ -64,12 +51,18 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = Everybody,
 ) -> list[tf.Tensor]:
-    """`allgather` of several tensors at once, of any dtypes and shapes. Arguments as there; returns a list."""
+    """Run `allgather` on several tensors of any dtypes as one operation, and return the list of results."""
     return allgather(group_of(tensors), name, ignore_name_scope, process_set)
 
 
 def _sum_of_own_rows(gathered: Tensors, lengths: Tensors, process_set: ProcessSet) -> Tensors:
-    """Sum gathered tensors over the ranks, and keep those rows that this rank had given: `lengths` (int64), of each."""
+    """Sum gathered tensors over the ranks, and keep the rows that this rank contributed.
+
+    Args:
+        gathered: Tensors of the shapes that `allgather` returned.
+        lengths: The number of this rank's rows (int64 scalars), for each tensor.
+        process_set: The ranks that take part.
+    """
 
     def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
         *gradients, own = arrays
@@ -85,12 +78,12 @@ def _sum_of_own_rows(gathered: Tensors, lengths: Tensors, process_set: ProcessSe
 
 
 def _rows(tensor: tf.Tensor) -> tf.Tensor:
-    """How many rows a tensor gives to an allgather, as int64."""
+    """Return the number of rows that a tensor contributes to an allgather, as an int64 scalar."""
     return tf.size(tensor, tf.int64) if tensor.shape.rank == 0 else tf.shape(tensor, tf.int64)[0]
 
 
 def any_rows(tensor: tf.Tensor) -> tf.TensorSpec:
-    """Any number of rows like a tensor's."""
+    """Return the spec of a tensor with any number of rows like those of `tensor`."""
     rank = tensor.shape.rank
     shape = tf.TensorShape(None) if rank is None else [None, *tensor.shape[1:]]
     return tf.TensorSpec(shape, tensor.dtype)

@@ -1,8 +1,4 @@
-"""allreduce in its forms.
-
-The names, and the order and defaults of the arguments, are Horovod's. Works eagerly, in a tf.function and in a graph for a
-session; differentiable for Sum and Average.
-"""
+"""Allreduce of one tensor and of a group of tensors, with gradients."""
 
 from __future__ import annotations
 
@@ -39,35 +35,22 @@ def allreduce(
     *,
     algorithm: str | None = None,
 ) -> T:
-    """Reduce a tensor elementwise over the ranks. Differentiable for Sum and Average.
+    """Reduce a tensor elementwise over the ranks. See `hvdlite.allreduce` for the other arguments, the result and the errors.
 
-    The gradient is the same allreduce of the ranks' gradients: that of the sum of all ranks' losses.
+    The function is differentiable for Sum and Average: the gradient of `tensor` is the same allreduce of the ranks' gradients.
 
     Args:
-        tensor: Any shape and dtype, the same on every rank: a tensor, a variable, or what `tf.convert_to_tensor` takes; or a
-            list of tensors, exchanged as one. Or a tf.IndexedSlices, such as the gradient of an embedding, with any number of
-            rows: the rows of all ranks are put together, each divided by the number of ranks for Average.
-        average: An old spelling of `op`: True for Average, False for Sum.
-        device_dense, device_sparse: Horovod's. Exchanges are done in host memory, so they change nothing.
-        compression: How the tensor travels; see `Compression`.
-        op: Sum, Average, Min, Max, Product or Adasum; Average by default. See `hvdlite.allreduce`.
-        prescale_factor: Multiplies each rank's values before they are reduced.
-        postscale_factor: Multiplies the result.
-        name: Calls of equal name belong together on all ranks; without names, calls belong together by their order.
-        process_set: The ranks that take part.
-        ignore_name_scope: Horovod's. Names here have no scope, so it changes nothing.
-        algorithm: As in `hvdlite.allreduce`.
-
-    Returns:
-        A new tensor (or a list) of the same dtype and shape; a tf.IndexedSlices for one.
+        tensor: See `hvdlite.allreduce`. The tensor may also be a tf.IndexedSlices, such as the gradient of an embedding, with
+            any number of rows: the result has the rows of all ranks, divided by the number of ranks for Average.
+        average: The old spelling of `op`: True means Average, False means Sum.
+        device_dense, device_sparse, ignore_name_scope: Horovod's arguments, which have no effect.
+        compression: The dtype in which the ranks exchange the tensor, and its gradient; see `Compression`.
+        op: The reduction; None means Average. A tf.IndexedSlices takes Sum and Average.
 
     Raises:
-        ArgumentError: `average` and `op` are both given, or are none of those; or a tf.IndexedSlices is to be scaled, or
-            reduced by another operation.
-        UnsupportedTensorError: `tensor` is none, or `op` is not defined for its dtype.
-        MismatchError: The ranks' calls do not belong together; raised on all of them.
-        DuplicateNameError: `name` is in flight.
-        tf.errors.OpError: In place of these, with their text, where it is only seen when a graph runs.
+        ArgumentError: `average` and `op` are both given, or one of them has a value that is not allowed; or a tf.IndexedSlices
+            comes with another `op`, a factor or an algorithm.
+        tf.errors.OpError: An error was only seen when a graph ran; the text is that of hvdlite's error.
     """
     chosen = choose_op(op, average, stacklevel=4)
     options = factors(prescale_factor, postscale_factor, process_set) | {"algorithm": algorithm}
@@ -89,9 +72,9 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """`allreduce` of several tensors at once, of any dtypes and shapes. Arguments as there; returns a list.
+    """Run `allreduce` on several tensors of any dtypes as one operation, and return the list of results.
 
-    There may be tf.IndexedSlices among them, at the same places on every rank.
+    Some of the tensors may be tf.IndexedSlices, at the same positions of the list on every rank.
     """
     chosen = choose_op(op, average, stacklevel=4)
     options = factors(prescale_factor, postscale_factor, process_set)

@@ -27,22 +27,13 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = Everybody,
 ) -> Any:
-    """Send a slice of the rows to each rank, and receive one from each. Differentiable: the gradients take the way back.
+    """Send some rows to each rank, and receive some from each. See `hvdlite.alltoall` for arguments, result and errors.
+
+    The function is differentiable: an alltoall sends the gradients of the rows back to the rows' senders. It takes one tensor,
+    not a list.
 
     Args:
-        tensor: At least 1-d; the first dimension may differ between ranks.
-        splits: For each rank, how many rows it gets (whole numbers that add up to the first dimension); equal shares if None.
-        name: As in `allreduce`.
-        ignore_name_scope: As in `allreduce`.
-        process_set: As in `allreduce`.
-
-    Returns:
-        The rows received, in the order of their senders. With `splits`, a pair of these and how many came from each rank
-        (an int32 tensor with as many elements as there are ranks).
-
-    Raises:
-        ArgumentError: `splits` does not fit.
-        Others: As `allgather`.
+        ignore_name_scope: Horovod's argument, which has no effect.
     """
     if is_group(tensor):
         raise ArgumentError(f"alltoall takes one tensor; got a {type(tensor).__name__}. hvdlite.alltoall takes lists.")
@@ -51,7 +42,7 @@ def alltoall(
     def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
         check_size(size, process_set)
         rows, *given = arrays
-        # The core says how many rows came from each rank only where it was given some numbers.
+        # The core returns the numbers of received rows only if it gets splits.
         divides = not given and rows.ndim and rows.shape[0] % size == 0
         counts: Any = [rows.shape[0] // size] * size if divides else (given[0] if given else None)
         received: tuple[Array, Array] = hvdlite.alltoall(rows, counts, label, process_set=process_set)

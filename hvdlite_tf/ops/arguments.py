@@ -14,28 +14,32 @@ from hvdlite_tf.variables import plain_variable
 
 
 def is_group(given: Any) -> bool:
-    """Whether this is a list (or tuple) of tensors; lists of numbers are tensors themselves, as everywhere in TensorFlow."""
+    """Return whether this is a list (or tuple) of tensors. A list of numbers is one tensor, as everywhere in TensorFlow."""
     return isinstance(given, list | tuple) and (not given or any(hasattr(each, "shape") for each in given))
 
 
 def tensors_of(given: Any) -> list[tf.Tensor]:
-    """One tensor as a list, or the tensors of a group.
+    """Return the tensors of an operation's argument as a list.
 
     Args:
-        given: A dense tensor, eager or symbolic; a variable, of Keras too; or what `tf.convert_to_tensor` takes. Or a list
-            of them.
+        given: A dense tensor, eager or symbolic; a variable of TensorFlow or Keras; a value that `tf.convert_to_tensor` takes;
+            or a list of these.
 
     Returns:
-        Tensors.
+        One tensor for each element of a list; otherwise a list of one tensor.
 
     Raises:
-        UnsupportedTensorError: It is none of those, or has no numbers in it.
+        UnsupportedTensorError: An element is none of these, or its dtype is not numeric.
     """
     return [as_tensor(each) for each in (given if is_group(given) else [given])]
 
 
 def as_tensor(given: Any) -> tf.Tensor:
-    """One of `tensors_of`."""
+    """Return one dense tensor for a value that `tensors_of` takes.
+
+    Raises:
+        UnsupportedTensorError: See `tensors_of`.
+    """
     given = plain_variable(given)
     if isinstance(given, tf.IndexedSlices | tf.SparseTensor | tf.RaggedTensor):
         raise UnsupportedTensorError(
@@ -51,14 +55,16 @@ def as_tensor(given: Any) -> tf.Tensor:
 
 
 def check_groups(num_groups: int, groups: Any) -> None:
-    """Let Horovod's `groups` and `num_groups` pass, which have no effect, since all gradients travel together anyway.
+    """Raise ArgumentError unless Horovod's arguments `num_groups` and `groups` are valid.
+
+    They have no effect, because all gradients are exchanged together.
 
     Args:
-        num_groups: A number.
-        groups: A number, lists of variables, or None.
+        num_groups: A number of groups, 0 or more.
+        groups: A number of groups, lists of variables, or None.
 
     Raises:
-        ArgumentError: They are something else.
+        ArgumentError: A number is negative, or `groups` is something else.
     """
     for number in (num_groups, groups):
         if isinstance(number, int) and number < 0:
@@ -72,7 +78,7 @@ def check_groups(num_groups: int, groups: Any) -> None:
 
 
 def handle_average_backwards_compatibility(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """The operation that `op` and its old spelling `average` ask for together, one of which may be given.
+    """Return the reduction that `op` or its old spelling `average` asks for; Average if both are None.
 
     Raises:
         ArgumentError: Both are given.

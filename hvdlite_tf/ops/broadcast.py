@@ -29,23 +29,14 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = Everybody,
 ) -> T:
-    """Give every rank the root's tensor. Differentiable.
+    """Give every rank the root's tensor. See `hvdlite.broadcast` for the other arguments, the result and the errors.
 
-    The root's gradient is the sum over the ranks of theirs; the others' is 0.
+    The function is differentiable: the root's gradient is the sum of all ranks' gradients, and the gradient of the other ranks
+    is 0.
 
     Args:
-        tensor: Of the same shape and dtype on every rank; or a list of tensors.
-        root_rank: Whose values to send; its rank in the job, with a process set too.
-        name: As in `allreduce`.
-        ignore_name_scope: As in `allreduce`.
-        process_set: As in `allreduce`.
-
-    Returns:
-        A new tensor like the root's.
-
-    Raises:
-        ArgumentError: `root_rank` is not a rank of the set.
-        Others: As `allgather`.
+        root_rank: The rank in the job of the root, also with a process set. (`hvdlite.broadcast` takes the rank in the set.)
+        ignore_name_scope: Horovod's argument, which has no effect.
     """
     root = root_within(process_set, root_rank)
 
@@ -71,24 +62,24 @@ def broadcast(
 def broadcast_(
     variables: Iterable[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> list[tf.Tensor]:
-    """Overwrite the variables of every rank with the root's, in place. Not differentiable.
+    """Overwrite the variables of every rank with the root's values, in place. The function is not differentiable.
 
     Args:
-        variables: Those of TensorFlow or Keras, the same on every rank. In a graph for a session, they must have been
-            initialized on every rank.
-        root_rank: Whose values everybody gets; its rank in the job, with a process set too.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
+        variables: Variables of TensorFlow or Keras, of the same shapes and dtypes on every rank. In a graph for a session, they
+            must have been initialized on every rank.
+        root_rank: See `broadcast`.
+        name: See `hvdlite.broadcast`.
+        process_set: See `hvdlite.broadcast`.
 
     Returns:
-        The values that they have then.
+        The new values of the variables, as tensors.
 
     Raises:
-        UnsupportedTensorError: One of them is no variable.
-        Others: As `broadcast`.
+        UnsupportedTensorError: An element of `variables` is not a variable.
+        HvdliteError: See `hvdlite.broadcast`.
     """
     root = root_within(process_set, root_rank)
-    size_of(process_set)  # raises here already, in graphs too
+    size_of(process_set)  # an error is raised here, also while a graph is built
     plain = [plain_variable(variable) for variable in group_of(variables)]
     for variable in plain:
         if not isinstance(variable, tf.Variable):

@@ -1,7 +1,7 @@
 """How an exchange becomes a function that TensorFlow can differentiate, eagerly and in graphs.
 
-The gradient of an exchange is an exchange too, so every rank must compute it. It is differentiable in turn, so gradients of
-gradients are right as well.
+The gradient of an exchange is an exchange too, so every rank must compute it. That exchange is differentiable again, so
+gradients of gradients are right as well.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from hvdlite_tf.ops.ordered import name_of_call, ordered
 
 Tensors = list[tf.Tensor]
 Run = Callable[[list[Array], str | None], Sequence[Array]]
-"""The exchange itself, of arrays, under a name."""
+"""The exchange of a list of arrays under a name (or None), which returns the resulting arrays."""
 Backward = Callable[[Tensors, Tensors], Tensors]
-"""From the gradients of the results, and the results, to the gradients of the tensors."""
+"""A function from the gradients of the results, and the results, to the gradients of the tensors."""
 
 
 def differentiable(
@@ -35,29 +35,29 @@ def differentiable(
     name: str | None = None,
     compression: Compressor = Compression.none,
 ) -> Any:
-    """Exchange one tensor or a list of them, for as many results.
+    """Exchange one tensor or a list of tensors, with one result for each tensor.
 
     Args:
         given: A tensor or variable, or a list of them.
         run: The exchange.
-        spec_of: Dtype and shape of the result for a tensor, as far as they are known.
-        backward: From the gradients of the results to those of the tensors, by differentiable functions.
+        spec_of: A function from a tensor to the spec of its result, with the dimensions that are known.
+        backward: Differentiable functions from the gradients of the results to the gradients of the tensors.
         process_set: The ranks that take part.
-        name: What the program calls the exchange, if it does.
-        compression: How the tensors travel, and the gradients too: casts are differentiable.
+        name: The name that the program gave, or None.
+        compression: Compresses the tensors, and their gradients too, because casts are differentiable.
 
     Returns:
         The result, or a list of results.
 
     Raises:
-        ArgumentError: `compression` cannot compress, or this rank is not in the set.
-        UnsupportedTensorError: `given` is no tensor.
+        ArgumentError: `compression` has no method `compress`, or this rank is not in the set.
+        UnsupportedTensorError: `given` is not a tensor.
     """
     if not callable(getattr(compression, "compress", None)):
         raise ArgumentError(
             f"compression={compression!r}: expected hvd.Compression.none, fp16 or bf16, or what has compress and decompress."
         )
-    size_of(process_set)  # raises here already, in graphs too
+    size_of(process_set)  # an error is raised here, also while a graph is built
     pairs = [compression.compress(tensor) for tensor in tensors_of(given)]
     tensors = [tensor for tensor, _ in pairs]
     results = exchange(
@@ -70,14 +70,14 @@ def differentiable(
 def exchange(
     tensors: Tensors, run: Run, specs: Sequence[tf.TensorSpec], backward: Backward, name: str | None = None
 ) -> Tensors:
-    """Exchange tensors, for any number of results.
+    """Exchange tensors, with any number of results.
 
     Args:
-        tensors: What `run` gets, as arrays.
+        tensors: The tensors that `run` gets as arrays.
         run: The exchange.
-        specs: Dtypes and shapes of the results, as far as they are known.
-        backward: Its gradients are those of the first of `tensors`; the rest has none.
-        name: What the program calls the exchange, if it does.
+        specs: One spec for each result, with the dimensions that are known.
+        backward: Returns gradients for the first tensors; the remaining tensors have no gradient.
+        name: The name that the program gave, or None.
 
     Returns:
         The results.
@@ -91,7 +91,7 @@ def exchange(
         results = call(*given)
 
         def gradient(*gradients: Any) -> Any:
-            # Numbers that are not floating have no gradient; all ranks must exchange the same number of tensors nevertheless.
+            # Integers have no gradient, but all ranks must exchange the same number of tensors.
             present = [
                 tf.zeros_like(result) if each is None or not _has_gradient(result) else tf.convert_to_tensor(each)
                 for each, result in zip(gradients, results, strict=True)

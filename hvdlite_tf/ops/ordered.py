@@ -1,15 +1,15 @@
 """Calls of Python from TensorFlow, in an order that is the same on every rank.
 
-TensorFlow runs what does not depend on each other in any order, in a few threads. Exchanges that wait for other ranks must not
-be left to that: ranks that begin with different ones hold each other up for ever. So there are three ways to call:
+TensorFlow runs independent operations in any order, in a few threads. Exchanges that wait for other ranks need one order: ranks
+that begin with different exchanges would wait for each other for ever. So there are three kinds of calls:
 
-- eager code calls at once, in the order of the program;
-- in a tf.function, every call reads a variable, the token, and writes it, which puts all calls in the order of the program;
-  through nested functions, branches and loops too, which TensorFlow orders for variables that they have in common. Functions
-  that several threads of the program run at once are not put in order; what they call has names;
-- in a graph of TensorFlow 1, a session runs the parts that it is asked for, and nothing may be tied to what was built before.
-  There each call gets a thread of its own, so that it may wait without keeping others from beginning, and only calls of one
-  channel are put in order::
+- Eager code calls at once, in the order of the program.
+- In a tf.function, every call reads a variable, the token, and writes it. This puts all calls in the order of the program, also
+  through nested functions, branches and loops, because TensorFlow orders the users of a variable. Calls in functions that
+  several threads of the program run at the same time are not ordered; these calls have names.
+- In a graph of TensorFlow 1, a session runs only the parts that it is asked for, so a call must not depend on all that was
+  built before it. There each call gets a thread of its own, in which it can wait while other calls begin, and only calls of
+  one channel are ordered::
 
       inputs ─▶ TensorDataset ─▶ MapDataset (one numpy_function, inline) ─▶ DatasetToSingleElement ─▶ outputs
                                                                            └ computes in a thread of its own
@@ -39,38 +39,38 @@ from hvdlite.watchdog.threads import waits_in
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Sequence[Array]]
 
-# Where a thread of the program is while a tf.function runs for it, which calls nothing more as long as one call of ours waits.
-# Not so a session: it may be on the way to another call.
+# A thread of the program is in this function while a tf.function runs for it, and calls nothing else while one of our calls
+# waits. A session is different: its thread may be about to make another call.
 waits_in(quick_execute.__code__)
 
 _TOKEN = tf.TensorSpec((), tf.int64)
 _one_token = threading.Lock()
 _LATEST, _NAMES = object(), object()
-"""The keys of a graph's collections that have, in a dict, the token of each channel; and the names given so far. They are no
-text, so that nobody writes these collections to a file."""
+"""The keys of two collections of a graph: a dict with the latest token of each channel, and the names given so far. TensorFlow
+does not write these collections to a file, because the keys are not texts."""
 
 
 def ordered(
     function: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec], channel: Hashable = ""
 ) -> list[tf.Tensor]:
-    """Call `function` with the inputs as arrays, and return what it returns as tensors; in a graph, whenever that runs.
+    """Call `function` with the inputs as arrays, and return its results as tensors. A graph calls `function` each time it runs.
 
     Args:
-        function: Gets read-only arrays of the dtypes and shapes of `inputs`, which it must not keep, for they lie in
-            TensorFlow's own memory. Returns arrays, which TensorFlow may hold without a copy: nobody may write into them any
-            more. It runs in the world, and with all context variables, of the code that called `ordered`.
-        inputs: Dense tensors. Those of variables must have been read.
-        outputs: Dtype and shape of each array that `function` returns, as far as they are known.
-        channel: In a graph of TensorFlow 1, calls of one channel run in the order in which they were made, each with all that
-            were made before it; those of different channels in any order and at once. Elsewhere all calls are in order, and
-            those of a channel that is not "" do not keep functions in other threads of the program from running.
+        function: A function of read-only arrays with the dtypes and shapes of `inputs`. It must not keep them, because they lie
+            in TensorFlow's memory. It returns arrays that nobody changes afterwards, because TensorFlow may use their memory.
+            It runs in the world, and with the context variables, of the code that called `ordered`.
+        inputs: Dense tensors; a variable must have been read.
+        outputs: The spec of each array that `function` returns, with the dimensions that are known.
+        channel: In a graph of TensorFlow 1, calls of one channel run in the order in which they were made, and a call needs all
+            earlier calls of its channel; calls of different channels run in any order and at the same time. Elsewhere all calls
+            are in order, and calls of a channel other than "" do not block functions in other threads of the program.
 
     Returns:
         A tensor for each of `outputs`, with its dtype and static shape.
 
     Raises:
         ArgumentError: XLA compiles this function.
-        Exception: In eager code, whatever `function` raises. In a graph that becomes TensorFlow's error, with its text.
+        Exception: In eager code, any exception of `function`. A graph raises a TensorFlow error with the text of it instead.
     """
     if tf.executing_eagerly():
         arrays = function(*(_read_only(tensor.numpy()) for tensor in inputs))
@@ -81,7 +81,7 @@ def ordered(
             "XLA cannot compile a function that exchanges tensors with other ranks: pass jit_compile=False to "
             "model.compile() (or to your tf.function)."
         )
-    context = contextvars.copy_context()  # TensorFlow's threads have none
+    context = contextvars.copy_context()  # TensorFlow's threads do not have the context of the program's thread
 
     def call(token: Array, *arrays: Array) -> list[Array]:
         results = context.copy().run(function, *map(_read_only, arrays))
@@ -93,7 +93,7 @@ def ordered(
     else:
         token = _token_in(graph)
         given = [tf.raw_ops.ReadVariableOp(resource=token, dtype=tf.int64), *inputs]
-        # What has a name may be called by several functions at once, in threads of the program.
+        # Several functions, in threads of the program, may make calls with names at the same time.
         called = _in_own_thread if channel else _in_thread_of_tensorflow
         results = called(call, given, [_TOKEN, *outputs])
         tf.raw_ops.AssignVariableOp(resource=token, value=results[0])
@@ -103,20 +103,20 @@ def ordered(
 
 
 def is_built_for_a_session() -> bool:
-    """Whether the code that runs builds a graph of TensorFlow 1, or a function within one."""
+    """Return whether the running code builds a graph of TensorFlow 1, or a function within such a graph."""
     with tf.init_scope():
         return not tf.executing_eagerly()
 
 
 def name_of_call(name: str | None) -> str | None:
-    """The name by which an exchange that is called here finds those of the other ranks; None where the order tells.
+    """Return the name by which the ranks match an exchange that is called here; None if they match it by its order.
 
     Args:
-        name: What the program calls it, if it does.
+        name: The name that the program gave, or None.
 
     Returns:
-        `name` if there is one. In a graph for a session, else, one that says how many were built before it, which is the
-        same on all ranks.
+        `name` if there is one. Otherwise, in a graph for a session, a name with the number of exchanges that were built before
+        this one, which is the same on all ranks.
     """
     if name is not None or tf.executing_eagerly() or not is_built_for_a_session():
         return name
@@ -127,17 +127,20 @@ def name_of_call(name: str | None) -> str | None:
 
 
 def operation_of(results: Sequence[tf.Tensor]) -> tf.Operation | None:
-    """What a call returns whose results matter to nobody.
+    """Return what a public function returns that is called for its effect only.
+
+    Args:
+        results: The tensors that the call made.
 
     Returns:
-        In a graph for a session, the operation that makes them; None in eager code, in which they are there, and in functions,
-        which run all calls, returned or not.
+        In a graph for a session, an operation that makes them, for the session to run. None in eager code, which has made them
+        already, and in functions, which run all calls.
     """
     return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*results)
 
 
 def as_written(function: F) -> F:
-    """Let AutoGraph leave a function alone, which translates whatever a tf.function calls, with all that it calls in turn."""
+    """Return the function with a mark that keeps AutoGraph from translating it, and all functions that it calls."""
     return cast(F, tf.autograph.experimental.do_not_convert(function))
 
 
@@ -148,7 +151,7 @@ def _read_only(given: Any) -> Array:
 
 
 def _order_token() -> tf.Variable:
-    """The variable that every call in a tf.function reads and then writes. One for the process: its value does not matter."""
+    """Return the token: the one variable of the process that every call in a tf.function reads and then writes."""
     with _one_token:
         return _make_token()
 
@@ -156,16 +159,16 @@ def _order_token() -> tf.Variable:
 @functools.cache
 def _make_token() -> tf.Variable:
     with tf.init_scope(), tf.device("CPU:0"):
-        # Not tf.Variable: a strategy in whose scope this is would make something else of it.
+        # Not a tf.Variable, because in the scope of a strategy that would be a distributed variable.
         return ResourceVariable(0, dtype=tf.int64, trainable=False, name="hvdlite_order")
 
 
 def _token_in(graph: Any) -> tf.Tensor:
-    """The handle of that variable, for operations of a graph.
+    """Return the handle of the token, for operations of a graph.
 
-    The same within a graph, also for functions that it calls, so that TensorFlow puts them in order. TensorFlow's gradient of a
-    loop or branch cannot have a variable that it is the first to see, but may have what is in the graph around it. So the
-    handle comes from there into it, and from it into the loops and branches in it.
+    The handle is the same within a graph and the functions that it calls, so that TensorFlow orders them. The graph of the
+    gradient of a loop or branch cannot capture a variable that no graph around it has captured, but it can capture what is in
+    the graph around it. So the outer graph captures the handle first, and the gradient captures the outer graph's handle.
     """
     inherits = _is_in_gradient_of_control_flow(graph)
     handle: tf.Tensor = graph.capture(_token_in(graph.outer_graph) if inherits else _order_token().handle)
@@ -173,7 +176,7 @@ def _token_in(graph: Any) -> tf.Tensor:
 
 
 def _is_in_gradient_of_control_flow(graph: Any) -> bool:
-    """Whether a graph is of the gradient of a loop or branch, or of a loop or branch in one."""
+    """Return whether a graph belongs to the gradient of a loop or branch, or to a loop or branch within such a gradient."""
     while isinstance(graph, CondBranchFuncGraph | WhileCondFuncGraph | WhileBodyFuncGraph):
         if isinstance(graph, _CondGradFuncGraph | _WhileBodyGradFuncGraph):
             return True
@@ -190,7 +193,7 @@ def _tokens(graph: tf.Graph) -> dict[Hashable, tf.Tensor]:
 
 
 def _latest_token(graph: tf.Graph, channel: Hashable) -> tf.Tensor:
-    """What the latest call of a channel returns, for the next one to wait for."""
+    """Return the token that the latest call of a channel returns; the next call waits for it."""
     token = _tokens(graph).get(channel)
     return tf.constant(0, tf.int64) if token is None or token.graph is not graph else token
 
@@ -198,7 +201,7 @@ def _latest_token(graph: tf.Graph, channel: Hashable) -> tf.Tensor:
 def _in_thread_of_tensorflow(
     call: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
 ) -> Sequence[tf.Tensor]:
-    """`tf.numpy_function`, in one of the few threads that TensorFlow has for operations."""
+    """Call `tf.numpy_function`, which runs in one of the few threads that TensorFlow has for operations."""
     results: Sequence[tf.Tensor] = tf.numpy_function(call, inputs, [spec.dtype for spec in outputs])
     return results
 
@@ -206,11 +209,11 @@ def _in_thread_of_tensorflow(
 def _in_own_thread(
     call: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
 ) -> Sequence[tf.Tensor]:
-    """`tf.numpy_function` that occupies none of the threads which TensorFlow has for operations.
+    """Call `tf.numpy_function` in a way that occupies none of the threads that TensorFlow has for operations.
 
-    They are few, and ranks whose threads all wait, each rank's for other exchanges, would wait for ever. The kernel of
-    DatasetToSingleElement computes in a thread that it has for itself, and a function mapped without inter-op parallelism runs
-    there (seen in TensorFlow 2.21, core/kernels/data/dataset_ops.cc and map_dataset_op.cc).
+    These threads are few. If all of them waited, on each rank for other exchanges, the ranks would wait for ever. The kernel of
+    DatasetToSingleElement computes in a thread of its own, and a function that is mapped without inter-op parallelism runs in
+    that thread (seen in TensorFlow 2.21, core/kernels/data/dataset_ops.cc and map_dataset_op.cc).
     """
     signature = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
     dtypes, shapes = [spec.dtype for spec in outputs], [spec.shape for spec in outputs]

@@ -1,4 +1,4 @@
-"""Who takes part, as tensors: known when a graph runs, not when it is built, so that one graph serves jobs of any size."""
+"""Ranks and sizes as tensors, whose values are known when a graph runs, so that one graph serves jobs of any size."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from hvdlite_tf.ops.ordered import as_written, is_built_for_a_session
 
 @as_written
 def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """The number of ranks in a process set, when it runs.
+    """Return the number of ranks in a process set at the time when the graph runs.
 
     Args:
-        process_set_id: The number of the set; 0 for all ranks.
-        name: Of the operation in the graph.
+        process_set_id: The number of the set; 0 means all ranks.
+        name: The name of the operation in the graph.
 
     Returns:
         An int32 scalar.
 
     Raises:
-        NotInitializedError: Before `init`. (This and others are TensorFlow's in a graph, with their text.)
+        NotInitializedError: `init` has not been called.
         ArgumentError: There is no such process set.
+        tf.errors.OpError: An error was seen when a graph ran; the text is that of hvdlite's error.
     """
     return _when_it_runs(lambda: len(world("size_op()").groups.ranks_of(process_set_id)), name)
 
 
 @as_written
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Whether this process is in a process set, when it runs: an int32 scalar, 1 or 0. Arguments as in `size_op`."""
+    """Return 1 if this process is in a process set at the time when the graph runs, otherwise 0. See `size_op`."""
     return _when_it_runs(
         lambda: hvdlite.rank() in world("process_set_included_op()").groups.ranks_of(process_set_id), name
     )
@@ -47,24 +48,24 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 
 @as_written
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """The number of ranks on this host, when it runs: an int32 scalar. Arguments as in `size_op`."""
+    """Return the number of ranks on this host at the time when the graph runs, as an int32 scalar. See `size_op`."""
     return _when_it_runs(hvdlite.local_size, name)
 
 
 @as_written
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """This process's rank in the job, when it runs: an int32 scalar. Arguments as in `size_op`."""
+    """Return this process's rank in the job at the time when the graph runs, as an int32 scalar. See `size_op`."""
     return _when_it_runs(hvdlite.rank, name)
 
 
 @as_written
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """This process's number on its host, when it runs: an int32 scalar. Arguments as in `size_op`."""
+    """Return this process's number on its host at the time when the graph runs, as an int32 scalar. See `size_op`."""
     return _when_it_runs(hvdlite.local_rank, name)
 
 
 def size_when_it_runs(process_set: ProcessSet | None) -> Any:
-    """The number of ranks in a process set: a tensor in a tf.function, which may run again in a job of another size."""
+    """Return the size of a process set: a tensor in a tf.function, because it may run again in a job of another size."""
     if tf.executing_eagerly() or is_built_for_a_session() or size_of(process_set) == 1:
         check_still_alone(process_set)
         return size_of(process_set)
@@ -72,10 +73,9 @@ def size_when_it_runs(process_set: ProcessSet | None) -> Any:
 
 
 def check_size(traced: int, process_set: ProcessSet | None) -> None:
-    """Raise if a function that was traced for a number of ranks runs among another number.
+    """Raise HvdliteError if a function that was traced for `traced` ranks runs in a process set of another size.
 
-    Raises:
-        HvdliteError: There has been `shutdown` and `init` in between, in a job of another size.
+    This happens if the program called `shutdown` and `init` in between, and the new job has another size.
     """
     size = size_of(process_set)
     if size != traced:
@@ -87,10 +87,10 @@ def check_size(traced: int, process_set: ProcessSet | None) -> None:
 
 
 def check_still_alone(process_set: ProcessSet | None) -> None:
-    """In a tf.function that is traced on the only rank, and so exchanges nothing: raise when it runs on one of several.
+    """Add a check to a tf.function that is traced on a single rank, and so exchanges nothing.
 
-    Raises:
-        tf.errors.OpError: With the text of ours, when the function runs after `shutdown` and `init` in a larger job.
+    When the function runs in a larger job, after `shutdown` and `init`, it raises a `tf.errors.OpError` with the text of
+    `check_size`. The check does nothing in eager code and in graphs for a session.
     """
     if tf.executing_eagerly() or is_built_for_a_session() or size_of(process_set) > 1:
         return
@@ -107,7 +107,7 @@ def check_still_alone(process_set: ProcessSet | None) -> None:
 def _when_it_runs(number: Callable[[], int], name: str | None) -> tf.Tensor:
     if tf.executing_eagerly():
         return tf.constant(number(), tf.int32, name=name)
-    context = contextvars.copy_context()  # TensorFlow's threads have none
+    context = contextvars.copy_context()  # TensorFlow's threads do not have the context of the program's thread
 
     def run() -> Array:
         return np.asarray(context.copy().run(number), np.int32)

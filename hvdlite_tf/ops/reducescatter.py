@@ -1,8 +1,6 @@
-"""reducescatter in its forms.
+"""Reducescatter of one tensor and of a group of tensors, with gradients.
 
-The names, and the order and defaults of the arguments, are Horovod's. Works eagerly, in a tf.function and in a graph for a
-session; differentiable for Sum and Average. Its gradient puts the ranks' rows together again, and the gradient of that is a
-reducescatter.
+The gradient puts the ranks' rows together again, and the gradient of that is a reducescatter.
 """
 
 from __future__ import annotations
@@ -40,25 +38,14 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> T:
-    """Reduce a tensor over the ranks, and keep this rank's share of the rows. Differentiable for Sum and Average.
+    """Reduce a tensor over the ranks and keep this rank's rows. See `hvdlite.reducescatter` for arguments, result and errors.
+
+    The function is differentiable for Sum and Average: the gradient of `tensor` is the gradients of all ranks' rows, put
+    together, multiplied by the factors, and divided by the number of ranks for Average.
 
     Args:
-        tensor: At least 1-d, of the same shape and dtype on every rank; or a list of tensors. Where the ranks do not divide the
-            first dimension, the first ranks get one row more.
-        device_dense: As in `allreduce`.
-        compression: As in `allreduce`.
-        op: Sum, Average, Min, Max or Product.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
-        ignore_name_scope: As in `allreduce`.
-        prescale_factor: As in `allreduce`.
-        postscale_factor: As in `allreduce`.
-
-    Returns:
-        This rank's rows of the reduced tensor.
-
-    Raises:
-        As `allreduce`.
+        device_dense, ignore_name_scope: Horovod's arguments, which have no effect.
+        compression: The dtype in which the ranks exchange the tensor, and its gradient; see `Compression`.
     """
     options = factors(prescale_factor, postscale_factor, process_set)
     rank, size = rank_in(process_set), size_of(process_set)
@@ -75,7 +62,7 @@ def reducescatter(
         return [gradient * tf.constant(factor, gradient.dtype) for gradient in together]
 
     def own_rows(tensor: tf.Tensor) -> tf.TensorSpec:
-        if not tensor.shape.rank:  # unknown, or refused when it runs
+        if not tensor.shape.rank:  # the rank is unknown, or 0, which is refused when the operation runs
             return tf.TensorSpec(None, tensor.dtype)
         rows = tensor.shape[0]
         own = None if rows is None else split_rows(rows, size)[rank]
@@ -96,18 +83,18 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """`reducescatter` of several tensors at once. Arguments as there; returns a list."""
+    """Run `reducescatter` on several tensors of any dtypes as one operation, and return the list of results."""
     group: list[Any] = group_of(tensors)
     options = factors(prescale_factor, postscale_factor, process_set)
     return reducescatter(group, device_dense, compression, op, **options)
 
 
 def _rows_together(shares: Tensors, wholes: Tensors, process_set: ProcessSet) -> Tensors:
-    """The ranks' shares of the rows of tensors that are like `wholes`, put together."""
+    """Return tensors of the shapes of `wholes`, put together from the rows that each rank has in `shares`."""
 
     def run(arrays: list[Array], label: str | None) -> Sequence[Array]:
         *rows, lengths = arrays
-        # Each rank's rows are put where they belong, and added: so those of a rank that has joined since are 0.
+        # An allreduce of rows among zeros, instead of an allgather: the rows of a rank that has joined since are 0.
         placed = [_place(*pair, process_set) for pair in zip(rows, lengths.tolist(), strict=True)]
         return hvdlite.allreduce(placed, hvdlite.Sum, label, process_set=process_set)
 
@@ -115,13 +102,13 @@ def _rows_together(shares: Tensors, wholes: Tensors, process_set: ProcessSet) ->
         return reducescatter(gradients, op=hvdlite.Sum, process_set=process_set)
 
     lengths = tf.stack([tf.shape(whole, tf.int64)[0] for whole in wholes])
-    # With compression, what was scattered has another dtype than the tensor that was given.
+    # With compression, the shares have another dtype than the tensors that the program passed.
     specs = [tf.TensorSpec(whole.shape, share.dtype) for whole, share in zip(wholes, shares, strict=True)]
     return exchange([*shares, lengths], run, specs, backward)
 
 
 def _place(rows: Array, length: int, process_set: ProcessSet) -> Array:
-    """This rank's share of the rows of a tensor of `length` rows, among zeros."""
+    """Return an array of `length` rows: this rank's share of them is `rows`, and the others are 0."""
     start, stop = rows_of_share(length, process_set)
     placed = np.zeros((length, *rows.shape[1:]), rows.dtype)
     placed[start:stop] = rows

@@ -1,4 +1,4 @@
-"""Sums of tensors of which each rank has some rows: tf.IndexedSlices, the gradients of embeddings."""
+"""Sums of tf.IndexedSlices, such as the gradients of embeddings: each rank has some rows of a tensor."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ def allreduce_slices(
     process_set: ProcessSet,
     algorithm: Any = None,
 ) -> list[tf.IndexedSlices]:
-    """The rows of all ranks, put together. Rows of equal index stay apart, as TensorFlow leaves them: they count as their sum.
+    """Gather the rows of all ranks. Rows of equal index are not added up: TensorFlow takes them for their sum.
 
     Args:
-        slices: Rows of any number, the same number of tensors with rows of the same dtype and width on every rank.
+        slices: The same number of tf.IndexedSlices on every rank, each with any number of rows. Their dtypes and widths are the
+            same on every rank.
         op: Sum or Average.
-        name: As in `allreduce`.
-        compression: How the values travel.
-        prescale_factor, postscale_factor: 1.
+        name: See `hvdlite.allgather`.
+        compression: The compression of the values.
+        prescale_factor, postscale_factor: Must be 1.
         process_set: The ranks that take part.
-        algorithm: None.
+        algorithm: Must be None.
 
     Returns:
-        As many tf.IndexedSlices.
+        A tf.IndexedSlices for each of `slices`, with the rows of all ranks.
 
     Raises:
-        ArgumentError: Another `op`, a factor or an algorithm is asked for.
+        ArgumentError: `op` is neither Sum nor Average, or a factor or an algorithm is given.
     """
     if op not in (hvdlite.Sum, hvdlite.Average):
         raise ArgumentError(f"op={op!r}: tf.IndexedSlices are reduced by Sum or Average; use tf.convert_to_tensor(x).")
@@ -63,6 +64,6 @@ def allreduce_slices(
 
 
 def _divide(values: tf.Tensor, size: Any) -> tf.Tensor:
-    """Averages of whole numbers are rounded down, as those of dense tensors are."""
+    """Divide values by a number of ranks; averages of integers are rounded down, like those of dense tensors."""
     divisor = tf.cast(size, values.dtype)
     return values // divisor if values.dtype.is_integer else values / divisor

@@ -18,25 +18,11 @@ T = TypeVar("T")
 
 
 def allgather(tensor: T, name: str | None = None, process_set: ProcessSet = Everybody) -> T:
-    """Concatenate the ranks' tensors along the first dimension. Differentiable.
+    """Concatenate the ranks' tensors along the first dimension. See `hvdlite.allgather` for arguments, result and errors.
 
-    The gradient is the sum over the ranks of that of this rank's rows.
-
-    Args:
-        tensor: The first dimension may differ between ranks and may be 0; the others and the dtype are the same. Scalars count
-            as vectors of one. Or a list of tensors.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
-
-    Returns:
-        The rows of all ranks in rank order, on every rank.
-
-    Raises:
-        UnsupportedTensorError: `tensor` is none.
-        MismatchError: The ranks' calls do not belong together; raised on all of them.
-        DuplicateNameError: `name` is in flight.
+    The function is differentiable: the gradient of `tensor` is the sum, over the ranks, of the gradients of this rank's rows.
     """
-    shapes = [getattr(each, "shape", ()) for each in as_list(tensor)]  # what is no tensor is the core's to refuse
+    shapes = [getattr(each, "shape", ()) for each in as_list(tensor)]  # the core refuses what is not a tensor
 
     def backward(gradients: Tensors) -> Tensors:
         lengths = [shape[0] if shape else 1 for shape in shapes]
@@ -56,19 +42,19 @@ def allgather(tensor: T, name: str | None = None, process_set: ProcessSet = Ever
 
 
 def allgather_async(tensor: T, name: str | None = None, process_set: ProcessSet = Everybody) -> Handle[T]:
-    """Start `allgather`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
+    """Start `allgather` and return a handle; `synchronize` waits for its result. `tensor` must not be changed before."""
     return hvdlite.allgather_async(tensor, name, process_set=process_set)
 
 
 def grouped_allgather(
     tensors: Iterable[torch.Tensor], name: str | None = None, process_set: ProcessSet = Everybody
 ) -> list[torch.Tensor]:
-    """`allgather` of several tensors at once, of any dtypes and shapes. Arguments as there; returns a list."""
+    """Run `allgather` on several tensors of any dtypes as one operation, and return the list of results."""
     return allgather(group_of(tensors), name, process_set)
 
 
 def grouped_allgather_async(
     tensors: Iterable[torch.Tensor], name: str | None = None, process_set: ProcessSet = Everybody
 ) -> Handle[list[torch.Tensor]]:
-    """Start `grouped_allgather`; `synchronize` of what this returns waits for the list of results."""
+    """Start `grouped_allgather` and return a handle; `synchronize` waits for its list of results."""
     return allgather_async(group_of(tensors), name, process_set)

@@ -1,9 +1,4 @@
-"""allreduce in all its forms.
-
-The names, and the order and defaults of the arguments, are Horovod's. Blocking forms that return a new tensor are
-differentiable for Sum and Average, and so are those in place. Asynchronous ones are not, and take tensors that require a
-gradient as they take others.
-"""
+"""Allreduce in all its forms: blocking, asynchronous, in place, and grouped. The blocking ones have gradients."""
 
 from __future__ import annotations
 
@@ -33,29 +28,17 @@ def allreduce(
     *,
     algorithm: str | None = None,
 ) -> T:
-    """Reduce a tensor elementwise over the ranks. Differentiable for Sum and Average.
+    """Reduce a tensor elementwise over the ranks. See `hvdlite.allreduce` for the other arguments, the result and the errors.
 
-    The gradient is the same allreduce of the ranks' gradients: that of the sum of all ranks' losses.
+    The function is differentiable for Sum and Average: the gradient of `tensor` is the same allreduce of the ranks' gradients.
 
     Args:
-        tensor: Any shape and dtype, the same on every rank; or a list of tensors, exchanged as one.
-        average: An old spelling of `op`: True for Average, False for Sum.
-        name: Calls of equal name belong together on all ranks; without names, calls belong together by their order.
-        compression: How the tensor travels; see `Compression`.
-        op: Sum, Average, Min, Max, Product or Adasum; Average by default. See `hvdlite.allreduce`.
-        prescale_factor: Multiplies each rank's values before they are reduced.
-        postscale_factor: Multiplies the result.
-        process_set: The ranks that take part.
-        algorithm: As in `hvdlite.allreduce`.
-
-    Returns:
-        A new tensor (or a list) of the same dtype and shape.
+        average: The old spelling of `op`: True means Average, False means Sum.
+        compression: The dtype in which the ranks exchange the tensor, and its gradient; see `Compression`.
+        op: The reduction; None means Average.
 
     Raises:
-        ArgumentError: `average` and `op` are both given, or are none of those.
-        UnsupportedTensorError: `tensor` is none, or `op` is not defined for its dtype.
-        MismatchError: The ranks' calls do not belong together; raised on all of them.
-        DuplicateNameError: `name` is in flight.
+        ArgumentError: `average` and `op` are both given, or one of them has a value that is not allowed.
     """
     chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set) | {"algorithm": algorithm}
@@ -84,7 +67,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> Handle[T]:
-    """Start `allreduce`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
+    """Start `allreduce` and return a handle; `synchronize` waits for its result. `tensor` must not be changed before."""
     options = factors(prescale_factor, postscale_factor, process_set)
     return hvdlite.allreduce_async(tensor, choose_op(op, average), name, **options)
 
@@ -98,12 +81,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> T:
-    """Overwrite `tensor` with what `allreduce` returns. For autograd that is a change in place, and differentiable.
+    """Overwrite `tensor` with what `allreduce` returns, and return `tensor`.
 
-    A parameter (or another leaf that requires a gradient) is overwritten as under ``torch.no_grad()``.
-
-    Returns:
-        `tensor`.
+    Autograd records this as a differentiable change in place. A parameter (or another leaf that requires a gradient) is
+    overwritten as under ``torch.no_grad()``.
     """
     chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set)
@@ -124,10 +105,10 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> Handle[T]:
-    """Start `allreduce_`; after `synchronize` of what this returns, `tensor` is overwritten.
+    """Start `allreduce_` and return a handle; `tensor` has the result when `synchronize` has returned.
 
     Raises:
-        UnsupportedTensorError: Autograd would have to record it.
+        UnsupportedTensorError: Autograd would have to record this change of `tensor`, and cannot.
     """
     options = factors(prescale_factor, postscale_factor, process_set)
     chosen = choose_op(op, average)
@@ -144,7 +125,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> list[torch.Tensor]:
-    """`allreduce` of several tensors at once, of any dtypes and shapes. Arguments as there; returns a list."""
+    """Run `allreduce` on several tensors of any dtypes as one operation, and return the list of results."""
     chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set)
     return allreduce(group_of(tensors), None, name, compression, chosen, **options)
@@ -159,7 +140,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> Handle[list[torch.Tensor]]:
-    """Start `grouped_allreduce`; `synchronize` of what this returns waits for the list of results."""
+    """Start `grouped_allreduce` and return a handle; `synchronize` waits for its list of results."""
     options = factors(prescale_factor, postscale_factor, process_set)
     return hvdlite.allreduce_async(group_of(tensors), choose_op(op, average), name, **options)
 
@@ -173,11 +154,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> list[torch.Tensor]:
-    """Overwrite several tensors with what `grouped_allreduce` returns. For autograd as `allreduce_`.
-
-    Returns:
-        `tensors`, as a list.
-    """
+    """Overwrite several tensors with what `grouped_allreduce` returns, and return them as a list. See `allreduce_`."""
     chosen = choose_op(op, average)
     return allreduce_(group_of(tensors), None, name, chosen, prescale_factor, postscale_factor, process_set)
 
@@ -191,6 +168,10 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> Handle[list[torch.Tensor]]:
-    """Start `grouped_allreduce_`: as `allreduce_async_`, of several tensors."""
+    """Start `grouped_allreduce_` and return a handle; the tensors have the results when `synchronize` has returned.
+
+    Raises:
+        UnsupportedTensorError: Autograd would have to record the change of one of the tensors, and cannot.
+    """
     chosen = choose_op(op, average)
     return allreduce_async_(group_of(tensors), None, name, chosen, prescale_factor, postscale_factor, process_set)

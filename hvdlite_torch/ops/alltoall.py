@@ -34,21 +34,10 @@ def alltoall(
 def alltoall(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> Any:
-    """Send a slice of the rows to each rank, and receive one from each. Differentiable: the gradients take the way back.
+    """Send some rows to each rank, and receive some from each. See `hvdlite.alltoall` for arguments, result and errors.
 
-    Args:
-        tensor: At least 1-d; the first dimension may differ between ranks.
-        splits: For each rank, how many rows it gets (whole numbers that add up to the first dimension); equal shares if None.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
-
-    Returns:
-        The rows received, in the order of their senders. With `splits`, a pair of these and how many came from each rank
-        (an int32 tensor with as many elements as there are ranks).
-
-    Raises:
-        ArgumentError: `splits` does not fit.
-        Others: As `allgather`.
+    The function is differentiable: an alltoall sends the gradients of the rows back to the rows' senders. It takes one tensor,
+    not a list.
     """
     counts = _all_splits(tensor, splits, process_set)
     received: torch.Tensor | None = None
@@ -68,19 +57,19 @@ def alltoall(
 def alltoall_async(
     tensor: torch.Tensor, splits: Splits = None, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> Handle[tuple[torch.Tensor, torch.Tensor]]:
-    """Start `alltoall`; `synchronize` of what this returns waits for the pair of rows and counts, without `splits` too.
+    """Start `alltoall` and return a handle; `synchronize` waits for a pair, also where `splits` is None.
 
-    `tensor` must not be changed before.
+    The pair is the rows received and the numbers of rows by sender (int32). `tensor` must not be changed before.
     """
     return hvdlite.alltoall_async(tensor, _all_splits(tensor, splits, process_set), name, process_set=process_set)
 
 
 def _all_splits(tensor: Any, splits: Splits, process_set: ProcessSet) -> Any:
-    """`splits`, or equal shares in numbers: the core says how many rows came from each rank only where it was given some."""
+    """Return `splits`, or equal numbers if it is None: the core returns the numbers of received rows only if it gets splits."""
     if isinstance(tensor, list | tuple):
         raise ArgumentError(f"alltoall takes one tensor; got a {type(tensor).__name__}. hvdlite.alltoall takes lists.")
     size = size_of(process_set)
     shape = getattr(tensor, "shape", ())
-    if splits is not None or not shape or shape[0] % size:  # what cannot be divided is the core's to refuse
+    if splits is not None or not shape or shape[0] % size:  # the core refuses rows that cannot be divided
         return splits
     return [shape[0] // size] * size

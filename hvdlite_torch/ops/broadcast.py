@@ -16,22 +16,13 @@ T = TypeVar("T")
 
 
 def broadcast(tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody) -> T:
-    """Give every rank the root's tensor. Differentiable.
+    """Give every rank the root's tensor. See `hvdlite.broadcast` for the other arguments, the result and the errors.
 
-    The root's gradient is the sum over the ranks of theirs; the others' is 0.
+    The function is differentiable: the root's gradient is the sum of all ranks' gradients, and the gradient of the other ranks
+    is 0.
 
     Args:
-        tensor: Of the same shape and dtype on every rank; or a list of tensors.
-        root_rank: Whose values to send; its rank in the job, with a process set too.
-        name: As in `allreduce`.
-        process_set: As in `allreduce`.
-
-    Returns:
-        A new tensor like the root's.
-
-    Raises:
-        ArgumentError: `root_rank` is not a rank of the set.
-        Others: As `allgather`.
+        root_rank: The rank in the job of the root, also with a process set. (`hvdlite.broadcast` takes the rank in the set.)
     """
     root = root_within(process_set, root_rank)
 
@@ -47,7 +38,7 @@ def _backward_of_broadcast(root: int, process_set: ProcessSet) -> Exchange:
         summed = allreduce(gradients, op=hvdlite.Sum, process_set=process_set)
         if rank_in(process_set) == root:
             return summed
-        # Zeros that are still a function of the sums, for every rank must run the backward pass of this one too.
+        # These zeros are still a function of the sums, because every rank must run the backward pass of this sum too.
         return [
             gradient.masked_fill(torch.ones((), dtype=torch.bool, device=gradient.device), 0) for gradient in summed
         ]
@@ -58,16 +49,12 @@ def _backward_of_broadcast(root: int, process_set: ProcessSet) -> Exchange:
 def broadcast_async(
     tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> Handle[T]:
-    """Start `broadcast`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
+    """Start `broadcast` and return a handle; `synchronize` waits for its result. `tensor` must not be changed before."""
     return hvdlite.broadcast_async(tensor, root_within(process_set, root_rank), name, process_set=process_set)
 
 
 def broadcast_(tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody) -> T:
-    """Overwrite `tensor` with what `broadcast` returns. For autograd as `allreduce_`.
-
-    Returns:
-        `tensor`.
-    """
+    """Overwrite `tensor` with what `broadcast` returns, and return `tensor`. Autograd records it like `allreduce_`."""
     root = root_within(process_set, root_rank)
 
     def forward(tensors: Tensors) -> Tensors:
@@ -80,6 +67,10 @@ def broadcast_(tensor: T, root_rank: int, name: str | None = None, process_set: 
 def broadcast_async_(
     tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> Handle[T]:
-    """Start `broadcast_`; after `synchronize` of what this returns, `tensor` is overwritten. As `allreduce_async_`."""
+    """Start `broadcast_` and return a handle; `tensor` has the result when `synchronize` has returned.
+
+    Raises:
+        UnsupportedTensorError: Autograd would have to record this change of `tensor`, and cannot.
+    """
     root = root_within(process_set, root_rank)
     return hvdlite.broadcast_async(overwritten_later(tensor), root, name, inplace=True, process_set=process_set)

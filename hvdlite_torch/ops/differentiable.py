@@ -1,7 +1,7 @@
 """How an exchange becomes a function that autograd can differentiate.
 
-The gradient of an exchange is an exchange too, so every rank must run its backward pass. It is made of differentiable
-exchanges in turn, so gradients of gradients are right as well.
+The gradient of an exchange is an exchange too, so every rank must run its backward pass. The gradient consists of
+differentiable exchanges, so gradients of gradients are right as well.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 class _InPlace(torch.autograd.Function):
-    """As `_Differentiable`, of an exchange that overwrites the tensors."""
+    """An exchange that overwrites its tensors, and whose gradient is `backward` of the gradients of its results."""
 
     @staticmethod
     def forward(ctx: Any, forward: Exchange, backward: Exchange, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -49,21 +49,23 @@ class _InPlace(torch.autograd.Function):
 
 
 def _is_recorded(tensor: Any) -> bool:
-    """Whether autograd will go through a tensor, on its way to those that it was made of."""
+    """Return whether autograd will go through a tensor to the tensors that it was computed from."""
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf
 
 
 def overwriting(given: Any, forward: Exchange, backward: Exchange) -> Any:
-    """Exchange one tensor or a list of them in place, as a change in place for autograd.
+    """Overwrite one tensor or a list of tensors with the results of an exchange, which autograd records as a change in place.
 
-    Parameters, and other tensors that require a gradient and were not made of others, are overwritten as under
-    ``torch.no_grad()``: that is what Horovod's programs do with them.
+    Leaf tensors that require a gradient, such as parameters, are overwritten as under ``torch.no_grad()``: programs for Horovod
+    do that with them.
 
     Args:
-        given, forward, backward: As in `differentiable`.
+        given: A tensor, or a list or tuple of tensors.
+        forward: The exchange, which overwrites the tensors that it gets.
+        backward: Differentiable functions from the gradients of the results to the gradients of the tensors.
 
     Returns:
-        `given`, or a list of what is in it.
+        `given`, or a new list of its tensors if it is a list or tuple.
     """
     tensors = as_list(given)
     if torch.is_grad_enabled() and any(map(_is_recorded, tensors)):
@@ -75,10 +77,10 @@ def overwriting(given: Any, forward: Exchange, backward: Exchange) -> Any:
 
 
 def overwritten_later(given: Any) -> Any:
-    """Let tensors pass that an exchange under way will overwrite.
+    """Return `given`, whose tensors an asynchronous exchange will overwrite, after telling autograd of the change.
 
     Raises:
-        UnsupportedTensorError: Autograd goes through one of them, and would take no notice.
+        UnsupportedTensorError: Autograd would have to record the change of a tensor, and cannot.
     """
     for tensor in as_list(given):
         if torch.is_grad_enabled() and _is_recorded(tensor):
@@ -88,7 +90,7 @@ def overwritten_later(given: Any) -> Any:
                 "through it."
             )
         if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-            ADAPTER.touch(tensor)  # who needs the values of now must not use it any more
+            ADAPTER.touch(tensor)  # autograd raises if a backward pass needs the values from before
     return given
 
 
@@ -98,19 +100,19 @@ def differentiable(
     backward: Exchange,
     compression: Compressor = Compression.none,
 ) -> Any:
-    """Exchange one tensor or a list of them; recorded by autograd only where something wants a gradient.
+    """Exchange one tensor or a list of tensors. Autograd records the exchange only if a tensor requires a gradient.
 
     Args:
         given: A tensor, or a list or tuple of tensors.
-        forward: The exchange.
-        backward: From the gradients of the results to those of the tensors, by differentiable functions.
-        compression: How the tensors travel, and the gradients too: autograd goes through the compressor's own operations.
+        forward: The exchange, which returns new tensors.
+        backward: Differentiable functions from the gradients of the results to the gradients of the tensors.
+        compression: Compresses the tensors, and their gradients too, because autograd goes through the compressor's operations.
 
     Returns:
         The result, or a list of results.
 
     Raises:
-        ArgumentError: `compression` cannot compress.
+        ArgumentError: `compression` has no method `compress`.
     """
     if not callable(getattr(compression, "compress", None)):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Operations in flight: whether they are over, and their results."""
+"""Handles of operations in flight: whether an operation is over, and its result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 class CompositeHandle:
-    """Several operations in flight that make one result. It can be called, too: that is what Horovod's programs do.
+    """A handle of several operations in flight that make one result. Calling it waits, as programs for Horovod do.
 
     Args:
-        parts: The operations.
-        combine: Makes the result from theirs.
+        parts: The handles of the operations.
+        combine: A function that makes the result from the operations' results.
     """
 
     def __init__(self, parts: list[Handle[Any]], combine: Callable[..., Any]) -> None:
@@ -27,22 +27,22 @@ class CompositeHandle:
         self._results: list[Any] = []
 
     def poll(self) -> bool:
-        """Whether all parts are over, so that `wait` returns (or raises) at once."""
-        return all([part.poll() for part in self._parts])  # all of them, for each call drives one
+        """Return whether all operations are over, so that `wait` returns (or raises) at once."""
+        return all([part.poll() for part in self._parts])  # a list, because each call makes its operation go on
 
     def wait(self) -> Any:
-        """Wait until all parts are over.
+        """Wait until all operations are over.
 
         Returns:
-            The result that they make.
+            The result of `combine`. It can be asked for again.
 
         Raises:
-            CommunicationError: As `hvdlite.Handle.wait`.
+            HvdliteError: The first error of an operation; see `hvdlite.Handle.wait`.
         """
         if not self._results:
             failure: HvdliteError | None = None
             results = []
-            for part in self._parts:  # all of them, so that all their names can be used again
+            for part in self._parts:  # wait for all of them, so that all their names can be used again
                 try:
                     results.append(part.wait())
                 except HvdliteError as error:
@@ -56,10 +56,13 @@ class CompositeHandle:
 
 
 def poll(handle: Handle[Any] | CompositeHandle) -> bool:
-    """Whether an operation is over, so that `synchronize` returns (or raises) at once.
+    """Return whether an operation is over, so that `synchronize` returns (or raises) at once.
 
     Args:
         handle: What an asynchronous operation returned.
+
+    Raises:
+        ArgumentError: `handle` is something else.
     """
     return _checked(handle).poll()
 
@@ -75,11 +78,12 @@ def synchronize(handle: Handle[Any] | CompositeHandle) -> Any:
         handle: What an asynchronous operation returned.
 
     Returns:
-        Its result: what the blocking form returns, without compression. For `alltoall` always a pair. It can be asked for
-        again.
+        What the blocking function returns; for `alltoall` always a pair. The result can be asked for again.
 
     Raises:
-        CommunicationError: The ranks' calls do not belong together, or a rank has left.
+        MismatchError: The ranks' calls do not belong together.
+        CommunicationError: A rank has left the job, or the communication failed.
+        ArgumentError: `handle` is something else.
     """
     return _checked(handle).wait()
 

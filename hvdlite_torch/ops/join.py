@@ -11,50 +11,39 @@ from hvdlite.api import world
 
 
 def barrier(process_set: ProcessSet = hvdlite.global_process_set) -> None:
-    """Return when every rank has called it.
-
-    Args:
-        process_set: The ranks that take part.
-
-    Raises:
-        CommunicationError: As `synchronize`.
-    """
+    """Return when every rank of `process_set` has called this function. See `hvdlite.barrier`."""
     hvdlite.barrier(process_set=process_set)
 
 
 def join(device: int = -1, *, process_set: ProcessSet = hvdlite.global_process_set) -> int:
-    """Say that this rank has no more data, and take part in what the others still do until all have said so.
+    """Say that this rank has no more data, and take part in the operations of the other ranks until all have joined.
 
-    The others train on: an average of gradients is one of those who have data. In the end every rank has the parameters and
-    the optimizer state of the one that joined last. Buffers of the model are not known here: broadcast them, if they matter,
-    by ``broadcast_parameters(model.state_dict(), last)``. See `hvdlite.join` for what this rank adds to other operations.
+    `hvdlite.join` says what this rank contributes to operations and to the steps of a `DistributedOptimizer`, and which errors
+    there are. It does not know the model's buffers: if they matter, call
+    ``broadcast_parameters(model.state_dict(), last)`` afterwards, where `last` is what this function returned.
 
     Args:
-        device: Where Horovod makes the zeros that it contributes. Nothing has to be made here; any number will do.
-        process_set: The ranks that take part.
+        device: Horovod's argument. It has no effect, because no zeros are made on a device.
 
     Returns:
-        The rank that joined last; its rank in the job, with a process set too.
-
-    Raises:
-        HvdliteError: As `hvdlite.join`.
+        The rank that joined last; its rank in the job, also with a process set.
     """
     return world("join()").ranks(process_set)[hvdlite.join(process_set)]
 
 
 @contextlib.contextmanager
 def uneven(process_set: ProcessSet = hvdlite.global_process_set) -> Iterator[None]:
-    """For a with statement around an epoch: ranks may have different numbers of batches. As `join` at its end::
+    """A context manager around an epoch in which the ranks may have different numbers of batches. It calls `join` at its end::
 
         with hvd.uneven():
             for x, y in loader:
                 ...
                 optimizer.step()
 
-    A body that fails does not join: the error ends the job.
+    It does not call `join` if the body raises: the error ends the job.
 
     Args:
-        process_set: The ranks that take part.
+        process_set: The ranks that train together.
     """
     yield
     join(process_set=process_set)

@@ -1,8 +1,4 @@
-"""reducescatter in all its forms.
-
-The names, and the order and defaults of the arguments, are Horovod's. Blocking forms are differentiable for Sum and
-Average; asynchronous ones are not, and take tensors that require a gradient as they take others.
-"""
+"""Reducescatter in all its forms: blocking, asynchronous, and grouped. The blocking ones have gradients."""
 
 from __future__ import annotations
 
@@ -31,32 +27,21 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> T:
-    """Reduce a tensor over the ranks, and keep this rank's share of the rows. Differentiable for Sum and Average.
+    """Reduce a tensor over the ranks and keep this rank's rows. See `hvdlite.reducescatter` for arguments, result and errors.
+
+    The function is differentiable for Sum and Average: the gradient of `tensor` is the gradients of all ranks' rows, put
+    together, multiplied by the factors, and divided by the number of ranks for Average.
 
     Args:
-        tensor: At least 1-d, of the same shape and dtype on every rank; or a list of tensors. Where the ranks do not divide the
-            first dimension, the first ranks get one row more.
-        name: As in `allreduce`.
-        compression: As in `allreduce`.
-        op: Sum, Average, Min, Max or Product.
-        process_set: As in `allreduce`.
-        prescale_factor: As in `allreduce`.
-        postscale_factor: As in `allreduce`.
-
-    Returns:
-        This rank's rows of the reduced tensor.
-
-    Raises:
-        As `allreduce`.
+        compression: The dtype in which the ranks exchange the tensor, and its gradient; see `Compression`.
     """
     options = factors(prescale_factor, postscale_factor, process_set)
-
     lengths = [each.shape[0] if each.shape else 0 for each in as_list(tensor) if isinstance(each, torch.Tensor)]
 
     def backward(gradients: Tensors) -> Tensors:
         check_linear("reducescatter", op)
         factor = prescale_factor * postscale_factor / (size_of(process_set) if op is hvdlite.Average else 1)
-        # Each rank's rows are put where they belong, and added: so those of a rank that has joined since are 0.
+        # An allreduce of rows among zeros, instead of an allgather: the rows of a rank that has joined since are 0.
         placed = [_place(*pair, process_set) for pair in zip(gradients, lengths, strict=True)]
         return [gradient * factor for gradient in allreduce(placed, op=hvdlite.Sum, process_set=process_set)]
 
@@ -68,7 +53,7 @@ def reducescatter(
 
 
 def _place(rows: torch.Tensor, length: int, process_set: ProcessSet) -> torch.Tensor:
-    """This rank's share of the rows of a tensor of `length` rows, among zeros."""
+    """Return a tensor of `length` rows: this rank's share of them is `rows`, and the others are 0."""
     start, stop = rows_of_share(length, process_set)
     before, after = rows.new_zeros(start, *rows.shape[1:]), rows.new_zeros(length - stop, *rows.shape[1:])
     return torch.cat([before, rows, after])
@@ -82,7 +67,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[T]:
-    """Start `reducescatter`; `synchronize` of what this returns waits for the result. `tensor` must not be changed before."""
+    """Start `reducescatter` and return a handle; `synchronize` waits for its result. `tensor` must not be changed before."""
     return hvdlite.reducescatter_async(tensor, op, name, **factors(prescale_factor, postscale_factor, process_set))
 
 
@@ -95,7 +80,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """`reducescatter` of several tensors at once. Arguments as there; returns a list."""
+    """Run `reducescatter` on several tensors of any dtypes as one operation, and return the list of results."""
     return reducescatter(group_of(tensors), name, compression, op, process_set, prescale_factor, postscale_factor)
 
 
@@ -107,5 +92,5 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[list[torch.Tensor]]:
-    """Start `grouped_reducescatter`; `synchronize` of what this returns waits for the list of results."""
+    """Start `grouped_reducescatter` and return a handle; `synchronize` waits for its list of results."""
     return reducescatter_async(group_of(tensors), name, op, process_set, prescale_factor, postscale_factor)

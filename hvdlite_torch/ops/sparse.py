@@ -1,4 +1,4 @@
-"""Sums of sparse tensors: the ranks' entries side by side, and those of equal index added."""
+"""Sums of sparse tensors: the entries of all ranks are gathered, and entries of equal index are added."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def sparse_allreduce_async(
     """Start the reduction of a sparse tensor over the ranks, such as the gradient of an embedding.
 
     Args:
-        tensor: In COO layout, coalesced or not, with any number of entries; dtype, shape and number of sparse dimensions are
-            the same on every rank.
-        name: As in `allreduce`; None is possible.
-        op: Sum or Average; floating point or complex for Average.
+        tensor: A tensor in COO layout, coalesced or not, with any number of entries. The dtype, the shape and the number of
+            sparse dimensions are the same on every rank.
+        name: Calls of equal name belong together on all ranks; calls with None belong together by their order.
+        op: Sum, or for floating-point and complex dtypes Average.
         process_set: The ranks that take part.
 
     Returns:
-        A handle: calling it, or `synchronize` of it, waits for the sparse result, which is coalesced.
+        A handle. Calling it, or `synchronize`, waits for the sparse result, which is coalesced.
 
     Raises:
         UnsupportedTensorError: `tensor` has another layout, or `op` is not defined for its dtype.
         ArgumentError: `op` is neither Sum nor Average.
-        MismatchError: From the handle, on all ranks: their tensors are not alike.
+        MismatchError: The ranks' tensors are not alike. The handle raises it, on all ranks.
     """
     if tensor.layout is not torch.sparse_coo:
         raise UnsupportedTensorError(
@@ -43,7 +43,7 @@ def sparse_allreduce_async(
         raise UnsupportedTensorError(f"{op!r} of sparse tensors of {tensor.dtype} is not defined; cast it.")
     size = size_of(process_set)
     shape = tensor.shape
-    # Entries of equal index are added here first: fewer travel. Each entry becomes a row.
+    # Entries of equal index are added on this rank first, so that fewer are sent. Each entry becomes a row.
     entries = tensor.detach().coalesce()
     indices = entries.indices().t().contiguous()
     parts = [

@@ -1,0 +1,105 @@
+"""The names that every package of hvdlite has: `hvdlite`, `hvdlite_torch`, `hvdlite_tf` and `hvdlite_tf.keras`.
+
+These are the names without a framework in them: the start and the end of a job, who this rank is, process sets, the kinds of
+reduction, and the errors. A package takes them by ``from hvdlite.basics import *`` and adds ``basics.__all__`` to its own
+`__all__`, so each name is listed here only, and editors and type checkers find it in all four packages. (Horovod has a module
+of this name for the same purpose.) The operations on tensors are not here, for each package has its own.
+"""
+
+from __future__ import annotations
+
+from hvdlite.api import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    add_process_set,
+    barrier_async,
+    cross_rank,
+    cross_size,
+    describe,
+    global_process_set,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_threads_supported,
+    new_group,
+    rank,
+    remove_process_set,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from hvdlite.errors import (
+    ArgumentError,
+    CommunicationError,
+    DuplicateNameError,
+    HvdliteError,
+    LaunchError,
+    MismatchError,
+    NotInitializedError,
+    NotYetError,
+    OutOfSyncError,
+    PeerLeftError,
+    ThreadLevelError,
+    UnsupportedTensorError,
+    WorkerError,
+    WorldSizeError,
+)
+from hvdlite.errors import CommunicationError as HorovodInternalError
+from hvdlite.negotiation.handle import Handle
+from hvdlite.process_set import ProcessSet
+from hvdlite.protocols import ReduceOp
+from hvdlite.tensors.compression import Compression
+
+__all__ = [
+    "Adasum",
+    "ArgumentError",
+    "Average",
+    "CommunicationError",
+    "Compression",
+    "DuplicateNameError",
+    "Handle",
+    "HorovodInternalError",
+    "HvdliteError",
+    "LaunchError",
+    "Max",
+    "Min",
+    "MismatchError",
+    "NotInitializedError",
+    "NotYetError",
+    "OutOfSyncError",
+    "PeerLeftError",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "Sum",
+    "ThreadLevelError",
+    "UnsupportedTensorError",
+    "WorkerError",
+    "WorldSizeError",
+    "add_process_set",
+    "barrier_async",
+    "cross_rank",
+    "cross_size",
+    "describe",
+    "global_process_set",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "mpi_threads_supported",
+    "new_group",
+    "rank",
+    "remove_process_set",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+]
