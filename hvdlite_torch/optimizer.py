@@ -83,8 +83,8 @@ def DistributedOptimizer(
             rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". Of parameters on a GPU: by default always,
             if nothing changes them between the last backward pass and `step`; see docs/gpu.md.
         max_grad_norm: Clip the combined gradients so that their norm over all parameters is at most this.
-        aggregator: Combines gradients in a way of yours: `hvdlite.Aggregator` has the one method that it needs. Its state, if
-            it has ``state_dict()``, is in that of the optimizer. For parameters in host memory.
+        aggregator: Combines gradients in a way of yours: `hvdlite_torch.Aggregator` has the one method that it needs. If it has
+            ``state_dict()``, its state is in that of the optimizer. For parameters in host memory.
 
     Returns:
         `optimizer`, still an instance of its class, with its state.

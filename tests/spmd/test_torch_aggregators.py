@@ -12,7 +12,6 @@ import torch
 import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite.gradients.aggregator import FlatBucket, Weights
 from hvdlite.protocols import Collectives, ReduceOp
 
 SHAPES = (40, 3), (7,), (2, 2, 2)
@@ -29,10 +28,10 @@ class Mean:
     """The weighted mean, by messages; and what it was called with."""
 
     def __init__(self) -> None:
-        self.weights: list[Weights] = []
+        self.weights: list[hvd.Weights] = []
         self.dtypes: set[str] = set()
 
-    def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: Collectives) -> None:
+    def aggregate(self, bucket: hvd.FlatBucket, weights: hvd.Weights, collectives: Collectives) -> None:
         self.weights.append(weights)
         assert sum(each.size for each in bucket.arrays) >= sum(each.size for each in bucket.tensors.values())
         for array in bucket.arrays:
@@ -47,7 +46,7 @@ class Sign:
     def __init__(self) -> None:
         self.lost: dict[int, np.ndarray] = {}
 
-    def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: Collectives) -> None:
+    def aggregate(self, bucket: hvd.FlatBucket, weights: hvd.Weights, collectives: Collectives) -> None:
         for number, gradient in sorted(bucket.tensors.items()):
             sent, self.lost[number] = sign(gradient + self.lost.get(number, 0))
             mean = np.ascontiguousarray(sent).reshape(-1) / collectives.size
@@ -104,7 +103,7 @@ def test_weighted_mean(ranks: Any, dtype: torch.dtype) -> None:
                 expected[number] -= sum(terms) / sum(weights)
                 tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.06}[dtype]
                 torch.testing.assert_close(parameter.detach().double(), expected[number], rtol=0, atol=tolerance)
-        assert aggregator.weights == [Weights(weights[hvd.rank()], sum(weights))] * STEPS
+        assert aggregator.weights == [hvd.Weights(weights[hvd.rank()], sum(weights))] * STEPS
         assert aggregator.dtypes == {"float64" if dtype is torch.float64 else "float32"}
 
     ranks(check)
