@@ -20,7 +20,6 @@ from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.sync import GradientSync, StepsWith
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_torch.step.amp import teach_grad_scaler
-from hvdlite_torch.step.codec import Codec
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.driver import StepDriver
 from hvdlite_torch.step.options import Options, Shard
@@ -100,32 +99,19 @@ def DistributedOptimizer(
     if named_parameters is not None:
         _check_names(optimizer, named)
     _check_groups(optimizer, groups if groups is not None else num_groups)
-    if gradient_predivide_factor != 1.0 and op is not hvdlite.Average:
-        raise ArgumentError(f"gradient_predivide_factor={gradient_predivide_factor} needs op=Average; got {op!r}.")
-    if not gradient_predivide_factor > 0:
-        raise ArgumentError(f"gradient_predivide_factor={gradient_predivide_factor}: expected a number above 0.")
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ArgumentError(f"max_grad_norm={max_grad_norm}: expected a number above 0, or None.")
-    if shard not in (True, False, "parameters"):
-        raise ArgumentError(f'shard={shard!r}: expected True, False or "parameters".')
-    codec = None if compression is Compression.none else Codec(compression, gradient_predivide_factor)
-    names = {id(parameter): name for name, parameter in named}
     options = Options(
-        *(
-            op,
-            process_set,
-            overlap,
-            codec,
-            sparse_as_dense,
-            backward_passes_per_step,
-            max_grad_norm,
-            shard,
-            aggregator,
-            names,
-        )
+        op,
+        process_set,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        overlap=overlap,
+        passes=backward_passes_per_step,
+        max_grad_norm=max_grad_norm,
+        shard=shard,
+        aggregator=aggregator,
+        names={id(parameter): name for name, parameter in named},
     )
-    if shard and op is hvdlite.Adasum:
-        raise ArgumentError("shard=True and op=Adasum do not go together: every rank makes a whole step of its own.")
     driver = StepDriver(optimizer, options, _make_sync)
     plain = type(optimizer)
     kind = Sharded if shard else Distributed if aggregator is None else Aggregating

@@ -51,3 +51,9 @@ class Options:
         """Raise ArgumentError unless a batch weight has a meaning for `op`."""
         if self.op is not Average:
             raise ArgumentError(f"a batch weight has no meaning for op={self.op!r}: it is for averages.")
+
+
+def check_passes(passes: int) -> None:
+    """Raise ArgumentError unless there can be so many backward passes before a step."""
+    if passes < 1:
+        raise ArgumentError(f"backward_passes_per_step={passes}: expected 1 or more.")

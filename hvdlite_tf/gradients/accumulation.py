@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.adapter.options import check_passes
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite_tf.gradients.local_variables import LocalVariables
 
@@ -33,8 +34,7 @@ class _Aggregation:
         process_set: ProcessSet | None = hvdlite.global_process_set,
         scale_local_gradients: bool = True,
     ) -> None:
-        if backward_passes_per_step < 1:
-            raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: expected 1 or more.")
+        check_passes(backward_passes_per_step)
         self.backward_passes_per_step = backward_passes_per_step
         self.average_aggregated_gradients = average_aggregated_gradients
         self.sparse_as_dense = sparse_as_dense

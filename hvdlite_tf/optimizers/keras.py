@@ -16,7 +16,7 @@ import keras
 
 import hvdlite
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import Options, check_passes
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
 from hvdlite_tf.gradients.optimizer_parts import passes_of, rates_of_variables
@@ -231,8 +231,7 @@ def _unwrap(optimizer: Any) -> None:
 
 def _accumulate(optimizer: Any, passes: int) -> None:
     """Let Keras add up the gradients of several passes."""
-    if passes < 1:
-        raise ArgumentError(f"backward_passes_per_step={passes}: expected 1 or more.")
+    check_passes(passes)
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ArgumentError(
             f"backward_passes_per_step={passes}: a MultiOptimizer does not add up gradients itself. Make the optimizers inside "

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import Options, check_passes
 from hvdlite.api import world
-from hvdlite.errors import ArgumentError
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.optimizers.keras import distribute_keras
 from hvdlite_tf.variables import tensorflow
@@ -81,8 +80,7 @@ def distribute(
 ) -> Opt:
     """`DistributedOptimizer`, with arguments that have been checked; by the optimizer's kind."""
     world("DistributedOptimizer()")
-    if backward_passes_per_step < 1:
-        raise ArgumentError(f"backward_passes_per_step={backward_passes_per_step}: expected 1 or more.")
+    check_passes(backward_passes_per_step)
     wrapped: Opt = _maker(optimizer)(
         optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients
     )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import hvdlite
-from hvdlite import ProcessSet, ReduceOp
+from hvdlite import ProcessSet
+from hvdlite.adapter import options
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.sync import StepsWith
+from hvdlite.tensors.compression import Compression
 from hvdlite_torch.step.codec import Codec
 
 Shard = bool | Literal["parameters"]
@@ -18,30 +21,23 @@ Shard = bool | Literal["parameters"]
 
 
 @dataclass(frozen=True)
-class Options:
-    """How gradients are exchanged: the arguments of `DistributedOptimizer`, checked.
+class Options(options.Options):
+    """The arguments of `DistributedOptimizer`, checked.
 
     Attributes:
-        op: Average, Sum or Adasum.
-        process_set: The ranks that take part.
-        overlap: Exchange while the backward pass goes on; if None, as the setting of that name says.
-        codec: How gradients are compressed; None if they are not.
-        sparse_as_dense: Make sparse gradients dense.
+        overlap: Exchange gradients while the backward pass goes on; if None, as the setting of that name says.
         passes: Backward passes before a step, at most; 1 for any number.
         max_grad_norm: Clip the combined gradients to this norm; None to leave them.
-        shard: Each rank steps a share of the parameters.
+        shard: Each rank steps a shard of the parameters.
         aggregator: Combines gradients; None for their weighted sum.
-        names: Of parameters, by their ``id``, for messages and to see that all ranks mean the same.
+        names: The names of parameters, by their ``id``, for messages and to see that all ranks mean the same.
 
     Raises:
-        ArgumentError: `passes` is less than 1, or an option does not go with `aggregator`.
+        ArgumentError: One of them has no meaning, or they do not go together.
     """
 
-    op: ReduceOp = hvdlite.Average
     process_set: ProcessSet = hvdlite.global_process_set
     overlap: bool | None = None
-    codec: Codec | None = None
-    sparse_as_dense: bool = False
     passes: int = 1
     max_grad_norm: float | None = None
     shard: Shard = False
@@ -49,10 +45,23 @@ class Options:
     names: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.passes < 1:
-            raise ArgumentError(f"backward_passes_per_step={self.passes}: expected 1 or more.")
+        super().__post_init__()
+        options.check_passes(self.passes)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ArgumentError(f"max_grad_norm={self.max_grad_norm}: expected a number above 0, or None.")
+        if self.shard not in (True, False, "parameters"):
+            raise ArgumentError(f'shard={self.shard!r}: expected True, False or "parameters".')
+        if self.shard and self.op is hvdlite.Adasum:
+            raise ArgumentError(
+                "shard=True and op=Adasum do not go together: every rank makes a whole step of its own."
+            )
         if self.aggregator is not None:
             self._check_aggregator()
+
+    @cached_property
+    def codec(self) -> Codec | None:
+        """How gradients are compressed; None if they are not."""
+        return None if self.compression is Compression.none else Codec(self.compression, self.divisor)
 
     def _check_aggregator(self) -> None:
         if not callable(getattr(self.aggregator, "aggregate", None)) or isinstance(self.aggregator, type):
