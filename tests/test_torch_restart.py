@@ -434,9 +434,10 @@ def test_what_is_dropped_is_not_kept() -> None:
     live((TWO, first), (TWO, second))
 
 
-def test_memory_of_the_earlier_world_is_given_back() -> None:
+@every_way
+def test_memory_of_the_earlier_world_is_given_back(options: dict[str, Any]) -> None:
     def first(_: Any) -> Any:
-        model, optimizer = make(overlap=True)
+        model, optimizer = make(**options)
         return model, optimizer, weakref.ref(optimizer._hvdlite_driver.lease.reducer)
 
     for model, optimizer, reducer in live((TWO, first)):
@@ -463,6 +464,16 @@ class TestOnAGpu:
     def test_fewer_ranks(self) -> None:
         for model, _ in live((TWO, make), ([1], go_on), on_gpu=True):
             assert distance(flat(model), alone(6)) <= 1e-5
+
+    @pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "sharded"])
+    def test_buckets_of_the_earlier_world_are_given_back(self, options: dict[str, Any]) -> None:
+        def first(_: Any) -> Any:
+            model, optimizer = make(**options)
+            return model, optimizer, weakref.ref(optimizer._hvdlite_driver.sync._reducer)
+
+        for _, _, reducer in live((TWO, first), on_gpu=True):
+            gc.collect()
+            assert reducer() is None
 
     def test_gradients_that_were_sent_already(self) -> None:
         def stop_in_between(kept: Any) -> Any:

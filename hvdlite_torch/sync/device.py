@@ -97,8 +97,10 @@ class DeviceSync:
     def leave(self) -> None:
         if self._reducer is not None:
             self._sent.remember(self._reducer)
-        self._reducer = None
-        self._backward.follow(DeviceGradients(self._parameters, None))
+        self._reducer, self._gradients = None, DeviceGradients(self._parameters, None)
+        self._backward.follow(self._gradients)
+        if self._shards is not None:
+            self._shards.leave()
 
     # Memory and hooks
 
@@ -188,7 +190,9 @@ class DeviceSync:
         for parameter in self._parameters if self._context.options.sparse_as_dense else ():
             if parameter.grad is not None:
                 parameter.grad = as_dense(parameter.grad, parameter.shape, parameter.dtype, True)
-        self._context.check_step(any([parameter.grad is not None for parameter in self._parameters]), weight)
+        there = any([parameter.grad is not None for parameter in self._parameters])
+        header.check_divisor(self._average, weight, there)
+        self._context.check_step(there, weight)
 
     def _combine_dense(self) -> tuple[bool, float]:
         """Exchange the dense gradients.

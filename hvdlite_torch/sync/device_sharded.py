@@ -143,3 +143,7 @@ class DeviceShards:
             for bucket in self._buckets():
                 bucket.gather(stream)
         self._reducer.wait()
+
+    def leave(self) -> None:
+        """Hold nothing of the world any more: it has ended."""
+        self._reducer, self._pieces = None, []

@@ -55,13 +55,18 @@ class HostShards:
         self._context = context
         self._sharding = sharding
         self._shards = sharding.shards
-        self._reducer: ShardedReducer
+        self._reducer: ShardedReducer | None = None
         self._parameters: Sequence[torch.Tensor] = []
         self._versions: list[int] | None = None
         """Of the parameters, after the last step; None if ranks may have different ones."""
         self._gradients: HostGradients | None = None
         self._homes: list[tuple[Piece, torch.nn.Parameter, Slot, list[torch.Tensor]]] = []
         """Of each piece: the parameter that is stepped, and where its gradient is, in each buffer, if it is not its own."""
+
+    @property
+    def _here(self) -> ShardedReducer:
+        assert self._reducer is not None
+        return self._reducer
 
     @torch.no_grad()
     def make_reducer(
@@ -108,7 +113,7 @@ class HostShards:
         ]
 
     def _piece_in(self, buffer: int, piece: Piece) -> torch.Tensor:
-        memory = self._reducer.memory_of(piece.tensor, buffer)
+        memory = self._here.memory_of(piece.tensor, buffer)
         return cut(as_tensor(memory, self._parameters[piece.tensor]), piece)
 
     def check_memory(self) -> None:
@@ -122,7 +127,7 @@ class HostShards:
     @property
     def total_weight(self) -> float:
         """See `Results.total_weight`."""
-        return self._reducer.divisor
+        return self._here.divisor
 
     def gradients(self) -> list[torch.Tensor]:
         """Those of this rank's pieces."""
@@ -131,7 +136,7 @@ class HostShards:
     def clip(self, max_norm: float) -> None:
         """See `Results.clip`."""
         gradients = self._shards.gradients()
-        factor = clip_factor(self._reducer.sum_over_ranks(squared_norm(gradients)), max_norm)
+        factor = clip_factor(self._here.sum_over_ranks(squared_norm(gradients)), max_norm)
         for gradient in gradients:
             gradient.mul_(factor)
 
@@ -147,7 +152,7 @@ class HostShards:
 
     def publish(self) -> None:
         """The pieces have been stepped: let all ranks have them."""
-        self._reducer.publish()
+        self._here.publish()
         self._versions = versions_of(self._parameters)
 
     def have_same_state(self) -> None:
@@ -157,5 +162,5 @@ class HostShards:
     def leave(self) -> None:
         """Hold nothing of the world any more: it has ended."""
         self._homes = []
-        self._gradients = None
+        self._reducer = self._gradients = None
         self._versions = None

@@ -23,6 +23,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 from hvdlite.gradients.device.bucket import DeviceBucket
 from hvdlite.gradients.plan import plan_buckets
+from hvdlite.testing import on_ranks
 from hvdlite_torch.step.fused import FusedStep
 from tests.fake_device import FakeDevice, fake_gpu
 from tests.spmd.test_torch_training import (
@@ -546,6 +547,26 @@ def test_steps_that_cannot_be_made(ranks: Any) -> None:
             optimizer.set_batch_weight(-1)
 
     ranks(check)
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "sharded"])
+def test_a_rank_alone_has_no_average_without_samples(options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hvdlite_torch.sync.device, "SPARE_ONE_RANK", True)
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model, **options)
+        optimizer.set_batch_weight(0)
+        F.cross_entropy(model(X), Y).backward()
+        before = flat(model)
+        with pytest.raises(HvdliteError, match="add up to 0"):
+            optimizer.step()
+        assert torch.equal(flat(model), before)
+        optimizer.step()
+        assert not torch.equal(flat(model), before)
+
+    on_ranks(1, check)
 
 
 def test_what_it_refuses(ranks: Any) -> None:
