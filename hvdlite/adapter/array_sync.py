@@ -183,7 +183,8 @@ class ArraySync:
                 looks = False
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
         tables = sorted(self._tables)
-        results.update(zip(tables, self._exchange_rows(tables, own, weight), strict=True))
+        rows = [own[i] if device is None else _in_host_memory(own[i], device) for i in tables]
+        results.update(zip(tables, self._exchange_rows(tables, rows, weight), strict=True))
         return [results[i] for i in range(len(own))]
 
     def _hear_news(
@@ -252,7 +253,7 @@ class ArraySync:
         if not tables:
             return []
         name = f"rows{self._channel and ' of '}{self._channel}"
-        about = np.array([weight, *(own[i] is not None for i in tables)], np.float64)
+        about = np.array([weight, *(gradient is not None for gradient in own)], np.float64)
         counts = allreduce(about, Sum, name, process_set=self._process_set)
         total, anywhere = float(counts[0]), counts[1:] > 0
         factor = 1.0
@@ -261,8 +262,8 @@ class ArraySync:
                 raise HvdliteError("the weights of all ranks add up to 0, so their sparse gradients have no average.")
             factor = weight / total if total else 0.0
         mine: list[Array] = []
-        for i in tables:
-            indices, values = self.as_rows(i, own[i])
+        for i, gradient in zip(tables, own, strict=True):
+            indices, values = self.as_rows(i, gradient)
             mine += [indices, values if factor == 1.0 else values * np.asarray(factor, values.dtype)]
         # Two operations: those of one have equal numbers of rows.
         gathered = iter(allgather(mine, f"all {name}", process_set=self._process_set))
@@ -306,6 +307,14 @@ class ArraySync:
         return array
 
 
+def _in_host_memory(gradient: Gradient, device: Device) -> Gradient:
+    """A gradient that is no tensor of `device`: of a table, which other ranks have rows of."""
+    if gradient is None or isinstance(gradient, Rows):
+        return gradient
+    array = device.to_host(device.flat(gradient)).reshape(tuple(gradient.shape))
+    return array.view(dtype_of(TensorInfo(device.dtype(gradient), array.shape)))
+
+
 def _known(info: TensorInfo, gradient: Gradient) -> TensorInfo:
     """`info` with the shape that the gradient has now."""
     if UNKNOWN not in info.shape:
@@ -314,4 +323,4 @@ def _known(info: TensorInfo, gradient: Gradient) -> TensorInfo:
         raise ArgumentError(
             f"a source of {info.dtype} whose shape is not known has no dense gradient here: use tensor.set_shape()."
         )
-    return TensorInfo(info.dtype, gradient.shape)
+    return TensorInfo(info.dtype, tuple(gradient.shape))
