@@ -113,7 +113,7 @@ class Group:
         self._runtime = runtime
         self.engine = runtime.engine(transport, members)
         plan = Plan(message_bytes=runtime.config.bucket_bytes)
-        self.reducers = Reducers(self.engine.run, members, runtime.watch, runtime.timeline, plan)
+        self.reducers = Reducers(self.engine.run, members, runtime.watch, runtime.timeline, plan, runtime.devices)
         self.engine.use_to_make_late(self.reducers.shared.make_late)
         self.exchanges: list[Exchange] = []
         self.stood_in = 0

@@ -5,6 +5,8 @@ that exchange, which is put off; from then on rows of that table travel as named
 
     own gradients ─▶ all that are dense, and no table's ─▶ buckets ─┬─▶ gradients of all ranks
                   └▶ rows of tables                    ─▶ gathered ─┘
+
+Dense gradients that lie on a device stay there: they are then tensors of a `Device` in place of arrays.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from hvdlite.adapter.advice import Advice, Values, say, see
-from hvdlite.adapter.gradient_memory import Buckets, Registry
+from hvdlite.adapter.buckets import Buckets
+from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity, check_rates
 from hvdlite.api import Adasum, Average, Sum, allgather, allgather_object, allreduce, world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 from hvdlite.gradients.header import Header, digest
 from hvdlite.gradients.reducer import Postponed
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.protocols import Array, Device, ReduceOp, TensorInfo
 from hvdlite.tensors.numpy_adapter import dtype_of
 
 T = TypeVar("T")
@@ -32,7 +35,7 @@ UNKNOWN = -1
 """A dimension that is known only when a function runs."""
 
 Gradient = Any
-"""An array, `Rows`, or None."""
+"""An array, or a tensor of a `Device`; `Rows`; or None."""
 
 
 class Rows(NamedTuple):
@@ -81,7 +84,7 @@ class ArraySync:
         self._sparse = sparse
         self._identity = identity
         self._registry: weakref.ref[Registry] | None = None
-        self._own_buckets: dict[tuple[TensorInfo, ...], Buckets] = {}
+        self._own_buckets: dict[tuple[tuple[TensorInfo, ...], str], Buckets] = {}
         self._tables: set[int] = set()
         self._advice: Advice | None = None
         self.joined = False
@@ -128,10 +131,15 @@ class ArraySync:
         self._tables.update(tables)
         infos = [info for i, info in enumerate(self._infos) if i not in self._tables]
         if infos and self._op is not Adasum and all(UNKNOWN not in info.shape for info in infos):
-            self._buckets(registry, infos, in_use=False)
+            self._buckets(registry, infos, "", in_use=False)
 
     def exchange(
-        self, own: Sequence[Gradient], weight: float, values: Values | None = None, refuse: bool = False
+        self,
+        own: Sequence[Gradient],
+        weight: float,
+        values: Values | None = None,
+        refuse: bool = False,
+        device: Device | None = None,
     ) -> list[Gradient]:
         """The gradients of all ranks. Every rank calls this.
 
@@ -140,9 +148,10 @@ class ArraySync:
             weight: Share of this rank in an average.
             values: Gives the tensors whose gradients these are, to compare them once; nothing is compared if None.
             refuse: This rank has gradients that do not fit, and exchanges nothing. (Not with Adasum.)
+            device: Where the dense ones lie; None for host memory. (Not with Adasum.)
 
         Returns:
-            For each an array, or `Rows`, or None if no rank has one.
+            For each an array (or tensor of `device`), or `Rows`, or None if no rank has one.
 
         Raises:
             NewLayout: Some rank refuses. Raised on all of them, and nothing is changed.
@@ -164,6 +173,7 @@ class ArraySync:
                     [infos[i] for i in dense],
                     [None if i in new else own[i] for i in dense],
                     Header(weight, news=bool(new) or looks or refuse, state=digest(rates)),
+                    device,
                 )
                 break
             except Postponed as stop:
@@ -173,7 +183,8 @@ class ArraySync:
                 looks = False
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
         tables = sorted(self._tables)
-        results.update(zip(tables, self._exchange_rows(tables, own, weight), strict=True))
+        rows = [own[i] if device is None else _in_host_memory(own[i], device) for i in tables]
+        results.update(zip(tables, self._exchange_rows(tables, rows, weight), strict=True))
         return [results[i] for i in range(len(own))]
 
     def _hear_news(
@@ -213,21 +224,26 @@ class ArraySync:
         everybody = allgather_object(value, name, process_set=self._process_set)
         return [each for each in everybody if each is not None]
 
-    def _buckets(self, registry: Registry, infos: Sequence[TensorInfo], in_use: bool) -> Buckets:
+    def _buckets(self, registry: Registry, infos: Sequence[TensorInfo], kind: str, in_use: bool) -> Buckets:
         if not self._channel:
-            return (registry.use if in_use else registry.buckets)(infos, self._op)
-        key = tuple(infos)
+            return (registry.use if in_use else registry.buckets)(infos, self._op, kind)
+        key = tuple(infos), kind
         if key not in self._own_buckets:
-            self._own_buckets[key] = registry.own_buckets(infos, self._op)
+            self._own_buckets[key] = registry.own_buckets(infos, self._op, kind)
         return self._own_buckets[key]
 
     def _exchange_dense(
-        self, registry: Registry, infos: Sequence[TensorInfo], own: Sequence[Array | None], said: Header
-    ) -> list[Array | None]:
+        self,
+        registry: Registry,
+        infos: Sequence[TensorInfo],
+        own: Sequence[Gradient],
+        said: Header,
+        device: Device | None,
+    ) -> list[Gradient]:
         if not infos:
             return []
-        buckets = self._buckets(registry, infos, in_use=True)
-        found = buckets.exchange(own, said)
+        buckets = self._buckets(registry, infos, "" if device is None else device.kind, in_use=True)
+        found = buckets.exchange(own, said, device)
         self.joined = buckets.joined
         if self._identity is not None and self._identity.first is None:
             self._identity.first = buckets.last
@@ -237,7 +253,7 @@ class ArraySync:
         if not tables:
             return []
         name = f"rows{self._channel and ' of '}{self._channel}"
-        about = np.array([weight, *(own[i] is not None for i in tables)], np.float64)
+        about = np.array([weight, *(gradient is not None for gradient in own)], np.float64)
         counts = allreduce(about, Sum, name, process_set=self._process_set)
         total, anywhere = float(counts[0]), counts[1:] > 0
         factor = 1.0
@@ -246,8 +262,8 @@ class ArraySync:
                 raise HvdliteError("the weights of all ranks add up to 0, so their sparse gradients have no average.")
             factor = weight / total if total else 0.0
         mine: list[Array] = []
-        for i in tables:
-            indices, values = self.as_rows(i, own[i])
+        for i, gradient in zip(tables, own, strict=True):
+            indices, values = self.as_rows(i, gradient)
             mine += [indices, values if factor == 1.0 else values * np.asarray(factor, values.dtype)]
         # Two operations: those of one have equal numbers of rows.
         gathered = iter(allgather(mine, f"all {name}", process_set=self._process_set))
@@ -291,6 +307,14 @@ class ArraySync:
         return array
 
 
+def _in_host_memory(gradient: Gradient, device: Device) -> Gradient:
+    """A gradient that is no tensor of `device`: of a table, which other ranks have rows of."""
+    if gradient is None or isinstance(gradient, Rows):
+        return gradient
+    array = device.to_host(device.flat(gradient)).reshape(tuple(gradient.shape))
+    return array.view(dtype_of(TensorInfo(device.dtype(gradient), array.shape)))
+
+
 def _known(info: TensorInfo, gradient: Gradient) -> TensorInfo:
     """`info` with the shape that the gradient has now."""
     if UNKNOWN not in info.shape:
@@ -299,4 +323,4 @@ def _known(info: TensorInfo, gradient: Gradient) -> TensorInfo:
         raise ArgumentError(
             f"a source of {info.dtype} whose shape is not known has no dense gradient here: use tensor.set_shape()."
         )
-    return TensorInfo(info.dtype, gradient.shape)
+    return TensorInfo(info.dtype, tuple(gradient.shape))

@@ -10,6 +10,7 @@ in the header of the exchange, which is then put off on all ranks alike::
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,9 +26,11 @@ from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp, TensorInfo
 from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite.tensors.registry import adapter_for
+from hvdlite.tensors.registry import adapter_for, device_kind_of
 
 Tree = TypeVar("Tree")
+
+MIXED = "mixed"
 
 
 class Layout(NamedTuple):
@@ -37,17 +40,27 @@ class Layout(NamedTuple):
         kinds: The containers, as `hvdlite.adapter.tree.Flat` has them.
         paths: Where each gradient is.
         infos: Dtype and shape of each gradient; None where no rank has had one.
+        place: `Device.kind` of where all gradients are; empty for host memory; `MIXED` if they are not all in one kind of
+            memory, and so travel by way of the host's; None if there is none.
     """
 
     kinds: str
     paths: tuple[str, ...]
     infos: tuple[TensorInfo | None, ...]
+    place: str | None
 
     def covers(self, own: Layout) -> bool:
         """Whether the gradients of a rank are of this layout. A rank may have fewer."""
-        return (self.kinds, self.paths) == (own.kinds, own.paths) and all(
-            mine in (None, info) for mine, info in zip(own.infos, self.infos, strict=True)
+        return (
+            (self.kinds, self.paths) == (own.kinds, own.paths)
+            and (own.place is None or self.place in (MIXED, own.place))
+            and all(mine in (None, info) for mine, info in zip(own.infos, self.infos, strict=True))
         )
+
+    @property
+    def device(self) -> str:
+        """`Device.kind` of where all gradients are; empty if they are, or go, through host memory."""
+        return "" if self.place in (None, MIXED) else str(self.place)
 
 
 class DistributedGradient:
@@ -116,7 +129,8 @@ class DistributedGradient:
             if not weight >= 0:
                 raise ArgumentError(f"weight={weight!r}: expected the number of this rank's samples, 0 or more.")
         flat = flatten(gradients)
-        own = Layout(flat.kinds, tuple(flat.paths), tuple(map(_info, flat.leaves)))
+        infos = tuple(map(_info, flat.leaves))
+        own = Layout(flat.kinds, tuple(flat.paths), infos, _joint_place(map(_place, flat.leaves)))
         if self._inplace:
             for leaf in flat.leaves:
                 if leaf is not None:
@@ -141,6 +155,7 @@ class DistributedGradient:
                     weight,
                     inplace=self._inplace,
                     refuse=not layout.covers(own),
+                    kind=layout.device,
                 )
                 break
             except NewLayout:
@@ -187,7 +202,8 @@ class DistributedGradient:
                         f"{there[0][0]}, and {_text(info)} on rank {rank}. Give all ranks the same model, and the mean "
                         "(or sum) of the gradients over their samples."
                     )
-        agreed = registry.layouts[self._identity.number] = Layout(wanted.kinds, wanted.paths, tuple(infos))
+        place = _joint_place(layout.place for _, layout in told)
+        agreed = registry.layouts[self._identity.number] = Layout(wanted.kinds, wanted.paths, tuple(infos), place)
         return agreed
 
 
@@ -210,6 +226,16 @@ def _info(leaf: Any) -> TensorInfo | None:
     info = adapter_for(leaf).info(leaf)
     check_floating(info)
     return info
+
+
+def _place(leaf: Any) -> str | None:
+    """`Device.kind` of where an array is, empty for host memory; None if there is no array."""
+    return None if leaf is None else device_kind_of(leaf, adapter_for(leaf)) or ""
+
+
+def _joint_place(places: Iterable[str | None]) -> str | None:
+    found = {place for place in places if place is not None}
+    return MIXED if len(found) > 1 else next(iter(found), None)
 
 
 def _text(info: TensorInfo | None) -> str:

@@ -3,12 +3,14 @@
 Any tensors that the core has an adapter for. Results are new tensors, where the gradients are::
 
     gradients ─▶ (compressed) ─▶ arrays ─▶ `ArraySync` ─▶ copies ─▶ (decompressed) ─▶ gradients of all ranks
+
+Gradients that all lie on a device stay there, and the results are views of the memory in which they were combined: no copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -16,11 +18,12 @@ from hvdlite.adapter.advice import Values
 from hvdlite.adapter.array_sync import ArraySync
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
-from hvdlite.api import world
+from hvdlite.api import Adasum, world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite.protocols import Array, TensorInfo
+from hvdlite.operations.on_device import DeviceInputs
+from hvdlite.protocols import Device, DeviceAdapter, TensorInfo
 from hvdlite.tensors.numpy_adapter import dtype_of
-from hvdlite.tensors.registry import adapter_for
+from hvdlite.tensors.registry import adapter_for, device_kind_of
 
 
 class EagerSync:
@@ -60,8 +63,12 @@ class EagerSync:
         if self._is_alone(sources):
             return list(gradients)
         sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
-        found = self._exchange(sent, gradients, weight, lambda: sources)
-        return [None if array is None else self._decode(each, array) for each, array in zip(sent, found, strict=True)]
+        device = self._device_of([each.encoded for each in sent])
+        found = self._exchange(sent, gradients, weight, lambda: sources, device=device)
+        return [
+            None if result is None else self._decode(each, result, device)
+            for each, result in zip(sent, found, strict=True)
+        ]
 
     def combine_like(
         self,
@@ -71,6 +78,7 @@ class EagerSync:
         *,
         inplace: bool = False,
         refuse: bool = False,
+        kind: str = "",
     ) -> list[Any]:
         """`combine`, for gradients whose dtypes and shapes all ranks know.
 
@@ -80,40 +88,74 @@ class EagerSync:
             weight: As for `combine`.
             inplace: Write into the tensors that are given.
             refuse: This rank has other gradients, and exchanges nothing.
+            kind: `Device.kind` of where the gradients of all ranks are; empty if some are in host memory.
 
         Raises:
             NewLayout: Some rank refuses. Raised on all of them.
             Others: As `combine`.
         """
-        kind = next((gradient for gradient in gradients if gradient is not None), None)
+        like = next((gradient for gradient in gradients if gradient is not None), None)
         sources = [
-            _zeros(info, kind) if gradient is None else gradient
+            _zeros(info, like) if gradient is None else gradient
             for info, gradient in zip(infos, gradients, strict=True)
         ]
         sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
-        found = self._exchange(sent, gradients, weight, list, refuse)
+        device = None
+        if kind and self.options.op is not Adasum:
+            device = self._device_of([each.encoded for each in sent]) if like is not None else _device_here(kind)
+        found = self._exchange(sent, gradients, weight, list, refuse, device)
         results: list[Any] = []
-        for each, gradient, array in zip(sent, gradients, found, strict=True):
-            if array is None:
+        for each, gradient, result in zip(sent, gradients, found, strict=True):
+            if result is None:
                 results.append(gradient)
             elif gradient is None or not inplace:
-                results.append(self._decode(each, array))
+                results.append(self._decode(each, result, device))
             else:
-                results.append(self._write(each, array, gradient))
+                results.append(self._write(each, result, gradient, device))
         return results
 
-    def _write(self, sent: _Sent, array: Array, into: Any) -> Any:
+    def _device_of(self, tensors: Sequence[Any]) -> Device | None:
+        """Where all of these lie; None if one is in host memory, or if they have to be there."""
+        if self.options.op is Adasum or any(device_kind_of(tensor, adapter_for(tensor)) is None for tensor in tensors):
+            return None
+        found: Device = cast("DeviceAdapter[Any]", adapter_for(tensors[0])).device(tensors[0])
+        return found
+
+    def _write(self, sent: _Sent, result: Any, into: Any, device: Device | None) -> Any:
+        adapter = adapter_for(into)
         plain = sent.encoded is into  # neither compressed nor divided, so that one copy is enough
-        result = array if plain else adapter_for(into).to_array(self._decode(sent, array), wide=False)
-        adapter_for(into).assign(into, result)
+        if device is None:
+            array = result if plain else adapter.to_array(self._decode(sent, result, None), wide=False)
+            adapter.assign(into, array)
+        else:
+            on_device = cast("DeviceAdapter[Any]", adapter)
+            native = result if plain else on_device.to_device(self._decode(sent, result, device))
+            device.copy(native, on_device.to_device(into))
+            on_device.touch(into)
         return into
 
     def _exchange(
-        self, sent: Sequence[_Sent], gradients: Sequence[Any], weight: Any, values: Values, refuse: bool = False
+        self,
+        sent: Sequence[_Sent],
+        gradients: Sequence[Any],
+        weight: Any,
+        values: Values,
+        refuse: bool = False,
+        device: Device | None = None,
     ) -> list[Any]:
-        own = [None if gradient is None else each.array for each, gradient in zip(sent, gradients, strict=True)]
+        given = [each.encoded for each, gradient in zip(sent, gradients, strict=True) if gradient is not None]
+        adapters = [adapter_for(tensor) for tensor in given]
+        if device is None:
+            own = [adapter.to_array(tensor, wide=False) for tensor, adapter in zip(given, adapters, strict=True)]
+        else:
+            own = DeviceInputs(given, adapters).natives if given else []
+        there = iter(own)
+        everything = [
+            None if gradient is None else (next(there) if device is not None else next(there).view(dtype_of(each.info)))
+            for each, gradient in zip(sent, gradients, strict=True)
+        ]
         sync = self._sync([each.info for each in sent])
-        return sync.exchange(own, 1.0 if weight is None else float(weight), values, refuse)
+        return sync.exchange(everything, 1.0 if weight is None else float(weight), values, refuse, device)
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """This rank's gradients, with zeros for those that other ranks have: for adding up before they are exchanged.
@@ -145,27 +187,35 @@ class EagerSync:
         if self.options.divisor != 1.0:
             tensor = tensor / self.options.divisor
         encoded, context = self.options.compression.compress(tensor)
-        adapter = adapter_for(encoded)
-        info = adapter.info(encoded)
-        dtype = dtype_of(info)
+        info = adapter_for(encoded).info(encoded)
         check_floating(info)
-        return _Sent(encoded, context, info, adapter.to_array(encoded, wide=False).view(dtype))
+        return _Sent(encoded, context, info)
 
-    def _decode(self, sent: _Sent, array: Array) -> Any:
-        # Copied: the array lies in memory that all ranks read, and frameworks clip gradients in place.
-        bits = array.copy().view(np.uint16) if sent.info.dtype == "bfloat16" else array.copy()
-        tensor = adapter_for(sent.encoded).from_array(bits, sent.info.dtype, sent.encoded)
+    def _decode(self, sent: _Sent, result: Any, device: Device | None) -> Any:
+        adapter = adapter_for(sent.encoded)
+        if device is not None and device_kind_of(sent.encoded, adapter) is not None:
+            tensor = cast("DeviceAdapter[Any]", adapter).from_device(result, sent.encoded)
+        else:
+            # Copied: the array lies in memory that all ranks read, and frameworks clip gradients in place. Of a device, a
+            # rank gets arrays that has given nothing which would say what it wants.
+            array = result.copy() if device is None else device.to_host(device.flat(result)).reshape(sent.info.shape)
+            bits = array.view(np.uint16) if sent.info.dtype == "bfloat16" else array
+            tensor = adapter.from_array(bits, sent.info.dtype, sent.encoded)
         tensor = self.options.compression.decompress(tensor, sent.context)
         return tensor if self.options.divisor == 1.0 else tensor * self.options.divisor
 
 
 class _Sent(NamedTuple):
-    """A gradient, or what stands for it: compressed, what decompresses it, its layout, and as an array."""
+    """A gradient, or what stands for it: compressed, what decompresses it, and its layout."""
 
     encoded: Any
     context: Any
     info: TensorInfo
-    array: Array
+
+
+def _device_here(kind: str) -> Device:
+    """The device of this rank, where no tensor says which."""
+    return world("the exchange of gradients").devices.here(kind)
 
 
 def _zeros_like(tensor: Any) -> Any:
@@ -177,8 +227,12 @@ def _zeros(info: TensorInfo, like: Any) -> Any:
     """Zeros of this shape and dtype, of the framework of `like`, and where that is; NumPy's if it is None."""
     if like is None or isinstance(like, np.ndarray | np.generic):
         return np.zeros(info.shape, dtype_of(info))
+    adapter = adapter_for(like)
+    if device_kind_of(like, adapter) is not None:
+        on_device = cast("DeviceAdapter[Any]", adapter)
+        return on_device.from_device(on_device.device(like).zeros(info.shape, info.dtype), like)
     zeros = np.zeros(info.shape, np.uint16 if info.dtype == "bfloat16" else info.dtype)
-    return adapter_for(like).from_array(zeros, info.dtype, like)
+    return adapter.from_array(zeros, info.dtype, like)
 
 
 def check_floating(info: TensorInfo) -> None:

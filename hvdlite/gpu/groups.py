@@ -59,6 +59,14 @@ class Devices:
                 f"{device.library}: use one of them, from_dlpack() makes tensors of one those of the other without a copy."
             )
 
+    def here(self, kind: str) -> Device:
+        """The device of a kind that this rank works on, or will.
+
+        Raises:
+            DeviceError: There is none.
+        """
+        return self._chosen.get(kind) or self.find(kind)
+
     def connect(
         self, host: HierarchicalCollectives, members: Members, kind: str, device: Device | None, owned: bool = True
     ) -> DeviceCollectives:
@@ -85,6 +93,8 @@ class Devices:
         forget = self._register(members, made)
 
         def close() -> None:
+            if made not in self._open:
+                return  # `shutdown` has closed what was left
             forget()
             self._open.remove(made)
             if owned:

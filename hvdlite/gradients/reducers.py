@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gpu.groups import Devices
 from hvdlite.gradients.aggregator import Aggregator
+from hvdlite.gradients.device.announced import AnnouncedReducer
 from hvdlite.gradients.layout import digest_of
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.sharded_reducer import ShardedReducer
@@ -30,6 +32,7 @@ class Reducers:
         watch: Is told while an exchange lasts.
         timeline: Is told of every exchange.
         plan: How gradients are exchanged if nothing more is known about them.
+        devices: This rank's.
 
     Attributes:
         plan: As given.
@@ -37,9 +40,16 @@ class Reducers:
     """
 
     def __init__(
-        self, run: Callable[[Operation], Any], members: Members, watch: Watchdog, timeline: Timeline, plan: Plan
+        self,
+        run: Callable[[Operation], Any],
+        members: Members,
+        watch: Watchdog,
+        timeline: Timeline,
+        plan: Plan,
+        devices: Devices,
     ) -> None:
         self._run, self._members, self._watch, self._timeline, self.plan = run, members, watch, timeline, plan
+        self._devices = devices
         self._open: list[Reducer] = []
         self.shared = SharedReducers(run, self._make_shared)
 
@@ -117,9 +127,15 @@ class Reducers:
         return reducer
 
     def _make_shared(
-        self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, collectives: HierarchicalCollectives
+        self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, device: str, collectives: HierarchicalCollectives
     ) -> Reducer:
-        reducer = Reducer(infos, collectives.duplicate(), op, plan, self._members, self._watch, self._timeline)
+        own = collectives.duplicate()
+        how = self._members, self._watch, self._timeline
+        reducer = (
+            AnnouncedReducer(infos, own, op, plan, *how, device, self._devices)
+            if device
+            else Reducer(infos, own, op, plan, *how)
+        )
         self._open.append(reducer)
         return reducer
 

@@ -18,8 +18,10 @@ from hvdlite.gradients.reducer import Reducer
 from hvdlite.operations import SHARED_BUCKETS, Agreement, Operation, Signature
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
 
-Layout = tuple[tuple[TensorInfo, ...], ReduceOp]
-Make = Callable[[Sequence[TensorInfo], ReduceOp, Plan, HierarchicalCollectives], Reducer]
+Layout = tuple[tuple[TensorInfo, ...], ReduceOp, str]
+"""Dtypes and shapes, how they are combined, and `Device.kind` of where they are; empty for host memory."""
+
+Make = Callable[[Sequence[TensorInfo], ReduceOp, Plan, str, HierarchicalCollectives], Reducer]
 
 
 class SharedReducers:
@@ -39,18 +41,22 @@ class SharedReducers:
         self._threads: list[threading.Thread] = []
         self.late: dict[Layout, Reducer] = {}
 
-    def get(self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan) -> Reducer:
+    def get(self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, device: str = "") -> Reducer:
         """A reducer of this layout. Every rank that has not joined calls this; one that had then, later if ever.
+
+        Args:
+            infos, op, device: See `Layout`.
+            plan: How to exchange.
 
         Raises:
             MismatchError: The ranks have different layouts. Raised on all of them.
         """
-        layout = (tuple(infos), op)
+        layout = (tuple(infos), op, device)
         if layout in self.late:
             return self.late.pop(layout)
-        kind, _, arguments = _signature(infos, op, plan)
-        agreement = Agreement(kind, arguments, lambda collectives: self._make(infos, op, plan, collectives))
-        agreement.signature = _signature(infos, op, plan)
+        kind, _, arguments = _signature(infos, op, plan, device)
+        agreement = Agreement(kind, arguments, lambda collectives: self._make(infos, op, plan, device, collectives))
+        agreement.signature = _signature(infos, op, plan, device)
         return self._run(agreement)
 
     def make_late(self, signature: Signature) -> Operation:
@@ -58,10 +64,10 @@ class SharedReducers:
         _, tensors, given = signature
         arguments = dict(given)
         infos = [TensorInfo(dtype, tuple(length or 0 for length in shape)) for dtype, shape in tensors]
-        op, plan = ReduceOp(arguments["op"]), Plan(*arguments["plan"])
+        op, plan, device = ReduceOp(arguments["op"]), Plan(*arguments["plan"]), arguments.get("device", "")
 
         def create(collectives: HierarchicalCollectives) -> None:
-            reducer = self.late[tuple(infos), op] = self._make(infos, op, plan, collectives)
+            reducer = self.late[tuple(infos), op, device] = self._make(infos, op, plan, device, collectives)
             thread = threading.Thread(target=stand_in, args=(reducer,), name="hvdlite-join", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -80,5 +86,10 @@ def stand_in(reducer: Reducer) -> None:
         pass
 
 
-def _signature(infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan) -> Signature:
-    return SHARED_BUCKETS, tuple((info.dtype, info.shape) for info in infos), (("op", op.value), ("plan", tuple(plan)))
+def _signature(infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, device: str) -> Signature:
+    where = (("device", device),) if device else ()
+    return (
+        SHARED_BUCKETS,
+        tuple((info.dtype, info.shape) for info in infos),
+        (("op", op.value), ("plan", tuple(plan)), *where),
+    )

@@ -7,6 +7,9 @@ One call of Python exchanges all gradients of a step::
 A graph has to be told what comes out of the call before it runs. So when a function is traced for the first time, the ranks
 tell each other which gradients they have. One that some rank has is a tensor on all of them, and one that none has is None.
 When it is traced again, maybe on one rank alone, nobody is asked. In eager code gradients may differ from step to step.
+
+Eager gradients that all lie on a GPU stay there (`hvdlite_tf.gradients.on_device`). Out of a graph, TensorFlow calls Python
+with arrays in host memory.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ import numpy as np
 import tensorflow as tf
 
 import hvdlite
-from hvdlite.adapter.array_sync import ArraySync
+from hvdlite.adapter.array_sync import ArraySync, Rows
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError
-from hvdlite.protocols import Array
+from hvdlite.protocols import Array, Device
+from hvdlite_tf.gradients import on_device
 from hvdlite_tf.gradients.encoded import DENSE, NONE, SPARSE, Wire, arrays_of, as_dense, take, taken
 from hvdlite_tf.ops.ordered import is_built_for_a_session, ordered
 from hvdlite_tf.ops.rank_ops import check_still_alone
@@ -110,6 +114,7 @@ class _Call:
         weight: Any,
         identity: Identity | None,
     ) -> None:
+        self._options = options
         self._gradients = gradients
         self._weight = weight
         self._wires = [
@@ -127,15 +132,41 @@ class _Call:
         self._sources = [] if in_session else [wire.source for wire in self._wires]
 
     def eagerly(self) -> list[Any]:
-        """The gradients of all ranks, now."""
-        own = [taken(wire.kind, map(np.asarray, wire.tensors())) for wire in self._wires]
+        """The gradients of all ranks, now: on the GPU, where the dense ones all lie there."""
+        device = self._device()
+        own = [
+            on_device.borrow(wire.tensors()[0], device)
+            if wire.kind == DENSE and device is not None
+            else taken(wire.kind, map(np.asarray, wire.tensors()))
+            for wire in self._wires
+        ]
+        everything = self._sync.exchange(own, float(self._weight), lambda: _values(self._sources), device=device)
+        del own  # it is TensorFlow's memory
+        native = [i for i, found in enumerate(everything) if not isinstance(found, np.ndarray | Rows | None)]
+        lent = iter(on_device.lend([everything[i] for i in native], device) if device is not None else [])
         combined: list[Any] = []
-        everything = self._sync.exchange(own, float(self._weight), lambda: _values(self._sources))
         for i, (wire, found) in enumerate(zip(self._wires, everything, strict=True)):
-            gradient = self._sync.as_array(i, found) if wire.kind == DENSE else found
-            arrays = map(tf.convert_to_tensor, arrays_of(gradient))
-            combined.append(None if gradient is None else wire.decode([*arrays]))
+            if found is None:
+                combined.append(None)
+            elif i in native:
+                combined.append(wire.decode([next(lent)]))
+            else:
+                gradient = self._sync.as_array(i, found) if wire.kind == DENSE else found
+                combined.append(wire.decode([*map(tf.convert_to_tensor, arrays_of(gradient))]))
         return combined
+
+    def _device(self) -> Device | None:
+        """Where the dense gradients are exchanged; None for host memory.
+
+        A gradient that this rank lacks may be dense on others: its source says where.
+        """
+        if self._options.op is hvdlite.Adasum:
+            return None
+        dense = [wire for wire in self._wires if wire.kind != SPARSE]
+        device = on_device.device_of([wire.tensors()[0] if wire.kind == DENSE else wire.source for wire in dense])
+        if device is not None and all(wire.kind == NONE for wire in dense):
+            on_device.wait_for(dense[0].source)  # else the first gradient that is lent does
+        return device
 
     def in_graph(self) -> list[Any]:
         """The gradients of all ranks, in the function or graph that is being built."""

@@ -17,7 +17,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as hvd
-from hvdlite.adapter.gradient_memory import Buckets
+from hvdlite.adapter.buckets import HostBuckets
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError, UnsupportedTensorError
 from hvdlite.gradients.reducer import Reducer
@@ -126,8 +126,8 @@ def test_fit_with_other_settings(ranks: Any, kind: str, options: dict[str, Any])
 
 def test_accumulated_gradients_are_exchanged_once_per_update(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    exchange = Buckets.exchange
-    monkeypatch.setattr(Buckets, "exchange", lambda self, *args: calls.append(self) or exchange(self, *args))
+    exchange = HostBuckets.exchange
+    monkeypatch.setattr(HostBuckets, "exchange", lambda self, *args: calls.append(self) or exchange(self, *args))
 
     def check() -> None:
         variable = tf.Variable([0.0] * 7)

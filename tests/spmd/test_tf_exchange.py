@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdlite.gradients.bucket
 import hvdlite_tf as hvd
-from hvdlite.adapter import gradient_memory
+from hvdlite.adapter import buckets, gradient_memory
 from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.config import Config
@@ -267,7 +267,7 @@ def test_compression(ranks: Any, graph: bool, compression: Any) -> None:
         kinds = {
             info.dtype
             for each in world().group().exchanges
-            if isinstance(each, gradient_memory.Buckets)
+            if isinstance(each, buckets.Buckets)
             for info in each._infos
         }
         assert ("bfloat16" if compression is Compression.bf16 else "float16") in kinds
@@ -307,7 +307,7 @@ def test_gradients_that_a_program_keeps_stay_as_they_are(ranks: Any, graph: bool
         sources, exchange = variables(), GradientExchange(Options(op=hvd.Sum))
         run = runner(graph, lambda *gradients: exchange.combine(sources, gradients))
         kept: dict[int, list[Any]] = {}
-        for step in range(4 * gradient_memory.ROOMS):
+        for step in range(4 * buckets.ROOMS):
             kept[step] = run(*(tf.constant(x, "float32") for x in of_rank(rank, step)))
             if step % (rank + 2) == 0:
                 kept.pop(step // 2, None)

@@ -4,6 +4,7 @@
 - `bucket`: gradients in flat tensors with a header behind them, and their exchange; `parameter_bucket`: with the parameters, of
   which each rank steps its share.
 - `reducer`: the buckets of one layout, and in which order they are launched; `make`: how all ranks make them.
+- `announced`: gradients that a program has all at once; the ranks tell each other of them in host memory before.
 - `late_changes`: what the ranks come to know of each other without waiting.
 - `loop_profile`: what a training loop does between two steps.
 

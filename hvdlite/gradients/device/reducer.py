@@ -70,6 +70,10 @@ class DeviceReducer:
         """Of each bucket that is launched: the versions of its memory then."""
         self._missing = [len(bucket.tensors) for bucket in self.buckets]
 
+    def view_of(self, index: int) -> Any:
+        """Where gradient `index` is expected, and where the combined one is after an exchange."""
+        return self.buckets[self._bucket_of[index]].views[index]
+
     def sent_memory(self) -> list[Any]:
         """What the gradients that are under way lie in."""
         return [flat.memory for bucket in self.buckets[: self.launched] for flat in bucket.flats]
