@@ -1,4 +1,4 @@
-"""How the core reads and makes torch tensors."""
+"""The adapter by which the core reads and makes torch tensors."""
 
 from __future__ import annotations
 
