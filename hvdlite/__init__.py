@@ -1,7 +1,8 @@
 """Data-parallel training in one line, over MPI.
 
-``import hvdlite`` loads no framework and starts no MPI; `init` does. The functions here take NumPy arrays, torch and
-TensorFlow tensors and arrays with DLPack, and return the same kind.
+``import hvdlite`` loads no framework and does not start MPI; `init` starts it. The functions here take NumPy arrays, tensors of
+torch and TensorFlow, and arrays with DLPack, and return arrays of the same kind. `hvdlite.basics` lists the names that all
+packages of hvdlite have.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ __all__ += basics.__all__
 
 
 def __getattr__(name: str) -> Any:
-    if name == "run":  # the launcher is no part of a training process
+    if name == "run":  # a training process does not import the launcher
         return importlib.import_module("hvdlite.launch.run_function").run
     if name.startswith("__"):  # Python and its tools ask for many of these
         raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")

@@ -1,7 +1,9 @@
-"""hvdlite for Keras on TensorFlow: ``import hvdlite_tf as hvd``.
+"""hvdlite for Keras and TensorFlow: ``import hvdlite_tf as hvd``.
 
-Everything of `hvdlite`, the one-line wrap for optimizers, and the same start on every rank. Keras on torch needs no TensorFlow:
-where that is not installed, names that are made of it raise MissingPackageError when they are asked for, and the rest is here.
+The package has the names of Horovod with Horovod's arguments: the one-line wrap for optimizers and tapes, differentiable
+operations, callbacks that start all ranks alike; and the names that all packages of hvdlite have (`hvdlite.basics`). Keras on
+torch needs no TensorFlow: without it, names that need TensorFlow raise MissingPackageError when a program uses them, and all
+other names work.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from hvdlite.adapter.capabilities import *  # noqa: F403
 from hvdlite.adapter.optional import require
 from hvdlite.basics import *  # noqa: F403
 
-# First, for the modules below import them.
+# These checks come first, because the modules below import the packages.
 require("keras", "tf", "hvdlite_tf")
 try:
     import keras as _keras  # noqa: F401

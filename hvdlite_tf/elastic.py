@@ -1,6 +1,6 @@
-"""Horovod's names for training that goes on when ranks come and go. hvdlite does not have that yet: using one raises.
+"""Horovod's names for elastic training, which hvdlite does not have yet: using one of these names raises NotYetError.
 
-Importing them works, so that a program which only may use them runs.
+Importing them works, so that a program runs that does not use them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the core reads and makes TensorFlow's eager tensors and variables."""
+"""The adapter by which the core reads and makes TensorFlow's eager tensors and variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlite.tensors.numpy_adapter import NumpyAdapter, check_dtype
 
 
 class TensorFlowAdapter:
-    """Dense eager tensors and variables."""
+    """The adapter for dense eager tensors and variables. See `hvdlite.protocols.TensorAdapter`."""
 
     def __init__(self) -> None:
         self._numpy = NumpyAdapter()
@@ -43,7 +43,7 @@ class TensorFlowAdapter:
 
     def to_array(self, tensor: Any, *, wide: bool) -> Array:
         array = self._numpy.to_array(tensor.numpy(), wide=wide)
-        # The array may share the tensor's memory, which TensorFlow holds to be immutable.
+        # The array may share the tensor's memory, and TensorFlow's tensors are immutable.
         array.flags.writeable = False
         return array
 
@@ -60,7 +60,7 @@ def _name(dtype: tf.DType) -> str:
     return check_dtype(np.dtype(dtype.as_numpy_dtype))
 
 
-# Not made from a tensor: the first tensor starts TensorFlow's runtime, which a program may still want to configure.
+# This is not a tensor, because the first tensor starts TensorFlow's runtime, which the program may still configure.
 _BFLOAT16 = np.empty(0, tf.bfloat16.as_numpy_dtype)
 
 ADAPTER = TensorFlowAdapter()

@@ -1,4 +1,4 @@
-"""Variables of Keras and of its backends. Nothing here imports TensorFlow, which Keras on torch does without."""
+"""Variables of Keras and of its backends. This module does not import TensorFlow, because Keras on torch does not need it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import keras
 from hvdlite.errors import ArgumentError, MissingPackageError
 
 _ELSEWHERE = frozenset({"allgather", "allreduce", "alltoall", "broadcast", "broadcast_", "reducescatter"})
-"""Operations that the core has for NumPy arrays and torch tensors."""
+"""The operations that the core also has for NumPy arrays and torch tensors."""
 
 
 def is_installed() -> bool:
-    """Whether TensorFlow is installed. It is not imported."""
+    """Return whether TensorFlow is installed, without importing it."""
     return importlib.util.find_spec("tensorflow") is not None
 
 
 def missing(module: str, name: str) -> MissingPackageError:
-    """The error for a name of `module` that needs TensorFlow where that is not installed."""
+    """Return the error for a name of `module` that needs TensorFlow, which is not installed."""
     way_out = "pip install 'hvdlite[tf]'"
     if name in _ELSEWHERE:
         way_out += f"; for NumPy arrays and torch tensors, hvdlite.{name.rstrip('_')} does without"
@@ -30,36 +30,36 @@ def missing(module: str, name: str) -> MissingPackageError:
 
 
 def tensorflow() -> Any | None:
-    """TensorFlow if this process has imported it; if not, nothing is of a class of TensorFlow's."""
+    """Return TensorFlow if this process has imported it; otherwise None, and then no object is of a class of TensorFlow."""
     return sys.modules.get("tensorflow")
 
 
 def is_slices(gradient: Any) -> bool:
-    """Whether this is a tf.IndexedSlices: some rows of a gradient."""
+    """Return whether a gradient is a tf.IndexedSlices, which has some rows of a tensor."""
     tf = tensorflow()
     return tf is not None and isinstance(gradient, tf.IndexedSlices)
 
 
 def is_variable(value: Any) -> bool:
-    """Whether this is a tf.Variable."""
+    """Return whether a value is a tf.Variable."""
     tf = tensorflow()
     return tf is not None and isinstance(value, tf.Variable)
 
 
 def times(gradient: Any, factor: Any) -> Any:
-    """A gradient multiplied by a number."""
+    """Return a gradient, dense or sparse, multiplied by a number."""
     if is_slices(gradient):
         return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor
 
 
 def plain_variable(variable: Any) -> Any:
-    """The backend's variable inside of a Keras variable; anything else as it is."""
+    """Return the backend's variable inside a Keras variable; any other object unchanged."""
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def read(variable: Any) -> Any:
-    """The value of a backend's variable, where no tape takes notice, and fast; anything else as it is."""
+    """Return the value of a tf.Variable, by a fast read that no tape records; any other object unchanged."""
     tf = tensorflow()
     if tf is None or not isinstance(variable, tf.Variable):
         return variable
@@ -67,12 +67,12 @@ def read(variable: Any) -> Any:
 
 
 def has_value(variable: Any) -> bool:
-    """Whether a backend's variable is initialized: one of TensorFlow that was made in a function may not be, if that failed."""
+    """Return whether a backend's variable is initialized. A tf.Variable is not, if the function that made it failed."""
     return not is_variable(variable) or bool(variable.is_initialized())
 
 
 def need_tensorflow(what: str) -> None:
-    """Raise ArgumentError if `what`, which is made of TensorFlow's operations, is used on another backend of Keras."""
+    """Raise ArgumentError if Keras has another backend than TensorFlow, whose operations `what` uses."""
     name = keras.backend.backend()
     if name != "tensorflow":
         raise ArgumentError(

@@ -1,7 +1,8 @@
 """hvdlite for PyTorch: ``import hvdlite_torch as hvd``.
 
-Horovod's names for PyTorch with Horovod's arguments, the blocking operations differentiable, the one-line wrap for
-optimizers, and everything else of `hvdlite`.
+The package has the names of ``horovod.torch`` with Horovod's arguments: the one-line wrap for optimizers, operations of which
+the blocking ones are differentiable, functions for training scripts; and the names that all packages of hvdlite have
+(`hvdlite.basics`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from hvdlite.api import at_the_end
 from hvdlite.basics import *  # noqa: F403
 from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
 
-# First, for the modules below import it.
+# This check comes first, because the modules below import torch.
 require("torch", "torch", "hvdlite_torch")
 
 from hvdlite_torch import elastic  # noqa: E402

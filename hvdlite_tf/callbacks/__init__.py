@@ -1,13 +1,13 @@
-"""Callbacks for `fit`, of Keras 3 and of tf_keras: Horovod's, and one that does the usual things at once::
+"""Callbacks for `fit` of Keras 3 and tf_keras: Horovod's, and `Distributed`, which combines those that most programs need::
 
-    distributed.py ─┬─ start.py        the same start on every rank
-                    ├─ elements.py     data of one kind
-                    ├─ uneven.py       ranks with different numbers of batches end each epoch together
-                    ├─ metrics.py      metrics of all ranks' data
-                    └─ agreement.py    training stops on all ranks or on none
+    distributed.py ─┬─ start.py        gives all ranks the same weights at the start
+                    ├─ elements.py     checks that all ranks have data of the same kind
+                    ├─ uneven.py       lets ranks with different numbers of batches end each epoch together
+                    ├─ metrics.py      computes the metrics of all ranks' data
+                    └─ agreement.py    stops training on all ranks or on none
 
-learning_rate.py has schedules and warm-up, checkpoint.py files on one rank; base.py has what both Kerases need, and checks.py
-what is checked before training.
+learning_rate.py has schedules and warm-up; checkpoint.py saves files on one rank; base.py has the base class for both Kerases;
+checks.py has the checks before training.
 """
 
 from hvdlite_tf.callbacks.checkpoint import BestModelCheckpoint

@@ -1,4 +1,4 @@
-"""Training stops on all ranks or on none."""
+"""A callback that stops training on all ranks if a callback stops it on one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hvdlite_tf.gradients.optimizer_parts import rates_of
 
 
 class AgreementCallback(Callback):
-    """At the end of each epoch: if a callback of one rank wants to stop, all do. The last in the list of every rank.
+    """Stops all ranks at the end of an epoch if a callback of one rank wants to stop. It is the last in every rank's list.
 
     Args:
-        process_set: The ranks that take part; all if None.
+        process_set: The ranks that take part; None means all ranks.
     """
 
     def __init__(self, process_set: ProcessSet | None) -> None:
@@ -24,11 +24,11 @@ class AgreementCallback(Callback):
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Agree.
+        """Compare the ranks, and stop on this rank if any rank wants to stop.
 
         Raises:
-            MismatchError: The learning rates differ: a callback has changed that of some ranks; or the numbers of the epochs
-                do. Raised on all of them.
+            MismatchError: The ranks' learning rates differ, because a callback changed them on some ranks only; or the numbers
+                of their epochs differ. All ranks raise it.
         """
         rates = rates_of(getattr(self.model, "optimizer", None))
         own = bool(self.model.stop_training), rates, (epoch, (self.params or {}).get("epochs"))

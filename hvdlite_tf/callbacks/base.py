@@ -1,4 +1,4 @@
-"""What all callbacks share: one base class for both Kerases, their place in the list, and errors that all ranks raise."""
+"""What all callbacks share: a base class for both Kerases, a look at the list of callbacks, and errors that all ranks raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdlite.errors import ArgumentError
 
 
 class ForBothKerases:
-    """Lets a callback of Keras 3 be one of tf_keras too: the three questions that only tf_keras asks."""
+    """A mixin with the three methods that only tf_keras calls, so that a callback of Keras 3 works in tf_keras too."""
 
     def _implements_train_batch_hooks(self) -> bool:
         return self._has_own(("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"))
@@ -30,16 +30,17 @@ class ForBothKerases:
 
 
 class Callback(ForBothKerases, keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not see Keras
-    """The base of our callbacks."""
+    """The base class of the callbacks of hvdlite."""
 
 
 def list_with(callback: Any) -> list[Any] | None:
-    """The list of callbacks that `callback` is in, while its `set_model` runs.
+    """Return the list of callbacks that contains `callback`, while Keras calls its `set_model`.
 
-    Keras gives a callback no way to see the others; its loop over the list, which is our caller, does.
+    Keras gives a callback no access to the other callbacks. So this function looks for the list in the frames of its callers,
+    one of which is Keras' loop over the list.
 
     Returns:
-        Keras' own list, which can be added to at its end; None if there is none, as in a training loop without `CallbackList`.
+        Keras' own list, to which a callback can be appended; None in a training loop without `CallbackList`.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -51,19 +52,19 @@ def list_with(callback: Any) -> list[Any] | None:
 
 
 def ranks_of(process_set: ProcessSet | None) -> tuple[int, ...]:
-    """The ranks of a process set (all if None) by their numbers in the job, for messages."""
+    """Return the world ranks of a process set (all ranks if None), for messages."""
     return world("a callback").ranks(process_set)
 
 
 def refuse_together(problem: str, process_set: ProcessSet | None) -> None:
-    """Raise on every rank what is wrong on some. Every rank calls this.
+    """Raise an error on all ranks if any rank has a problem. Every rank calls this.
 
     Args:
-        problem: What is wrong on this rank; "" if nothing is.
-        process_set: The ranks that take part; all if None.
+        problem: This rank's problem in words; "" if there is none.
+        process_set: The ranks that take part; None means all ranks.
 
     Raises:
-        ArgumentError: Something is wrong on some rank; the text says what, and on which.
+        ArgumentError: A rank has a problem; the text has all problems, with their ranks.
     """
     problems = hvdlite.allgather_object(problem, process_set=process_set)
     texts: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Files on one rank."""
+"""A callback that saves the best model on rank 0."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from hvdlite_tf.callbacks.base import ForBothKerases
 
 
 class BestModelCheckpoint(ForBothKerases, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]  # mypy does not see Keras
-    """Saves the best model so far, on rank 0. On every rank, after MetricAverageCallback or Distributed.
+    """Saves the best model so far, on rank 0. Every rank passes it to `fit`, after MetricAverageCallback or Distributed.
 
     Args:
-        monitor: The metric that says what is best.
-        verbose: 1 to print, on rank 0.
-        save_weights_only: Save ``model.save_weights``, and not the whole model.
-        mode: "min", "max", or "auto": by the metric's name.
-        save_freq: "epoch", or after how many batches.
-        filepath: Where to: ends with ``.keras`` (or ``.weights.h5`` with `save_weights_only`), and may contain ``{epoch}`` and
-            names of metrics. Horovod's class takes none; ``callback.filepath = …`` before `fit` does it there and here.
+        monitor: The metric by which models are compared.
+        verbose: 1 means that rank 0 prints when it saves.
+        save_weights_only: Whether only the weights are saved (``model.save_weights``), and not the whole model.
+        mode: "min" or "max": which value of the metric is best; "auto" means that its name decides.
+        save_freq: "epoch", or a number of batches.
+        filepath: The file, whose name ends with ``.keras`` (or ``.weights.h5`` with `save_weights_only`), and may contain
+            ``{epoch}`` and names of metrics. Horovod's class does not have this argument; there and here a program can set
+            ``callback.filepath = …`` before `fit`.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class BestModelCheckpoint(ForBothKerases, keras.callbacks.ModelCheckpoint):  # t
             self.filepath = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check.
+        """Check that there is a file.
 
         Raises:
-            ArgumentError: There is no file to save to.
+            ArgumentError: The program has not set a file.
         """
         if self.filepath is None:
             raise ArgumentError(

@@ -1,4 +1,4 @@
-"""What `fit` on several ranks is checked for before the first step: that its gradients are those of all ranks."""
+"""A check before the first step of `fit`: that the optimizer uses the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _KERASES = ("keras", "tf_keras")
 
 
 def problem_of(model: Any, process_set: ProcessSet | None) -> str:
-    """Why this rank would train for itself, though `fit` is to train on all ranks of a set; "" if it does not.
+    """Return the reason why this rank would train alone, though `fit` shall train on all ranks of a set; "" if there is none.
 
-    Only what is known for sure: a model with a `train_step` of its own, or an optimizer of the program's own class, may
-    exchange gradients by itself.
+    The function reports only certain problems: a model with its own `train_step`, or an optimizer of the program's own class,
+    may exchange gradients itself.
 
     Args:
-        model: Of either Keras.
-        process_set: The ranks that are to train together; all if None.
+        model: A model of Keras 3 or tf_keras.
+        process_set: The ranks that train together; None means all ranks.
     """
     here = world("a callback")
     optimizer = getattr(model, "optimizer", None)

@@ -1,4 +1,4 @@
-"""The usual things at once."""
+"""`Distributed`: one callback with all that most programs need on several ranks."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ from hvdlite_tf.callbacks.uneven import UnevenDataCallback
 
 
 class Distributed(Callback):
-    """What `fit` on several ranks needs, in one callback. The first in the list of every rank::
+    """All that `fit` needs on several ranks, in one callback. It is the first callback in the list of every rank::
 
         model.fit(data, callbacks=[hvd.callbacks.Distributed(checkpoint="model.keras"), EarlyStopping()])
 
     - Every rank starts with the root's weights and optimizer state (`BroadcastGlobalVariablesCallback`).
-    - Metrics are those of all ranks' data, for the callbacks after it and the history (`MetricAverageCallback`).
-    - Ranks may have different numbers of batches, none too (`UnevenDataCallback`).
-    - A callback that sets ``model.stop_training`` on one rank stops all of them, at the end of the epoch.
-    - One progress bar: the root's. What other callbacks print is their own affair.
-    - One file: the root saves the model after each epoch.
+    - The callbacks after it and the history see the metrics of all ranks' data (`MetricAverageCallback`).
+    - The ranks may have different numbers of batches, also 0 (`UnevenDataCallback`).
+    - If a callback sets ``model.stop_training`` on one rank, all ranks stop at the end of the epoch.
+    - Only the root shows Keras' progress bar. Other callbacks may still print on each rank.
+    - Only the root saves the model after each epoch, if `checkpoint` is given.
 
     Args:
-        root_rank: The rank that has the start, the progress bar and the file; its rank in the job, with a process set too.
-        checkpoint: Where to save the model after each epoch, such as ``"model.keras"``; it may contain ``{epoch}`` and names
-            of metrics. Nowhere if None.
-        local_variables: Variables that every rank keeps as they are.
-        process_set: The ranks that train together; all by default.
+        root_rank: The rank in the job of the root, which gives the weights, shows the progress bar and saves the model; also
+            with a process set.
+        checkpoint: The file in which the root saves the model after each epoch, such as ``"model.keras"``. The name may contain
+            ``{epoch}`` and names of metrics. None means that no file is saved.
+        local_variables: Variables that are not broadcast.
+        process_set: The ranks that train together; None means all ranks.
 
     Raises:
-        NotInitializedError: Before `init`.
+        NotInitializedError: `init` has not been called.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Distributed(Callback):
             UnevenDataCallback(local_variables=local, process_set=process_set),
             MetricAverageCallback(process_set=process_set),
         ]
-        # On every rank, which checks the path.
+        # Every rank makes it, so that every rank checks the path.
         self._on_root = [] if checkpoint is None else [keras.callbacks.ModelCheckpoint(checkpoint)]
 
     @property
@@ -74,7 +75,7 @@ class Distributed(Callback):
         return self._on_all + (self._on_root if self._is_root else [])
 
     def set_model(self, model: Any) -> None:
-        """Take the model, and look at the list of callbacks."""
+        """Take the model, and check the list of callbacks."""
         super().set_model(model)
         callbacks = list_with(self)
         if callbacks is not None:
@@ -84,13 +85,13 @@ class Distributed(Callback):
                 if callbacks[0] is not self
                 else ""
             )
-            if not any(isinstance(each, AgreementCallback) for each in callbacks):  # a CallbackList may be used again
-                callbacks.append(AgreementCallback(self._process_set))  # Keras goes on to it in this very loop
+            if not any(isinstance(each, AgreementCallback) for each in callbacks):  # a program may reuse a CallbackList
+                callbacks.append(AgreementCallback(self._process_set))  # Keras' loop over the list reaches it too
         for part in self._parts:
             part.set_model(model)
 
     def set_params(self, params: dict[str, Any]) -> None:
-        """Take the parameters of `fit`. Keras' progress bar takes the same dict after us."""
+        """Take the parameters of `fit`, and silence the progress bar, which gets the same dict after this callback."""
         if params and not self._is_root:
             params["verbose"] = 0
         super().set_params(params)
@@ -98,43 +99,43 @@ class Distributed(Callback):
             part.set_params(params)
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check, and make all ranks start alike.
+        """Check the callbacks, the optimizer and the model, and give all ranks the same start.
 
         Raises:
-            ArgumentError: On some rank this is not the first in the list, or the optimizer is not a distributed one (of the
-                same process set), or the model is not built. Raised on all of them.
-            MismatchError: The ranks have different models. Raised on all of them.
+            ArgumentError: On some rank this callback is not the first in the list, or the optimizer is not a distributed one of
+                the same process set, or the model is not built. All ranks raise it.
+            MismatchError: The ranks have different models. All ranks raise it.
         """
         refuse_together(self._problem or problem_of(self.model, self._process_set), self._process_set)
         for part in self._parts:
             part.on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """An epoch begins."""
+        """Tell the parts that an epoch begins."""
         for part in self._parts:
             part.on_epoch_begin(epoch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Validation begins."""
+        """Tell the parts that a validation begins."""
         for part in self._parts:
             part.on_test_begin(logs)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Validation is over."""
+        """Tell the parts that a validation is over."""
         for part in self._parts:
             part.on_test_end(logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """An epoch is over.
+        """Tell the parts that an epoch is over.
 
         Args:
-            epoch: Its number.
-            logs: This rank's metrics, changed in place to those of all ranks.
+            epoch: The number of the epoch.
+            logs: This rank's metrics, which are replaced by the metrics of all ranks' data.
         """
         for part in self._parts:
             part.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Training is over."""
+        """Tell the parts that the training is over."""
         for part in self._parts:
             part.on_train_end(logs)

@@ -1,4 +1,4 @@
-"""The data of all ranks is of one kind."""
+"""A callback that checks that the data of all ranks has the same structure and dtypes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hvdlite_tf.variables import tensorflow
 class SameElementsCallback(Callback):
     """Compares the ranks' batches before the first step of `fit`: their structure, dtypes and numbers of dimensions.
 
-    A callback does not see the data; Keras hands it to ``model.train_function``, which is another one until it has been called
-    once. On TensorFlow that is an iterator, which says what it yields; on torch it is the batch. Sizes may differ: of batches,
-    and of what a model takes in any size. A rank without data is not asked.
+    A callback does not see the data, which Keras passes to ``model.train_function``. So this callback replaces that function
+    until its first call. On TensorFlow the argument is an iterator, which knows the specs of its elements; on torch it is the
+    batch. The sizes of dimensions may differ. A rank without data does not take part in the comparison.
 
     Args:
-        process_set: The ranks that train together; all by default.
+        process_set: The ranks that train together; None means all ranks.
     """
 
     def __init__(self, *, process_set: ProcessSet | None = None) -> None:
@@ -31,15 +31,15 @@ class SameElementsCallback(Callback):
         self._first_step: _FirstStep | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Be there for the first step."""
+        """Wait for the first step."""
         self._first_step = _FirstStep(self.model, self._compare)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """There may have been no step."""
+        """Put the model's function back, if the epoch had no step."""
         self._leave()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """There may have been no epoch."""
+        """Put the model's function back, if there was no epoch."""
         self._leave()
 
     def _leave(self) -> None:
@@ -63,16 +63,16 @@ class SameElementsCallback(Callback):
 
 
 class _FirstStep:
-    """Is in the place of a model's `train_function` until it is called, or leaves.
+    """A function that replaces a model's `train_function` until it is called, or until `leave`.
 
     Args:
         model: The model.
-        look: Called with what the function is called with, before it.
+        look: A function that is called before the first step, with the step's data.
     """
 
     def __init__(self, model: Any, look: Callable[[Any], None]) -> None:
         left_behind = model.train_function
-        if isinstance(left_behind, _FirstStep):  # by a `fit` that another callback has ended at once
+        if isinstance(left_behind, _FirstStep):  # from an earlier `fit` that another callback ended at once
             left_behind.leave()
         self._model, self._look, self._train = model, look, model.train_function
         model.train_function = self
@@ -98,11 +98,11 @@ class _FirstStep:
 
 
 def _build_metrics(model: Any, iterator: Any) -> None:
-    """Have metrics that can be asked for, on a rank without data. A step that is traced makes them; an eager one does not."""
+    """Build the model's metrics on a rank without data. A traced step builds them; an eager step without data does not."""
     metrics = getattr(model, "_compile_metrics", None)
     if metrics is None or getattr(metrics, "built", True) or not hasattr(model, "_symbolic_build"):
         return
-    tf: Any = tensorflow()  # whose iterator this is
+    tf: Any = tensorflow()  # the iterator is TensorFlow's
     batch = tf.nest.map_structure(
         lambda spec: tf.zeros([length or 1 for length in spec.shape], spec.dtype), iterator.element_spec
     )
@@ -110,7 +110,10 @@ def _build_metrics(model: Any, iterator: Any) -> None:
 
 
 def _spec(tensor: Any) -> tuple[str, str, int | None] | None:
-    """What the ranks have to agree on; the number of dimensions is None if it is not known."""
+    """Return the properties of a tensor that must be equal on all ranks: its type, its dtype, its number of dimensions.
+
+    The number of dimensions is None if it is not known. The result is None for objects that are not tensors.
+    """
     if tensor is None or not hasattr(tensor, "shape"):
         return None
     dimensions = tensor.shape.rank if hasattr(tensor.shape, "rank") else len(tensor.shape)

@@ -1,4 +1,4 @@
-"""Learning rates that change while `fit` runs."""
+"""Callbacks that change the learning rate while `fit` runs."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ from hvdlite_tf.gradients.optimizer_parts import learning_rate_of, velocities_of
 
 
 class LearningRateScheduleCallback(Callback):
-    """Sets the learning rate to `initial_lr` × `multiplier` in the epochs from `start_epoch` to before `end_epoch`.
+    """Sets the learning rate to `initial_lr` × `multiplier` from epoch `start_epoch` up to, but not including, `end_epoch`.
 
-    On every rank. Several of them, for epochs that follow each other, make a schedule. With ``steps_per_execution`` the rate
-    changes once per execution.
+    Every rank passes this callback to `fit`. Several callbacks of consecutive epochs make a schedule. With
+    ``steps_per_execution`` the rate changes once per execution.
 
     Args:
         initial_lr: The rate that is multiplied.
-        multiplier: A number, or a function of the epoch: from 0, with a fractional part if not `staircase`.
-        start_epoch: The first epoch, from 0.
-        end_epoch: The first epoch that is left alone again; None for no end.
-        staircase: Change the rate at the first batch of each epoch only, and not at every batch. So is a number in any case.
-        momentum_correction: When the rate changes, scale the momentum that has gathered by new rate ÷ old rate (Goyal et al.,
-            "Accurate, large minibatch SGD", arXiv:1706.02677, section 3). For SGD and RMSprop, whose momentum is a sum of
-            steps; others need none.
-        steps_per_epoch: Batches in an epoch, for fractional epochs; by default what Keras knows of the data, the largest number
-            of all ranks.
-        process_set: The ranks that train together; all by default.
+        multiplier: A number, or a function of the epoch. Epochs count from 0; without `staircase` they have a fractional part.
+        start_epoch: The first epoch in which the rate is set.
+        end_epoch: The first epoch in which the rate is not set any more; None means no end.
+        staircase: Whether the rate changes only at the first batch of each epoch, and not at every batch. With a number as
+            `multiplier` it always does.
+        momentum_correction: Whether a change of the rate also scales the accumulated momentum by new rate ÷ old rate (Goyal et
+            al., "Accurate, large minibatch SGD", arXiv:1706.02677, section 3). This affects SGD and RMSprop, whose momentum is
+            a sum of steps; other optimizers do not need it.
+        steps_per_epoch: The number of batches in an epoch, for fractional epochs. None means the number that Keras knows, the
+            largest of all ranks.
+        process_set: The ranks that train together; None means all ranks.
 
     Raises:
-        ArgumentError: An argument that makes no sense.
+        ArgumentError: `initial_lr` is not a finite number, or `steps_per_epoch` is less than 1.
     """
 
     def __init__(
@@ -66,11 +67,11 @@ class LearningRateScheduleCallback(Callback):
         self._steps: int = steps_per_epoch or 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Look at the optimizer, and at the number of batches.
+        """Check the optimizer, and find the number of batches.
 
         Raises:
-            ArgumentError: The optimizer's rate is a schedule's, or Keras does not know the number of batches and it is needed.
-                Raised on all ranks.
+            ArgumentError: The optimizer's rate comes from a schedule, or the number of batches is needed and Keras does not
+                know it. All ranks raise it.
         """
         problem = ""
         try:
@@ -78,7 +79,7 @@ class LearningRateScheduleCallback(Callback):
         except ArgumentError as error:
             problem = str(error)
         if not self.staircase and not self.steps_per_epoch:
-            # The ranks' numbers may differ, and their rates must not.
+            # The ranks' numbers of batches may differ, but their rates must be equal.
             own = (self.params or {}).get("steps")
             known = [steps for steps in hvdlite.allgather_object(own, process_set=self._process_set) if steps]
             self._steps = max(known, default=0)
@@ -112,31 +113,30 @@ class LearningRateScheduleCallback(Callback):
         variable = learning_rate_of(self.model.optimizer)
         old, new = float(variable.numpy()), self.initial_lr * self.multiplier(epoch)
         variable.assign(new)
-        # In the paper's terms, v ← m·(new/old)·v + new·g for one batch. Scaling v is the same, and reaches into a compiled
-        # step, where m is a constant. A rate of 0 has left no trace in v.
+        # In the paper's terms, v ← m·(new/old)·v + new·g for one batch. Scaling v has the same effect, and it works with a
+        # compiled step too, in which m is a constant. With an old rate of 0 there is nothing to scale.
         if self.momentum_correction and old > 0 and new != old:
             for velocity in velocities_of(self.model.optimizer, self.model.trainable_variables):
                 velocity.assign(velocity * (new / old))
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate batch by batch, from that of one rank to that of all.
+    """Raises the learning rate batch by batch, from the rate of one rank to the rate of all ranks.
 
-    A large rate at once would throw the first weights too far.
-    At the end of batch b of epoch e (both from 0; S batches in an epoch, P ranks) the rate is
-    `initial_lr` ÷ P × (1 + (P - 1) × (e + (b + 1) ÷ S) ÷ `warmup_epochs`): `initial_lr` in the last batch of the last epoch.
-    (Goyal et al., arXiv:1706.02677, section 2.2.)
+    A large rate in the first steps would move the weights too far. In batch b of epoch e (both from 0; S batches in an epoch, P
+    ranks) the rate is `initial_lr` ÷ P × (1 + (P - 1) × (e + (b + 1) ÷ S) ÷ `warmup_epochs`), which is `initial_lr` in the last
+    batch of the last epoch. (Goyal et al., arXiv:1706.02677, section 2.2.)
 
     Args:
-        initial_lr: The rate to arrive at: that of one rank × size().
-        warmup_epochs: How long it takes. 0 for none.
-        momentum_correction: As in `LearningRateScheduleCallback`.
-        steps_per_epoch: As in `LearningRateScheduleCallback`.
-        verbose: 1 to print the rate when it has been reached, on the first rank.
-        process_set: As in `LearningRateScheduleCallback`.
+        initial_lr: The rate at the end of the warm-up: the rate of one rank × size().
+        warmup_epochs: The number of epochs of the warm-up; 0 means no warm-up.
+        momentum_correction: See `LearningRateScheduleCallback`.
+        steps_per_epoch: See `LearningRateScheduleCallback`.
+        verbose: 1 means that the first rank prints the rate at the end of the warm-up.
+        process_set: See `LearningRateScheduleCallback`.
 
     Raises:
-        ArgumentError: An argument that makes no sense.
+        ArgumentError: See `LearningRateScheduleCallback`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Put the rate in the history, as "lr", and say when it has been reached."""
+        """Put the rate in the history, as "lr", and print it at the end of the warm-up if `verbose`."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose and rank_in(self._process_set) == 0:
             rate = float(learning_rate_of(self.model.optimizer).numpy())

@@ -1,4 +1,4 @@
-"""Metrics of all ranks' data."""
+"""A callback that averages the metrics of each epoch over the ranks."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hvdlite_tf.callbacks.base import Callback, list_with, refuse_together
 
 
 class MetricAverageCallback(Callback):
-    """Replaces the metrics of each epoch by their averages over the ranks: for the callbacks after it, and the history.
+    """Replaces the metrics of each epoch by their averages over the ranks, for the callbacks after it and for the history.
 
-    A rank counts with the number of its samples, so that the average of a mean over samples (a loss, an accuracy) is that of
-    the joined data; for training and validation data apart. What is no mean over samples, such as an AUC, is averaged all the
-    same. A model whose `train_step` keeps no loss of Keras' own does not say how many samples there were: its ranks count
-    alike. A value that only some ranks have is the average of theirs.
+    Each rank is weighted by the number of its samples, so the average of a mean over samples (a loss, an accuracy) is the mean
+    over all ranks' data. Training data and validation data have weights of their own. A metric that is not a mean over samples,
+    such as an AUC, is averaged in the same way. If the model's `train_step` does not update Keras' loss metric, the number of
+    samples is not known, and all ranks have the same weight. A metric that only some ranks have is averaged over these.
 
-    What `model.evaluate` returns is out of a callback's reach: it is of the rank's own data.
+    A callback cannot change what `model.evaluate` returns: it is about the rank's own data.
 
     Args:
-        device: Horovod's. Means nothing here.
-        process_set: The ranks that take part; all by default.
+        device: Horovod's argument, which has no effect.
+        process_set: The ranks that take part; None means all ranks.
     """
 
     def __init__(self, device: str = "", *, process_set: ProcessSet | None = None) -> None:
@@ -34,7 +34,7 @@ class MetricAverageCallback(Callback):
         self._samples: dict[str, float] = {}
 
     def set_model(self, model: Any) -> None:
-        """Take the model, and look at the place in the list of callbacks."""
+        """Take the model, and check the position in the list of callbacks."""
         super().set_model(model)
         callbacks = list_with(self) or []
         early = [type(each).__name__ for each in callbacks[: _place(callbacks, self)] if _decides(each)]
@@ -46,31 +46,31 @@ class MetricAverageCallback(Callback):
             )
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Check.
+        """Raise the problem that `set_model` found.
 
         Raises:
-            ArgumentError: A callback that decides by metrics comes before this one. Raised on all ranks.
+            ArgumentError: A callback that decides by metrics comes before this one. All ranks raise it.
         """
         refuse_together(self._problem, self._process_set)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count anew."""
+        """Reset the numbers of samples."""
         self._samples = {}
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Count what the epoch has trained on; Keras sets its metrics back after this."""
+        """Note the number of training samples, because Keras resets its metrics after this."""
         self._samples.setdefault("", _samples_of(self.model))
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Count what it was validated on."""
+        """Note the number of validation samples."""
         self._samples["val_"] = _samples_of(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Put the averages in the place of this rank's metrics.
+        """Replace this rank's metrics by the averages.
 
         Args:
-            epoch: Its number.
-            logs: Numbers or arrays by name, changed in place.
+            epoch: The number of the epoch.
+            logs: The metrics, numbers or arrays by name, which are changed in place.
         """
         self._samples.setdefault("", _samples_of(self.model))
         if logs is not None:
@@ -78,15 +78,15 @@ class MetricAverageCallback(Callback):
 
 
 def average(logs: Mapping[str, Any], samples: Mapping[str, float], process_set: ProcessSet | None) -> dict[str, Any]:
-    """Averages over the ranks, the same on all of them. Every rank calls this.
+    """Average metrics over the ranks. Every rank calls this, and all get the same averages.
 
     Args:
-        logs: Numbers or arrays by name. Other things are left out.
-        samples: How many samples they are the means of: by prefix of the name, "" for all others.
-        process_set: The ranks that take part; all if None.
+        logs: This rank's metrics, numbers or arrays by name. Values of other types are left out.
+        samples: This rank's numbers of samples: "val_" for metrics whose names begin with that, "" for all others.
+        process_set: The ranks that take part; None means all ranks.
 
     Returns:
-        Averages by name, numbers as float, of float64 sums in the order of the ranks.
+        The averages by name. They are computed as float64, in the order of the ranks; scalars are Python floats.
     """
     own = {name: np.asarray(value) for name, value in logs.items()}
     own = {name: array.astype(np.float64) for name, array in own.items() if array.dtype.kind in "biuf"}
@@ -99,14 +99,14 @@ def average(logs: Mapping[str, Any], samples: Mapping[str, float], process_set: 
         parts = [(values[name], counts.get(prefix, 0.0)) for values, counts in everybody if name in values]
         if not any(count for _, count in parts):
             parts = [(value, 1.0) for value, _ in parts]
-        parts = [part for part in parts if part[1]]  # the metrics of no samples may be anything, NaN too
+        parts = [part for part in parts if part[1]]  # metrics of no samples may have any value, also NaN
         mean = sum(value * count for value, count in parts) / sum(count for _, count in parts)
         averages[name] = float(mean) if np.ndim(mean) == 0 else mean
     return averages
 
 
 def _samples_of(model: Any) -> float:
-    """How many samples the model's metrics have seen since they were set back; 1 if it does not count them."""
+    """Return how many samples the model's metrics have seen since their reset; 1 if the model does not count them."""
     for metric in model.metrics:
         if metric.name == "loss" and hasattr(metric, "count"):
             return float(metric.count.numpy())
@@ -118,5 +118,5 @@ def _place(callbacks: Sequence[Any], callback: Any) -> int:
 
 
 def _decides(callback: Any) -> bool:
-    """Whether a callback does something by the value of a metric: EarlyStopping, ReduceLROnPlateau, the best checkpoint."""
+    """Return whether a callback acts on the value of a metric, as EarlyStopping, ReduceLROnPlateau and ModelCheckpoint do."""
     return hasattr(callback, "monitor") and getattr(callback, "save_best_only", True)

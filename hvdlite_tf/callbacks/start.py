@@ -1,4 +1,4 @@
-"""The same start on every rank."""
+"""A callback that gives all ranks the same weights and optimizer state at the start of `fit`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from hvdlite_tf.variables import plain_variable
 
 
 class BroadcastGlobalVariablesCallback(Callback):
-    """Gives every rank the root's model weights and optimizer state when `fit` begins. On every rank.
+    """Gives every rank the root's model weights and optimizer state when `fit` begins. Every rank passes it to `fit`.
 
-    The model must be built by then. Horovod broadcasts after the first batch instead, when each rank has updated its own
-    weights with its own start.
+    The model must be built before `fit`. (Horovod broadcasts after the first batch instead, when each rank has updated weights
+    of its own.)
 
     Args:
-        root_rank: Whose values everybody gets; its rank in the job, with a process set too.
-        device: Horovod's. Means nothing here.
-        local_variables: Variables that every rank keeps as they are.
-        process_set: The ranks that take part; all by default.
+        root_rank: The rank in the job of the root, whose values all ranks get; also with a process set.
+        device: Horovod's argument, which has no effect.
+        local_variables: Variables that are not broadcast.
+        process_set: The ranks that take part; None means all ranks.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._local = [plain_variable(variable) for variable in local_variables or ()]
 
     def register_local_var(self, var: Any) -> None:
-        """Let every rank keep this variable as it is.
+        """Leave a variable out of the broadcast.
 
         Args:
             var: A variable of TensorFlow or Keras.
@@ -49,15 +49,15 @@ class BroadcastGlobalVariablesCallback(Callback):
         self._local.append(plain_variable(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast.
+        """Broadcast the weights and the optimizer state.
 
         Raises:
-            ArgumentError: The model is not built on some rank. Raised on all of them.
-            MismatchError: The ranks have different models. Raised on all of them.
+            ArgumentError: The model is not built on some rank. All ranks raise it.
+            MismatchError: The ranks have different models. All ranks raise it.
         """
         check_models(self.model, self._process_set)
         optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None:  # it may be built on the root, which has loaded a checkpoint
+        if optimizer is not None:  # the root's may be built already, because the root has loaded a checkpoint
             optimizers.build(optimizer, self.model.trainable_variables)
         build_alike(self.model, self._process_set)
         shared = [variable for variable in state_of(self.model) if all(variable is not local for local in self._local)]
@@ -66,18 +66,19 @@ class BroadcastGlobalVariablesCallback(Callback):
 
 
 def state_of(model: Any) -> list[Any]:
-    """TensorFlow's variables of a model's weights and of its optimizers, which are built.
+    """Return the backend's variables of a model's weights and of its built optimizers.
 
-    Not ``model.variables``: the states of random number generators are among them, and dropout would be the same everywhere.
+    These are not ``model.variables``, which include the states of random number generators: dropout would be the same on all
+    ranks.
     """
     state = [variable for each in optimizers.optimizers_in(model) for variable in optimizers.state_of(each)]
     return [plain_variable(variable) for variable in [*model.weights, *state]]
 
 
 def build_alike(model: Any, process_set: ProcessSet | None) -> None:
-    """Have each optimizer of the model make its state on all ranks, if it has some on any. Every rank calls this.
+    """Build each optimizer of the model on all ranks if it is built on any rank. Every rank calls this.
 
-    A rank that has made no step with an optimizer has none; others know for which of the model's weights it is.
+    An optimizer without a step has no state. Other ranks, where it has state, tell for which of the model's weights.
     """
     found = optimizers.optimizers_in(model)
     places = {id(plain_variable(weight)): place for place, weight in enumerate(model.weights)}
@@ -89,25 +90,28 @@ def build_alike(model: Any, process_set: ProcessSet | None) -> None:
 
 
 def _places(optimizer: Any, places: dict[int, int]) -> list[int] | None:
-    """Which of the model's weights an optimizer has state for; None if it has none yet, or of others."""
+    """Return the indices of the model's weights for which an optimizer has state.
+
+    The result is None if the optimizer has no state yet, or has state of other variables.
+    """
     own = getattr(optimizer, "_trainable_variables", None) if getattr(optimizer, "built", False) else None
     found = [places.get(id(plain_variable(variable))) for variable in own or ()]
     return None if None in found else [place for place in found if place is not None] or None
 
 
 def check_models(model: Any, process_set: ProcessSet | None) -> None:
-    """Let models pass that are built, and alike on all ranks. Every rank calls this.
+    """Raise an error on all ranks unless the model is built on all of them with the same weights. Every rank calls this.
 
     Args:
-        model: Of either Keras.
-        process_set: The ranks that take part; all if None.
+        model: A model of Keras 3 or tf_keras.
+        process_set: The ranks that take part; None means all ranks.
 
     Raises:
-        ArgumentError: The model is not built on some rank. Raised on all of them.
-        MismatchError: Numbers, shapes or dtypes of the weights differ. Raised on all of them; names the first that does.
+        ArgumentError: The model is not built on some rank. All ranks raise it.
+        MismatchError: Numbers, shapes or dtypes of the weights differ. All ranks raise it; the text names the first difference.
     """
-    # By shape and dtype: names count up the layers that a process has made, for this model or another.
-    weights = model.weights if model.built else []  # of a model of tf_keras that is not built, to ask for them raises
+    # Shapes and dtypes are compared, but not names, which contain a count of all layers that the process has made.
+    weights = model.weights if model.built else []  # the weights of an unbuilt tf_keras model raise
     own = [(str(getattr(weight, "path", weight.name)), tuple(weight.shape), _dtype(weight)) for weight in weights]
     built = hvdlite.allgather_object(own if model.built else None, process_set=process_set)
     unbuilt = [rank for rank, layout in enumerate(built) if layout is None]

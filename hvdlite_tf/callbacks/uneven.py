@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches end each epoch together."""
+"""A callback that lets ranks with different numbers of batches end each epoch together."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from hvdlite_tf.variables import plain_variable
 
 
 class UnevenDataCallback(Callback):
-    """Lets a rank that has run out of batches stand in, in the steps of the others, until the epoch is over for all.
+    """Lets a rank without further batches join (`hvdlite.join`) until the epoch is over on all ranks.
 
-    The gradients of these steps are averages over the ranks that have data. Before validation, and before the next epoch, every
-    rank has the weights and the optimizer state of the rank that went furthest: also what steps change without gradients, such
-    as the moving statistics of BatchNormalization, so that all ranks validate and save the same model.
+    Meanwhile the rank takes part in the steps of the others, and the gradients of these steps are averages over the ranks that
+    have data. Before validation and before the next epoch, every rank gets the weights and the optimizer state of the rank that
+    went furthest. This includes variables that steps change without gradients, such as the moving statistics of
+    BatchNormalization, so that all ranks validate and save the same model.
 
     Args:
-        local_variables: Variables that every rank keeps as they are, as for `BroadcastGlobalVariablesCallback`.
-        process_set: The ranks that train together; all by default.
+        local_variables: Variables that are not broadcast. See `BroadcastGlobalVariablesCallback`.
+        process_set: The ranks that train together; None means all ranks.
     """
 
     def __init__(self, *, local_variables: Iterable[Any] | None = None, process_set: ProcessSet | None = None) -> None:
@@ -43,50 +44,50 @@ class UnevenDataCallback(Callback):
         self._steps = self._epoch = self._rest = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Be known to the others, and call optimizers by the same numbers: a rank without data exchanges nothing by itself."""
+        """Make what a rank without data needs to take part: the registry of gradients, and equal numbers of the optimizers."""
         here = world("fit()")
         Registry.of(here, self._process_set)
         agree(here, identities_in(self.model), self._process_set)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """There are batches from now on."""
+        """Note the number of steps at the beginning of the epoch."""
         self._training, self._epoch = True, epoch
-        # Keras may count one step more than it has made, where it does not know how many batches there are.
+        # Keras may count one step too many if it does not know the number of batches.
         self._steps, self._rest = self._count(), accumulated(getattr(self.model, "optimizer", None))
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """The epoch has no more batches, if this is its validation.
+        """Join, if this is the validation of an epoch, which has no more batches then.
 
         Raises:
-            MismatchError: The learning rates differ. Raised on all ranks.
+            MismatchError: The ranks' learning rates differ. All ranks raise it.
         """
         self._wait_for_all()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """The epoch has no more batches.
+        """Join, unless the epoch's validation has done so.
 
         Raises:
-            MismatchError: The learning rates differ. Raised on all ranks.
+            MismatchError: The ranks' learning rates differ. All ranks raise it.
         """
         self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        """Stand in until all have arrived, and have one state from then on.
+        """Join until all ranks have joined, and give all ranks the same state.
 
         Raises:
-            MismatchError: Ranks that made equally many steps have different learning rates. Raised on all of them.
+            MismatchError: Ranks with equal numbers of steps have different learning rates. All ranks raise it.
         """
         if not self._training:
             return
         self._training = False
-        # Looked at before `join`, which gives every rank the values of the last one.
+        # These are read before `join`, which gives every rank the values of the rank that went furthest.
         optimizer = getattr(self.model, "optimizer", None)
         rest = accumulated(optimizer)
         mine = self._count() - self._steps, rates_of(optimizer), rest not in (0, self._rest)
         last = hvdlite.join(self._process_set)
         told = hvdlite.allgather_object(mine, process_set=self._process_set)
         by_rank = dict(zip(ranks_of(self._process_set), told, strict=True))
-        for steps in {steps for steps, *_ in told}:  # a schedule by batches is not as far where there were fewer
+        for steps in {steps for steps, *_ in told}:  # a schedule by batches has another rate after fewer batches
             rates = {rank: rates for rank, (made, rates, _) in by_rank.items() if made == steps}
             check_rates(f"after epoch {self._epoch + 1}", rates)
         self._tell_of_rests([rest for *_, rest in told])
@@ -100,7 +101,7 @@ class UnevenDataCallback(Callback):
             hvdlite.broadcast(shared, last, inplace=True, process_set=self._process_set)
 
     def _tell_of_rests(self, has_rest: Sequence[bool]) -> None:
-        """Warn of batches that had been added up for an update which was made without their rank."""
+        """Warn of accumulated batches of a rank that joined before the update for which they were accumulated."""
         here = world("fit()").group(self._process_set)
         missed = here.missed or [0] * len(has_rest)
         told = zip(ranks_of(self._process_set), has_rest, missed, strict=True)
@@ -115,6 +116,6 @@ class UnevenDataCallback(Callback):
             )
 
     def _count(self) -> int:
-        """The steps of this rank so far."""
+        """Return the number of steps of this rank so far."""
         optimizer = getattr(self.model, "optimizer", None)
         return 0 if optimizer is None else passes_of(optimizer)

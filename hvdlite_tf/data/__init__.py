@@ -1,5 +1,6 @@
 """Datasets for several ranks.
 
-- `shard`: a dataset dealt out to the ranks.
-- `shuffle_check`: whether all ranks read it in the same order; `passes`: an order for each pass, the same on all ranks.
+- `shard`: gives each rank a part of a dataset.
+- `shuffle_check`: checks that all ranks read a dataset in the same order.
+- `passes`: shuffles a dataset in a new order for each pass, which is the same on all ranks.
 """

@@ -1,7 +1,7 @@
-"""An order for each pass over a dataset, the same on all ranks whatever each of them has looked at in between.
+"""An order for each pass over a dataset, which is the same on all ranks even if a rank has looked at elements alone.
 
-TensorFlow's own shuffle takes the next order whenever somebody begins to read, so a rank that looks at one element alone is
-ahead of the others from then on. Here a pass counts when it has been read to its end::
+TensorFlow's own shuffle takes a new order whenever a program begins to read. So a rank that looks at one element alone would
+have other orders than the other ranks from then on. Here a pass counts only when it has been read to its end::
 
     begin ──▶ seed of (seed, number of passes that have ended) ──▶ shuffle ──▶ elements ──▶ end: announced to all ranks
       └ waits until all ranks have read the pass before to its end
@@ -27,9 +27,9 @@ class Passes:
     """This rank's passes over one dataset.
 
     Args:
-        name: Of the dataset, the same on all ranks.
-        seed: The same on all ranks.
-        process_set: The ranks that share the dataset; all if None.
+        name: The name of the dataset, the same on all ranks.
+        seed: The seed of the orders, the same on all ranks.
+        process_set: The ranks that share the dataset; None means all ranks.
     """
 
     def __init__(self, name: str, seed: int, process_set: ProcessSet | None) -> None:
@@ -41,10 +41,10 @@ class Passes:
         self._lock = threading.Lock()
 
     def begin(self) -> Array:
-        """The seed of the pass that begins now, an int64 scalar.
+        """Return the seed of the pass that begins now, an int64 scalar.
 
-        Waits until all ranks have ended the pass before; if this rank alone has read the dataset to its end, it waits for ever,
-        and hvdlite says so as of any operation that lasts.
+        The method waits until all ranks have ended the pass before. If this rank alone has read the dataset to its end, the
+        method waits for ever, and the watchdog reports it like any other long wait.
         """
         with self._lock:
             told, self._told, ended = self._told, [], self._ended
@@ -53,7 +53,7 @@ class Passes:
         return np.asarray(np.random.SeedSequence([self._seed, ended]).generate_state(1)[0], np.int64)
 
     def end(self) -> Array:
-        """A pass has been read to its end. Returns 0, an int64 scalar."""
+        """Tell the other ranks that this rank has read a pass to its end. Return 0, an int64 scalar."""
         with self._lock:
             name = f"the end of pass {self._ended + 1} over {self._name}"
             self._told.append(hvdlite.allreduce_async(np.zeros(1), hvdlite.Sum, name, process_set=self._process_set))
@@ -62,12 +62,12 @@ class Passes:
 
 
 def shuffled(dataset: tf.data.Dataset, buffer_size: Any, passes: Passes) -> tf.data.Dataset:
-    """The dataset in another order in each pass.
+    """Return a dataset that has the elements in a new order in each pass.
 
     Args:
-        dataset: In the same order on all ranks.
-        buffer_size: As for `tf.data.Dataset.shuffle`.
-        passes: Of this rank.
+        dataset: The dataset, whose own order is the same on all ranks.
+        buffer_size: The number of elements in the shuffle buffer; see `tf.data.Dataset.shuffle`.
+        passes: This rank's passes over the dataset.
     """
     cardinality = dataset.cardinality()
 
@@ -79,7 +79,7 @@ def shuffled(dataset: tf.data.Dataset, buffer_size: Any, passes: Passes) -> tf.d
 
 
 def _in_order(dataset: Any, buffer_size: Any, seed: Any, seed2: Any) -> Any:
-    """Shuffled by just these seeds. `Dataset.shuffle` mixes in that of `tf.random.set_seed`, and ranks may have set others."""
+    """Shuffle by these two seeds only. (`Dataset.shuffle` also uses `tf.random.set_seed`'s seed, which may differ by rank.)"""
     variant = tf.raw_ops.ShuffleDataset(
         input_dataset=tf.data.experimental.to_variant(dataset),
         buffer_size=tf.cast(buffer_size, tf.int64),
@@ -92,14 +92,14 @@ def _in_order(dataset: Any, buffer_size: Any, seed: Any, seed2: Any) -> Any:
 
 
 def with_orders_of_passes(dataset: Any, passes_of: Callable[[int], Passes]) -> Any:
-    """The same pipeline, whose own shuffles take the order of each pass as `shuffled` does; itself if it has none.
+    """Return the same pipeline with its shuffles replaced by `shuffled`; the dataset itself if it does not shuffle.
 
     Args:
-        dataset: Its shuffles have seeds.
-        passes_of: Makes the passes of a shuffle from its seed. Every rank calls it equally often.
+        dataset: The dataset, whose shuffles have seeds.
+        passes_of: A function that makes the passes of a shuffle from its seed. Every rank calls it equally often.
 
     Raises:
-        ArgumentError: After a shuffle comes something that cannot be built anew.
+        ArgumentError: A shuffle is followed by a dataset of a kind that cannot be rebuilt.
     """
     if not _reshuffles(dataset):
         return dataset
@@ -115,7 +115,7 @@ def with_orders_of_passes(dataset: Any, passes_of: Callable[[int], Passes]) -> A
 
 
 def _reshuffles(dataset: Any) -> bool:
-    """Whether this, or what it reads from, takes another order each time."""
+    """Return whether a dataset, or a dataset that it reads from, has a new order in each pass."""
     return bool(getattr(dataset, "_reshuffle_each_iteration", False)) or any(map(_reshuffles, dataset._inputs()))
 
 
@@ -123,7 +123,7 @@ def _shuffled_anew(source: Any, old: Any, passes_of: Callable[[int], Passes]) ->
     if not old._reshuffle_each_iteration:
         return _in_order(source, old._buffer_size, old._seed, old._seed2)
     seeds = int(old._seed), int(old._seed2)
-    if not any(seeds):  # only one rank may do without
+    if not any(seeds):  # only a single rank may shuffle without seeds
         return shuffled(source, old._buffer_size, passes_of(int(np.random.default_rng().integers(2**31))))
     return shuffled(source, old._buffer_size, passes_of(seeds[0] * 1_000_003 + seeds[1]))
 
@@ -139,12 +139,12 @@ _BUILT_ANEW: dict[str, Callable[[Any, Any, Callable[[int], Passes]], Any]] = {
     "_MapDataset": lambda source, old, _: source.map(old._map_func._func),
     "_ParallelMapDataset": lambda source, old, _: source.map(old._map_func._func, old._num_parallel_calls),
 }
-"""How to make a dataset like an old one, by its class, from another source."""
+"""Functions that rebuild a dataset on another source, by the name of the dataset's class."""
 
 
 def _called(function: Callable[[], Array]) -> tf.Tensor:
-    """What a function returns when the graph runs, an int64 scalar. It runs in the world of the code that calls this."""
-    context = contextvars.copy_context()  # TensorFlow's threads have none
+    """Return a tensor of the function's result, an int64 scalar. The function runs in the world of the code that calls this."""
+    context = contextvars.copy_context()  # TensorFlow's threads do not have the context of the program's thread
     value = tf.numpy_function(lambda: context.copy().run(function), [], tf.int64)
     value.set_shape(())
     return value

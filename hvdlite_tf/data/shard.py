@@ -1,4 +1,4 @@
-"""A `tf.data.Dataset` dealt out to the ranks: `shard`."""
+"""`shard`: gives each rank a part of a `tf.data.Dataset`."""
 
 from __future__ import annotations
 
@@ -30,39 +30,40 @@ def shard(
     seed: int | None = None,
     process_set: ProcessSet | None = None,
 ) -> tf.data.Dataset:
-    """This rank's share of a dataset that every rank has. Every rank calls this, with datasets that give the same elements.
+    """Return this rank's share of a dataset. Every rank calls this function, with datasets of the same elements.
 
-    Each rank reads the whole dataset and keeps its share, so shard early: before what is expensive, such as decoding images,
-    and before it is batched::
+    Each rank reads the whole dataset and keeps its share. So shard early: before expensive work, such as decoding images, and
+    before batching::
 
         train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)), shuffle=10_000).batch(64)  # of each rank
         train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(128), by="batches")   # of all ranks together
 
-    What shuffles after `shard` may shuffle differently on each rank; what shuffles before must not, and is checked. A rank may
-    look at some elements alone: the order changes when a pass has been read to its end, on all ranks.
+    A shuffle after `shard` may differ between the ranks. A shuffle before `shard` must be the same on all ranks, which `shard`
+    checks. A rank may look at some elements alone, because the order changes only when a pass has been read to its end.
 
     Args:
-        dataset: Of single examples, or of batches of all ranks together.
-        by: "examples": rank r of n takes elements r, r + n, r + 2n, …; the dataset must say how many it has. "batches": its
-            part of the rows of each batch, the first part on rank 0; that keeps the batches those of one process.
-        remainder: What happens if they do not come out even. "repeat": every rank gets the same number of elements (or rows of
-            each batch), and a few, fewer than there are ranks, come a second time. "drop": the same number, and as few are
-            left out. "uneven": each exactly once, so that some ranks have one more, and maybe one step more: then let the
-            ranks end together (`hvd.callbacks.Distributed`, `hvd.join`). A rank's part of a small batch may then be empty.
-        shuffle: Shuffle first, in a buffer of this many elements, in an order that is the same on all ranks and another one in
-            each epoch.
-        seed: For `shuffle`; that of rank 0 counts, which draws one if it has none.
-        process_set: The ranks that share the dataset; all by default.
+        dataset: A dataset of single examples, or of global batches.
+        by: "examples" means that rank r of n takes the elements r, r + n, r + 2n, …; the number of elements must be known.
+            "batches" means that each rank takes its part of the rows of each batch, and rank 0 the first part, so that the
+            batches remain those of one process.
+        remainder: What happens if the number of elements (or rows of a batch) is not a multiple of the number of ranks.
+            "repeat": every rank gets equally many, and a few, fewer than there are ranks, are used twice. "drop": every rank
+            gets equally many, and a few are left out. "uneven": each is used once, so some ranks have one more, and perhaps one
+            step more; then let the ranks end together (`hvd.callbacks.Distributed`, `hvd.join`). A rank's part of a small batch
+            may be empty then.
+        shuffle: The number of elements in a buffer in which the dataset is shuffled before it is sharded; 0 means no shuffle.
+            The order is the same on all ranks, and a new one in each epoch.
+        seed: The seed for `shuffle`. Rank 0's counts; None means that rank 0 draws one.
+        process_set: The ranks that share the dataset; None means all ranks.
 
     Returns:
-        The share, on which a `hvd.Strategy` leaves every rank its own
-        (``options().experimental_distribute.auto_shard_policy`` is OFF).
+        The share. Its ``options().experimental_distribute.auto_shard_policy`` is OFF, so `hvd.Strategy` does not divide it.
 
     Raises:
-        ArgumentError: An argument is not one of those; or, by examples, the dataset cannot say how many it has; or the ranks
-            shuffle it differently; or something comes between its own shuffle and `shard` that hides the shuffle from `shard`.
-        MismatchError: The ranks passed different datasets. Raised on all of them.
-        UnsupportedTensorError: By batches, an element has no rows.
+        ArgumentError: `by` or `remainder` is unknown; or the number of examples is not known; or the ranks shuffle the dataset
+            in different orders; or a step between the dataset's own shuffle and `shard` hides the shuffle from `shard`.
+        MismatchError: The ranks passed different datasets. All ranks raise it.
+        UnsupportedTensorError: An element of a dataset of batches has no rows.
     """
     here = world("shard()")
     if not isinstance(dataset, tf.data.Dataset):
@@ -80,7 +81,7 @@ def shard(
         return Passes(name, hvdlite.broadcast_object(own_seed, process_set=process_set) % 2**63, process_set)
 
     shuffles = any(seeds_of(dataset))
-    dataset = with_orders_of_passes(dataset, passes_of)  # for one rank too: the order is that of any number of ranks
+    dataset = with_orders_of_passes(dataset, passes_of)  # for one rank too: its order equals that of several
     if by == "examples":
         dataset = with_equal_shares(dataset, engine.size, remainder, shuffles)
     if shuffle:
@@ -91,14 +92,18 @@ def shard(
     else:
         share = rows_of_batches(dataset, engine.rank, engine.size, remainder)
     if shuffle or shuffles:
-        share = share.prefetch(1)  # so that the end of a pass is noticed with its last element
+        share = share.prefetch(1)  # so that the last element of a pass also ends the pass
     return as_it_is(share)
 
 
 def with_equal_shares(
     dataset: tf.data.Dataset, size: int, remainder: Remainder, shuffles: bool = False
 ) -> tf.data.Dataset:
-    """As many elements as `size` ranks share evenly, if `remainder` wants that, of one that shuffles or not; see `shard`."""
+    """Return a dataset whose number of elements is a multiple of `size`, unless `remainder` is "uneven". See `shard`.
+
+    Raises:
+        ArgumentError: The number of elements is not known, or the dataset shuffles (`shuffles`) and would be read twice.
+    """
     total = int(dataset.cardinality())
     if remainder == "uneven" or total == tf.data.INFINITE_CARDINALITY:
         return dataset
@@ -113,7 +118,7 @@ def with_equal_shares(
     if remainder == "drop":
         return dataset.take(total // size * size)
     if shuffles:
-        # What comes again is read in a second pass, which not every rank begins: orders would differ from then on.
+        # The repeated elements are read in a second pass, which not every rank begins: the orders would differ from then on.
         raise ArgumentError(
             f"{total} shuffled elements cannot be dealt out evenly to {size} ranks: let shard() shuffle them "
             '(shard(dataset, shuffle=buffer_size)), or shuffle what it returns, or pass remainder="drop".'
@@ -122,7 +127,7 @@ def with_equal_shares(
 
 
 def rows_of_batches(dataset: tf.data.Dataset, rank: int, size: int, remainder: Remainder) -> tf.data.Dataset:
-    """This rank's part of the rows of each batch; see `shard`."""
+    """Return a dataset of this rank's part of the rows of each batch. See `shard`."""
     if size == 1:
         return dataset
     if remainder == "drop":
@@ -136,20 +141,21 @@ def rows_of_batches(dataset: tf.data.Dataset, rank: int, size: int, remainder: R
 
 
 def part_of_batch(batch: Any, rank: int, size: int, remainder: Remainder = "uneven") -> Any:
-    """The rows of a batch that are a rank's: neighbours, those of rank 0 first.
+    """Return a rank's part of the rows of a batch: consecutive rows, of which rank 0 has the first.
 
     Args:
-        batch: Tensors, dense, ragged or sparse, in any structure, of equally many rows. Scalars are for all ranks.
-        rank, size: Of which rank, of how many.
-        remainder: As for `shard`.
+        batch: Dense, ragged or sparse tensors in any structure, with equal numbers of rows. Every rank gets all scalars.
+        rank: The rank.
+        size: The number of ranks.
+        remainder: See `shard`.
 
     Returns:
-        The same structure. Static shapes are kept where they are known.
+        The same structure. Static shapes are kept if they are known.
     """
     known = _known_rows(batch)
     rows = _rows_of(batch) if known is None else known
     begin, end = (_bounds(rows, number, size, remainder) for number in (rank, rank + 1))
-    if remainder == "repeat":  # the last rows of the others again, where there are not enough
+    if remainder == "repeat":  # a rank with too few rows also takes a row of a neighbour
         longest = -(-rows // size)
         begin = (tf.minimum if known is None else min)(begin, rows - longest)
         end = begin + longest
@@ -174,7 +180,7 @@ def as_it_is(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _bounds(rows: Any, number: int, size: int, remainder: Remainder) -> Any:
-    """Where the part of rank `number` begins. The first ranks have the rows that are left over."""
+    """Return the first row of the part of rank `number`. The first ranks get the rows that remain."""
     even = rows // size * number
     if remainder == "drop":
         return even
@@ -193,13 +199,13 @@ def _with_rows(batch: Any) -> list[Any]:
 
 
 def _known_rows(batch: Any) -> int | None:
-    """The number of rows of a batch if its static shape tells."""
+    """Return the number of rows of a batch if its static shape has it; otherwise None."""
     shape = _with_rows(batch)[0].shape
     return None if shape.rank is None else shape[0]
 
 
 def _rows_of(batch: Any) -> Any:
-    """The number of rows of a batch, an int32 tensor."""
+    """Return the number of rows of a batch as an int32 tensor."""
     leaf = _with_rows(batch)[0]
     if isinstance(leaf, tf.RaggedTensor):
         return tf.cast(leaf.nrows(), tf.int32)

@@ -1,7 +1,7 @@
-"""Whether all ranks read a dataset in the same order, so that what one rank leaves out is what another one takes.
+"""A check that all ranks read a dataset in the same order, so that their shares contain each row once.
 
-A dataset that shuffles carries its seeds with it from where it was made. Ranks that made it with different ones would cut
-different rows out of different orders: some rows would be seen twice, and others never.
+A dataset that shuffles contains its seeds. Ranks with different seeds would take their shares from different orders: some rows
+would be used twice, and others never.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _SHUFFLING = {
     **dict.fromkeys(("ShuffleAndRepeatDataset", "ShuffleAndRepeatDatasetV2"), slice(2, 4)),
     **dict.fromkeys(("RandomDataset", "RandomDatasetV2"), slice(0, 2)),
 }
-"""Operations that make datasets in random order, and which of their inputs are seeds."""
+"""The operations that make datasets in random order, with the slice of their inputs that are seeds."""
 _CHOOSING = {"FilterDataset", "TakeWhileDataset"}
-"""Datasets whose functions say which elements there are."""
+"""The datasets whose functions decide which elements there are."""
 _DRAWING = {
     *("RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "ParameterizedTruncatedNormal"),
     *("RandomGamma", "RandomPoisson", "RandomPoissonV2", "Multinomial"),
 }
-"""Operations that draw random numbers. They matter where they choose elements, or are sorted, which puts rows in their order;
-those that only change values, as when images are flipped, may differ between ranks."""
+"""The operations that draw random numbers. They matter if the numbers choose elements, or are sorted to give an order. Numbers
+that only change values, such as those that flip images, may differ between ranks."""
 
 
 class _Order(NamedTuple):
-    """What decides which rows come when.
+    """The properties of a dataset that decide the order of its rows.
 
     Attributes:
-        structure: Dtypes and shapes of an element.
+        structure: Dtypes and shapes of an element, as text.
         cardinality: The number of elements; negative if it is not known or infinite.
-        seeds: Of everything that shuffles, from the end of the pipeline to its beginning.
-        loose: What is in no certain order, whatever the seeds; "" if all is.
+        seeds: The seeds of all shuffles, from the end of the pipeline to its beginning.
+        loose: A description of a step whose order is not deterministic; "" if there is none.
     """
 
     structure: str
@@ -48,18 +48,18 @@ class _Order(NamedTuple):
 
 
 def check_order(dataset: tf.data.Dataset, call: str, process_set: ProcessSet | None = None) -> None:
-    """Let a dataset pass that all ranks have alike. Every rank calls this, outside of tf.function.
+    """Raise an error on all ranks if their datasets differ. Every rank calls this, outside of a tf.function.
 
-    What generators and files hold is not looked at.
+    The contents of generators and files are not compared.
 
     Args:
-        dataset: This rank's.
-        call: What was called, for messages.
-        process_set: The ranks that take part; all by default.
+        dataset: This rank's dataset.
+        call: The function that the program called, for messages.
+        process_set: The ranks that take part; None means all ranks.
 
     Raises:
-        ArgumentError: It shuffles in an order that differs between the ranks. Raised on all of them.
-        MismatchError: The ranks' datasets have different elements, or different numbers of them. Raised on all of them.
+        ArgumentError: The order of the dataset differs between the ranks. All ranks raise it.
+        MismatchError: The elements of the ranks' datasets have different specs, or their numbers differ. All ranks raise it.
     """
     if tf.inside_function():
         raise ArgumentError(f"{call} asks the other ranks: call it outside of tf.function.")
@@ -91,7 +91,7 @@ def check_order(dataset: tf.data.Dataset, call: str, process_set: ProcessSet | N
 
 
 def seeds_of(dataset: Any) -> Iterator[tuple[int, ...]]:
-    """The seeds of what changes the order, here and in all that this dataset reads from."""
+    """Yield the seeds of all steps that change the order, in a dataset and in all datasets that it reads from."""
     own = [int(getattr(dataset, name)) for name in ("_seed", "_seed2") if getattr(dataset, name, None) is not None]
     if own:
         yield tuple(own)
@@ -106,14 +106,14 @@ def seeds_of(dataset: Any) -> Iterator[tuple[int, ...]]:
                 seeds = {_name(each) for each in node.input[_SHUFFLING[node.op]]} & nodes.keys()
                 behind = sorted(seeds.union(*(_sources(nodes[name], nodes) for name in seeds)))
                 found = tuple(value for value in (_constant(nodes[name]) for name in behind) if value is not None)
-                if found:  # and not what the program computes from its data
+                if found:  # constants only, and not seeds that the program computes from its data
                     yield found
     for source in dataset._inputs():
         yield from seeds_of(source)
 
 
 def _loose_part_of(dataset: Any) -> str:
-    """What of a pipeline may give elements in any order; "" if nothing does."""
+    """Return a description of a step of a pipeline whose order is not deterministic; "" if there is none."""
     if dataset.options().deterministic is False:
         return "a dataset with options().deterministic=False"
     text = f"a {type(dataset).__name__.lstrip('_')} with deterministic=False"
@@ -125,7 +125,7 @@ def _loose_part_of(dataset: Any) -> str:
 
 
 def _bodies(dataset: Any) -> Iterator[list[Any]]:
-    """The nodes of the functions that a dataset calls, and of those that they call."""
+    """Yield the nodes of each function that a dataset calls, directly or through other functions."""
     for function in dataset._functions():
         definition = function.function.graph.as_graph_def()
         yield list(definition.node)
@@ -133,7 +133,7 @@ def _bodies(dataset: Any) -> Iterator[list[Any]]:
 
 
 def _sources(node: Any, nodes: dict[str, Any]) -> set[str]:
-    """The names of what a node is computed from, in the same body."""
+    """Return the names of all nodes of the same function from which a node is computed."""
     found: set[str] = set()
     to_do = [node]
     while to_do:
@@ -144,12 +144,12 @@ def _sources(node: Any, nodes: dict[str, Any]) -> set[str]:
 
 
 def _name(source: str) -> str:
-    """Of the node that an input comes from."""
+    """Return the name of the node that an input comes from."""
     return source.lstrip("^").split(":")[0]
 
 
 def _constant(node: Any) -> int | None:
-    """The value of a node that is a whole number; None if it is anything else."""
+    """Return the value of a node that is a constant integer scalar; None for any other node."""
     if node.op != "Const" or not tf.as_dtype(node.attr["dtype"].type).is_integer:
         return None
     value = tf.make_ndarray(node.attr["value"].tensor)

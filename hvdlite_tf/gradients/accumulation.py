@@ -1,9 +1,9 @@
-"""Gradients of several backward passes added up on each rank, and exchanged once::
+"""Gradients of several backward passes, which each rank adds up and which are exchanged once::
 
     pass 1 ─▶ + ─▶ (the sum so far)        nothing is applied
-    pass 2 ─▶ + ─▶ the sum ─▶ exchange ─▶ applied, and the sum begins anew
+    pass 2 ─▶ + ─▶ the sum ─▶ exchange ─▶ applied, and the sum is reset
 
-For optimizers that cannot do that themselves: those of tf_keras and of TensorFlow 1. Those of Keras 3 can.
+This is for optimizers of tf_keras and TensorFlow 1. Optimizers of Keras 3 accumulate gradients themselves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Exchange = Callable[[list[Any], list[Any]], Sequence[Any]]
 
 
 class _Aggregation:
-    """Adds up gradients. In eager code, in a tf.function, and in a graph of TensorFlow 1."""
+    """An accumulator of gradients, in eager code, in a tf.function, and in a graph of TensorFlow 1."""
 
     def __init__(
         self,
@@ -39,9 +39,9 @@ class _Aggregation:
         self.average_aggregated_gradients = average_aggregated_gradients
         self.sparse_as_dense = sparse_as_dense
         self.locally_aggregated_grads: dict[int, Any] = {}
-        """The sums so far, by the place of the gradient in its list."""
+        """The sums so far, by the position of the gradient in its list."""
         self.counter = _variable(tf.zeros, (), tf.int32)
-        """How many passes the sums are of."""
+        """The number of passes in the sums."""
         self._exchange = allreduce_func
         self.local = LocalVariables(scale_local_gradients, process_set)
         """The variables whose gradients are not exchanged."""
@@ -51,27 +51,26 @@ class _Aggregation:
         self.local.register(var)
 
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
-        """Add the gradients of one pass to the sums, and exchange these if it was the last. Every rank calls this.
+        """Add the gradients of one pass to the sums, and exchange the sums if this is the last pass. Every rank calls this.
 
         Args:
-            grads: Dense tensors or IndexedSlices; None where there is none.
+            grads: A dense tensor, a tf.IndexedSlices or None for each variable.
             vars: The variables.
 
         Returns:
-            After the last pass the combined gradients, `counter` being 0; after others the sums so far. None where no pass has
-            had a gradient.
+            After the last pass the combined gradients, and `counter` is 0; after other passes the sums so far. An element is
+            None if no pass has had a gradient there.
 
         Raises:
-            ArgumentError: IndexedSlices, without `sparse_as_dense`.
-            HvdliteError: Other ranks have a gradient of which this one has had none.
+            ArgumentError: A gradient is a tf.IndexedSlices, and `sparse_as_dense` is False.
+            HvdliteError: Other ranks have the gradient of a variable for which this rank has had none.
         """
         present = {place: self._dense(gradient) for place, gradient in enumerate(grads) if gradient is not None}
         for place, gradient in present.items():
             if place not in self.locally_aggregated_grads:
                 self.locally_aggregated_grads[place] = _variable(tf.zeros, gradient.shape, gradient.dtype)
-        there = sorted(
-            self.locally_aggregated_grads
-        )  # what an earlier pass had, and this one has not, is in the sum as well
+        # This includes gradients that an earlier pass had and this pass does not have.
+        there = sorted(self.locally_aggregated_grads)
         sums = [self.locally_aggregated_grads[place] for place in there]
 
         def add(*gradients: tf.Tensor) -> list[tf.Tensor]:
@@ -100,7 +99,7 @@ class _Aggregation:
             divisor = self.backward_passes_per_step if self.average_aggregated_gradients else 1
             return [combined[place] / divisor for place in there]
 
-        # In a graph of TensorFlow 1 nothing would order all this, so it becomes a function there.
+        # In a graph of TensorFlow 1 nothing would order these operations, so they become a function there.
         results = (add if _orders_itself() else tf.function(add, autograph=False))(*present.values())
         found: list[Any] = [None] * len(grads)
         for place, result in zip(there, results, strict=True):
@@ -108,13 +107,13 @@ class _Aggregation:
         return found
 
     def apply_gradients(self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Apply gradients if `compute_gradients` has just exchanged them; if not, count one more iteration.
+        """Apply gradients if `compute_gradients` has just exchanged them; otherwise count one more iteration.
 
         Args:
-            apply_grads_closure: Applies the gradients that `compute_gradients` returned.
-            optimizer: Its `iterations` are counted, if it has any.
-            *args: The first one is pairs of gradient and variable, as for the optimizer's `apply_gradients`.
-            **kwargs: `global_step` is counted too.
+            apply_grads_closure: A function that applies the gradients that `compute_gradients` returned.
+            optimizer: An optimizer whose `iterations` are counted, if it has any.
+            *args: The first one is the list of pairs of gradient and variable for the optimizer's `apply_gradients`.
+            **kwargs: `global_step` is a variable that is counted too.
         """
 
         def count() -> Any:
@@ -141,19 +140,19 @@ class _Aggregation:
 
 
 class LocalGradientAggregationHelper(_Aggregation):
-    """Adds up the gradients of several passes in a graph of TensorFlow 1 (works in eager code and tf.function too).
+    """An accumulator of the gradients of several passes for graphs of TensorFlow 1, eager code and tf.functions.
 
     Args:
-        backward_passes_per_step: How many.
-        allreduce_func: The exchange: called with gradients and their variables, returns combined gradients.
-        sparse_as_dense: Make IndexedSlices dense; else they are an error.
-        average_aggregated_gradients: Divide the sums by the number of passes.
-        rank, optimizer_type, name: Horovod's, without effect.
-        process_set: The ranks that are counted for local variables.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+        backward_passes_per_step: The number of passes.
+        allreduce_func: The exchange: a function of gradients and their variables that returns the combined gradients.
+        sparse_as_dense: Whether tf.IndexedSlices are made dense; if not, they are an error.
+        average_aggregated_gradients: Whether the sums are divided by the number of passes.
+        rank, optimizer_type, name: Horovod's arguments, which have no effect.
+        process_set: The ranks whose number divides the gradients of local variables.
+        scale_local_gradients: Whether the gradients of local variables are divided by the number of ranks.
 
     Raises:
-        ArgumentError: Fewer than one pass.
+        ArgumentError: `backward_passes_per_step` is less than 1.
     """
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
@@ -182,16 +181,14 @@ class LocalGradientAggregationHelper(_Aggregation):
 
 
 class LocalGradientAggregationHelperEager(_Aggregation):
-    """Adds up the gradients of several passes in eager code and in tf.function.
+    """An accumulator of the gradients of several passes for eager code and tf.functions.
 
-    Args:
-        backward_passes_per_step, allreduce_func, sparse_as_dense: As for `LocalGradientAggregationHelper`.
-        average_aggregated_gradients, process_set, scale_local_gradients: As there.
+    See `LocalGradientAggregationHelper` for the arguments and errors.
     """
 
 
 def _orders_itself() -> bool:
-    """Whether operations run in the order of the program: in eager code and in functions."""
+    """Return whether operations run in the order of the program, as they do in eager code and in functions."""
     return bool(tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function)
 
 
@@ -202,7 +199,7 @@ def _choose(condition: tf.Tensor, yes: Callable[[], Any], no: Callable[[], Any])
 
 
 def _variable(initial: Callable[..., Any], shape: Any, dtype: tf.DType) -> Any:
-    """A variable outside of functions; in a graph of TensorFlow 1 a local one, which is not saved."""
+    """Make a variable outside of functions; in a graph of TensorFlow 1 it is a local variable, which is not saved."""
     with tf.init_scope():
         if tf.executing_eagerly():
             return tf.Variable(initial(shape, dtype), trainable=False)

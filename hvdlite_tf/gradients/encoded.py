@@ -1,4 +1,4 @@
-"""What of a gradient is exchanged, and what becomes of it: compressed tensors, a number of them for each kind of gradient."""
+"""Gradients encoded for the exchange: one compressed tensor if dense, two (indices and compressed values) if sparse."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from hvdlite.tensors.numpy_adapter import check_dtype
 T = TypeVar("T")
 
 NONE, DENSE, SPARSE = "nds"
-"""Kinds of gradients. One consists of as many tensors as its place here says: sparse ones of indices and values."""
+"""The kinds of gradients. A kind's position in this text is the number of its tensors: sparse ones have indices and values."""
 
 
 class Wire:
-    """A gradient as it is exchanged.
+    """A gradient encoded for the exchange.
 
     Args:
-        source: A variable or tensor.
-        gradient: This rank's gradient of it: dense, tf.IndexedSlices, or None.
-        compression: How it is compressed.
-        divisor: It is divided by this before that, and multiplied by it in the end.
+        source: The variable or tensor whose gradient it is.
+        gradient: This rank's gradient: a dense tensor, a tf.IndexedSlices, or None.
+        compression: The compression of the values.
+        divisor: The values are divided by this number before the compression, and multiplied by it after the exchange.
 
     Attributes:
-        source: As given.
-        kind: Of this rank's gradient.
-        info: Dtype and shape, compressed. A dimension is `UNKNOWN` if it is not known.
+        source: The variable or tensor.
+        kind: The kind of this rank's gradient.
+        info: The dtype and shape of the compressed dense gradient. A dimension that is not known is `UNKNOWN`.
 
     Raises:
-        UnsupportedTensorError: It is no floating-point number.
+        UnsupportedTensorError: The source is not of a floating-point or complex dtype.
     """
 
     def __init__(self, source: Any, gradient: Any, compression: Compressor, divisor: float) -> None:
@@ -50,12 +50,10 @@ class Wire:
             self._tensors = [self._compress(tf.convert_to_tensor(gradient))]
         elif self.kind == SPARSE:
             self._tensors = [tf.cast(gradient.indices, tf.int64), self._compress(gradient.values)]
-        self._dtype, self._shape = (
-            source.dtype.base_dtype,
-            source.shape,
-        )  # variables of TensorFlow 1 have dtypes of references
+        # Variables of TensorFlow 1 have dtypes of references, so this takes their base dtypes.
+        self._dtype, self._shape = source.dtype.base_dtype, source.shape
         if compression is not Compression.none:
-            with tf.Graph().as_default():  # no memory, only to see what comes out
+            with tf.Graph().as_default():  # this takes no memory, and shows the compressed dtype and shape
                 encoded, context = compression.compress(tf.compat.v1.placeholder(self._dtype, self._shape))
             self._dtype, self._shape = encoded.dtype, encoded.shape
             if self.kind == NONE:
@@ -75,17 +73,17 @@ class Wire:
         return encoded
 
     def tensors(self) -> list[tf.Tensor]:
-        """What this rank sends: as many tensors as its kind has."""
+        """Return the tensors that this rank sends, as many as its kind has."""
         return self._tensors
 
     def specs(self, kind: str) -> list[tf.TensorSpec]:
-        """What comes back if it is of this kind."""
+        """Return the specs of the tensors that the exchange returns for a gradient of this kind."""
         if kind == SPARSE:
             return [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, *self._shape[1:]], self._dtype)]
         return [tf.TensorSpec(self._shape, self._dtype)] if kind == DENSE else []
 
     def decode(self, tensors: Sequence[tf.Tensor]) -> Any:
-        """The gradient that has come back: a dense tensor of one, tf.IndexedSlices of two."""
+        """Return the gradient for tensors that the exchange returned: one for a dense tensor, two for a tf.IndexedSlices."""
         decoded = self._compression.decompress(tensors[-1], self._context)
         if self._divisor != 1.0:
             decoded = decoded * tf.cast(self._divisor, decoded.dtype)
@@ -93,9 +91,9 @@ class Wire:
 
 
 def as_dense(gradient: Any, source: Any) -> Any:
-    """A sparse gradient of `source` as a dense one; any other as it is.
+    """Return a sparse gradient of `source` as a dense tensor; a dense gradient unchanged.
 
-    Rows that were looked up more than once are summed. Keras leaves them apart, so that its Adam squares each part alone.
+    Rows of equal index are summed. (Keras keeps them apart, so its Adam would square each of them alone.)
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -105,14 +103,14 @@ def as_dense(gradient: Any, source: Any) -> Any:
 
 
 def shape_of(source: Any) -> tf.Tensor:
-    """As a tensor. A variable is not read for it: an outer tape would take it for an input."""
+    """Return the shape of `source` as a tensor, without reading a variable: an outer tape would record the read."""
     if source.shape.is_fully_defined():
         return tf.constant(source.shape.as_list(), tf.int64)
     return tf.shape(source, tf.int64)
 
 
 def taken(kind: str, arrays: Iterator[Array]) -> Gradient:
-    """A gradient of this kind from the next arrays."""
+    """Return a gradient of this kind, made of the next arrays."""
     found = take(kind, arrays)
     if kind == SPARSE:
         return Rows(*found)
@@ -120,10 +118,10 @@ def taken(kind: str, arrays: Iterator[Array]) -> Gradient:
 
 
 def take(kind: str, items: Iterator[T]) -> list[T]:
-    """The next items, as many as make a gradient of this kind."""
+    """Return the next items, as many as a gradient of this kind has."""
     return list(itertools.islice(items, (NONE + DENSE + SPARSE).index(kind)))
 
 
 def arrays_of(gradient: Gradient) -> list[Array]:
-    """The arrays of a gradient that there is."""
+    """Return the arrays of a gradient, which must not be None."""
     return [*gradient] if isinstance(gradient, Rows) else [gradient]

@@ -1,9 +1,9 @@
-"""Variables that each rank has for itself: their gradients are not exchanged.
+"""Local variables, which each rank has for itself: their gradients are not exchanged.
 
-Such as the part of a model that differs between the ranks (expert or table parallelism), while the rest is replicated::
+An example is the part of a model that differs between the ranks (expert or table parallelism), while the rest is replicated::
 
-    gradients ─▶ split ─▶ those of shared variables ─▶ exchange ─▶ merge ─▶ gradients, in the order that they had
-                      └─▶ those of local variables ─▶ × 1/size ───▶┘
+    gradients ─▶ split ─▶ of shared variables ─▶ exchange ─▶ merge ─▶ gradients in their old order
+                      └─▶ of local variables ──▶ × 1/size ───▶┘
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hvdlite_tf.variables import is_variable, plain_variable, tensorflow, times
 
 
 class LocalVariables:
-    """Which of an optimizer's or a tape's variables are local to the ranks.
+    """The local variables of an optimizer or a tape.
 
-    The loss of data-parallel training is the mean of the ranks' losses, and a local variable has an influence on the loss of
-    its own rank only: so its gradient is that of the rank's loss divided by the number of ranks.
+    The loss of data-parallel training is the mean of the ranks' losses, and a local variable affects only the loss of its own
+    rank. So its gradient is the gradient of that rank's loss divided by the number of ranks.
 
     Args:
-        scale: Divide gradients of local variables by the number of ranks; if not, they stay as they are.
-        process_set: The ranks that are counted; all by default.
+        scale: Whether the gradients of local variables are divided by the number of ranks.
+        process_set: The ranks that are counted; None means all ranks.
     """
 
     def __init__(self, scale: bool = True, process_set: ProcessSet | None = None) -> None:
         self._scale = scale
         self._process_set = process_set
-        # By identity: Keras' variables compare by value, and have no ref().
+        # The keys are identities, because Keras' variables compare by value and have no ref().
         self._registered: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
@@ -43,13 +43,13 @@ class LocalVariables:
         return id(plain_variable(variable)) in self._registered
 
     def register(self, var: Any) -> None:
-        """Keep the gradient of `var` on this rank from now on. Every rank registers variables in the same places of its model.
+        """Keep the gradient of `var` on this rank. Every rank registers the variables at the same positions of its model.
 
         Args:
-            var: A variable of TensorFlow or Keras; for a tape a tensor too.
+            var: A variable of TensorFlow or Keras; for a tape also a tensor.
 
         Raises:
-            ArgumentError: It is neither.
+            ArgumentError: `var` is something else.
         """
         plain = plain_variable(var)
         if not _is_tensor(plain) and not isinstance(var, keras.Variable):
@@ -60,10 +60,10 @@ class LocalVariables:
         """Register all trainable variables of layers.
 
         Args:
-            layers: A layer of Keras (a model too), or several.
+            layers: A layer or model of Keras, or several.
 
         Raises:
-            ArgumentError: One of them is no layer, or has no variables yet.
+            ArgumentError: An element is not a layer, or has no variables yet.
         """
         for layer in layers if isinstance(layers, Iterable) else [layers]:
             if not hasattr(layer, "trainable_weights") or not hasattr(layer, "built"):
@@ -78,37 +78,40 @@ class LocalVariables:
     def exchange_others(
         self, combine: Callable[[list[Any], list[Any]], list[Any]], variables: Sequence[Any], gradients: Sequence[Any]
     ) -> list[Any]:
-        """`split`, an exchange, and `merge`.
+        """Combine the gradients of shared variables: call `split`, `combine` and `merge`.
 
         Args:
-            combine: Called with variables and their gradients; returns combined gradients, in their order.
-            variables, gradients: As for `split`.
+            combine: A function of variables and their gradients that returns the combined gradients, in the same order.
+            variables, gradients: See `split`.
+
+        Returns:
+            The gradients of all variables, in their order.
         """
         return self.merge(variables, gradients, combine(*self.split(variables, gradients)))
 
     def change_others(
         self, change: Callable[[list[Any], list[Any]], list[Any]], variables: Sequence[Any], gradients: Sequence[Any]
     ) -> list[Any]:
-        """As `exchange_others`, for what is no exchange yet: gradients of local variables stay as they are."""
+        """Apply a function to the gradients of shared variables, and keep the gradients of local variables unchanged."""
         changed = iter(change(*self.split(variables, gradients)))
         return [g if variable in self else next(changed) for variable, g in zip(variables, gradients, strict=True)]
 
     def split(self, variables: Sequence[Any], gradients: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """What is to be exchanged: the variables that are not local, and their gradients.
+        """Return the variables that are not local, and their gradients.
 
         Args:
-            variables: Of TensorFlow or Keras, or tensors.
-            gradients: Of each a dense tensor, IndexedSlices, or None.
+            variables: Variables of TensorFlow or Keras, or tensors.
+            gradients: A dense tensor, a tf.IndexedSlices or None for each variable.
         """
         shared = [pair for pair in zip(variables, gradients, strict=True) if pair[0] not in self]
         return [variable for variable, _ in shared], [gradient for _, gradient in shared]
 
     def merge(self, variables: Sequence[Any], gradients: Sequence[Any], combined: Sequence[Any]) -> list[Any]:
-        """All gradients in order: combined ones of shared variables, this rank's own of local ones.
+        """Return the gradients of all variables in order: combined ones of shared variables, this rank's own of local ones.
 
         Args:
-            variables, gradients: As given to `split`.
-            combined: What the exchange made of the gradients that `split` returned.
+            variables, gradients: The arguments of `split`.
+            combined: The combined gradients of the variables that `split` returned.
         """
         exchanged = iter(combined)
         return [
@@ -122,7 +125,7 @@ class LocalVariables:
         return times(gradient, self._factor(gradient.dtype))
 
     def _factor(self, dtype: Any) -> Any:
-        """One by the number of ranks: in a tf.function as a tensor of this dtype, for it may run in a job of another size."""
+        """Return 1 ÷ the number of ranks; in a tf.function a tensor, because it may run in a job of another size."""
         tf = tensorflow()
         if tf is None:
             return 1 / size_of(self._process_set)

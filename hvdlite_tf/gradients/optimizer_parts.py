@@ -1,4 +1,4 @@
-"""What Keras 3, tf_keras and its legacy optimizers call differently."""
+"""The parts of an optimizer that have different names in Keras 3, in tf_keras and in its legacy optimizers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hvdlite_tf.variables import plain_variable, read
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer inside of a LossScaleOptimizer; any other as it is."""
+    """Return the optimizer inside a LossScaleOptimizer; any other optimizer unchanged."""
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
 
 
 def optimizers_in(model: Any) -> list[Any]:
-    """The optimizers of a model: what it was compiled with, and what else it keeps as attributes, as a GAN keeps two."""
+    """Return the optimizers of a model: the one of `compile`, and those in other attributes (a GAN has two)."""
     found: list[Any] = []
     for each in (getattr(model, "optimizer", None), *vars(model).values()):
         if hasattr(each, "apply_gradients") and hasattr(each, "iterations") and all(each is not one for one in found):
@@ -29,19 +29,19 @@ def optimizers_in(model: Any) -> list[Any]:
 
 
 def options_of(optimizer: Any) -> Any:
-    """How an optimizer (or one inside of it) exchanges gradients; None if it does not."""
+    """Return the options by which an optimizer (or one inside it) exchanges gradients; None if it does not exchange them."""
     state = _distributed_state_of(optimizer)
     return None if state is None else state.exchange.options
 
 
 def identities_in(model: Any) -> list[Identity]:
-    """Of the model's distributed optimizers."""
+    """Return the identities of the model's distributed optimizers."""
     states = map(_distributed_state_of, optimizers_in(model))
     return [state.identity for state in states if state is not None]
 
 
 def _distributed_state_of(optimizer: Any) -> Any:
-    """What makes an optimizer, or one inside of it, a distributed one; None if it is not."""
+    """Return the state that makes an optimizer, or one inside it, a distributed one; None if it is not."""
     while optimizer is not None:
         state = getattr(optimizer, "_hvdlite", None) or getattr(optimizer, "_hvdlite_state", None)
         if state is not None:
@@ -51,7 +51,7 @@ def _distributed_state_of(optimizer: Any) -> Any:
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
-    """Have the optimizer make its state for these variables, if it has none yet."""
+    """Let the optimizer make its state for these variables, if it has none yet."""
     if hasattr(optimizer, "_create_all_weights"):  # legacy
         optimizer._create_all_weights(variables)
     elif not getattr(optimizer, "built", False):
@@ -59,17 +59,17 @@ def build(optimizer: Any, variables: list[Any]) -> None:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """All variables of an optimizer that is built: its slots, the learning rate, the count of steps."""
+    """Return all variables of a built optimizer: its slots, the learning rate, the count of steps."""
     variables = optimizer.variables
     found = list(variables() if callable(variables) else variables)
-    rate = _learning_rate(optimizer)  # tf_keras does not count it among them
+    rate = _learning_rate(optimizer)  # tf_keras does not have it in the list
     if hasattr(rate, "assign") and all(variable is not rate for variable in found):
         found.append(rate)
     return found
 
 
 def local_state_of(model: Any) -> list[Any]:
-    """The backend's variables that each rank has for itself: local ones of the model's optimizers, and their slots."""
+    """Return the backend's variables that each rank has for itself: the local variables of a model, and their slots."""
     found: list[Any] = []
     for optimizer in optimizers_in(model):
         if hasattr(optimizer, "hvdlite_variables") and getattr(optimizer, "built", False):
@@ -80,10 +80,10 @@ def local_state_of(model: Any) -> list[Any]:
 
 
 def learning_rate_of(optimizer: Any) -> Any:
-    """The variable that holds the learning rate.
+    """Return the variable that holds the learning rate.
 
     Raises:
-        ArgumentError: It is a schedule's, or there are several.
+        ArgumentError: The rate comes from a schedule, or the optimizer has several rates.
     """
     if len(apart := parts_of(optimizer)) > 1:
         raise ArgumentError(
@@ -100,14 +100,14 @@ def learning_rate_of(optimizer: Any) -> Any:
 
 
 def parts_of(optimizer: Any) -> list[Any]:
-    """The optimizers that have a learning rate: those inside of a MultiOptimizer, or the innermost one."""
+    """Return the optimizers that have a learning rate: those inside a MultiOptimizer, or the innermost one."""
     inner = innermost(optimizer)
     several = getattr(inner, "optimizers", None)
     return [part for each in several for part in parts_of(each)] if isinstance(several, list) else [inner]
 
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:
-    """The learning rates that the next step is made with; of a MultiOptimizer all. None where an optimizer has none."""
+    """Return the learning rates of the next step: one, or several of a MultiOptimizer, or none for None."""
     found = []
     for part in [] if optimizer is None else parts_of(optimizer):
         rate = getattr(part, "learning_rate", None)
@@ -117,9 +117,9 @@ def rates_of(optimizer: Any) -> tuple[float, ...]:
 
 
 def rates_of_variables(optimizer: Any) -> Callable[[], tuple[float, ...]]:
-    """What tells the learning rates that an optimizer holds in variables, which callbacks set; not those of schedules.
+    """Return a function that returns the learning rates that an optimizer holds in variables, and not those of schedules.
 
-    It does not keep the optimizer.
+    The function does not keep the optimizer alive.
     """
     reference = weakref.ref(optimizer)
 
@@ -131,31 +131,35 @@ def rates_of_variables(optimizer: Any) -> Callable[[], tuple[float, ...]]:
 
 
 def passes_of(optimizer: Any) -> int:
-    """The calls of `apply_gradients`, those too that only add up gradients, which Keras 3 leaves out of ``iterations``."""
+    """Return the number of calls of `apply_gradients`, including those that only accumulate gradients.
+
+    Keras 3 does not count the latter in ``iterations``.
+    """
     inner = innermost(optimizer)
     return int(getattr(inner, "_iterations", inner.iterations).numpy())
 
 
 def accumulated(optimizer: Any) -> int:
-    """Stands for the gradients that an optimizer of Keras 3 has added up for its next update; 0 if there are none."""
+    """Return a checksum of the gradients that an optimizer of Keras 3 has accumulated for its next update; 0 without any."""
     found = [] if optimizer is None else getattr(innermost(optimizer), "_accumulated_gradients", None) or []
     arrays = [each.numpy() for each in found if each is not None]
     return zlib.crc32(b"".join(array.tobytes() for array in arrays)) if any(array.any() for array in arrays) else 0
 
 
 def _learning_rate(optimizer: Any) -> Any:
-    """The variable or schedule that an optimizer was made with."""
+    """Return the learning rate of an optimizer: a variable or a schedule."""
     inner = innermost(optimizer)
     found = getattr(inner, "_learning_rate", None)
-    return inner.learning_rate if found is None else found  # the latter for legacy ones
+    return inner.learning_rate if found is None else found  # legacy optimizers have no `_learning_rate`
 
 
 def velocities_of(optimizer: Any, weights: list[Any]) -> list[Any]:
-    """The momentum variables that are sums of *steps*, in which past learning rates are contained: of SGD and RMSprop.
+    """Return the momentum variables of SGD and RMSprop, which are sums of *steps* and so contain past learning rates.
 
     Args:
-        optimizer: Any; others sum up gradients, or have no momentum, or no state yet.
-        weights: The variables that it trains.
+        optimizer: An optimizer of any class. The result is empty for other classes, whose momentum is a sum of gradients, and
+            for an optimizer without momentum or without state.
+        weights: The variables that the optimizer trains.
     """
     inner = innermost(optimizer)
     if not {"SGD", "RMSprop"} & {kind.__name__ for kind in type(inner).__mro__}:

@@ -1,4 +1,4 @@
-"""What every distributed optimizer has, of whichever Keras: an exchange, and variables that each rank has for itself."""
+"""The part that all distributed optimizers of Keras and TensorFlow have: an exchange of gradients, and local variables."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ from hvdlite_tf.gradients.local_variables import LocalVariables
 
 
 class Exchange(Protocol):
-    """Combines gradients, in the tensors of a backend: `hvdlite_tf.gradients.exchange.GradientExchange` says how."""
+    """An object that combines gradients over the ranks, as tensors of a backend.
+
+    `hvdlite_tf.gradients.exchange.GradientExchange` describes both methods.
+    """
 
     options: Options
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
-        """The gradients of all ranks."""
+        """Return the gradients of all ranks."""
         ...
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """This rank's gradients, with zeros where other ranks have one."""
+        """Return this rank's gradients, with zeros where only other ranks have a gradient."""
         ...
 
 
 class OptimizerSync:
-    """How the gradients of one optimizer become those of all ranks.
+    """The object by which the gradients of one optimizer become those of all ranks.
 
     Args:
-        exchange: Combines the gradients of the variables that are not local.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
-        identity: What the ranks know the optimizer by; None if nothing is to be known of it.
+        exchange: The object that combines the gradients of the variables that are not local.
+        scale_local_gradients: Whether the gradients of local variables are divided by the number of ranks.
+        identity: The identity by which the ranks match their optimizers, or None.
 
     Attributes:
-        exchange, identity: As given.
+        exchange: The object that combines gradients.
+        identity: The identity, or None.
         local: The variables whose gradients are not exchanged.
     """
 
@@ -43,7 +47,7 @@ class OptimizerSync:
         self.local = LocalVariables(scale_local_gradients, exchange.options.process_set)
 
     def combine(self, variables: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
-        """The gradients of all ranks. Of embeddings the rows of all ranks' batches, as Keras has them of one batch."""
+        """Return the gradients of all ranks. A sparse gradient has the rows of all ranks, one after the other."""
 
         def exchange(shared: list[Any], own: list[Any]) -> list[Any]:
             return self.exchange.combine(shared, own, weight)
@@ -51,5 +55,5 @@ class OptimizerSync:
         return self.local.exchange_others(exchange, variables, gradients)
 
     def fill(self, variables: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """This rank's gradients, with zeros where other ranks have one."""
+        """Return this rank's gradients, with zeros where only other ranks have a gradient."""
         return self.local.change_others(self.exchange.fill, variables, gradients)

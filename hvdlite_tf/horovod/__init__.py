@@ -1,8 +1,11 @@
-"""What ``import horovod.tensorflow`` gives under `hvdlite.compat` in the place of our own: with habits of Horovod's, which
-programs rely on and hvdlite does not share.
+"""The names of ``import horovod.tensorflow`` under `hvdlite.compat` that differ from `hvdlite_tf`.
 
-- `operations`: operations with Horovod's gradients. `names`: what programs import from inside of Horovod.
-- `keras`, `keras_callbacks`: the same of ``horovod.keras``; `keras_habits`: habits of the Keras of its time.
+Programs for Horovod rely on behaviour of Horovod that hvdlite does not have.
+
+- `operations`: the operations with Horovod's gradients.
+- `names`: the names that programs import from modules inside Horovod.
+- `keras`, `keras_callbacks`: the names of ``horovod.keras`` that differ from `hvdlite_tf.keras`.
+- `keras_habits`: the behaviour of the Keras versions of Horovod's time.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ Wrap = TypeVar("Wrap", bound=Callable[..., Any])
 
 
 def with_habits(wrap: Wrap) -> Wrap:
-    """Let a function that makes an optimizer a distributed one give it the habits of `KerasHabits` and `_TfKerasHabits`."""
+    """Return a function like `wrap`, whose distributed optimizers also behave as `KerasHabits` or `_TfKerasHabits` says."""
 
     @functools.wraps(wrap)
     def wrapped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +69,7 @@ def _make_subgraph(f: Callable[..., Any]) -> Any:
 
 
 def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, which is called once for each list of arguments, in eager code and in graphs apart."""
+    """Return a function that calls `f` once for each list of arguments, separately in eager code and in graphs."""
     known: dict[Any, Any] = {}
 
     @functools.wraps(f)
@@ -80,7 +83,7 @@ def _cache(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _TfKerasHabits(DistributedTfKeras):
-    """`compute_gradients` returns the gradients of all ranks, and `iterations` counts every pass."""
+    """Horovod's behaviour: `compute_gradients` returns the gradients of all ranks, and `iterations` counts every pass."""
 
     @property
     def _agg_helper(self) -> Any:
@@ -95,12 +98,12 @@ class _TfKerasHabits(DistributedTfKeras):
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
-        # The newer ones have none, and programs for Horovod call it.
+        # New optimizers do not have this method, and programs for Horovod call it.
         compute = getattr(super(), "_compute_gradients", gradients_of)
         return self._combined(compute(loss, var_list, grad_loss, tape))
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """The gradients of all ranks, with their variables. Arguments as the plain optimizer has them."""
+        """Return the gradients of all ranks with their variables. The arguments are those of the plain optimizer."""
         pairs = super().compute_gradients(*args, **kwargs)  # type: ignore[misc]
         return self._combined(pairs)
 
@@ -109,7 +112,7 @@ class _TfKerasHabits(DistributedTfKeras):
         return list(zip(self._allreduce(gradients, variables), variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], *args: Any, **kwargs: Any) -> Any:
-        """Apply gradients, and combine them first unless they come from `compute_gradients`."""
+        """Apply gradients. Combine them over the ranks before, unless they come from `compute_gradients`."""
         pairs = list(grads_and_vars)
         known = self.__dict__.get("_horovod_combined", ())
         plain = functools.partial(super().apply_gradients, pairs, *args)  # type: ignore[misc]
@@ -121,10 +124,10 @@ class _TfKerasHabits(DistributedTfKeras):
 
 
 def _add_to_class(optimizer: Any, mixin: type) -> None:
-    """Let this one object have the methods of `mixin` before those of its class, which it goes on to say it is of."""
+    """Give one object the methods of `mixin` before those of its class. Its `__class__` remains what it was."""
     shown, kind = optimizer.__class__, type(optimizer)
     namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__class__": property(lambda self: shown)}
-    # By way of object, for the class has a __class__ of its own, which says what is saved.
+    # This calls the setter of `object`, because the class has a property __class__ of its own, for saved models.
     vars(object)["__class__"].__set__(optimizer, type(kind.__name__, (mixin, kind), namespace))
 
 

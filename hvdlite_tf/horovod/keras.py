@@ -1,4 +1,4 @@
-"""What ``import horovod.keras`` gives under `hvdlite.compat` in the place of our own; see `hvdlite_tf.horovod`."""
+"""The names of ``horovod.keras`` under `hvdlite.compat` that differ from `hvdlite_tf.keras`. See `hvdlite_tf.horovod`."""
 
 from __future__ import annotations
 

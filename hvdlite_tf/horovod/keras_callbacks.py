@@ -1,4 +1,4 @@
-"""What ``import horovod.keras.callbacks`` gives under `hvdlite.compat` in the place of our own."""
+"""The names of ``horovod.keras.callbacks`` under `hvdlite.compat` that differ from `hvdlite_tf.callbacks`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ __all__ = ["BroadcastGlobalVariablesCallback"]
 
 
 class BroadcastGlobalVariablesCallback(start.BroadcastGlobalVariablesCallback):
-    """Our own; for a model that has no weights yet on some rank, after the first batch, when all have: as Horovod does it.
+    """The callback of `hvdlite_tf`, which also takes models that have no weights yet on some rank.
 
-    The first step of these models is then made with the gradients of models that differ.
+    For such a model it broadcasts after the first batch, as Horovod does. The first step then uses the gradients of models with
+    different weights.
     """
 
     _waits = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, or wait for the first batch.
+        """Broadcast if the model is built on all ranks; otherwise wait for the first batch.
 
         Raises:
-            MismatchError: The ranks have different models. Raised on all of them.
+            MismatchError: The ranks have different models. All ranks raise it.
         """
         built = bool(self.model.built)
         self._waits = not all(hvdlite.allgather_object(built, process_set=self._process_set))
@@ -30,10 +31,10 @@ class BroadcastGlobalVariablesCallback(start.BroadcastGlobalVariablesCallback):
             super().on_train_begin(logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcast, if that has not been done.
+        """Broadcast, unless `on_train_begin` has done so.
 
         Raises:
-            MismatchError: The ranks have different models. Raised on all of them.
+            MismatchError: The ranks have different models. All ranks raise it.
         """
         if self._waits:
             self._waits = False

@@ -1,8 +1,7 @@
-"""Habits of the Keras of Horovod's time, for programs that run unmodified under `hvdlite.compat`.
+"""Behaviour of the Keras versions of Horovod's time, for programs that run unmodified under `hvdlite.compat`.
 
-For distributed optimizers (`KerasHabits`, `gradients_of`), and, by `let_keras_take`, for Keras itself: programs pass an
-argument to ``model.compile`` that only Horovod needed once, and call ``optimizer.variables()`` of optimizers that they have not
-wrapped.
+`KerasHabits` and `gradients_of` are for distributed optimizers. `let_keras_take` is for Keras itself: programs pass an argument
+to ``model.compile`` that only Horovod needed, and call ``optimizer.variables()`` of optimizers that are not wrapped.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ _DROPPED = "experimental_run_tf_function"
 
 
 class CallableList(list[Any]):
-    """``optimizer.variables`` was a method once, and is a list now: this is both."""
+    """A list that can be called and returns itself: ``optimizer.variables`` was a method in Keras 2, and is a list now."""
 
     def __call__(self) -> list[Any]:
         return self
 
 
 def gradients_of(loss: Any, variables: Any, output_gradients: Any, tape: Any) -> list[tuple[Any, Any]]:
-    """This rank's gradients, with their variables: what optimizers of Keras 2 had in ``_compute_gradients``.
+    """Return this rank's gradients with their variables, as ``_compute_gradients`` of Keras 2's optimizers did.
 
     Args:
-        loss: A tensor that `tape` has recorded; or a function that computes it, without arguments.
-        variables: A list; or a function that returns one.
-        output_gradients: What the gradients of the loss are multiplied by; None for 1.
-        tape: A new one if None.
+        loss: A tensor that `tape` has recorded; or a function without arguments that computes it.
+        variables: A list of variables, or a function that returns one.
+        output_gradients: The upstream gradients of the loss; None means 1.
+        tape: The tape; None means a new one.
 
     Raises:
         ValueError: `loss` is a tensor and there is no tape.
     """
     if tape is None and not callable(loss):
-        raise ValueError("`tape` is required when a `Tensor` loss is passed.")  # as Keras 2 says it
+        raise ValueError("`tape` is required when a `Tensor` loss is passed.")  # the text of Keras 2
     tape = tf.GradientTape() if tape is None else tape
     if callable(loss):
         with tape:
@@ -52,7 +51,7 @@ def gradients_of(loss: Any, variables: Any, output_gradients: Any, tape: Any) ->
 
 
 class KerasHabits(Distributed):
-    """``optimizer.variables()``, ``optimizer.lr`` and ``optimizer._compute_gradients``, as Keras 2 and Horovod had them."""
+    """A mixin with ``variables()``, ``lr`` and ``_compute_gradients`` of optimizers in Keras 2 and Horovod."""
 
     @property
     def variables(self) -> Any:
@@ -71,12 +70,12 @@ class KerasHabits(Distributed):
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
-        """The gradients of all ranks, for `apply_gradients`. With accumulation this rank's own: updates combine them."""
+        """Return the gradients of all ranks, for `apply_gradients`; with accumulation this rank's, which updates combine."""
         gradients, variables = zip(*gradients_of(loss, var_list, grad_loss, tape), strict=True)
         return list(zip(self._allreduce(gradients, variables), variables, strict=True))
 
     def _allreduce(self, grads: Iterable[Any], vars: Iterable[Any]) -> list[Any]:
-        """As `_compute_gradients`, of gradients that are there."""
+        """Combine gradients over the ranks, except with accumulation. See `_compute_gradients`."""
         gradients, variables = list(grads), list(vars)
         if self._accumulates():
             return gradients
@@ -91,7 +90,7 @@ class KerasHabits(Distributed):
         return bool(inner.gradient_accumulation_steps)
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
-        """Apply gradients, and combine them first unless they come from `_compute_gradients` or `_allreduce`."""
+        """Apply gradients. Combine them before, unless they come from `_compute_gradients` or `_allreduce`."""
         gradients = list(grads)
         if is_known(gradients, self.__dict__.get("_horovod_combined", ())):
             super(Distributed, self).apply(gradients, trainable_variables)
@@ -100,12 +99,12 @@ class KerasHabits(Distributed):
 
 
 def is_known(gradients: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Whether these are the very gradients that were combined last, and there are some."""
+    """Return whether these are the same objects as the gradients that were combined last, and at least one."""
     return len(gradients) == len(known) > 0 and all(one is each for one, each in zip(gradients, known, strict=True))
 
 
 def let_keras_take() -> None:
-    """Let Keras 3 take what programs for Horovod pass to it; for the whole process, once."""
+    """Let Keras 3 accept what programs for Horovod pass to it. This changes Keras for the whole process, once."""
     if hasattr(Trainer.compile, "_hvdlite_plain"):
         return
     Trainer.compile = _without_dropped(Trainer.compile)

@@ -1,4 +1,4 @@
-"""Names inside of ``horovod.tensorflow`` that public programs import: helpers that they call, and classes that they name."""
+"""Names of modules inside ``horovod.tensorflow`` that public programs import: helper functions and classes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,13 @@ _LegacyOptimizer = tf.compat.v1.train.Optimizer
 
 
 class _DistributedOptimizer(_LegacyOptimizer, metaclass=InnerClass):  # type: ignore[misc, valid-type]  # mypy does not see it
-    """The class of wrapped optimizers of TensorFlow 1. They are made by `DistributedOptimizer` only."""
+    """The class of wrapped optimizers of TensorFlow 1. Only `DistributedOptimizer` makes them."""
 
     stands_for = DistributedV1
     advice = _ADVICE
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raise: this class makes no optimizers.
-
-        Raises:
-            NotYetError: Always.
-        """
+        """Raise NotYetError, because a program cannot make optimizers of this class itself."""
         raise refuse("horovod.tensorflow._DistributedOptimizer", _ADVICE)
 
 
@@ -49,7 +45,7 @@ def _allreduce(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> Any:
-    """`allreduce` with other defaults: the sum."""
+    """Call `allreduce` with other defaults, of which the most important is Sum."""
     return allreduce(
         tensor,
         name=name,
@@ -71,14 +67,14 @@ def _make_allreduce_grads_fn(
     groups: Any,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> Callable[..., list[Any]]:
-    """A function of gradients, and of their variables if these are known, that gives the gradients of all ranks.
+    """Return a function of gradients, and optionally their variables, that returns the gradients of all ranks.
 
     Args:
-        name, device_dense, device_sparse: Horovod's, without effect.
-        compression, sparse_as_dense, op, gradient_predivide_factor, groups, process_set: As in `DistributedGradientTape`.
+        name, device_dense, device_sparse: Horovod's arguments, which have no effect.
+        compression, sparse_as_dense, op, gradient_predivide_factor, groups, process_set: See `DistributedGradientTape`.
 
     Raises:
-        ArgumentError: These do not fit together.
+        ArgumentError: The arguments do not fit together.
     """
     check_groups(0, groups)
     exchange = GradientExchange(

@@ -1,7 +1,8 @@
-"""The operations of ``horovod.tensorflow`` whose gradients are not those of the sum of all ranks' losses, with Horovod's.
+"""The operations of ``horovod.tensorflow`` whose gradients are not those of the sum of all ranks' losses.
 
-With n ranks, the gradients of Horovod's `allgather` and `broadcast` are those of `hvdlite_tf` divided by n, and those of its
-`reducescatter` are n times as large. Learning rates of programs that differentiate them were chosen for that.
+With n ranks, the gradients of Horovod's `allgather` and `broadcast` are the gradients of `hvdlite_tf` divided by n, and the
+gradients of Horovod's `reducescatter` are n times as large. The learning rates of programs that differentiate these operations
+were chosen for that.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ R = TypeVar("R")
 
 
 def _scaled(given: Any, factor: float) -> Any:
-    """A tensor, or a list of tensors, as it is, with gradients that are multiplied by a number."""
-    if isinstance(given, tf.IndexedSlices):  # which the operation itself takes, or refuses
+    """Return a tensor or a list of tensors unchanged, with gradients that are multiplied by a number."""
+    if isinstance(given, tf.IndexedSlices):  # the operation itself takes it or raises
         return given
     if is_group(given):
         return [_scaled(each, factor) for each in given]
@@ -51,6 +52,6 @@ grouped_reducescatter = _with_gradient(own.grouped_reducescatter, float)
 keras_allgather = _with_gradient(values.allgather, divided)
 keras_broadcast = _with_gradient(values.broadcast, divided)
 keras_reducescatter = _with_gradient(values.reducescatter, float)
-"""Those of Horovod's Keras modules, which have fewer arguments."""
+"""The operations of Horovod's Keras modules, which have fewer arguments."""
 
 __all__ = ["allgather", "broadcast", "grouped_allgather", "grouped_reducescatter", "reducescatter"]

@@ -1,9 +1,9 @@
 """Horovod's Keras modules: ``import hvdlite_tf.keras as hvd``, for ``horovod.tensorflow.keras`` and ``horovod.keras``.
 
-`hvdlite_tf` serves Keras as well, and has more. This is for programs that were written with these modules, which have fewer
-names, and operations on values (numbers too) with fewer arguments. Where the two differ, what is here takes what either takes;
-only ``DistributedOptimizer(num_groups, groups)`` and ``BestModelCheckpoint(mode, save_freq)`` of ``horovod.keras`` have another
-place in the order: give those by name.
+`hvdlite_tf` serves Keras too and has more names. This package is for programs that were written with Horovod's two Keras
+modules. Its operations take numbers as well as tensors, and have fewer arguments. A function here takes the arguments of both
+modules. Only ``DistributedOptimizer(num_groups, groups)`` and ``BestModelCheckpoint(mode, save_freq)`` have another position
+here than in ``horovod.keras``: pass these by name.
 """
 
 from __future__ import annotations

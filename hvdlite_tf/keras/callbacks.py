@@ -1,4 +1,4 @@
-"""Horovod's place for the callbacks of `hvdlite_tf.callbacks`."""
+"""The callbacks of `hvdlite_tf.callbacks`, under the module name that Horovod uses."""
 
 from hvdlite_tf.callbacks import (
     BestModelCheckpoint,

@@ -1,4 +1,4 @@
-"""The optimizers' wraps, with the arguments in the order of Horovod's Keras modules."""
+"""The functions that wrap optimizers, with the arguments in the order of Horovod's Keras modules."""
 
 from __future__ import annotations
 
@@ -31,20 +31,10 @@ def DistributedOptimizer(
     process_set: ProcessSet = hvdlite.global_process_set,
     scale_local_gradients: bool = True,
 ) -> Opt:
-    """`hvdlite_tf.DistributedOptimizer`, with the arguments in this order.
+    """Make `optimizer` apply the gradients of all ranks. See `hvdlite_tf.DistributedOptimizer` for arguments and errors.
 
-    Horovod's ``horovod.keras`` has fewer, and `num_groups` and `groups` after `op`: give those by name.
-
-    Args:
-        optimizer, compression, sparse_as_dense, gradient_predivide_factor, op, backward_passes_per_step,
-            average_aggregated_gradients, process_set, scale_local_gradients: As there.
-        name, device_dense, device_sparse, num_groups, groups: Horovod's, without effect.
-
-    Returns:
-        `optimizer`.
-
-    Raises:
-        ArgumentError, MismatchError: As there.
+    The arguments are in the order of ``horovod.tensorflow.keras``. In ``horovod.keras`` there are fewer, and `num_groups` and
+    `groups` come after `op`: pass these two by name.
     """
     options = Options(op, process_set, compression, sparse_as_dense, gradient_predivide_factor)
     return distribute(optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
@@ -66,21 +56,20 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Opt:
-    """A `DistributedOptimizer` for a model some of whose layers every rank has for itself: their gradients are not exchanged.
+    """Make a `DistributedOptimizer` for a model with local layers, whose weights and gradients each rank keeps to itself.
+
+    See `hvdlite_tf.DistributedOptimizer` for the other arguments and the errors.
 
     Args:
-        local_layers: A layer, or several, the same on every rank. They are built.
-        scale_local_gradients: Divide the gradients of these layers by the number of ranks: each rank's loss is a part of the
-            mean of all.
-        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
-            backward_passes_per_step, average_aggregated_gradients, groups, process_set: As for `DistributedOptimizer`.
+        local_layers: A layer or several layers of the model, the same on every rank. They must be built.
+        scale_local_gradients: Whether the gradients of these layers are divided by the number of ranks, because each rank's
+            loss is a part of the mean of all losses.
 
     Returns:
         `optimizer`.
 
     Raises:
-        ArgumentError: As for `DistributedOptimizer`; or `local_layers` has something that is no layer, or is not built.
-        MismatchError: As for `DistributedOptimizer`.
+        ArgumentError: `local_layers` contains something that is not a layer, or a layer that is not built.
     """
     layers = [] if local_layers is None else local_layers if isinstance(local_layers, Iterable) else [local_layers]
     LocalVariables().register_layers(layers)  # raises before the optimizer is changed

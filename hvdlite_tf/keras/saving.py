@@ -1,4 +1,4 @@
-"""Saved models whose optimizer is distributed again."""
+"""`load_model`: loads a saved model and makes its optimizer a distributed one again."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ def load_model(
     compression: Compressor = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a model that was saved, on any number of ranks, and make its optimizer a distributed one.
+    """Load a saved model on any number of ranks, and make its optimizer a distributed one.
 
-    A saved model has the plain optimizer and nothing of hvdlite, so ``keras.models.load_model`` loads it as well. It may be
-    loaded on rank 0 alone if the others build the same model: BroadcastGlobalVariablesCallback (or Distributed) shares out the
-    rest.
+    A saved model has the plain optimizer and nothing of hvdlite, so ``keras.models.load_model`` can load it as well. Rank 0
+    alone may load the model if the other ranks build the same model: BroadcastGlobalVariablesCallback (or Distributed) gives
+    them the weights and the optimizer state.
 
     Args:
-        filepath: Where ``model.save`` put it.
-        custom_optimizers: Classes of optimizers that Keras does not have.
-        custom_objects: Other classes and functions, by the name that they were saved under.
-        compression: As in `DistributedOptimizer`.
-        legacy_opts: Horovod's. Means nothing here: both kinds of tf_keras' optimizers are known.
+        filepath: The file that ``model.save`` wrote.
+        custom_optimizers: Classes of optimizers that Keras does not know.
+        custom_objects: Other classes and functions, by the names under which they were saved.
+        compression: See `DistributedOptimizer`.
+        legacy_opts: Horovod's argument, which has no effect: both kinds of tf_keras' optimizers are known.
 
     Returns:
-        The model, of the Keras that ``tf.keras`` is; of Keras 3 where TensorFlow is not installed.
-        One that was saved without an optimizer has none.
+        A model of the Keras that ``tf.keras`` is; of Keras 3 if TensorFlow is not installed. A model that was saved without an
+        optimizer has none.
 
     Raises:
-        ValueError: As Keras' own function.
-        NotInitializedError: Before `init`.
+        ValueError: Keras cannot load the file.
+        NotInitializedError: `init` has not been called.
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = _keras_of_tensorflow().models.load_model(filepath, custom_objects=known)
@@ -50,5 +50,5 @@ def load_model(
 
 
 def _keras_of_tensorflow() -> Any:
-    """The Keras that ``tf.keras`` is, which may be tf_keras."""
+    """Return the Keras that ``tf.keras`` is, which may be tf_keras; Keras 3 if TensorFlow is not installed."""
     return importlib.import_module("tensorflow").keras if is_installed() else keras

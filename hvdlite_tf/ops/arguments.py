@@ -1,4 +1,4 @@
-"""What programs pass to operations, as TensorFlow's tensors."""
+"""The arguments of operations as TensorFlow's tensors, and checks of arguments."""
 
 from __future__ import annotations
 

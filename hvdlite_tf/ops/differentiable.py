@@ -1,4 +1,4 @@
-"""How an exchange becomes a function that TensorFlow can differentiate, eagerly and in graphs.
+"""Exchanges as functions that TensorFlow can differentiate, eagerly and in graphs.
 
 The gradient of an exchange is an exchange too, so every rank must compute it. That exchange is differentiable again, so
 gradients of gradients are right as well.

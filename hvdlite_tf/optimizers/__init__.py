@@ -1,8 +1,8 @@
 """Distributed optimizers and tapes.
 
-- `wrap`: `DistributedOptimizer` for whatever it is given.
-- `keras`: Keras 3; `tf_keras`: Keras 2 and its legacy optimizers; `v1`: TensorFlow 1; `backends`: what
-  Keras 3 calls differently on torch and, in `on_tensorflow`, on TensorFlow.
-- `summed_passes`: several passes added up, for the optimizers of tf_keras and TensorFlow 1.
+- `wrap`: `DistributedOptimizer`, for optimizers of all kinds.
+- `keras`: optimizers of Keras 3; `tf_keras`: optimizers of Keras 2, new and legacy ones; `v1`: optimizers of TensorFlow 1.
+- `backends`: what an optimizer of Keras 3 needs of its backend, for torch, and in `on_tensorflow` for TensorFlow.
+- `summed_passes`: accumulates gradients over several passes, for the optimizers of tf_keras and TensorFlow 1.
 - `tape`: `DistributedGradientTape`.
 """

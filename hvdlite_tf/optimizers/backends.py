@@ -1,4 +1,4 @@
-"""What differs between the backends of Keras 3 for an optimizer that exchanges gradients: one object for each."""
+"""The backends of Keras 3: one object for each has what a distributed optimizer needs of its backend."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Weight(Protocol):
-    """The number of samples that a step's gradients are the mean of."""
+    """The number of samples whose mean a step's gradients are."""
 
     def assign(self, value: float) -> Any:
-        """Take another number."""
+        """Set the number."""
         ...
 
 
 class Backend(Protocol):
-    """What an optimizer needs of a backend."""
+    """The functions of a backend that a distributed optimizer needs."""
 
     def exchange(self, options: Options, identity: Identity) -> Exchange:
-        """An exchange for the optimizer of this identity."""
+        """Make the exchange of gradients for the optimizer of this identity."""
         ...
 
     def weight(self) -> Weight:
-        """One that is 1, which this backend's exchange takes."""
+        """Make a weight of 1, in a form that the backend's exchange takes."""
         ...
 
     def untraced(self, function: Function) -> Function:
-        """`function`, which the backend's compiler is to call as it is, and not to rewrite."""
+        """Return `function` with a mark, so that the backend's compiler calls it and does not rewrite it."""
         ...
 
 
@@ -54,7 +54,7 @@ class _TorchExchange(EagerSync):
 
 
 class _Torch:
-    """Steps are eager."""
+    """The backend torch, whose training steps are eager."""
 
     def exchange(self, options: Options, identity: Identity) -> Exchange:
         return _TorchExchange(options, identity)
@@ -63,7 +63,7 @@ class _Torch:
         return _Number()
 
     def untraced(self, function: Function) -> Function:
-        torch: Any = sys.modules["torch"]  # Keras has imported it; this package can do without
+        torch: Any = sys.modules["torch"]  # Keras has imported torch; this package does not import it
         found: Function = torch.compiler.disable(function)
         return found
 
@@ -82,13 +82,13 @@ class _Number:
 
 
 def current() -> Backend:
-    """The one that Keras runs on.
+    """Return the backend that Keras runs on.
 
     Raises:
-        ArgumentError: hvdlite does not serve it.
+        ArgumentError: hvdlite does not support it.
     """
     name = keras.backend.backend()
-    if name == "tensorflow":  # imported where it is in use: Keras on torch does without
+    if name == "tensorflow":  # imported only here, because Keras on torch does not need TensorFlow
         tensorflow: Backend = importlib.import_module("hvdlite_tf.optimizers.on_tensorflow").TensorFlow()
         return tensorflow
     if name != "torch":

@@ -1,9 +1,9 @@
 """The one-line wrap for the optimizers of Keras 3.
 
-The optimizer stays the object that it was; its class becomes a subclass of the same name, which exchanges gradients before it
+The optimizer remains the same object. Its class becomes a subclass of the same name, which exchanges the gradients before it
 applies them as Keras does::
 
-    gradients ─▶ exchange ─▶ clipping, weight decay, update, moving averages: Keras' own
+    gradients ─▶ exchange ─▶ clipping, weight decay, update, moving averages: all as in Keras
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def distribute_keras(
     """Make an optimizer of Keras 3 apply the gradients of all ranks. It is changed and returned.
 
     Args:
-        optimizer: Any of them. A LossScaleOptimizer is to see the gradients of all ranks, so that all skip the same steps:
-            where one is put around an optimizer that is distributed already (``model.compile`` does that to a model of
-            mixed_float16), it becomes the distributed one in place of the one inside.
-        options: How gradients are exchanged.
-        backward_passes_per_step: Keras' ``gradient_accumulation_steps``: gradients add up on each rank, and are exchanged and
-            applied once in as many calls.
-        average_aggregated_gradients: Divide these sums by their number.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+        optimizer: An optimizer of any class. A LossScaleOptimizer must see the gradients of all ranks, so that all ranks skip
+            the same steps. So if the program or ``model.compile`` (for a mixed_float16 model) puts one around a distributed
+            optimizer, the LossScaleOptimizer becomes the distributed one, and the optimizer inside becomes a plain one.
+        options: How the gradients are exchanged.
+        backward_passes_per_step: Keras' ``gradient_accumulation_steps``: the number of calls whose gradients each rank adds up;
+            the last of them exchanges and applies the sum.
+        average_aggregated_gradients: Whether the sum of several passes is divided by their number.
+        scale_local_gradients: Whether the gradients of local variables are divided by the number of ranks.
 
     Raises:
-        ArgumentError: It is no optimizer of Keras 3, or Keras' backend is not served, or it is distributed already, or the
-            arguments do not fit.
+        ArgumentError: `optimizer` is not an optimizer of Keras 3 or is distributed already, or hvdlite does not support Keras'
+            backend, or the arguments do not fit together.
     """
     _check(optimizer)
     state = _State(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
@@ -64,7 +64,7 @@ def distribute_keras(
 
 
 class _State(OptimizerSync):
-    """What a distributed optimizer has that a plain one has not."""
+    """The state that a distributed optimizer has and a plain one does not."""
 
     identity: Identity
 
@@ -74,48 +74,48 @@ class _State(OptimizerSync):
         super().__init__(backend.exchange(options, identity), scale_local_gradients, identity)
         self.options = options
         self.factor = 1 if average_passes else passes
-        """Keras divides the sum over several passes by their number: this makes it a sum again."""
+        """A factor for the gradients. Keras divides the sum of several passes by their number; this makes it a sum again."""
         self.accumulated: list[Any] = []
         """The variables whose accumulated gradients are being applied."""
         self.weight = backend.weight() if options.op is hvdlite.Average else None
 
     def combine(self, variables: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
-        """The gradients of all ranks, each with the weight that the program has said."""
+        """Return the gradients of all ranks, each weighted by the number that its rank's program has set."""
         return super().combine(variables, gradients, self.weight if weight is None else weight)
 
 
 class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does not see Keras
-    """What `distribute_keras` adds to an optimizer's class."""
+    """The methods that `distribute_keras` adds to an optimizer's class."""
 
     _hvdlite: _State
 
     def register_local_var(self, var: Any) -> None:
-        """Keep the gradient of a variable on this rank. Every rank registers the variables of the same places of its model.
+        """Keep the gradient of a variable on this rank. Every rank registers the variables at the same positions of its model.
 
         Args:
             var: A trainable variable of the model.
 
         Raises:
-            ArgumentError: It is no variable.
+            ArgumentError: `var` is not a variable.
         """
         self._hvdlite.local.register(var)
 
     def set_batch_weight(self, weight: float) -> None:
-        """Say how many samples this rank's gradients are the mean of, until another number is said; 1 at first.
+        """Set the number of samples whose mean this rank's gradients are. It holds until the next call, and is 1 at first.
 
-        Ranks with different numbers of samples then get the gradient of the joined batch.
+        Ranks with different numbers of samples then get the gradient of the global batch.
 
         Raises:
-            ArgumentError: A negative weight, or the gradients are not averaged.
+            ArgumentError: `weight` is negative, or the gradients are not averaged.
         """
         self._hvdlite.options.check_weighted()
         if not weight >= 0:
             raise ArgumentError(f"set_batch_weight({weight!r}): expected the number of this rank's samples, 0 or more.")
-        assert self._hvdlite.weight is not None  # as it averages
+        assert self._hvdlite.weight is not None  # because the gradients are averaged
         self._hvdlite.weight.assign(weight)
 
     def hvdlite_variables(self) -> list[Any]:
-        """The backend's variables that are alike on all ranks: the model's trainable ones, and the optimizer's."""
+        """Return the backend's variables that are equal on all ranks: the model's trainable ones and the optimizer's."""
         apart = set()
         for part in _parts_of(self):
             local = [variable in self._hvdlite.local for variable in part._trainable_variables]
@@ -126,11 +126,11 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         return [plain_variable(v) for v in [*self._trainable_variables, *self.variables] if id(v) not in apart]
 
     def hvdlite_passes(self) -> int | None:
-        """How many backward passes it has been given; None while its variables have no values."""
+        """Return how many backward passes the optimizer has had; None while its variables have no values."""
         return passes_of(self) if self.built and all(map(has_value, self.hvdlite_variables())) else None
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
-        """Combine the gradients over the ranks and update the variables with them. Arguments as Keras has them."""
+        """Combine the gradients over the ranks, and update the variables with them. The arguments are those of Keras."""
         gradients = list(grads)
         given = None if trainable_variables is None else list(trainable_variables)
         if gradients and given is not None and not self.built:
@@ -141,7 +141,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         super().apply(gradients, given)
 
     def _hvdlite_combine(self, gradients: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The gradients to apply, and the variables that they belong to: those given, and what other ranks have more."""
+        """Return the gradients to apply, with their variables: those given, and those that only other ranks have."""
         state, variables = self._hvdlite, self._trainable_variables
         self._check_variables_are_known(given)
         for variable in variables:
@@ -156,7 +156,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         chosen = [*indices, *(i for i, each in enumerate(found) if each is not None and i not in indices)]
         if accumulates:
             state.accumulated = [variables[i] for i in chosen if found[i] is not None]
-        elif state.factor != 1:  # a LossScaleOptimizer, and the one inside accumulates
+        elif state.factor != 1:  # this is a LossScaleOptimizer, and the optimizer inside accumulates
             found = [None if each is None else times(each, state.factor) for each in found]
         return [found[i] for i in chosen], [variables[i] for i in chosen]
 
@@ -173,7 +173,8 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         if name == "loss_scale_factor" and value is None:
             outer = sys._getframe(1).f_locals.get("self")
             if isinstance(outer, keras.optimizers.LossScaleOptimizer) and outer.__dict__.get("inner_optimizer") is self:
-                # Its constructor, which tells the optimizer inside to scale nothing. The one outside has to be distributed.
+                # The constructor of a LossScaleOptimizer sets this, so that the inner optimizer does not scale. The outer one
+                # becomes the distributed optimizer.
                 state = self._hvdlite
                 _unwrap(self)
                 _wrap(outer, state)
@@ -183,18 +184,18 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
 
     @classmethod
     def from_config(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
-        """A plain optimizer of this configuration. Arguments as the plain class has them."""
+        """Make a plain optimizer of this configuration. The arguments are those of the plain class."""
         plain: Any = next(base for base in cls.__mro__ if not issubclass(base, Distributed))
         return plain.from_config(config, *arguments, **keywords)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled and copied as the plain optimizer: the exchange belongs to this process.
+        # Pickles and copies are plain optimizers, because the exchange belongs to this process.
         _, arguments = super().__reduce__()
         return self.__class__._unpickle_model, arguments
 
 
 def _parts_of(optimizer: Any) -> list[Any]:
-    """An optimizer, and those inside of it that have been built."""
+    """Return an optimizer and the built optimizers inside it."""
     inside = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", [])]
     built = [each for each in inside if each is not None and each.built]
     return [optimizer, *(part for each in built for part in _parts_of(each))]
@@ -205,8 +206,8 @@ def _wrap(optimizer: Any, state: _State) -> None:
     optimizer.__class__ = type(
         plain.__name__,
         (Distributed, plain),
-        # `obj.__class__` is what Keras serializes: saved files and pickles then have no trace of hvdlite, and any process
-        # loads them. `type(obj)` and `isinstance` still know better.
+        # Keras serializes `obj.__class__`, so saved files and pickles do not name hvdlite, and any process can load them.
+        # `type(obj)` and `isinstance` see the distributed class.
         {
             "__module__": plain.__module__,
             "__doc__": plain.__doc__,
@@ -214,7 +215,7 @@ def _wrap(optimizer: Any, state: _State) -> None:
             "apply": backends.current().untraced(Distributed.apply),
         },
     )
-    # Not by plain assignment: Keras would look into it for variables.
+    # A plain assignment would make Keras track the variables in the state.
     object.__setattr__(optimizer, "_hvdlite", state)
     state.identity.rates = rates_of_variables(optimizer)
     state.identity.optimizer = optimizer
@@ -230,7 +231,11 @@ def _unwrap(optimizer: Any) -> None:
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:
-    """Let Keras add up the gradients of several passes."""
+    """Let Keras accumulate the gradients of several passes.
+
+    Raises:
+        ArgumentError: The optimizer cannot accumulate that number of passes.
+    """
     check_passes(passes)
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         raise ArgumentError(

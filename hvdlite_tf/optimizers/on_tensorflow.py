@@ -1,4 +1,4 @@
-"""What an optimizer of Keras 3 needs of TensorFlow: `hvdlite_tf.optimizers.backends.Backend`."""
+"""The backend TensorFlow for the optimizers of Keras 3. See `hvdlite_tf.optimizers.backends.Backend`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class TensorFlow:
-    """Steps may be functions that TensorFlow compiles."""
+    """The backend TensorFlow, whose training steps may be tf.functions."""
 
     def exchange(self, options: Options, identity: Identity) -> GradientExchange:
         return GradientExchange(options, identity)

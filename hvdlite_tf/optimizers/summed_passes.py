@@ -1,4 +1,4 @@
-"""The gradients of an optimizer that cannot add up several passes itself: of tf_keras and of TensorFlow 1."""
+"""Gradients over several passes, for optimizers that cannot accumulate them: those of tf_keras and TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.gradients.optimizer_sync import OptimizerSync
 
 Pairs = list[tuple[Any, Any]]
-"""Gradients with their variables."""
+"""Pairs of a gradient and its variable."""
 
 
 class SummedPasses(OptimizerSync):
-    """Combines the gradients of all ranks, once in several passes, and lets them be applied then.
+    """The state of a distributed optimizer that combines and applies the gradients of all ranks once in several passes.
 
     Args:
-        options: How gradients are exchanged.
-        passes: How many passes are added up for one exchange.
-        average: Divide the sums by the number of passes.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
-        identity: What the ranks know the optimizer by.
+        options: How the gradients are exchanged.
+        passes: The number of passes whose gradients are added up for one exchange.
+        average: Whether the sums are divided by the number of passes.
+        scale_local_gradients: Whether the gradients of local variables are divided by the number of ranks.
+        identity: The identity by which the ranks match their optimizers.
 
     Attributes:
-        passes: Adds up gradients; None if each pass is exchanged.
+        passes: The object that accumulates gradients; None if each pass is exchanged.
 
     Raises:
-        ArgumentError: Fewer than one pass.
+        ArgumentError: `passes` is less than 1.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SummedPasses(OptimizerSync):
             self.passes.local = self.local
 
     def combine_pairs(self, pairs: Iterable[tuple[Any, Any]]) -> Pairs:
-        """The gradients of all ranks; while passes are added up, of this rank so far."""
+        """Return the gradients of all ranks with their variables; before the last pass, this rank's sums so far."""
         listed = list(pairs)
         variables, gradients = [variable for _, variable in listed], [gradient for gradient, _ in listed]
         if self.passes is None:
@@ -64,13 +64,13 @@ class SummedPasses(OptimizerSync):
         return list(zip(combined, variables, strict=True))
 
     def apply(self, apply: Callable[[Pairs], Any], pairs: Pairs, counted: Any = None, **counters: Any) -> Any:
-        """Apply what `combine_pairs` has returned: of several passes in the last one only.
+        """Apply the gradients that `combine_pairs` returned; of several passes, only the last one applies them.
 
         Args:
-            apply: Applies gradients.
-            pairs: The gradients.
-            counted: An optimizer whose `iterations` count the passes that apply nothing, too; None if there is none.
-            **counters: ``global_step``, which is counted in the same way.
+            apply: The function that applies gradients.
+            pairs: The gradients with their variables.
+            counted: An optimizer whose `iterations` also count the passes that apply nothing, or None.
+            **counters: ``global_step``, which also counts the passes that apply nothing.
         """
         if self.passes is None:
             return apply(pairs)

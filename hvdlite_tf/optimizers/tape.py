@@ -5,8 +5,8 @@
     tape = hvd.DistributedGradientTape(tape)
     gradients = tape.gradient(loss, model.trainable_variables)
 
-The tape is cheap to make, once per step; what is dear, the memory in which gradients are exchanged, belongs to the world and is
-found again by the layout of the sources.
+Making the tape in each step is cheap. The expensive part, the memory in which gradients are exchanged, belongs to the world. A
+tape finds it by the layout of the sources.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ def DistributedGradientTape(
     process_set: ProcessSet = hvdlite.global_process_set,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """A tape whose `gradient` returns the gradients of all ranks. Every rank calls `gradient`, with sources of equal layout.
+    """Return a tape whose `gradient` returns the gradients of all ranks. All ranks call it with sources of equal layout.
 
-    Eager and inside of tf.function. It goes on where `gradtape` is, which may have recorded already, or record now, or begin to
-    in ``with hvd.DistributedGradientTape(tf.GradientTape()) as tape``; `gradtape` itself still gives this rank's own gradients.
-    All other methods and `persistent` are as before. `jacobian` and `batch_jacobian` are this rank's own, as they are of the
-    examples in its batch.
+    The tape works eagerly and in a tf.function. It shares the recording of `gradtape`, which may be finished, may be going on,
+    or may begin later in ``with hvd.DistributedGradientTape(tf.GradientTape()) as tape``. `gradtape` itself still returns this
+    rank's own gradients. The other methods and `persistent` do not change. `jacobian` and `batch_jacobian` return this rank's
+    own values, because they are about the examples of its batch.
 
-    A source without gradient (None) on every rank stays None. One that has a gradient on some ranks counts as zero on the
-    others; see `GradientExchange.combine`. Gradients of embeddings (IndexedSlices) stay sparse: the rows of all ranks.
-    Gradients can be differentiated again, all ranks together.
+    A source that has no gradient (None) on any rank keeps None. If a source has a gradient on some ranks, its gradient on the
+    others counts as zero; see `GradientExchange.combine`. Gradients of embeddings (IndexedSlices) stay sparse and have the rows
+    of all ranks. The gradients can be differentiated again; then all ranks do that.
 
     Args:
         gradtape: The tape.
-        device_dense, device_sparse: Horovod's, without effect: the exchange is where the ranks' memory is.
-        compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`.
-        sparse_as_dense: Make gradients of embeddings dense before they are exchanged.
+        device_dense, device_sparse: Horovod's arguments, which have no effect.
+        compression: `Compression.none`, `Compression.fp16` or `Compression.bf16`.
+        sparse_as_dense: Whether gradients of embeddings are made dense before they are exchanged.
         op: Average or Sum.
-        gradient_predivide_factor: Gradients are divided by it before they are summed, and multiplied by it in the end.
-        num_groups, groups: Horovod's, without effect: all gradients travel together anyway.
-        process_set: The ranks that take part; all by default.
-        scale_local_gradients: Divide the gradients of local sources by the number of ranks; see
+        gradient_predivide_factor: The gradients are divided by this factor before they are summed, and multiplied at the end.
+        num_groups, groups: Horovod's arguments, which have no effect, because all gradients are exchanged together.
+        process_set: The ranks that take part; all ranks by default.
+        scale_local_gradients: Whether the gradients of local sources are divided by the number of ranks; see
             `hvdlite_tf.gradients.local_variables`.
 
     Returns:
-        A tape of the class of `gradtape`, with two more methods: `register_local_source`, and `get_local_and_global_gradients`.
+        A tape of the class of `gradtape`, with two new methods: `register_local_source` and `get_local_and_global_gradients`.
 
     Raises:
-        ArgumentError: `gradtape` is no tape, or is distributed already, or the arguments do not fit.
+        ArgumentError: `gradtape` is not a tape or is distributed already, or the arguments do not fit together.
     """
     if isinstance(gradtape, Distributed):
         raise DistributedAlreadyError("this tape is distributed already: wrap it once.")
@@ -104,15 +104,15 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> tf.GradientTape:
-    """`DistributedGradientTape`, for a model some of whose layers each rank has for itself.
+    """Return a `DistributedGradientTape` for a model with local layers, whose weights and gradients each rank keeps to itself.
+
+    See `DistributedGradientTape` for the other arguments, the result and the errors.
 
     Args:
-        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op: As there.
-        gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients: As there.
-        local_layers: A layer of Keras or several, built, whose variables are local.
+        local_layers: A layer of Keras or several layers, whose variables are local. They must be built.
 
     Raises:
-        ArgumentError: Also if one of `local_layers` is no layer, or not built.
+        ArgumentError: `local_layers` contains something that is not a layer, or a layer that is not built.
     """
     tape = DistributedGradientTape(
         gradtape,
@@ -133,22 +133,22 @@ def PartialDistributedGradientTape(
 
 
 class Distributed(tf.GradientTape):  # type: ignore[misc]  # mypy does not see TensorFlow
-    """What `DistributedGradientTape` adds to a tape's class."""
+    """The methods that `DistributedGradientTape` adds to a tape's class."""
 
-    # Slots, since the dictionary of attributes is that of the tape it was made from: they are one tape in two forms.
+    # These are slots, because the object shares its dictionary of attributes with the tape that it was made from.
     __slots__ = ("_hvdlite_exchange", "_hvdlite_local", "_hvdlite_plain")
     _hvdlite_exchange: GradientExchange
     _hvdlite_local: LocalVariables
     _hvdlite_plain: type[tf.GradientTape]
 
     def register_local_source(self, source: Any) -> None:
-        """Keep the gradient of a source on this rank. Every rank registers the sources of the same places.
+        """Keep the gradient of a source on this rank. Every rank registers the sources at the same positions.
 
         Args:
-            source: A variable, or a tensor that is watched.
+            source: A variable, or a tensor that the tape watches.
 
         Raises:
-            ArgumentError: It is neither.
+            ArgumentError: `source` is neither.
         """
         self._hvdlite_local.register(source)
 
@@ -161,18 +161,18 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]  # mypy does not see T
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> Any:
-        """The gradients of all ranks. Every rank calls this.
+        """Return the gradients of all ranks. Every rank calls this method.
 
         Args:
-            target, sources, output_gradients, unconnected_gradients: As for `tf.GradientTape.gradient`. The sources of all
-                ranks have the same dtypes and shapes, in the same order.
-            use_generic_names: Horovod's, without effect.
+            target, sources, output_gradients, unconnected_gradients: See `tf.GradientTape.gradient`. The sources of all ranks
+                have the same dtypes and shapes, in the same order.
+            use_generic_names: Horovod's argument, which has no effect.
 
         Returns:
-            In the structure of `sources`: for each a dense tensor, IndexedSlices, or None.
+            A dense tensor, a tf.IndexedSlices or None for each source, in the structure of `sources`.
 
         Raises:
-            MismatchError: The sources of other ranks have another layout. Raised on all ranks.
+            MismatchError: The ranks' sources have different layouts. All ranks raise it.
         """
         own = super().gradient(target, sources, output_gradients, unconnected_gradients)
         combine = functools.partial(_differentiable, self._hvdlite_exchange)
@@ -187,10 +187,10 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]  # mypy does not see T
         unconnected_gradients: tf.UnconnectedGradients = tf.UnconnectedGradients.NONE,
         use_generic_names: bool = False,
     ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-        """The gradients of `gradient`, with their sources, apart. Every rank calls this; arguments as there.
+        """Call `gradient`, and return the gradients of local sources apart from the others. Every rank calls this method.
 
         Returns:
-            Pairs of source and gradient: of the local sources, and of all others.
+            Two lists of pairs of source and gradient: for the local sources, and for all others.
         """
         gradients = self.gradient(target, sources, output_gradients, unconnected_gradients)
         pairs = list(zip(tf.nest.flatten(sources), tf.nest.flatten(gradients), strict=True))
@@ -198,17 +198,17 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]  # mypy does not see T
         return local, [pair for pair in pairs if pair[0] not in self._hvdlite_local]
 
     def jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's own, as `tf.GradientTape.jacobian`."""
+        """Return this rank's own Jacobian. See `tf.GradientTape.jacobian`."""
         return _sharing(self, self._hvdlite_plain).jacobian(*args, **kwargs)
 
     def batch_jacobian(self, *args: Any, **kwargs: Any) -> Any:
-        """This rank's own, as `tf.GradientTape.batch_jacobian`."""
+        """Return this rank's own Jacobians. See `tf.GradientTape.batch_jacobian`."""
         return _sharing(self, self._hvdlite_plain).batch_jacobian(*args, **kwargs)
 
 
 @functools.cache
 def _distributed(plain: Any) -> type[Any]:
-    """`plain` with the methods of `Distributed`, under the same name."""
+    """Return a subclass of `plain` with the methods of `Distributed` and the same name."""
     return type(
         plain.__name__,
         (Distributed, plain),
@@ -217,17 +217,17 @@ def _distributed(plain: Any) -> type[Any]:
 
 
 def _sharing(tape: tf.GradientTape, kind: type[Any]) -> Any:
-    """`tape` in the form of another class: what is done to one is done to both."""
+    """Return an object of another class that shares all attributes with `tape`, so that both are one tape."""
     other = object.__new__(kind)
     other.__dict__ = tape.__dict__
     return other
 
 
 def _differentiable(exchange: GradientExchange, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-    """`exchange.combine`, for a tape around this one: gradients of gradients.
+    """Call `exchange.combine` in a way that a tape around this one can differentiate: for gradients of gradients.
 
-    Each rank's result is the same function f(x₁ … xₙ) = Σ cᵣxᵣ of the ranks' gradients, and what is differentiated are the
-    losses of all ranks together. So the gradient of xᵣ is cᵣ times the sum of what all ranks have upstream: the same exchange.
+    Each rank's result is the same function f(x₁ … xₙ) = Σ cᵣxᵣ of the ranks' gradients, and the tapes differentiate the sum of
+    all ranks' losses. So the gradient of xᵣ is cᵣ times the sum of the upstream gradients of all ranks: the same exchange.
     """
     given = [gradient for gradient in gradients if gradient is not None]
     found: list[Any] = []
@@ -259,7 +259,7 @@ def _values(gradient: Any) -> tf.Tensor:
 
 
 def _like(gradient: Any, values: tf.Tensor) -> Any:
-    """`gradient` with other values."""
+    """Return a gradient of the form of `gradient`, dense or sparse, with these values."""
     if not isinstance(gradient, tf.IndexedSlices):
         return values
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)

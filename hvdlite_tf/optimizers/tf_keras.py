@@ -1,6 +1,7 @@
 """The one-line wrap for the optimizers of tf_keras (Keras 2), new and legacy ones.
 
-Both ask a method of theirs for the gradients of all replicas before they clip and apply them; ours asks all ranks as well.
+Both ask a method of their own for the gradients of all replicas before they clip and apply them. The subclass that is made here
+overrides this method, and combines the gradients of all ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hvdlite_tf.optimizers.summed_passes import SummedPasses
 
 
 def is_tf_keras(optimizer: Any) -> bool:
-    """Whether this is an optimizer of tf_keras. Imports nothing."""
+    """Return whether this is an optimizer of tf_keras, without importing tf_keras."""
     module = sys.modules.get("tf_keras")
     return module is not None and isinstance(
         optimizer, module.optimizers.Optimizer | module.optimizers.legacy.Optimizer
@@ -34,24 +35,26 @@ def distribute_tf_keras(
 ) -> Any:
     """Make an optimizer of tf_keras apply the gradients of all ranks. It is changed and returned.
 
-    Gradients are exchanged in `apply_gradients`, and in `minimize`, which calls it; not where it is told that they have been
-    combined (``skip_gradients_aggregation=True``, ``experimental_aggregate_gradients=False``). A LossScaleOptimizer may be
-    inside or outside: ranks skip the same steps either way. Saved models name the plain optimizer.
+    The ranks exchange gradients in `apply_gradients`, and so in `minimize`, which calls it. They do not if the caller says that
+    the gradients are combined already (``skip_gradients_aggregation=True``, ``experimental_aggregate_gradients=False``). A
+    LossScaleOptimizer may be inside or outside; all ranks skip the same steps in both cases. Saved models name the plain
+    optimizer.
 
     Args:
-        optimizer: Of any class below ``tf_keras.optimizers.Optimizer`` or ``tf_keras.optimizers.legacy.Optimizer``.
-        options: How gradients are exchanged.
-        backward_passes_per_step: Apply the sum of that many gradients, once in as many calls.
-        average_aggregated_gradients: Divide the sums by the number of passes.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+        optimizer: An instance of a subclass of ``tf_keras.optimizers.Optimizer`` or ``tf_keras.optimizers.legacy.Optimizer``.
+        options: How the gradients are exchanged.
+        backward_passes_per_step: The number of calls whose gradients each rank adds up; the last of them applies the sum.
+        average_aggregated_gradients: Whether the sums are divided by the number of passes.
+        scale_local_gradients: Whether the gradients of local variables are divided by the number of ranks.
 
     Raises:
-        ArgumentError: It is distributed already, or fewer than one pass.
+        ArgumentError: `optimizer` is distributed already, or `backward_passes_per_step` is less than 1, or does not go with a
+            LossScaleOptimizer.
     """
     if isinstance(optimizer, DistributedTfKeras):
         raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
     inner = getattr(optimizer, "inner_optimizer", None)
-    if inner is not None:  # a LossScaleOptimizer, which asks the one inside for the gradients of all replicas
+    if inner is not None:  # a LossScaleOptimizer, which asks the inner optimizer for the gradients of all replicas
         if isinstance(inner, DistributedTfKeras):
             raise DistributedAlreadyError(
                 "the optimizer inside of this LossScaleOptimizer is distributed already: wrap it once."
@@ -66,32 +69,32 @@ def distribute_tf_keras(
     plain = type(optimizer)
     state = _State(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
     legacy = hasattr(plain, "_aggregate_gradients")
-    # As hvdlite_tf.optimizers.wrap does it: what is saved names the plain class.
+    # `__class__` is the plain class, so that saved models name that one, as in hvdlite_tf.optimizers.keras.
     optimizer.__class__ = type(
         plain.__name__,
         (_Legacy if legacy else _New, plain),
         {"__module__": plain.__module__, "__doc__": plain.__doc__, "__class__": property(lambda self: plain)},
     )
-    # Not by plain assignment: tf_keras would take it for part of what a checkpoint holds.
+    # A plain assignment would make tf_keras save the state in checkpoints.
     object.__setattr__(optimizer, "_hvdlite_state", state)
     state.identity.rates = rates_of_variables(optimizer)
     return optimizer
 
 
 class _State(SummedPasses):
-    """How the gradients of one optimizer are combined."""
+    """The state of a distributed optimizer of tf_keras."""
 
     identity: Identity
 
     def __init__(self, options: Options, passes: int, average: bool, scale_local: bool) -> None:
         super().__init__(options, passes, average, scale_local, Identity(world("DistributedOptimizer")))
         self.counts_passes = False
-        """Let the optimizer's `iterations` count passes, and not only what is applied, which is what Adam's correction and
-        schedules of the learning rate want."""
+        """Whether the optimizer's `iterations` count all passes, as in Horovod. If not, they count only the updates, which is
+        right for Adam's bias correction and learning rate schedules."""
 
 
 class DistributedTfKeras:
-    """What `distribute_tf_keras` adds to an optimizer's class."""
+    """The methods that `distribute_tf_keras` adds to an optimizer's class."""
 
     _hvdlite_state: _State
 
@@ -101,12 +104,12 @@ class DistributedTfKeras:
 
     @classmethod
     def from_config(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:
-        """A plain optimizer of this configuration. Arguments as the plain class has them."""
+        """Make a plain optimizer of this configuration. The arguments are those of the plain class."""
         plain: Any = next(base for base in cls.__mro__ if not issubclass(base, DistributedTfKeras))
         return plain.from_config(config, *arguments, **keywords)
 
     def _apply(self, pairs: Iterable[tuple[Any, Any]], apply: Callable[[list[tuple[Any, Any]]], Any]) -> Any:
-        """Combine gradients, and apply them if that was the last of several passes."""
+        """Combine the gradients, and apply them if this is the last of several passes."""
         state = self._hvdlite_state
         return state.apply(apply, state.combine_pairs(pairs), self if state.counts_passes else None)
 
@@ -124,7 +127,7 @@ class _New(DistributedTfKeras):
         return self._apply(grads_and_vars, apply)
 
     def aggregate_gradients(self, grads_and_vars: Any) -> Any:
-        """The gradients of all ranks. Called by a LossScaleOptimizer around this one."""
+        """Return the gradients of all ranks with their variables. A LossScaleOptimizer around this optimizer calls it."""
         return self._hvdlite_state.combine_pairs(grads_and_vars)
 
 
@@ -136,9 +139,9 @@ class _Legacy(DistributedTfKeras):
             return plain(pairs, name=name, experimental_aggregate_gradients=False)
 
         plain = super().apply_gradients  # type: ignore[misc]
-        # Here, and not in _aggregate_gradients, which sees only variables that have a gradient on this rank.
+        # The exchange is here, because _aggregate_gradients sees only variables that have a gradient on this rank.
         return self._apply(grads_and_vars, apply) if experimental_aggregate_gradients else apply(list(grads_and_vars))
 
     def _aggregate_gradients(self, grads_and_vars: Any) -> Any:
-        # Called by a LossScaleOptimizer around this one.
+        # A LossScaleOptimizer around this optimizer calls it.
         return self._hvdlite_state.combine_pairs(grads_and_vars)

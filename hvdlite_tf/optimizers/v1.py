@@ -1,4 +1,4 @@
-"""Programs of TensorFlow 1: graphs, sessions and the optimizers of `tf.compat.v1.train`."""
+"""Support for programs of TensorFlow 1: graphs, sessions and the optimizers of `tf.compat.v1.train`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def distribute_v1(
     """Make an optimizer of TensorFlow 1 compute the gradients of all ranks. It is changed and returned.
 
     Args:
-        optimizer: Of any class below `tf.compat.v1.train.Optimizer`.
-        options: How gradients are exchanged.
-        backward_passes_per_step: Apply the sum of that many gradients, once in as many calls. Sums are local variables of the
-            graph: run ``tf.compat.v1.local_variables_initializer()``, as a MonitoredSession does.
-        average_aggregated_gradients: Divide the sums by the number of passes.
-        scale_local_gradients: Divide the gradients of local variables by the number of ranks.
+        optimizer: An instance of a subclass of `tf.compat.v1.train.Optimizer`.
+        options: How the gradients are exchanged.
+        backward_passes_per_step: The number of calls whose gradients each rank adds up; the last of them applies the sum. The
+            sums are local variables of the graph, so run ``tf.compat.v1.local_variables_initializer()``, as a MonitoredSession
+            does.
+        average_aggregated_gradients: Whether the sums are divided by the number of passes.
+        scale_local_gradients: Whether the gradients of local variables are divided by the number of ranks.
 
     Raises:
-        ArgumentError: It is distributed already, or fewer than one pass.
+        ArgumentError: `optimizer` is distributed already, or `backward_passes_per_step` is less than 1.
     """
     if isinstance(optimizer, DistributedV1):
         raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
@@ -46,7 +47,7 @@ def distribute_v1(
 
 
 class DistributedV1(tf.compat.v1.train.Optimizer):  # type: ignore[misc]  # mypy does not see TensorFlow
-    """What `distribute_v1` adds to an optimizer's class."""
+    """The methods that `distribute_v1` adds to an optimizer's class."""
 
     _hvdlite_sync: SummedPasses
 
@@ -55,11 +56,11 @@ class DistributedV1(tf.compat.v1.train.Optimizer):  # type: ignore[misc]  # mypy
         self._hvdlite_sync.local.register(var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """The gradients of all ranks, with their variables. Arguments as the plain optimizer has them."""
+        """Return the gradients of all ranks with their variables. The arguments are those of the plain optimizer."""
         return self._hvdlite_sync.combine_pairs(super().compute_gradients(*args, **kwargs))
 
     def apply_gradients(self, grads_and_vars: Iterable[Any], global_step: Any = None, name: str | None = None) -> Any:
-        """Apply what `compute_gradients` returned, as the plain optimizer does; of several passes in the last one only."""
+        """Apply the gradients that `compute_gradients` returned; of several passes, only the last one applies them."""
         plain = super().apply_gradients
 
         def apply(pairs: list[tuple[Any, Any]]) -> Any:
@@ -69,13 +70,13 @@ class DistributedV1(tf.compat.v1.train.Optimizer):  # type: ignore[misc]  # mypy
 
 
 def broadcast_global_variables(root_rank: int) -> tf.Operation:
-    """An operation that gives every rank the root's values of all global variables of the default graph.
+    """Return an operation that gives every rank the root's values of all global variables of the default graph.
 
     Args:
-        root_rank: Whose values everybody gets.
+        root_rank: The rank whose values all ranks get.
 
     Raises:
-        ArgumentError: Called in eager code, where no variables are global.
+        ArgumentError: The function is called in eager code, where there are no global variables.
     """
     if tf.executing_eagerly() or tf.inside_function():
         raise ArgumentError(
@@ -86,11 +87,11 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """Gives every rank the root's values of all global variables when a session has been made, for a MonitoredSession.
+    """A hook for a MonitoredSession, which gives every rank the root's values of all global variables of a new session.
 
     Args:
-        root_rank: Whose values everybody gets.
-        device: Horovod's, without effect.
+        root_rank: The rank whose values all ranks get.
+        device: Horovod's argument, which has no effect.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -105,5 +106,5 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
             self.bcast_op = broadcast_global_variables(self.root_rank)
 
     def after_create_session(self, session: tf.compat.v1.Session, coord: Any) -> None:
-        """Broadcast."""
+        """Run the broadcast."""
         session.run(self.bcast_op)

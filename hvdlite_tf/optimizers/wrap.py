@@ -33,39 +33,43 @@ def DistributedOptimizer(
     process_set: ProcessSet = hvdlite.global_process_set,
     scale_local_gradients: bool = True,
 ) -> Opt:
-    """Make `optimizer` apply the gradients of all ranks. Every rank calls this, with optimizers over the same variables.
+    """Make `optimizer` apply the gradients of all ranks. Every rank calls this, with optimizers of the same variables.
 
-    For ``model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)))`` and `fit`, and for loops of your
-    own with ``optimizer.apply_gradients``, inside of tf.function or not. Clipping sees the combined gradients; with
-    ``gradient_accumulation_steps``, gradients are exchanged once per update. Saved models name the plain optimizer.
+    Use it for ``model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(1e-3)))`` and `fit`, and for training
+    loops with ``optimizer.apply_gradients``, in a tf.function or not. The optimizer clips the combined gradients. With
+    ``gradient_accumulation_steps`` the ranks exchange gradients once per update. Saved models name the plain optimizer.
 
-    A variable without gradient (None) on every rank is left alone, as Keras does. One that has a gradient on some ranks counts
-    as zero on the others. An error during an exchange in a tf.function comes out as TensorFlow's UnknownError, the text of ours
-    in it.
+    A variable that has no gradient (None) on any rank is not changed, as in Keras. If a variable has a gradient on some ranks,
+    its gradient on the others counts as zero. An error during an exchange in a tf.function is a TensorFlow UnknownError that
+    contains the text of hvdlite's error.
 
     Args:
-        optimizer: Of Keras 3 on its TensorFlow or torch backend, of tf_keras (also its legacy ones), or below
-            ``tf.compat.v1.train.Optimizer``; it is changed and returned. A LossScaleOptimizer goes inside or outside.
-        name, use_locking, device_dense, device_sparse: Horovod's, without effect.
-        compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of yours whose results may be
-            averaged.
-        sparse_as_dense: Exchange the gradients of embeddings as dense ones; if not, their rows alone travel.
-        backward_passes_per_step: Add up the gradients of so many calls on each rank, and exchange and apply them in the last.
-        op: Average, Sum, or Adasum of the gradients.
-        gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
-            multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it makes no difference.
-        average_aggregated_gradients: With several passes, apply their average and not their sum.
-        num_groups, groups: Horovod's, without effect: all gradients travel together anyway.
-        process_set: The ranks that take part; all by default.
-        scale_local_gradients: Divide the gradients of local variables (see `register_local_var`) by the number of ranks.
+        optimizer: An optimizer of Keras 3 (on its TensorFlow or torch backend), of tf_keras (also a legacy one), or a subclass
+            of ``tf.compat.v1.train.Optimizer``. It is changed and returned. A LossScaleOptimizer may be inside or outside.
+        name, use_locking, device_dense, device_sparse: Horovod's arguments, which have no effect.
+        compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of the program whose results
+            can be averaged.
+        sparse_as_dense: Whether the ranks exchange the gradients of embeddings as dense tensors; if not, they exchange only the
+            rows that the gradients have.
+        backward_passes_per_step: The number of calls whose gradients each rank adds up; the last of them exchanges and applies
+            the sum.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: With compression and Average, the gradients are divided by this factor before they are
+            compressed, and multiplied by it at the end, so that the sums fit into the smaller dtype. Without compression it
+            makes no difference.
+        average_aggregated_gradients: Whether the optimizer applies the average of several passes instead of their sum.
+        num_groups, groups: Horovod's arguments, which have no effect, because all gradients are exchanged together.
+        process_set: The ranks that take part; all ranks by default.
+        scale_local_gradients: Whether the gradients of local variables (see `register_local_var`) are divided by the number of
+            ranks.
 
     Returns:
-        `optimizer`, still an instance of its class, with its state. It has `register_local_var`, too; one of Keras 3 also
-        `set_batch_weight`.
+        `optimizer`, which is still an instance of its class and keeps its state. It has a new method `register_local_var`; an
+        optimizer of Keras 3 also has `set_batch_weight`.
 
     Raises:
-        ArgumentError: It is no optimizer that is known, or is wrapped already, or the arguments do not fit.
-        MismatchError: The ranks have different variables. Raised on all of them, in their first step.
+        ArgumentError: `optimizer` is of an unknown kind or distributed already, or the arguments do not fit together.
+        MismatchError: The ranks have different variables. All ranks raise it in their first step.
     """
     options = Options(op, process_set, compression, sparse_as_dense, gradient_predivide_factor)
     return distribute(optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
@@ -78,7 +82,7 @@ def distribute(
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,
 ) -> Opt:
-    """`DistributedOptimizer`, with arguments that have been checked; by the optimizer's kind."""
+    """Make an optimizer of any kind a distributed one. See `DistributedOptimizer` for the arguments."""
     world("DistributedOptimizer()")
     check_passes(backward_passes_per_step)
     wrapped: Opt = _maker(optimizer)(
@@ -89,7 +93,7 @@ def distribute(
 
 def _maker(optimizer: Any) -> Callable[..., Any]:
     tf = tensorflow()
-    if tf is not None:  # without it there is only Keras 3
+    if tf is not None:  # without TensorFlow there are only optimizers of Keras 3
         from hvdlite_tf.optimizers import tf_keras, v1
 
         if isinstance(optimizer, tf.compat.v1.train.Optimizer):

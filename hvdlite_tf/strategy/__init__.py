@@ -1,8 +1,11 @@
 """A strategy of `tf.distribute` whose replicas are the ranks of the job.
 
-- `strategy`: `Strategy`; `extended`: its inside, which TensorFlow and Keras call; `context`: what code within `run` sees.
-- `steps`: what Keras hands to `run`; `dataset`: datasets of global batches.
-- `variables`, `optimizers`: those that are made under it.
+- `strategy`: the class `Strategy`.
+- `extended`: the methods of a strategy that TensorFlow and Keras call.
+- `context`: the replica context that code within `run` sees.
+- `steps`: recognizes the steps that Keras passes to `run`.
+- `dataset`: datasets of global batches, of which each rank reads its rows.
+- `variables`, `optimizers`: the variables and optimizers of a strategy.
 """
 
 from hvdlite_tf.strategy.strategy import Strategy

@@ -1,4 +1,4 @@
-"""What code within `Strategy.run` sees of the strategy: one replica, whose number is the rank."""
+"""The replica context that code within `Strategy.run` sees: one replica, whose number is the rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Share(NamedTuple):
     """This rank's part of a global batch.
 
     Attributes:
-        rows: How many rows it has here; a float32 scalar.
-        scale: `rows` by the mean number of rows of the ranks, a float32 scalar; 1 where the batch is shared out evenly. Means
-            over each rank's rows, times this, averaged over the ranks, are the means over the global batch.
+        rows: The number of this rank's rows, a float32 scalar.
+        scale: `rows` divided by the ranks' mean number of rows, a float32 scalar; 1 if all ranks have equally many. If each
+            rank's mean over its rows is multiplied by `scale`, the average over the ranks is the mean over the global batch.
     """
 
     rows: tf.Tensor
@@ -24,13 +24,13 @@ class Share(NamedTuple):
 
     @classmethod
     def of(cls, batch: Any) -> Share:
-        """The share that `batch` is: nested tensors. Every rank calls this at once."""
+        """Make the share of a batch, which is nested tensors. All ranks call this together."""
         rows = tf.cast(rows_of(batch), tf.float32)
         return cls(rows, tf.math.divide_no_nan(rows, allreduce(rows, op=hvdlite.Average)))
 
 
 def rows_of(batch: Any) -> Any:
-    """The number of rows of the first tensor that has rows, as Keras counts them; 1 if none has any."""
+    """Return the number of rows of the first tensor that has rows, as Keras counts them; 1 if no tensor has rows."""
     for leaf in tf.nest.flatten(batch):
         if isinstance(leaf, tf.RaggedTensor):
             return leaf.nrows()
@@ -45,8 +45,8 @@ class Replica(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does 
     """The replica context of a rank.
 
     Attributes:
-        share: Of which batch this is a step of Keras; None in other code.
-        optimizes: The gradients that are applied now are those of all ranks already.
+        share: This rank's share of the batch in a step of Keras; None in other code.
+        optimizes: Whether an optimizer is applying gradients that are combined already.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Replica(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does 
         return devices
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
-        """Combine tensors over the ranks. Differentiable: gradients are combined in the same way.
+        """Reduce tensors over the ranks. The method is differentiable: the gradients are reduced in the same way.
 
-        In a step of Keras a rank's loss counts by the rows that it is the mean of, and so do its gradients, here as elsewhere.
+        In a step of Keras each rank's loss, and so its gradients, are weighted by the rank's number of rows.
 
         Args:
             reduce_op: tf.distribute.ReduceOp.SUM or MEAN, or their names.
             value: Nested tensors.
-            options: TensorFlow's, without effect.
+            options: TensorFlow's argument, which has no effect.
         """
         flat = tf.nest.flatten(value)
         extended = self.strategy.extended
@@ -85,7 +85,7 @@ class Replica(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does 
                 scale = self.share.scale
                 weighted = [tf.math.multiply_no_nan(each, tf.cast(scale, each.dtype)) for each in gradients]
                 summed = self.all_reduce(reduce_op, weighted)
-                # The optimizer will weigh this rank's gradients in its turn.
+                # The optimizer multiplies this rank's gradients by the scale again.
                 return [tf.math.divide_no_nan(each, tf.cast(scale, each.dtype)) for each in summed]
 
             return extended.over_ranks(reduce_op, list(tensors)), backward

@@ -1,4 +1,4 @@
-"""Datasets of global batches, of which each rank sees its rows."""
+"""Datasets of global batches, of which each rank reads its rows."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hvdlite_tf.ops.ordered import as_written, ordered
 
 _OFF = tf.data.experimental.AutoShardPolicy.OFF
 _DEPTH = 8
-"""Calls between Keras' building of a model and the iteration for it; there are three."""
+"""The largest number of frames between Keras' building of a model and the iteration for it; there are three now."""
 _IGNORE = 1
-"""TensorFlow's number for: state that cannot be saved, such as that of a random operation in a `map`, is left as it is."""
+"""TensorFlow's external state policy IGNORE: state that cannot be saved, such as a random operation's in a `map`, is kept."""
 
 
 class DistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc]  # mypy does not see TensorFlow
-    """A rank's share of a dataset. Its elements are plain tensors, and its iterators those of `tf.data`.
+    """A rank's share of a dataset. Its elements are plain tensors, and its iterators are those of `tf.data`.
 
-    Every rank begins to read it at once. It is then read in rank 0's order: that of a shuffle depends on how often it was read
-    before, and a rank may have looked at it alone.
+    All ranks begin to read it together, and then read it in rank 0's order. (The order of a shuffle depends on how often the
+    dataset was read before, and a rank may have read it alone.)
 
     Args:
-        dataset: The share.
-        shuffles: Whether it shuffles global batches, or what they are made of.
+        dataset: This rank's share.
+        shuffles: Whether the dataset shuffles global batches, or the examples of which they consist.
     """
 
     def __init__(self, dataset: tf.data.Dataset, shuffles: bool = False) -> None:
@@ -52,20 +52,23 @@ class DistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc
 
     @property
     def element_spec(self) -> Any:
-        """Dtypes and shapes of this rank's elements."""
+        """The spec of this rank's elements."""
         return self._dataset.element_spec
 
     @property
     def cardinality(self) -> Any:
-        """The number of batches, as tf.data has it; a NumPy int64."""
+        """The number of batches, a NumPy int64; negative if it is not known or infinite, as in tf.data."""
         return self._dataset.cardinality().numpy()
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Fold a function over the elements. AutoGraph makes this of a ``for`` loop over the dataset in a tf.function.
+        """Fold a function over the elements. AutoGraph calls this for a ``for`` loop over the dataset in a tf.function.
 
         Args:
-            initial_state: Nested tensors.
-            reduce_func: Makes the next state of a state and an element.
+            initial_state: The first state, nested tensors.
+            reduce_func: A function that returns the next state for a state and an element.
+
+        Returns:
+            The last state.
         """
         iterator: Any = iter(self)
 
@@ -82,9 +85,9 @@ class DistributedDataset(tf.distribute.DistributedDataset):  # type: ignore[misc
 
 
 class _Begun:
-    """An iterator of which Keras wants the first element, to build a model by; then it begins anew.
+    """An iterator from which Keras reads the first element to build a model, before it reads all elements.
 
-    Generators cannot begin anew, so what was read is given once more.
+    A generator cannot begin again, so this iterator keeps the elements that were read and yields them once more.
     """
 
     def __init__(self, iterator: Iterator[Any]) -> None:
@@ -101,19 +104,19 @@ class _Begun:
     get_next = __next__
 
     def again(self) -> Iterator[Any]:
-        """All elements, from the first on."""
+        """Return an iterator over all elements, including those that were read."""
         rest = tf.data.Dataset.counter().map(as_written(lambda _: self._iterator.get_next_as_optional()))
         there = rest.take_while(as_written(lambda each: each.has_value()))
         whole = there.map(as_written(lambda each: each.get_value()))
         for element in reversed(self._first):
             whole = tf.data.Dataset.from_tensors(element).concatenate(whole)
         iterator: Iterator[Any] = iter(whole)
-        vars(iterator)["_hvdlite_source"] = self._iterator  # which is closed with its Python object
+        vars(iterator)["_hvdlite_source"] = self._iterator  # keeps it open: it is closed with its Python object
         return iterator
 
 
 def _looks_only() -> bool:
-    """Whether Keras is about to build a model from the first element, and will read the data from the beginning after that."""
+    """Return whether Keras reads the first element only to build a model, and will read all elements after that."""
     frame = sys._getframe(2)
     for _ in range(_DEPTH):
         if frame is None:
@@ -125,7 +128,7 @@ def _looks_only() -> bool:
 
 
 def in_order_of_rank_0(iterator: Any) -> None:
-    """Put an iterator that has just been made into the state of rank 0's. Every rank calls this, in a tf.function too."""
+    """Give a new iterator the state of rank 0's iterator. Every rank calls this; it works in a tf.function too."""
     resource = iterator._iterator_resource
     state = tf.raw_ops.SerializeIterator(resource_handle=resource, external_state_policy=_IGNORE)
     text = tf.raw_ops.SerializeTensor(tensor=state)
@@ -140,16 +143,17 @@ def in_order_of_rank_0(iterator: Any) -> None:
 
 
 def distribute(dataset: tf.data.Dataset, rank: int, size: int) -> DistributedDataset:
-    """This rank's rows of each batch of a dataset that all ranks have; all of it, if it is not to be sharded.
+    """Return a dataset of this rank's rows of each batch; the whole dataset if its options say that it is not sharded.
 
     Args:
-        dataset: Of global batches. Where its options say ``auto_shard_policy = OFF``, of this rank's batches.
-        rank, size: Which rank, of how many.
+        dataset: A dataset of global batches; with the option ``auto_shard_policy = OFF``, of this rank's batches.
+        rank: This rank.
+        size: The number of ranks.
 
     Raises:
-        ArgumentError: The ranks shuffle it differently.
+        ArgumentError: The ranks shuffle the dataset in different orders.
         MismatchError: The ranks have different datasets.
-        UnsupportedTensorError: It has no batches.
+        UnsupportedTensorError: The elements are not batches.
     """
     if isinstance(dataset, DistributedDataset):
         return dataset

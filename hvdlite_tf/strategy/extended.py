@@ -1,7 +1,7 @@
-"""The inside of a strategy, which TensorFlow and Keras call: that of one device, whose replicas are the ranks.
+"""The methods of a strategy that TensorFlow and Keras call: those of a strategy for one device, whose replicas are the ranks.
 
-`tf.distribute.OneDeviceStrategy` has all that goes on within one process. What is different here is what crosses ranks: their
-number, reductions and gathering, the values that variables begin with, and datasets.
+`tf.distribute.OneDeviceStrategy` does all that happens within one process. This class overrides what concerns several ranks:
+their number, reductions and gathering, the initial values of variables, and datasets.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-# Not the class of `tf.distribute.OneDeviceStrategy("/cpu:0").extended`: that starts TensorFlow's runtime, which a program may
-# still want to configure.
+# `type(tf.distribute.OneDeviceStrategy("/cpu:0").extended)` would start TensorFlow's runtime, which the program may still
+# configure.
 from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 
 import hvdlite
@@ -33,11 +33,12 @@ _OPS = {"SUM": hvdlite.Sum, "MEAN": hvdlite.Average}
 
 
 class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see TensorFlow
-    """See `tf.distribute.StrategyExtended`.
+    """The methods that TensorFlow and Keras call. See `tf.distribute.StrategyExtended`.
 
     Args:
         strategy: The strategy.
-        rank, size: Which rank this is, of how many.
+        rank: This rank.
+        size: The number of ranks.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, rank: int, size: int) -> None:
@@ -92,7 +93,7 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
 
     @contextmanager
     def step_of(self, share: Share) -> Iterator[None]:
-        """While the body runs, replicas know of which batch their step is."""
+        """Let replicas know this rank's share of the batch while the body runs."""
         self._share = share
         try:
             yield
@@ -109,12 +110,12 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
     # Across ranks
 
     def over_ranks(self, reduce_op: Any, tensors: Sequence[Any]) -> list[Any]:
-        """Tensors, variables or tf.IndexedSlices reduced over the ranks, as one exchange."""
+        """Reduce tensors, variables or tf.IndexedSlices over the ranks as one operation."""
         context = tf.distribute.get_replica_context()
         if isinstance(context, Replica) and context.optimizes:
             return list(tensors)
         op, own = op_over_ranks(reduce_op), [_own(tensor) for tensor in tensors]
-        if op is hvdlite.Sum and _are_large(own):  # the gradients of an optimizer that is left alone
+        if op is hvdlite.Sum and _are_large(own):  # the gradients of an optimizer that is not a distributed one
             return GradientExchange(Options(op=op)).combine(own, own)
         return list(grouped_allreduce(own, op=op))
 
@@ -150,10 +151,10 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
 
 
 def op_over_ranks(reduce_op: Any) -> ReduceOp:
-    """What TensorFlow's reduction, or its name, is called here.
+    """Return hvdlite's reduction for TensorFlow's `tf.distribute.ReduceOp`, or for its name.
 
     Raises:
-        ArgumentError: It is neither "SUM" nor "MEAN".
+        ArgumentError: `reduce_op` is neither "SUM" nor "MEAN".
     """
     name = str(getattr(reduce_op, "value", reduce_op)).upper()
     if name not in _OPS:
@@ -162,7 +163,7 @@ def op_over_ranks(reduce_op: Any) -> ReduceOp:
 
 
 def gather(tensor: Any, axis: int = 0) -> tf.Tensor:
-    """The tensors of all ranks, one after the other along `axis`. They may differ in length there."""
+    """Concatenate the tensors of all ranks along `axis`, where their lengths may differ."""
     tensor = tf.convert_to_tensor(tensor)
     if axis == 0:
         gathered: tf.Tensor = allgather(tensor)
@@ -173,7 +174,7 @@ def gather(tensor: Any, axis: int = 0) -> tf.Tensor:
 
 
 def _are_large(tensors: Sequence[Any]) -> bool:
-    """Whether these are dense floating-point numbers, so many that memory of their own makes up for the agreement on it."""
+    """Return whether these are dense floating-point tensors, and large enough that buffers of their own pay off."""
     if not all(tf.is_tensor(each) and each.dtype.is_floating and each.shape.is_fully_defined() for each in tensors):
         return False
     nbytes: int = sum(each.shape.num_elements() * each.dtype.size for each in tensors)
@@ -181,5 +182,5 @@ def _are_large(tensors: Sequence[Any]) -> bool:
 
 
 def _own(value: Any) -> Any:
-    """This rank's value, also of a variable that would be read for all ranks."""
+    """Return this rank's value, also for a variable whose value would be reduced over all ranks."""
     return value.read_value() if isinstance(value, tf.Variable) else value

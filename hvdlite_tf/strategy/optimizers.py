@@ -1,10 +1,10 @@
-"""Optimizers under a strategy: gradients are exchanged before they are looked at, and in the memory where that is fastest.
+"""Optimizers under a strategy, which exchange gradients before they clip, check and accumulate them.
 
-Left alone, Keras clips, checks for overflow and accumulates each rank's own gradients, and asks the strategy for their sums
-only then. So an optimizer is made a distributed one, as `hvdlite_tf.DistributedOptimizer` makes it, and the strategy adds
-nothing while that applies what it has::
+By default Keras clips, checks for overflow and accumulates each rank's own gradients, and asks the strategy for sums only after
+that. So the strategy makes an optimizer a distributed one, as `hvdlite_tf.DistributedOptimizer` does, and reduces nothing while
+that optimizer applies its gradients::
 
-    gradients ─▶ × rows of this rank ÷ mean rows ─▶ sum over the ranks ─▶ clipping, update, …: Keras' own
+    gradients ─▶ × rows of this rank ÷ mean rows ─▶ sum over the ranks ─▶ clipping, update, …: all as in Keras
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ _MARK = "_hvdlite_strategy"
 
 
 class StrategyExchange(GradientExchange):
-    """Sums over the ranks, as Keras' losses under a strategy want them: each is divided by the number of ranks already.
+    """An exchange that sums gradients over the ranks, because Keras divides each rank's loss by the number of ranks already.
 
-    In a step of Keras, ranks count by their rows.
+    In a step of Keras, each rank's gradients are weighted by its number of rows.
 
     Args:
-        options: How gradients are exchanged.
-        accumulates: The optimizer adds up gradients of several steps, each with rows of its own, before it has them combined.
+        options: How the gradients are exchanged.
+        accumulates: Whether the optimizer adds up the gradients of several steps before `combine`. Each step has its own number
+            of rows, so `fill` weights the gradients then.
     """
 
     def __init__(self, options: Options, accumulates: bool) -> None:
@@ -40,19 +41,19 @@ class StrategyExchange(GradientExchange):
         self._accumulates = accumulates
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """As `GradientExchange.fill`: the gradients of one of several steps."""
+        """Weight and fill the gradients of one of several steps. See `GradientExchange.fill`."""
         return super().fill(sources, _by_rows(gradients))
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
-        """As `GradientExchange.combine`."""
+        """Combine the gradients over the ranks, weighted by rows. See `GradientExchange.combine`."""
         return super().combine(sources, gradients if self._accumulates else _by_rows(gradients))
 
 
 def prepare(optimizer: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Make an optimizer exchange gradients as the strategy wants it, if it does not yet. It is changed and returned.
+    """Make an optimizer exchange gradients by a `StrategyExchange`, if it does not yet. It is changed and returned.
 
     Raises:
-        ArgumentError: It is no optimizer that is known, or a distributed one.
+        ArgumentError: `optimizer` is of an unknown kind, or a `DistributedOptimizer`.
     """
     if getattr(optimizer, _MARK, None) is strategy:
         return optimizer
@@ -74,7 +75,7 @@ def prepare(optimizer: Any, strategy: tf.distribute.Strategy) -> Any:
 
 
 def _apply_alone(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
-    """Let the strategy leave gradients as they are while an optimizer of Keras 3 applies them."""
+    """Keep the strategy from reducing gradients once more while an optimizer of Keras 3 applies them."""
     plain_apply = optimizer.apply
 
     def apply(*args: Any, **kwargs: Any) -> Any:
@@ -84,12 +85,12 @@ def _apply_alone(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
         with Replica(strategy, strategy.extended._rank, context.share, optimizes=True):
             return plain_apply(*args, **kwargs)
 
-    # Not by plain assignment: Keras would look into it for variables.
+    # A plain assignment would make Keras look for variables in it.
     object.__setattr__(optimizer, "apply", tf.autograph.experimental.do_not_convert(apply))
 
 
 def _by_rows(gradients: Sequence[Any]) -> list[Any]:
-    """In a step of Keras, gradients times this rank's share of the rows. That costs nothing where the shares are even."""
+    """Multiply gradients by `Share.scale` in a step of Keras. If the shares are even, nothing is computed."""
     context = tf.distribute.get_replica_context()
     if not isinstance(context, Replica) or context.share is None:
         return list(gradients)
@@ -100,7 +101,7 @@ def _by_rows(gradients: Sequence[Any]) -> list[Any]:
         return list(gradients)
 
     def scale_all() -> list[tf.Tensor]:
-        # A rank without rows may have anything for a gradient.
+        # The gradients of a rank without rows may have any value, also NaN.
         return [tf.math.multiply_no_nan(each, tf.cast(scale, each.dtype)) for each in present]
 
     scaled = iter(tf.cond(scale == 1, lambda: present, scale_all))

@@ -1,4 +1,4 @@
-"""What Keras hands to `Strategy.run`: its training, test and prediction steps, by which a strategy learns of the model."""
+"""The steps that Keras passes to `Strategy.run`: training, test and prediction steps, which refer to the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Step(NamedTuple):
 
     Attributes:
         kind: "train", "test" or "predict".
-        model: Of which model.
+        model: The model of the step.
     """
 
     kind: str
@@ -32,10 +32,10 @@ class Step(NamedTuple):
 
 
 def step_of(function: Callable[..., Any]) -> Step | None:
-    """The step of Keras that a function is; None if it is none.
+    """Return the step of Keras that a function is; None if the function is something else.
 
-    Keras 3 passes the model's own methods, and a function made in `make_predict_function`; tf_keras one made in each of its
-    ``make_…_function``. The model is the one that they refer to.
+    Keras 3 passes methods of the model, and a function that `make_predict_function` defines. tf_keras passes functions that its
+    ``make_…_function`` define. The model is the one that the function refers to.
     """
     model = getattr(function, "__self__", None)
     if isinstance(model, keras.Model) and function.__name__ in _METHODS:
@@ -50,11 +50,7 @@ def step_of(function: Callable[..., Any]) -> Step | None:
 
 
 def check_model(model: Any, strategy: tf.distribute.Strategy) -> None:
-    """Let a model pass whose variables the strategy has made.
-
-    Raises:
-        ArgumentError: It has others.
-    """
+    """Raise ArgumentError if the model has a trainable variable that was made outside of the strategy's scope."""
     for variable in model.trainable_variables:
         plain = variable.value if isinstance(variable, keras.Variable) else variable
         if plain._distribute_strategy is not strategy:
@@ -65,7 +61,7 @@ def check_model(model: Any, strategy: tf.distribute.Strategy) -> None:
 
 
 def over_batch(outputs: Any, share: Share) -> Any:
-    """What a step returns, averaged over the rows of all ranks; what is no floating-point tensor is left as it is."""
+    """Average the floating-point results of a step over the rows of all ranks; other results stay unchanged."""
     flat = tf.nest.flatten(outputs)
     places = [place for place, each in enumerate(flat) if tf.is_tensor(each) and each.dtype.is_floating]
     weighted = [tf.math.multiply_no_nan(flat[place], tf.cast(share.scale, flat[place].dtype)) for place in places]
@@ -76,5 +72,5 @@ def over_batch(outputs: Any, share: Share) -> Any:
 
 
 def of_all_rows(outputs: Any) -> Any:
-    """Predictions for the rows of all ranks, in the order of the global batch."""
+    """Return the predictions for the rows of all ranks, in the order of the global batch."""
     return tf.nest.map_structure(gather, outputs)

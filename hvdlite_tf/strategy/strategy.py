@@ -1,4 +1,4 @@
-"""`Strategy`: `tf.distribute` under hvdliterun."""
+"""`Strategy`: a strategy of `tf.distribute` whose replicas are the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdlite_tf.variables import need_tensorflow
 
 
 class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not see TensorFlow
-    """What `tf.distribute.MultiWorkerMirroredStrategy` does, with the ranks of the job for workers::
+    """A strategy like `tf.distribute.MultiWorkerMirroredStrategy`, whose workers are the ranks of the job::
 
         strategy = hvd.Strategy()
         with strategy.scope():
@@ -28,23 +28,23 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
             model.compile(optimizer="adam", loss="mse", metrics=["mae"])
         model.fit(dataset_of_global_batches)
 
-    Every rank makes one, after `init`. For `fit`, `evaluate` and `predict` of Keras 3 and tf_keras, and for loops of your own:
-    `run`, `reduce`, `gather`, `experimental_distribute_dataset`, `distribute_datasets_from_function`, `num_replicas_in_sync`.
-    Batches are those of all ranks together; each rank computes on its part of the rows. Training is that of one process on
-    the global batches, uneven ones too; metrics are those of all rows, and predictions come in their order. See
+    Every rank makes a strategy after `init`. It serves `fit`, `evaluate` and `predict` of Keras 3 and tf_keras, and training
+    loops that use `run`, `reduce`, `gather`, `experimental_distribute_dataset`, `distribute_datasets_from_function` and
+    `num_replicas_in_sync`. Batches are global: each rank computes on its part of the rows. Training equals that of one process
+    on the global batches, also on uneven ones. Metrics are about all rows, and predictions are in the order of the rows. See
     docs/strategy.md.
 
-    Variables made in its scope begin with rank 0's values on all ranks. If no rank has called `tf.random.set_seed`, this does,
-    with the same number on all, so that datasets made later are shuffled alike.
+    Variables that are made in the scope begin with rank 0's values on all ranks. If no rank has called `tf.random.set_seed`,
+    the strategy calls it with the same number on all ranks, so that all ranks shuffle their datasets in the same order.
 
     Raises:
-        NotInitializedError: Before `init`.
-        ArgumentError: There are GPUs, which it does not use yet; or within the scope of another strategy; or Keras has another
-            backend than TensorFlow.
+        NotInitializedError: `init` has not been called.
+        ArgumentError: The process sees GPUs, which the strategy does not use yet; or this is within the scope of another
+            strategy; or Keras has another backend than TensorFlow.
     """
 
     hvdlite_combines_gradients = True
-    """What trains under this strategy needs no distributed optimizer."""
+    """Tells the callbacks' checks that a model under this strategy needs no distributed optimizer."""
 
     def __init__(self) -> None:
         here = world("Strategy()")
@@ -63,7 +63,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         self._share_seed()
 
     def _share_seed(self) -> None:
-        """Have a seed that is the same on all ranks, unless the program has set one."""
+        """Set TensorFlow's seed to the same number on all ranks, unless the program has set one."""
         own, _ = tf.compat.v1.get_seed(None)
         drawn = int(np.random.default_rng().integers(2**31))
         seeds = hvdlite.allgather_object((own, drawn))
@@ -72,9 +72,9 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
 
     @property
     def cluster_resolver(self) -> Any:
-        """Who this is, for programs that ask a cluster: `task_type` "worker", and the rank as `task_id`.
+        """A cluster resolver for programs that ask for one: its `task_type` is "worker", and its `task_id` is the rank.
 
-        Rank 0 is the chief, as worker 0 is of a cluster that has no other. The addresses in `cluster_spec` are made up.
+        Rank 0 is the chief, as worker 0 is in a cluster without an explicit chief. The addresses in `cluster_spec` are made up.
         """
         here = world("cluster_resolver")
         workers = tf.train.ClusterSpec({"worker": [f"rank{rank}:0" for rank in range(here.topology.size)]})
@@ -83,10 +83,12 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         )
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Where models, optimizers, metrics and other variables are made. Every rank makes the same ones in the same order.
+        """Return the context in which models, optimizers, metrics and other variables are made.
+
+        Every rank makes the same variables in the same order.
 
         Raises:
-            ArgumentError: Within the scope of another strategy.
+            ArgumentError: This is within the scope of another strategy.
         """
         self.extended.check_world()
         if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self:
@@ -95,19 +97,19 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         return scope
 
     def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
-        """Call `fn` on every rank with what that rank has.
+        """Call `fn` on every rank with that rank's arguments.
 
-        Within, ``tf.distribute.get_replica_context()`` has `all_reduce`, `all_gather`, and the rank as
-        `replica_id_in_sync_group`. Optimizers apply the sum of all ranks' gradients: divide losses by the size of the global
+        Within `fn`, ``tf.distribute.get_replica_context()`` has `all_reduce`, `all_gather`, and the rank as
+        `replica_id_in_sync_group`. Optimizers apply the sum of all ranks' gradients, so divide losses by the size of the global
         batch (``tf.nn.compute_average_loss(losses, global_batch_size=…)``).
 
         Args:
-            fn: Eager code or a tf.function.
-            args, kwargs: This rank's arguments for it, nested tensors.
-            options: TensorFlow's, without effect.
+            fn: A function of eager code, or a tf.function.
+            args, kwargs: This rank's arguments for `fn`, nested tensors.
+            options: TensorFlow's argument, which has no effect.
 
         Returns:
-            What `fn` returned on this rank.
+            The result of `fn` on this rank. For a prediction step of Keras, the predictions of all ranks.
         """
         self.extended.check_world()
         step = step_of(fn)
@@ -124,16 +126,19 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         return over_batch(outputs, share)
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
-        """Combine what `run` returned on the ranks. Every rank calls this.
+        """Reduce the results of `run` over the ranks. Every rank calls this.
 
         Args:
-            reduce_op: "SUM" or "MEAN", or `tf.distribute.ReduceOp`.
-            value: Nested tensors.
-            axis: Reduce these dimensions too, one or several, before the ranks are put together; "MEAN" is then over all
-                elements along them on all ranks, of which each may have another number.
+            reduce_op: "SUM" or "MEAN", or a `tf.distribute.ReduceOp`.
+            value: This rank's result, nested tensors.
+            axis: One or several dimensions that are reduced too, before the reduction over the ranks. "MEAN" is then the mean
+                over all elements along these dimensions on all ranks; the ranks may have different numbers of them.
 
         Returns:
-            The same on all ranks.
+            The reduced tensors, the same on all ranks.
+
+        Raises:
+            ArgumentError: `reduce_op` is something else, or the call is within `run`.
         """
         self.extended.check_world()
         op = op_over_ranks(reduce_op)
@@ -158,15 +163,16 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         return tf.nest.pack_sequence_as(value, means)
 
     def distribute_optimizer(self, optimizer: Any) -> Any:
-        """Let an optimizer exchange gradients before it clips, checks and accumulates them, in a loop of your own.
+        """Let an optimizer exchange gradients before it clips, checks and accumulates them. For training loops without `fit`.
 
-        `fit` does this by itself. Without it, an optimizer of Keras 3 clips each rank's own gradients, as it does under
-        MultiWorkerMirroredStrategy; with a LossScaleOptimizer the ranks would not skip the same steps.
+        `fit` does this itself. Without it, an optimizer of Keras 3 clips each rank's own gradients, as it does under
+        MultiWorkerMirroredStrategy, and with a LossScaleOptimizer the ranks would not skip the same steps.
 
         Args:
-            optimizer: Of Keras 3 or tf_keras. It is changed and returned. Its `apply_gradients` is called within `run`.
+            optimizer: An optimizer of Keras 3 or tf_keras, which is changed and returned. Call its `apply_gradients` within
+                `run`.
 
         Raises:
-            ArgumentError: It is no such optimizer, or is a `DistributedOptimizer`.
+            ArgumentError: `optimizer` is not such an optimizer, or is a `DistributedOptimizer`.
         """
         return prepare(optimizer, self)

@@ -1,4 +1,4 @@
-"""Variables of a strategy: the same on every rank at first, and sums over the ranks where they count something."""
+"""Variables of a strategy: they begin with equal values on all ranks, and those that count are reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hvdlite.errors import ArgumentError
 from hvdlite_tf.ops.allreduce import allreduce
 
 _OWN = ("seed_generator_state", "hvdlite_")
-"""In the names of variables that each rank has for itself: the state of Keras' random numbers, since with one for all the
-ranks' dropout would leave out the same places; and what hvdlite_tf makes for the process."""
+"""Parts of the names of variables that may differ between ranks: the state of Keras' random generators, because otherwise all
+ranks would have the same dropout; and the variables that hvdlite_tf makes for the process."""
 
 _OVER_RANKS = {tf.VariableAggregation.SUM: hvdlite.Sum, tf.VariableAggregation.MEAN: hvdlite.Average}
 
 
 def create_variable(create: Callable[..., tf.Variable], settings: dict[str, Any]) -> tf.Variable:
-    """Make a variable with rank 0's value. Every rank calls this.
+    """Make a variable with rank 0's initial value. Every rank calls this.
 
     Args:
-        create: Makes this rank's.
-        settings: Arguments for it, as `tf.variable_creator_scope` passes them.
+        create: A function that makes this rank's variable.
+        settings: The arguments for `create`, as `tf.variable_creator_scope` passes them.
 
     Raises:
-        ArgumentError: In a tf.function, with a value that is known only when it runs.
+        ArgumentError: The variable is made in a tf.function, with a value that is known only when the function runs.
     """
     name = settings.get("name") or ""
     own = any(each in name for each in _OWN)
@@ -45,7 +45,7 @@ def create_variable(create: Callable[..., tf.Variable], settings: dict[str, Any]
 
 
 def _agreed_while_traced(given: Any, settings: dict[str, Any], name: str) -> tf.Tensor:
-    """Rank 0's initial value of a variable that is made while a tf.function is first traced, on all ranks at once."""
+    """Return rank 0's initial value for a variable that all ranks make while they trace a tf.function."""
     with tf.init_scope():
         if not tf.executing_eagerly() or (tf.is_tensor(given) and not hasattr(given, "numpy")):
             raise ArgumentError(
@@ -58,7 +58,7 @@ def _agreed_while_traced(given: Any, settings: dict[str, Any], name: str) -> tf.
 
 
 class _NotToBeReadByItself(NamedTuple):
-    """In the place of a variable's handle, so that an operation that is given the variable asks it for its value."""
+    """An object in the place of a variable's handle, so that operations ask the variable for its value."""
 
     handle: tf.Tensor
 
@@ -68,15 +68,16 @@ class _NotToBeReadByItself(NamedTuple):
 
 @functools.cache
 def _joined(plain: Any) -> type[Any]:
-    """Of a class of variables, the one whose value outside of `Strategy.run` is that of all ranks.
+    """Return a subclass of a class of variables whose value, outside of `Strategy.run`, is reduced over all ranks.
 
-    Metrics count in such variables: each rank its own batches within `run`; ``metric.result()`` outside of it is of all ranks.
-    Ways of looking at a variable that saving uses (`numpy`, `read_value`) give the rank's own, so that one rank can save alone.
+    Metrics count in such variables: within `run` each rank counts its own batches, and ``metric.result()`` outside of it is
+    about all ranks. The methods that saving uses (`numpy`, `read_value`) return the rank's own value, so that one rank can save
+    alone.
     """
 
     def value(self: Any) -> tf.Tensor:
         own = plain.value(self)
-        # In a replica context of ours this is None or another one's: then it is this rank's own value that is wanted.
+        # Within `run` the caller wants this rank's own value.
         if not reads_for_all(self._distribute_strategy):
             return own
         return allreduce(own, op=_OVER_RANKS[self.aggregation])
@@ -85,7 +86,8 @@ def _joined(plain: Any) -> type[Any]:
         return vars(self)["_handle"]
 
     def handle_to_read(self: Any) -> Any:
-        # Eager operations take a resource variable's memory by this attribute, if it is an eager tensor, and do not ask it.
+        # Eager operations read a resource variable's memory through this attribute if it is an eager tensor, and would not call
+        # `value`.
         own = vars(self)["_handle"]
         return _NotToBeReadByItself(own) if reads_for_all(self._distribute_strategy) else own
 
@@ -94,6 +96,6 @@ def _joined(plain: Any) -> type[Any]:
 
 
 def reads_for_all(strategy: tf.distribute.Strategy) -> bool:
-    """Whether the code that runs is for all ranks together: not within `run` of this strategy."""
+    """Return whether the running code is outside of `run` of this strategy, where values are those of all ranks."""
     context = tf.distribute.get_replica_context()
     return context is None or context.strategy is not strategy

@@ -1,4 +1,4 @@
-"""Waits for the other ranks."""
+"""`join` and `barrier`, in eager code and in graphs."""
 
 from __future__ import annotations
 
@@ -15,42 +15,32 @@ from hvdlite_tf.training.objects import join_eagerly
 
 @as_written
 def join(*, process_set: ProcessSet = hvdlite.global_process_set) -> tf.Tensor:
-    """Say that this rank has run out of data, and take part in what the others still do until all have said so.
+    """Say that this rank has no more data, and take part in the operations of the other ranks until all have joined.
 
-    It adds nothing to operations, and an average of gradients is one of the ranks that have data: see `hvdlite.join`.
+    `hvdlite.join` says what this rank contributes to operations and gradients, and which errors there are. A graph raises a
+    `tf.errors.OpError` with their text.
 
     Args:
-        process_set: The ranks that take part.
+        process_set: The ranks whose operations this rank takes part in.
 
     Returns:
-        The rank that joined last, as an int32 scalar; its rank in the job, with a process set too.
-
-    Raises:
-        HvdliteError: As `hvdlite.join`.
-        tf.errors.OpError: As in `allreduce`.
+        The rank that joined last, as an int32 scalar; its rank in the job, also with a process set.
     """
 
     def run() -> list[Array]:
         return [np.asarray(join_eagerly(process_set=process_set), np.int32)]
 
-    size_of(process_set)  # raises here already, in graphs too
+    size_of(process_set)  # an error is raised here, also while a graph is built
     return ordered(run, [], [tf.TensorSpec((), tf.int32)], channel="join")[0]
 
 
 @as_written
 def barrier(name: str | None = None, *, process_set: ProcessSet = hvdlite.global_process_set) -> tf.Operation | None:
-    """Go on when every rank has come here.
-
-    Args:
-        name: As in `allreduce`.
-        process_set: The ranks that take part.
+    """Wait until every rank has called this function. See `hvdlite.barrier` for arguments and errors.
 
     Returns:
-        In a graph for a session, the operation that does it. Else None: in eager code it is done, and a tf.function does it.
-
-    Raises:
-        MismatchError: The ranks' calls do not belong together; raised on all of them.
-        tf.errors.OpError: As in `allreduce`.
+        In a graph for a session, the operation that waits. Otherwise None: eager code has waited, and a tf.function waits when
+        it runs.
     """
     label = name_of_call(name)
 
@@ -58,5 +48,5 @@ def barrier(name: str | None = None, *, process_set: ProcessSet = hvdlite.global
         hvdlite.barrier(label, process_set=process_set)
         return [np.asarray(True)]
 
-    size_of(process_set)  # raises here already, in graphs too
+    size_of(process_set)  # an error is raised here, also while a graph is built
     return operation_of(ordered(run, [], [tf.TensorSpec((), tf.bool)], channel=label or ""))

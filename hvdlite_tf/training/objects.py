@@ -1,4 +1,4 @@
-"""What one rank has, for all, without TensorFlow: objects, and variables of Keras on another backend."""
+"""Functions that send objects, and variables of Keras, from one rank to all ranks without TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,46 +16,42 @@ T = TypeVar("T")
 
 
 def broadcast_eagerly(variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = Everybody) -> None:
-    """Overwrite the variables of every rank with the root's, at once.
+    """Overwrite the variables of every rank with the root's values, at once.
 
     Args:
         variables: Variables of Keras, in the same order on every rank.
-        root_rank: The rank whose values everybody gets; its rank in the job, with a process set too.
+        root_rank: The rank in the job of the root, whose values all ranks get; also with a process set.
         process_set: The ranks that take part.
 
     Raises:
-        UnsupportedTensorError: One of them cannot be written into.
-        MismatchError: The ranks have different variables. Raised on all of them.
+        UnsupportedTensorError: A variable cannot be changed in place.
+        MismatchError: The ranks have different variables. All ranks raise it.
     """
     plain = [plain_variable(variable) for variable in variables]
     hvdlite.broadcast(plain, root_within(process_set, root_rank), inplace=True, process_set=process_set)
 
 
 def join_eagerly(*, process_set: ProcessSet = Everybody) -> int:
-    """Say that this rank has run out of data: see `hvdlite.join`.
+    """Say that this rank has no more data. See `hvdlite.join`.
 
     Returns:
-        The rank that joined last; its rank in the job, with a process set too.
+        The rank that joined last; its rank in the job, also with a process set.
     """
     here = world("join()")
-    Registry.of(here, process_set)  # this rank may have had no gradients yet, and others have them
+    Registry.of(here, process_set)  # this rank may not have exchanged gradients yet, and others may have
     return here.ranks(process_set)[hvdlite.join(process_set)]
 
 
 def broadcast_object(
     obj: T, root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> T:
-    """Give every rank the root's object, at once: in code that builds a graph, while it is built.
+    """Give every rank the root's object. See `hvdlite.broadcast_object` for the other arguments, the result and the errors.
+
+    The function acts at once. In code that builds a graph it acts while the graph is built.
 
     Args:
-        obj: Anything that can be pickled; only the root's matters.
-        root_rank: Whose object everybody gets; its rank in the job, with a process set too.
-        session: Horovod's. No session is needed to send objects, so it changes nothing.
-        name: As in `allreduce`.
-        process_set: The ranks that take part.
-
-    Returns:
-        The root's object: a copy on the other ranks.
+        root_rank: The rank in the job of the root, also with a process set.
+        session: Horovod's argument, which has no effect.
     """
     return hvdlite.broadcast_object(obj, root_within(process_set, root_rank), name, process_set=process_set)
 
@@ -63,7 +59,7 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> Callable[[Any], Any]:
-    """A function that does `broadcast_object` of its argument, with these arguments."""
+    """Return a function of one object that calls `broadcast_object` for it, with these arguments."""
 
     def send(obj: Any) -> Any:
         return broadcast_object(obj, root_rank, session, name, process_set)
@@ -74,28 +70,24 @@ def broadcast_object_fn(
 def allgather_object(
     obj: T, session: Any = None, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> list[T]:
-    """Give every rank everybody's object, at once: in code that builds a graph, while it is built.
+    """Give every rank the objects of all ranks. See `hvdlite.allgather_object` for the other arguments and the result.
+
+    The function acts at once. In code that builds a graph it acts while the graph is built.
 
     Args:
-        obj: Anything that can be pickled.
-        session: As in `broadcast_object`.
-        name: As in `allreduce`.
-        process_set: The ranks that take part.
-
-    Returns:
-        The objects by rank (copies).
+        session: Horovod's argument, which has no effect.
     """
     return hvdlite.allgather_object(obj, name, process_set=process_set)
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """What stands for a variable in sets and as a key of dicts.
+    """Return a reference to a variable, which can be an element of a set and a key of a dict.
 
     Args:
-        vars: A variable of TensorFlow or Keras, or a list of them.
+        vars: A variable of TensorFlow or Keras, or a list of variables.
 
     Returns:
-        Its reference; for a list, a tuple.
+        The reference; for a list, a tuple of references.
     """
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(each) for each in vars)
@@ -103,14 +95,14 @@ def vars_to_refs(vars: Any) -> Any:
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """The variables that `vars_to_refs` was given; for a tuple, a list."""
+    """Return the variable of a reference that `vars_to_refs` made; for a tuple of references, a list of variables."""
     if isinstance(refs, list | tuple):
         return [refs_to_vars(each) for each in refs]
     return refs.deref()
 
 
 class _KerasReference:
-    """What `tf.Variable.ref` is for the variables of Keras 3, which have none."""
+    """A reference to a variable of Keras 3, which has no method `ref` as a `tf.Variable` has."""
 
     def __init__(self, variable: Any) -> None:
         self._variable = variable

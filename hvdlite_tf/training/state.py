@@ -1,4 +1,4 @@
-"""What one rank has, for all: variables, in eager code and in graphs."""
+"""`broadcast_variables`: sends variables from one rank to all ranks, in eager code and in graphs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from hvdlite_tf.training.objects import broadcast_eagerly
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = Everybody, inplace: bool = False
 ) -> tf.Operation | None:
-    """Overwrite the variables of every rank with the root's.
+    """Overwrite the variables of every rank with the root's values.
 
     Args:
-        variables: Those of TensorFlow or Keras, such as ``model.weights``, in the same order on every rank. (Not
-            ``model.variables``: the states of random number generators are among them, and would make dropout equal.)
-        root_rank: Whose values everybody gets; its rank in the job, with a process set too.
+        variables: Variables of TensorFlow or Keras, such as ``model.weights``, in the same order on every rank. Do not pass
+            ``model.variables``: it includes the states of random number generators, so dropout would be equal on all ranks.
+        root_rank: The rank in the job of the root, whose values all ranks get; also with a process set.
         process_set: The ranks that take part.
-        inplace: Horovod's. Variables are always written into.
+        inplace: Horovod's argument, which has no effect: variables are always changed in place.
 
     Returns:
-        In a graph for a session, the operation that does it. Else None: in eager code it is done, and a tf.function does it.
+        In a graph for a session, the operation that broadcasts. Otherwise None: eager code has broadcast the variables, and a
+        tf.function broadcasts them when it runs.
 
     Raises:
-        ArgumentError: It is no list of variables.
-        UnsupportedTensorError: One of them is no variable.
-        MismatchError: The ranks have different variables; raised on all of them.
-        tf.errors.OpError: As in `allreduce`.
+        ArgumentError: `variables` is not a list of variables.
+        UnsupportedTensorError: An element is not a variable.
+        MismatchError: The ranks have different variables. All ranks raise it.
+        tf.errors.OpError: An error was only seen when a graph ran; the text is that of hvdlite's error.
     """
     if not isinstance(variables, Iterable):
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of all ranks' batches, as if they were one batch."""
+"""Batch normalisation with the statistics of the global batch: the batches of all ranks as one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from hvdlite_tf.ops.allreduce import allreduce
 from hvdlite_tf.ops.rank_ops import check_still_alone
 from hvdlite_tf.variables import need_tensorflow
 
-# Keras 3, or tf_keras where TF_USE_LEGACY_KERAS=1 makes that tf.keras.
+# tf.keras is Keras 3, or tf_keras if TF_USE_LEGACY_KERAS=1.
 _Plain: Any = tf.keras.layers.BatchNormalization
 _register: Any = (keras if issubclass(_Plain, keras.layers.Layer) else tf.keras).saving.register_keras_serializable
 
 
 class JoinedMoments:
-    """What makes a batch normalisation layer of Keras 3 or tf_keras one over all ranks: goes before it among the bases.
+    """A mixin that computes the statistics of a batch normalisation layer of Keras 3 or tf_keras over all ranks.
 
-    Both ask `_moments` for mean and variance when they train, and do all else with what it returns.
+    It comes before the layer among the bases of a class. In training both layers ask the method `_moments` for the mean and
+    the variance, and compute everything else from these.
     """
 
     process_set: ProcessSet | None
@@ -56,47 +57,50 @@ class JoinedMoments:
 
 @_register(package="hvdlite", name="SyncBatchNormalization")
 class SyncBatchNormalization(JoinedMoments, _Plain):  # type: ignore[misc]  # mypy does not see Keras
-    """`keras.layers.BatchNormalization` over the joined batch of all ranks.
+    """`keras.layers.BatchNormalization` over the global batch of all ranks.
 
-    While it trains, mean and variance are those of the samples of all ranks, in tf.function and eager; batches may differ in
-    size, and may be empty on some ranks, as long as these run forward and backward too. In evaluation it is Keras' own. The
-    gradients of `gamma` and `beta` are those of this rank's samples; the optimizer or tape combines them with all others.
-    Forward and backward exchange twice each, so all ranks must call the layers in the same order.
+    In training, in a tf.function and eagerly, the mean and the variance are those of the samples of all ranks. Batches may
+    differ in size. They may be empty on some ranks, but these ranks must run forward and backward too. In evaluation the layer
+    computes what Keras' layer does. The gradients of `gamma` and `beta` are those of this rank's samples; the optimizer or the
+    tape combines them with the other ranks' gradients. The forward pass and the backward pass communicate twice each, so all
+    ranks must call the layers in the same order.
 
-    Each rank's loss depends on all ranks' samples here, and gradients flow between the ranks, so all losses must have the same
-    scale. If batches are uneven, divide the sum of the samples' losses by the mean batch size of the ranks, not by this rank's.
+    With this layer each rank's loss depends on all ranks' samples, and gradients flow between the ranks, so all losses must
+    have the same scale. If the batches are uneven, divide the sum of the samples' losses by the mean batch size of the ranks,
+    not by this rank's batch size.
 
     With ``TF_USE_LEGACY_KERAS=1`` it is a layer of tf_keras; `synchronized` makes one for programs that import tf_keras itself.
-    To load a saved model, import hvdlite_tf first; or, where there are no ranks, pass Keras'
+    To load a saved model, import hvdlite_tf first; or, without ranks, pass to Keras
     ``custom_objects={"hvdlite>SyncBatchNormalization": keras.layers.BatchNormalization}``.
 
-    Input of any shape, of which `axis` is the channels', in floating point; halves are normalised with float32 statistics.
-    Statistics are exchanged as float64. With a mask, only the samples that it lets through count.
+    The input is a floating-point tensor of any shape, whose dimension `axis` is the channels. float16 and bfloat16 are
+    normalised with float32 statistics. The ranks exchange the statistics as float64. With a mask, only the samples count that
+    the mask lets through.
 
     Args:
-        fused: Horovod's; False is the only choice.
-        process_set: The ranks that take part; all by default. It is not saved with the model.
-        **kwargs: As for `keras.layers.BatchNormalization`: axis, momentum, epsilon, …
+        fused: Horovod's argument, which must be False.
+        process_set: The ranks that take part; None means all ranks. The process set is not saved with the model.
+        **kwargs: The arguments of `keras.layers.BatchNormalization`: axis, momentum, epsilon, …
 
     Raises:
-        ArgumentError: Another `fused`, or `renorm`, `virtual_batch_size` or `synchronized`; or Keras 3 has another backend than
-            TensorFlow.
-        NotInitializedError: It trains before `init`.
+        ArgumentError: `fused` is not False, or `renorm`, `virtual_batch_size` or `synchronized` is given, or Keras 3 has
+            another backend than TensorFlow.
+        NotInitializedError: The layer is called in training before `init`.
     """
 
 
-# Files name the weights of a layer by this, so that those of a plain one can be read from them.
+# Files name a layer's weights by the class's name, so a plain layer can read the weights from them too.
 SyncBatchNormalization.__name__ = "BatchNormalization"
 
 
 def synchronized(layer: type[Any]) -> type[Any]:
-    """`SyncBatchNormalization` as a subclass of another layer, such as ``tf_keras.layers.BatchNormalization``.
+    """Return `SyncBatchNormalization` as a subclass of another layer, such as ``tf_keras.layers.BatchNormalization``.
 
     Args:
-        layer: A class that asks a method `_moments` for its statistics, as those of Keras 3 and tf_keras do.
+        layer: A class that asks a method `_moments` for its statistics, as the layers of Keras 3 and tf_keras do.
 
     Raises:
-        ArgumentError: It does not.
+        ArgumentError: `layer` is not a class with a method `_moments`.
     """
     if not (isinstance(layer, type) and hasattr(layer, "_moments")):
         raise ArgumentError(f"expected a batch normalisation layer of Keras 3 or tf_keras; got {layer!r}.")
@@ -106,18 +110,18 @@ def synchronized(layer: type[Any]) -> type[Any]:
 def _joined_moments(
     inputs: tf.Tensor, axes: Sequence[int], mask: Any, keep_dims: bool, process_set: ProcessSet | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Mean and (biased) variance over the batches of all ranks.
+    """Return the mean and the biased variance over the batches of all ranks.
 
-    First the joint mean is found, then the squared deviations from it are summed: so that nothing is lost where the mean is far
-    larger than the deviations, as it would be with the sums of the values and of their squares. The exchanges are
-    differentiable, so autodiff finds the gradient of Ioffe & Szegedy, "Batch normalization", ICML 2015, section 3.
+    The ranks first compute the joint mean, and then sum the squared deviations from it. Sums of the values and of their squares
+    would lose digits if the mean is far larger than the deviations; these sums do not. The exchanges are differentiable, so
+    automatic differentiation finds the gradient of Ioffe & Szegedy, "Batch normalization", ICML 2015, section 3.
 
     Args:
-        inputs: Of this rank, in float32 or wider.
-        axes: The dimensions that are not the channels'.
-        mask: None, or which samples count: the shape of `inputs` without the last dimension.
-        keep_dims: Leave dimensions of size 1 in the place of `axes`.
-        process_set: The ranks that take part.
+        inputs: This rank's input, in float32 or wider.
+        axes: All dimensions except the channels' dimension.
+        mask: None, or a tensor that says which samples count, of the shape of `inputs` without the last dimension.
+        keep_dims: Whether the results keep dimensions of size 1 in the place of `axes`.
+        process_set: The ranks that take part; None means all ranks.
     """
     here = world("SyncBatchNormalization()").engine(process_set)
     chosen = process_set or hvdlite.global_process_set
@@ -125,7 +129,7 @@ def _joined_moments(
         counted: Any = inputs
         number = tf.reduce_prod(tf.gather(tf.shape(inputs, tf.int64), list(axes)))
     else:
-        let_through = tf.cast(mask, tf.bool)[..., tf.newaxis]  # 0 × NaN would not leave out what is masked
+        let_through = tf.cast(mask, tf.bool)[..., tf.newaxis]  # not a product, because 0 × NaN is NaN
         counted = tf.where(let_through, inputs, 0)
         number = tf.reduce_sum(tf.cast(let_through, tf.int64))
     sums = tf.reduce_sum(counted, axes, keepdims=True)

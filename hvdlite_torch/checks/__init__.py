@@ -1,7 +1,7 @@
-"""What the ranks must agree on, and what goes wrong quietly.
+"""Checks of what must be the same on all ranks, and warnings of mistakes that raise no error.
 
-- `same_parameters`: when an optimizer is made; `in_step`: at each step.
-- `in_effect`: an optimizer that was made before ``shutdown()``, and has no place in the present world yet.
-- `advice`: ranks that start apart, or read the same data; `clipping`: clipping before the exchange; `alone`: ranks that have
-  trained and told each other nothing.
+- `same_parameters`: compares the ranks when an optimizer is made; `in_step`: compares them at each step.
+- `in_effect`: raises for an optimizer that was made before ``shutdown()`` and that the present world does not know.
+- `advice`: warns of ranks that start with different weights or read the same data; `clipping`: warns of clipping before the
+  gradients are combined; `alone`: warns if the ranks have trained without communicating.
 """

@@ -1,6 +1,7 @@
-"""What goes wrong quietly: ranks that start apart, that read the same data, or that keep the learning rate of one process.
+"""Warnings of mistakes that raise no error.
 
-Looked for once, at the first step; said once, by the first rank.
+The ranks may start with different weights, read the same data, or keep the learning rate of one process. The checks run once,
+at the first step, and only rank 0 warns.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _NOT_THE_USERS = ("hvdlite", "hvdlite_torch", "torch")
 
 
 class Advice:
-    """The advice for one optimizer, on one rank.
+    """The warnings for one optimizer, on one rank.
 
     Args:
-        optimizer: Whose parameters and learning rate are looked at.
-        op: How its gradients are combined.
+        optimizer: The optimizer, whose learning rate is checked.
+        op: The reduction of the gradients.
         ranks: The world ranks that take part, for messages.
-        gather: Makes a list of the objects of all ranks, in the order of `ranks`.
+        gather: A function that returns the objects of all ranks as a list, in the order of `ranks`.
     """
 
     def __init__(
@@ -48,10 +49,10 @@ class Advice:
         self._given = self._odd_passes_given = self._late_weight_given = not world().config.advice
 
     def before_exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        """The gradients of this rank alone are there. Every rank calls this at each step.
+        """Check the weights and this rank's own gradients before the first exchange. Every rank calls this at each step.
 
         Raises:
-            MismatchError: Ranks have the same parameters in another order. Raised on all of them.
+            MismatchError: Ranks have the same parameters in different orders. All ranks raise it.
         """
         if self._given:
             return
@@ -80,7 +81,7 @@ class Advice:
             )
 
     def odd_passes(self, passes: int) -> None:
-        """The ranks have made different numbers of backward passes; this rank as many. Every rank calls this."""
+        """Warn that the ranks made different numbers of backward passes; this rank made `passes`. Every rank calls this."""
         if self._odd_passes_given:
             return
         self._odd_passes_given = True
@@ -94,7 +95,7 @@ class Advice:
             )
 
     def late_weight(self) -> None:
-        """A batch weight is said after the first step, for which none was said."""
+        """Warn that the program set a batch weight after the first step, which had none."""
         if self._late_weight_given:
             return
         self._late_weight_given = True
@@ -105,7 +106,13 @@ class Advice:
             )
 
     def clipped_alone(self, called: str, how: str, can_synchronize: bool) -> None:
-        """Gradients are clipped that are not combined yet."""
+        """Warn that the program clips gradients before they are combined.
+
+        Args:
+            called: The name of the function that clips.
+            how: The way in which it clips, in words.
+            can_synchronize: Whether ``optimizer.synchronize()`` would combine the gradients before.
+        """
         if hvdlite.rank() == 0:
             way = "; or call optimizer.synchronize() before you clip" if can_synchronize else ""
             _say(
@@ -114,7 +121,10 @@ class Advice:
             )
 
     def _check_order(self, parameters: Sequence[torch.Tensor], everybody: Sequence[tuple[int, ...]]) -> None:
-        """Layers of equal shapes that stand in another order on some rank: no exchange would notice."""
+        """Raise MismatchError if a rank has the same parameters in another order.
+
+        No exchange would notice that if the parameters' shapes are equal.
+        """
         first = everybody[0]
         for rank, other in zip(self._ranks, everybody, strict=True):
             if other == first or sorted(other) != sorted(first):

@@ -1,4 +1,4 @@
-"""A program that forgot the one line: its ranks have trained, and have told each other nothing."""
+"""A warning for programs without `DistributedOptimizer`, whose ranks have trained without communicating."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 from hvdlite.world import World
 
-# The last is also how broadcast_parameters compares names.
+# broadcast_parameters uses the last one, to compare names.
 _SHARES_NO_GRADIENTS = {"broadcast", "broadcast_object", "barrier", "allgather_object"}
 
 
 def look(world: World) -> None:
-    """Say so at the end of the program, on rank 0, where optimizers were made and no gradients can have been shared.
+    """Warn on rank 0, at the end of the program, if it made optimizers and the ranks cannot have shared gradients.
 
-    A program whose ranks exchange anything but broadcasts and objects is taken to know what it does.
+    There is no warning if the ranks used any operation other than broadcasts, barriers and operations on objects.
     """
     here = world.topology
     shares = any(group.exchanges for group in world.groups) or world.kinds - _SHARES_NO_GRADIENTS

@@ -1,6 +1,6 @@
-"""Clipping before the exchange: each rank by its own gradients, which is not what one process does.
+"""A warning for programs that clip gradients before they are combined: each rank then clips by its own gradients alone.
 
-torch's functions change gradients and say nothing about it, so they are told here what to look for. They clip as ever.
+torch has no hook for clipping, so its functions are wrapped here. The wrapped functions clip as before.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch.nn.utils import clip_grad
 
 
 class Advised(Protocol):
-    """Whose program is advised."""
+    """An object that exchanges gradients and warns its program."""
 
     def trains_any_of(self, parameters: AbstractSet[int]) -> bool:
-        """Whether some of these parameters, given by their ``id``, are trained here."""
+        """Return whether it trains some of these parameters, which are given by their ``id``."""
 
     def advise_on_clipping(self, called: str, how: str) -> bool:
-        """Gradients are being clipped, by the function `called`. Returns whether that was the time for advice."""
+        """Warn that the function `called` is clipping gradients, if they are not combined yet. Return whether it warned."""
 
 
 _watched: weakref.WeakSet[Advised] = weakref.WeakSet()
-"""Those whose program may still be advised."""
+"""The objects whose program has not been warned yet."""
 _lock = threading.Lock()
 
-# Within the function that programs import, so that it does not matter when and by which name they have.
+# A function within the one that programs import is wrapped, so that it does not matter when and by which name they import it.
 _INNERMOST = "_clip_grads_with_norm_" if hasattr(clip_grad, "_clip_grads_with_norm_") else "clip_grad_norm_"
 
 
 def watch(exchange: Advised) -> None:
-    """Advise the program of this exchange, once, if it clips gradients that are not combined yet."""
+    """Warn the program of this exchange, once, if it clips gradients that are not combined yet."""
     with _lock:
         _watched.add(exchange)
     _teach(clip_grad, _INNERMOST, "clip_grad_norm_", "by the norm of this rank's gradients alone")

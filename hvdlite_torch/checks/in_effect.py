@@ -1,4 +1,4 @@
-"""An optimizer that was made before ``shutdown()``, and has no place in the present world yet."""
+"""The error of an optimizer that was made before ``shutdown()`` and that the present world does not know."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hvdlite.errors import ArgumentError
 
 
 def refuse_to_step(process_set: ProcessSet) -> NoReturn:
-    """Raise that an optimizer of these ranks cannot step, since its world has ended.
+    """Raise the reason why an optimizer of `process_set` cannot step: its world has ended.
 
     Raises:
-        NotInitializedError: There is no other world yet.
-        ArgumentError: The process set is not in effect in the present one, or this rank is not in it any more; or it was
-            removed before the other one ended.
+        NotInitializedError: There is no new world yet.
+        ArgumentError: The process set is not in effect in the new world, or this rank is not in it any more; or the set was
+            removed before the old world ended.
     """
     here = world("optimizer.step()")
     if process_set.process_set_id is None:

@@ -1,8 +1,7 @@
-"""What must be the same on all ranks for their parameters to stay the same: learning rates, and the number of steps.
+"""A check that the ranks' optimizers are in the same state, so that their parameters stay equal: learning rates, step counts.
 
-Each rank says a digest of it with its gradients (`hvdlite.gradients.header`). A rank that has resumed alone, or whose
-scheduler has gone its own way, is so found in the same step, before anything is wrong. What differs is then told with each
-rank's value.
+Each rank sends a digest of this state with its gradients (`hvdlite.gradients.header`). So a rank that resumed alone, or whose
+scheduler differs, is found in the same step, before its parameters differ. The error then shows each rank's values.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from hvdlite.negotiation.mismatch import variants_text
 
 
 class InStep:
-    """The state of one optimizer, on one rank, as far as it must be that of all.
+    """The part of an optimizer's state, on one rank, that must be equal on all ranks.
 
     Args:
-        optimizer: Whose.
+        optimizer: The optimizer.
         ranks: The world ranks that take part, for messages.
-        gather: Makes a list of the objects of all ranks, in the order of `ranks`.
-        owns_state: Each rank has the state of parameters of its own, so that it cannot be compared.
+        gather: A function that returns the objects of all ranks as a list, in the order of `ranks`.
+        owns_state: Whether each rank has the state of parameters of its own, which cannot be compared (a sharded optimizer).
 
     Attributes:
-        ranks: As given; others after a restart.
-        steps: How many steps the optimizer has made since the ranks were last given the same state.
-        origin: Where the state of this rank comes from since then, in words; of an optimizer that owns state.
+        ranks: The world ranks that take part; they change with a restart.
+        steps: The number of steps since the ranks were last given the same state.
+        origin: A text that says where this rank's state comes from, if `owns_state`.
     """
 
     def __init__(
@@ -47,12 +46,12 @@ class InStep:
         self._owns_state = owns_state
 
     def digest(self, rates_only: bool = False, changed: bool | None = None) -> int:
-        """Stands for all that is compared.
+        """Return the digest of all values that are compared.
 
         Args:
-            rates_only: Without the numbers of steps, and without `changed`.
-            changed: Whether the program has changed parameters in place since the last step, where that is a change for all
-                ranks of the host; else None.
+            rates_only: Whether the step counts and `changed` are left out.
+            changed: Whether the program has changed parameters in place since the last step, if the ranks of a host share their
+                parameters' memory; otherwise None.
         """
         rates = [_number(group.get("lr")) for group in self._optimizer.param_groups]
         if rates_only:
@@ -60,20 +59,20 @@ class InStep:
         return digest(rates, self.origin, self.steps, self._state_step(), changed)
 
     def _state_step(self) -> float | None:
-        """The number of steps that the first state has seen, where the optimizer counts them; None if there is no state."""
+        """Return the step count of the first parameter's state (0 if the optimizer does not count); None without any state."""
         if self._owns_state:
             return 0.0
         state = self._optimizer.state
         return _number(next(iter(state.values())).get("step", 0.0)) if state else None
 
     def refuse(self, changed: bool | None = None) -> NoReturn:
-        """Raise what differs. Every rank calls this.
+        """Raise an error that shows which values differ. Every rank calls this.
 
         Args:
-            changed: As for `digest`.
+            changed: See `digest`.
 
         Raises:
-            MismatchError: The text has each rank's value.
+            MismatchError: Always; the text has each rank's values.
         """
         lines = [
             f"the learning rate of group {number} is {_number(group.get('lr'))}"
@@ -97,13 +96,13 @@ class InStep:
         )
 
     def refuse_weights(self, weight: float | None) -> NoReturn:
-        """Raise that only some ranks have said a weight. Every rank calls this.
+        """Raise an error because only some ranks have set a batch weight. Every rank calls this.
 
         Args:
-            weight: What this rank has said.
+            weight: The weight that this rank has set, or None.
 
         Raises:
-            MismatchError: The text has each rank's value.
+            MismatchError: Always; the text has each rank's value.
         """
         said = "no set_batch_weight() before this step" if weight is None else f"set_batch_weight({weight:g})"
         raise MismatchError(
@@ -120,7 +119,10 @@ _SHARED = (
 
 
 def _number(value: Any) -> float | None:
-    """A number, or a tensor of one in host memory; None for what cannot be compared without waiting for a GPU."""
+    """Return a number, or the number in a tensor of one element in host memory, as a float; None for anything else.
+
+    A tensor on a GPU gives None, because reading it would wait for the GPU.
+    """
     if isinstance(value, torch.Tensor) and (not value.is_cpu or value.numel() != 1):
         return None
     return float(value) if isinstance(value, (int, float, torch.Tensor)) else None

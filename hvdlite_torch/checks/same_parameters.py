@@ -1,7 +1,7 @@
-"""What the ranks must agree on when they make an optimizer distributed: said by name, so that a mistake is easily found.
+"""A check that the ranks make an optimizer distributed with the same parameters and arguments.
 
-Gradients are exchanged by their places alone. Two ranks with parameters of equal shapes in another order would add up what does
-not belong together, and no exchange would notice.
+Gradients are exchanged by their positions alone. Ranks that have parameters of equal shapes in different orders would add the
+gradients of different parameters, and no exchange would notice. The error shows names, so that the mistake is easily found.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def check_agreement(
     ranks: Sequence[int],
     gather: Callable[[Any], list[Any]],
 ) -> None:
-    """Raise on all ranks if they differ. Every rank calls this.
+    """Raise on all ranks if their parameters or arguments differ. Every rank calls this.
 
     Args:
-        parameters: Those that are trained, in the optimizer's order.
-        names: By ``id(parameter)``; of none, some or all.
-        arguments: What else must be equal.
+        parameters: The parameters that are trained, in the optimizer's order.
+        names: The names of some or all parameters, by ``id(parameter)``.
+        arguments: The arguments that must be equal, by name.
         ranks: The world ranks that take part.
-        gather: Makes a list of the objects of all of them, in the order of `ranks`.
+        gather: A function that returns the objects of all ranks as a list, in the order of `ranks`.
 
     Raises:
-        MismatchError: They differ; the text says in what first.
-        UnsupportedTensorError: A parameter that cannot be exchanged. Raised on this rank alone, before it says anything.
+        MismatchError: The ranks differ; the text shows the first difference.
+        UnsupportedTensorError: A parameter cannot be exchanged. This rank alone raises it, before it sends anything.
     """
     lines = [f"{key}={value!r}" for key, value in arguments.items()]
     for number, parameter in enumerate(parameters):
@@ -50,13 +50,13 @@ def check_same(lines: Sequence[str], what: str, ranks: Sequence[int], gather: Ca
     """Raise on all ranks if their lines differ. Every rank calls this.
 
     Args:
-        lines: What is to be equal.
-        what: What the lines are about.
+        lines: The descriptions that must be equal.
+        what: The subject of the lines, for the error.
         ranks: The world ranks that take part.
-        gather: Makes a list of the objects of all of them, in the order of `ranks`.
+        gather: A function that returns the objects of all ranks as a list, in the order of `ranks`.
 
     Raises:
-        MismatchError: They differ; the text says in what first.
+        MismatchError: The lines differ; the text shows the first difference.
     """
     if len(set(gather(hashlib.sha256("\n".join(lines).encode()).hexdigest()))) == 1:
         return

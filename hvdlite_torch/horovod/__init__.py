@@ -1,7 +1,9 @@
-"""What ``import horovod.torch`` gives under `hvdlite.compat` in the place of our own: with the habits of Horovod's time, which
-programs rely on and hvdlite does not share.
+"""The names of ``import horovod.torch`` under `hvdlite.compat` that differ from `hvdlite_torch`.
 
-`operations` has operations with Horovod's gradients, `names` what programs import from inside of Horovod.
+Programs for Horovod rely on behaviour of Horovod that hvdlite does not have.
+
+- `operations`: the operations with Horovod's gradients.
+- `names`: the names that programs import from modules inside Horovod.
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ def DistributedOptimizer(optimizer: torch.optim.Optimizer, *args: Any, **kwargs:
 
 
 class _Habits:
-    """Gradients are zeros where torch has None now, and a step after `synchronize` needs to be told not to exchange again."""
+    """Horovod's behaviour of a wrapped optimizer.
+
+    `zero_grad` makes gradients zeros, as old versions of torch did, and not None. A step after `synchronize` warns unless it is
+    within `skip_synchronize`.
+    """
 
     _horovod_synchronized = False
     _horovod_skips = False
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """As torch's, whose default was another when Horovod's programs were written."""
+        """Call torch's `zero_grad` with the default of old versions of torch, which makes the gradients zeros."""
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def synchronize(self) -> None:
@@ -50,7 +56,7 @@ class _Habits:
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """For a with statement: a step within does not exchange."""
+        """A context manager: a step within it does not exchange gradients."""
         self._horovod_skips = True
         try:
             with super().skip_synchronize():  # type: ignore[misc]
@@ -60,7 +66,7 @@ class _Habits:
 
     @hooked
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Exchange the gradients, unless that has been done, and step."""
+        """Exchange the gradients, unless `synchronize` has done so, and step."""
         if self._horovod_synchronized and not self._horovod_skips:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): Horovod "
@@ -68,5 +74,5 @@ class _Habits:
                 stacklevel=2,
             )
         result = super().step(*args, **kwargs)  # type: ignore[misc]
-        self._horovod_synchronized = False  # now, for a closure may have called it
+        self._horovod_synchronized = False  # at the end, because a closure may have called synchronize
         return result

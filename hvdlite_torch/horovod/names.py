@@ -1,4 +1,4 @@
-"""Names inside of ``horovod.torch`` that public programs import, mostly to annotate with them or to make subclasses."""
+"""Names of modules inside ``horovod.torch`` that public programs import, mostly for annotations and subclasses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _basics = HorovodBasics(__file__)
 
 
 def handle_average_backwards_compatibility(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """The operation that `op` and its old spelling `average` ask for together, one of which may be given.
+    """Return the reduction that `op` or its old spelling `average` asks for; Average if both are None.
 
     Raises:
         ArgumentError: Both are given.
@@ -30,17 +30,13 @@ def handle_average_backwards_compatibility(op: ReduceOp | None, average: bool | 
 
 
 class _DistributedOptimizer(torch.optim.Optimizer, metaclass=InnerClass):
-    """The class of wrapped optimizers. They are made by `DistributedOptimizer` only."""
+    """The class of wrapped optimizers. Only `DistributedOptimizer` makes them."""
 
     stands_for = Distributed
     advice = _ADVICE
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Raise: this class makes no optimizers.
-
-        Raises:
-            NotYetError: Always.
-        """
+        """Raise NotYetError, because a program cannot make optimizers of this class itself."""
         raise refuse("horovod.torch.optimizer._DistributedOptimizer", _ADVICE)
 
     def _allreduce_grad_async(self, p: torch.nn.Parameter) -> NoReturn:

@@ -1,7 +1,8 @@
-"""The operations of ``horovod.torch`` whose gradients are not those of the sum of all ranks' losses, with Horovod's gradients.
+"""The operations of ``horovod.torch`` whose gradients are not those of the sum of all ranks' losses.
 
-With n ranks, the gradients of Horovod's `allgather` and `broadcast` are those of `hvdlite_torch` divided by n, and those of its
-`reducescatter` are n times as large. Learning rates of programs that differentiate them were chosen for that.
+With n ranks, the gradients of Horovod's `allgather` and `broadcast` are the gradients of `hvdlite_torch` divided by n, and the
+gradients of Horovod's `reducescatter` are n times as large. The learning rates of programs that differentiate these operations
+were chosen for that.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ R = TypeVar("R")
 
 
 class _Scaled(torch.autograd.Function):
-    """A tensor as it is, whose gradient is multiplied by a number."""
+    """The identity, with a gradient that is multiplied by a number."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:

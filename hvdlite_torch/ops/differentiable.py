@@ -1,4 +1,4 @@
-"""How an exchange becomes a function that autograd can differentiate.
+"""Exchanges as functions that autograd can differentiate.
 
 The gradient of an exchange is an exchange too, so every rank must run its backward pass. The gradient consists of
 differentiable exchanges, so gradients of gradients are right as well.

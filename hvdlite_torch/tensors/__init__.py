@@ -1,6 +1,6 @@
 """torch's tensors and GPU memory for the core.
 
-- `adapter`: CPU tensors; `device`: CUDA's streams and tensors.
-- `gradient`: what the gradients of a parameter are like; `ownership`: who sees the memory of a gradient.
-- `malloc`: glibc keeps what is freed.
+- `adapter`: reads and makes torch tensors; `device`: CUDA's streams and tensors.
+- `gradient`: the dtype and shape of a parameter's gradients; `ownership`: who else uses the memory of a gradient.
+- `malloc`: keeps freed memory for the next step.
 """

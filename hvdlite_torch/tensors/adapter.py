@@ -1,4 +1,4 @@
-"""How the core reads and makes torch tensors."""
+"""The adapter by which the core reads and makes torch tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdlite_torch.tensors.device import DTYPES, FLOAT8, TORCH, current_device, 
 
 
 class TorchAdapter:
-    """Dense torch tensors, in host memory or on a GPU: `hvdlite.protocols.DeviceAdapter`."""
+    """The adapter for dense torch tensors, in host memory or on a GPU. See `hvdlite.protocols.DeviceAdapter`."""
 
     def info(self, tensor: torch.Tensor) -> TensorInfo:
         if tensor.layout is not torch.strided:
@@ -72,7 +72,7 @@ class TorchAdapter:
         return native
 
     def touch(self, tensor: torch.Tensor) -> None:
-        if not tensor.is_inference():  # which has no version
+        if not tensor.is_inference():  # inference tensors have no version counter
             torch.autograd.graph.increment_version(tensor)
 
     def to_array(self, tensor: torch.Tensor, *, wide: bool) -> Array:
@@ -106,13 +106,13 @@ class TorchAdapter:
 
     def assign(self, tensor: torch.Tensor, array: Array) -> None:
         if array.size and torch.from_numpy(array).data_ptr() == tensor.data_ptr():
-            self.touch(tensor)  # autograd must hear of it, as of torch's own changes in place
+            self.touch(tensor)  # autograd must know of this change, as it knows of torch's own changes in place
             return
         with torch.no_grad():
             tensor.copy_(self.from_array(array, DTYPES[tensor.dtype], tensor))
 
     def half_converter(self, dtype: str) -> TorchHalf:
-        """Arithmetic on halves in NumPy arrays: see `hvdlite.protocols.HalfConverter`."""
+        """Return the arithmetic on float16 or bfloat16 in NumPy arrays. See `hvdlite.protocols.HalfConverter`."""
         return TorchHalf(dtype)
 
 
@@ -125,7 +125,7 @@ _FUNCTIONS: dict[np.ufunc, Callable[..., torch.Tensor]] = {
 
 
 class _Exposed:
-    """A read-only array as a writable one, for torch, which warns of others; it is only read. (TensorFlow's are read-only.)"""
+    """A read-only array, such as TensorFlow's, that claims to be writable. torch, which only reads it, warns of others."""
 
     def __init__(self, array: Array) -> None:
         self._array = array  # kept alive
@@ -134,7 +134,7 @@ class _Exposed:
 
 
 class TorchHalf:
-    """float16, or bfloat16 as bits, with torch's vector instructions."""
+    """Arithmetic on arrays of float16, or of bfloat16 as uint16, with torch's vectorised kernels."""
 
     def __init__(self, dtype: str) -> None:
         self._dtype = TORCH[dtype]
@@ -156,7 +156,7 @@ class TorchHalf:
 
 
 def are_same(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | None) -> bool:
-    """Whether these are the very same objects, in the same order; not if there are no others."""
+    """Return whether two sequences hold the same objects in the same order; False if `others` is None."""
     return others is not None and len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 

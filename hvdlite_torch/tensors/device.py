@@ -22,22 +22,18 @@ DTYPES: dict[torch.dtype, str] = {
         *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
     )
 }
-"""What can be exchanged from host memory."""
+"""The dtypes that ranks can exchange in host memory, with their names in the core."""
 FLOAT8: dict[torch.dtype, str] = {torch.float8_e4m3fn: "float8_e4m3fn", torch.float8_e5m2: "float8_e5m2"}
-"""What can be exchanged between GPUs besides."""
+"""The dtypes that ranks can exchange between GPUs only, with their names in the core."""
 TORCH: dict[str, torch.dtype] = {name: dtype for dtype, name in (*DTYPES.items(), *FLOAT8.items())}
 _SIGNED: dict[torch.dtype, torch.dtype] = {
     **{torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 }
-"""As what the bits of a dtype are copied where torch's kernel for GPUs lacks it."""
+"""The dtype as which the bits of another dtype are copied, where torch has no GPU kernel for the other one."""
 
 
 class TorchStream:
-    """A stream of torch's.
-
-    Args:
-        raw: The stream.
-    """
+    """A torch stream as `hvdlite.protocols.Stream`."""
 
     def __init__(self, raw: torch.cuda.Stream) -> None:
         self.raw = raw
@@ -74,16 +70,16 @@ class TorchMirror:
 
 
 class TorchDevice:
-    """A GPU, as `hvdlite.protocols.Device`.
+    """A GPU as `hvdlite.protocols.Device`.
 
     Args:
-        device: With its number.
+        device: The torch device, which must have an index.
     """
 
     kind = "cuda"
     library = "torch"
     pinned = True
-    """Host memory that the GPU copies from and to is page-locked."""
+    """Whether host memory that the GPU copies from and to is page-locked."""
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
@@ -91,7 +87,7 @@ class TorchDevice:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Its UUID."""
+        """The UUID of the GPU."""
         return str(torch.cuda.get_device_properties(self.index).uuid)
 
     @property
@@ -106,7 +102,7 @@ class TorchDevice:
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        # First the device: torch.cuda.stream() alone would set the one before again, and so use memory of GPU 0.
+        # The device comes first: on exit torch.cuda.stream() alone would set the previous device, and use memory of GPU 0.
         with torch.no_grad(), torch.cuda.device(self.index), torch.cuda.stream(stream.raw):
             yield
 
@@ -149,7 +145,7 @@ class TorchDevice:
     def unpack(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
         values = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-        if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # which the fast way does not take
+        if any(tensor.is_conj() or tensor.is_neg() for tensor in tensors):  # _foreach_copy_ does not take these
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
         elif flat.dtype in _SIGNED:
@@ -162,7 +158,7 @@ class TorchDevice:
         tensor.fill_(value)
 
     def scale(self, tensor: torch.Tensor, factor: float) -> None:
-        if tensor.dtype in FLOAT8:  # of which torch knows no arithmetic
+        if tensor.dtype in FLOAT8:  # torch has no arithmetic for these
             tensor.copy_(tensor.float().mul_(factor))
         else:
             tensor.mul_(factor)
@@ -183,7 +179,8 @@ class TorchDevice:
         return array
 
     def from_host(self, array: Array, tensor: torch.Tensor) -> None:
-        # By way of page-locked memory, which torch keeps until the GPU has read it: from other memory the host would wait.
+        # The copy goes through page-locked memory, which torch keeps until the GPU has read it. From other memory the host
+        # would wait for the copy.
         host = torch.empty(array.shape, dtype=tensor.dtype, pin_memory=self.pinned)
         values = torch.from_numpy(np.ascontiguousarray(array))
         host.copy_(values.view(torch.bfloat16) if tensor.dtype is torch.bfloat16 else values)
@@ -256,7 +253,7 @@ def is_capturing() -> bool:
 
 
 class LendingDevice(TorchDevice):
-    """A GPU on which torch works on memory of others (JAX), of which its allocator knows nothing."""
+    """A GPU on which torch works on memory of another framework (JAX), which torch's allocator does not know."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -268,7 +265,11 @@ class LendingDevice(TorchDevice):
 
 @functools.cache
 def lending_device(index: int) -> Device:
-    """For `hvdlite.tensors.device_registry`: what works on arrays that are lent to torch."""
+    """Return the device for arrays of other frameworks on GPU number `index`. For `hvdlite.tensors.device_registry`.
+
+    Raises:
+        DeviceError: torch cannot use a GPU here.
+    """
     check_available()
     return LendingDevice(torch.device("cuda", index))
 
@@ -279,26 +280,26 @@ def _cuda(device: torch.device) -> Device:
 
 
 MAKERS: dict[str, Callable[[torch.device], Device]] = {"cuda": _cuda}
-"""By the type of a torch device: what makes a `Device` of it. Tests enter others."""
+"""The functions that make a `Device` of a torch device, by the device's type. Tests add others."""
 
 
 def device_kind(tensor: torch.Tensor) -> str | None:
-    """`Device.kind` of where a tensor lies; None for host memory."""
+    """Return the `Device.kind` of a tensor's device; None for host memory and for devices that are not supported."""
     if tensor.is_cpu and "cpu" not in MAKERS:
         return None
     return TorchDevice.kind if tensor.device.type in MAKERS else None
 
 
 def device_of(tensor: torch.Tensor) -> Device:
-    """The device of a tensor of which `device_kind` is not None."""
+    """Return the device of a tensor; the tensor's `device_kind` must not be None."""
     return MAKERS[tensor.device.type](tensor.device)
 
 
 def current_device() -> Device:
-    """The GPU that this process has chosen (``torch.cuda.set_device``).
+    """Return the GPU that this process has chosen (``torch.cuda.set_device``).
 
     Raises:
-        DeviceError: There is none.
+        DeviceError: torch cannot use a GPU here.
     """
     if "cpu" in MAKERS:
         return MAKERS["cpu"](torch.device("cpu"))
@@ -307,11 +308,7 @@ def current_device() -> Device:
 
 
 def check_available() -> None:
-    """Let a torch pass that can use a GPU.
-
-    Raises:
-        DeviceError: It cannot; the text says why.
-    """
+    """Raise DeviceError unless torch can use a GPU; the text says why it cannot."""
     if torch.version.cuda is None and torch.version.hip is None:
         raise DeviceError(
             f"torch {torch.__version__} was built for the CPU only: install one for CUDA (https://pytorch.org/get-started)."

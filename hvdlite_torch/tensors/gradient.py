@@ -1,4 +1,4 @@
-"""What the gradients of a parameter are like."""
+"""The dtype and shape of a parameter's gradients, and sparse gradients made dense."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hvdlite_torch.tensors.device import DTYPES
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradients, which may be another one since torch 2.9 (``grad_dtype``)."""
+    """Return the dtype of a parameter's gradients; since torch 2.9 it may differ from the parameter's (``grad_dtype``)."""
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def gradient_info(parameter: torch.Tensor) -> TensorInfo:
-    """The dtype and shape of a parameter's gradients.
+    """Return the dtype and shape of a parameter's gradients.
 
     Raises:
-        UnsupportedTensorError: They cannot be exchanged.
+        UnsupportedTensorError: The ranks cannot exchange such gradients.
     """
     info, dtype = ADAPTER.info(parameter), gradient_dtype(parameter)
     return info if parameter.dtype is dtype else info._replace(dtype=DTYPES[dtype])
@@ -28,16 +28,16 @@ def gradient_info(parameter: torch.Tensor) -> TensorInfo:
 def as_dense(
     gradient: torch.Tensor, shape: torch.Size, dtype: torch.dtype, sparse_as_dense: bool
 ) -> torch.Tensor | None:
-    """A gradient as a dense one; None if it is sparse and is to stay so.
+    """Return a gradient as a dense tensor; None if it is sparse and stays sparse.
 
     Args:
-        gradient: As backward left it.
-        shape, dtype: Of the parameter, when the optimizer was made distributed.
-        sparse_as_dense: What is sparse is not to stay so.
+        gradient: The gradient that the backward pass made.
+        shape, dtype: The shape and the dtype of the gradients when the optimizer was made distributed.
+        sparse_as_dense: Whether sparse gradients are made dense.
 
     Raises:
-        UnsupportedTensorError: It cannot be exchanged at all.
-        ArgumentError: It is not like the parameter once was.
+        UnsupportedTensorError: The gradient has a layout that cannot be exchanged.
+        ArgumentError: The gradient has another shape or dtype, because the program has changed the parameter.
     """
     if gradient.layout is not torch.strided:
         if gradient.layout is not torch.sparse_coo:

@@ -1,8 +1,9 @@
-"""Who sees the memory of a gradient: its parameter alone, or the program too.
+"""Ownership of a gradient's memory: whether only the parameter uses the memory, or the program too.
 
-A program may hold a gradient by a reference, a view, ``detach()``, NumPy, DLPack, a flat buffer that it is a part of, or as the
-gradient of another parameter. Each of these counts as a user of the tensor object, of torch's tensor behind it, or of the
-storage. No trace of its own is needed, and a version does not tell: ``.data`` and NumPy do not count.
+A program may hold a gradient by a reference, a view, ``detach()``, NumPy, DLPack, a flat buffer that contains it, or as the
+gradient of another parameter. Each of these is counted by Python (references to the tensor object), by torch's tensor behind
+that object, or by the storage, so these three counts are enough. The version counter is not: changes through ``.data`` and
+NumPy do not increase it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _compare.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def uses_of_storage(tensor: torch.Tensor) -> int:
-    """How many tensors, and things made of them, have a tensor's memory; one more, for this question."""
+    """Return how many tensors, and objects made of tensors, use a tensor's storage, plus one for this call."""
     return int(_storage_uses(tensor.untyped_storage()._cdata))
 
 
@@ -31,7 +32,7 @@ def _users(gradient: torch.Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def _parameter_only() -> tuple[int, int, int]:
-    """What `_users` counts for a gradient that only its parameter and two local variables refer to, whatever torch this is."""
+    """Return the counts of `_users` for a gradient that its parameter and two local variables hold. torch's version matters."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
 
@@ -48,21 +49,21 @@ def _count(gradient: torch.Tensor) -> tuple[int, int, int]:
 
 
 def is_exclusive(gradient: torch.Tensor) -> bool:
-    """Whether nothing but the parameter sees a gradient's memory. The caller has it in one local variable, and nowhere else."""
-    # What is not torch's own memory, but that of a NumPy array for example, has users that torch does not know.
+    """Return whether only the parameter uses a gradient's memory. The caller must hold it in one local variable only."""
+    # Memory that is not torch's own, such as a NumPy array's, may have users that torch does not know.
     return _users(gradient) == _parameter_only() and gradient.untyped_storage().resizable()
 
 
 def is_storage_shared(gradient: torch.Tensor) -> bool:
-    """Whether another tensor, or something made of one, has a gradient's memory."""
+    """Return whether another tensor, or an object made of another tensor, uses a gradient's memory."""
     return uses_of_storage(gradient) > _parameter_only()[2]
 
 
 class Lent:
-    """A tensor whose memory is given to the program, by `lend`, and is wanted back.
+    """A tensor whose memory the program gets by `lend`, and gives back by dropping it.
 
     Args:
-        tensor: Of a storage of its own.
+        tensor: A tensor that has its storage for itself.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -72,65 +73,70 @@ class Lent:
         self._own_uses = _storage_uses(self._storage)
 
     def lend(self) -> torch.Tensor:
-        """Another tensor object for the same memory: the program may give that other memory, or detach it in place."""
+        """Return a new tensor object for the same memory. The program may detach it in place, or give it other memory."""
         return self.tensor.data
 
     @property
     def is_only_here(self) -> bool:
-        """Whether one tensor that `lend` has given, and nothing else, is there of it."""
+        """Whether the program holds the memory by exactly one tensor from `lend`, and by nothing else."""
         return int(_storage_uses(self._storage)) == self._own_uses + 1
 
     @property
     def is_held(self) -> bool:
-        """Whether the program still holds any of it, or has moved its storage (``share_memory_()``)."""
+        """Whether the program still holds the memory, or has moved its storage (``share_memory_()``)."""
         return _storage_uses(self._storage) != self._own_uses or self.tensor.data_ptr() != self.address
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie one after the other, as they are."""
+    """Return whether the elements lie one after the other in memory, with their values as stored."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two plain tensors of one dtype and shape hold the same, bit for bit. Other threads run meanwhile."""
+    """Return whether two plain tensors of one dtype and shape are equal bit for bit. Other threads can run meanwhile."""
     return bool(_compare(one.data_ptr(), other.data_ptr(), one.numel() * one.element_size()) == 0)
 
 
 def write(parameter: torch.Tensor, gradient: torch.Tensor | None, result: torch.Tensor) -> None:
-    """Let ``parameter.grad`` be a result: in the memory where it is, so that whoever sees that sees the result.
+    """Copy a result to ``parameter.grad``: into the memory that it has, so that all users of that memory see the result.
 
-    New memory is taken where there is none, or where a backward pass took memory that is somebody else's: a constant that a
-    hook returned, or the gradient that another parameter got too.
+    The gradient gets new memory if it has none, or if the backward pass used memory that is not its own: a constant that a hook
+    returned, or the gradient of another parameter.
 
     Args:
-        parameter, gradient: ``gradient`` is ``parameter.grad``.
-        result: Is copied.
+        parameter: The parameter.
+        gradient: ``parameter.grad``.
+        result: The values to copy.
     """
     if gradient is not None and not is_borrowed(gradient):
         try:
             gradient.copy_(result)
-        except RuntimeError:  # its elements share memory, or it was made for inference
+        except RuntimeError:  # the gradient is expanded (its elements share memory), or an inference tensor
             pass
         else:
             return
     if gradient is not None and gradient.layout is not torch.strided:
-        parameter.grad = None  # whose layout is another
+        parameter.grad = None  # torch does not replace a gradient by one of another layout
     parameter.grad = result.clone()
 
 
 def is_borrowed(gradient: torch.Tensor) -> bool:
-    """Whether a gradient is a part of a graph, or nobody has written to its memory since a backward pass took it."""
+    """Return whether a gradient's memory may belong to somebody else.
+
+    That is so if the gradient is sparse or part of a graph, or if it shares its memory and has not been written to since the
+    backward pass.
+    """
     if gradient.layout is not torch.strided or gradient.requires_grad:
         return True
     return gradient._version == 0 and not gradient._is_view() and is_storage_shared(gradient)
 
 
 def overlapping(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> set[int]:
-    """The numbers of those tensors that (may) share memory with another one of them.
+    """Return the indices of the tensors that may share memory with another one of them.
 
     Args:
-        tensors: Dense, in host memory.
-        nbytes: The bytes of their elements.
+        tensors: Dense tensors in host memory.
+        nbytes: The number of bytes of each tensor's elements.
     """
     starts = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
     spread = [number for number, tensor in enumerate(tensors) if not tensor.is_contiguous()]

@@ -1,7 +1,7 @@
-"""What a training script calls besides its optimizer.
+"""The functions that a training script calls besides its optimizer.
 
-- `state`: parameters, buffers, optimizer state from one rank to all.
-- `sync_batch_norm`: BatchNorm over all ranks' batches.
-- `large_batch`: the learning rate of a large batch.
-- `in_sync`: do all ranks hold the same weights?
+- `state`: sends parameters, buffers and optimizer state from one rank to all.
+- `sync_batch_norm`: computes BatchNorm over the batches of all ranks.
+- `large_batch`: adapts the learning rate to a large batch.
+- `in_sync`: checks that all ranks hold the same weights.
 """

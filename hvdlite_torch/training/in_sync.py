@@ -1,4 +1,4 @@
-"""Do all ranks hold the same weights? And: what one rank alone should do."""
+"""A check that all ranks hold the same weights, and a decorator for functions that only rank 0 runs."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ def assert_in_sync(
     | Iterable[torch.Tensor | tuple[str, torch.Tensor]],
     process_set: ProcessSet | None = None,
 ) -> None:
-    """Check that all ranks hold the same tensors, bit for bit. Every rank calls this, with its own.
+    """Check that all ranks hold the same tensors, bit for bit. Every rank calls this function with its own tensors.
 
-    A hash of 16 bytes per tensor travels, so it costs about what reading the tensors costs: cheap enough for every epoch.
+    The ranks exchange a hash of 16 bytes per tensor, so a check costs about as much as reading the tensors, and a program can
+    check in every epoch.
 
     Args:
-        what: A model, of which the parameters are compared; or ``model.state_dict()`` for buffers too (running statistics of
-            a plain batch norm differ between ranks, for each sees other samples), ``model.named_parameters()``, or tensors.
-        process_set: The ranks that are compared; all by default.
+        what: A model, whose parameters are compared; or ``model.named_parameters()``, or tensors; or ``model.state_dict()``,
+            which includes buffers. (The running statistics of a plain batch norm differ between ranks, because each rank sees
+            other samples.)
+        process_set: The ranks that are compared; None means all ranks.
 
     Raises:
-        OutOfSyncError: Some tensor differs. Raised on all ranks alike; the text names the first one and the ranks.
-        ArgumentError: `what` has something else in it.
+        OutOfSyncError: A tensor differs. All ranks raise it; the text names the first such tensor and the ranks.
+        ArgumentError: `what` contains something that is not a tensor.
     """
     named = _named(what)
     layout = [_describe(name, tensor) for name, tensor in named]
@@ -60,12 +62,12 @@ def assert_in_sync(
 
 
 def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Let rank 0 alone run a function; the others get None at once.
+    """Return a function that calls `function` on rank 0, and returns None on the other ranks at once.
 
-    For logging, saving and the like. Not for anything that exchanges: rank 0 would wait for the others.
+    Use it for logging and saving. The function must not communicate, because rank 0 would wait for the other ranks.
 
     Raises:
-        NotInitializedError: It is called before `init`.
+        NotInitializedError: The returned function is called before `init`.
     """
 
     @functools.wraps(function)
@@ -101,13 +103,13 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
 
 def _digest(tensor: torch.Tensor) -> bytes:
     tensor = tensor.detach().cpu()
-    ADAPTER.info(tensor)  # refuses what has no plain memory, such as sparse tensors
+    ADAPTER.info(tensor)  # raises for tensors without plain memory, such as sparse ones
     memory = ADAPTER.to_array(tensor, wide=False).reshape(-1).view(np.uint8)
     return hashlib.blake2b(memory.data, digest_size=_DIGEST_BYTES).digest()
 
 
 def _groups(values: Sequence[H], ranks: Sequence[int]) -> list[tuple[H, str]]:
-    """The values that occur, and which ranks have each; what most have comes first."""
+    """Return the distinct values, each with the ranks that have it in words; the most frequent value comes first."""
     found: dict[H, list[int]] = {}
     for value, rank in zip(values, ranks, strict=True):
         found.setdefault(value, []).append(rank)

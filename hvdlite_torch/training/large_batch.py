@@ -1,4 +1,4 @@
-"""The learning rate of a large batch: scaled with the batch, and approached step by step."""
+"""The learning rate of a large batch: `scale_lr` scales it with the batch, and `warmup` approaches it step by step."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ def scale_lr(
     *,
     process_set: ProcessSet | None = None,
 ) -> Scaled:
-    """Scale a learning rate that was found for the batch of one rank to the joined batch of all.
+    """Scale a learning rate that was found for the batch of one rank to the global batch of all ranks.
 
     Args:
-        optimizer_or_lr: A learning rate; or an optimizer, whose groups are changed in place. Before a scheduler is made for
-            it: schedulers remember the rate that they find.
-        rule: By how much, if the batch grows k-fold. "linear": k, for SGD (Goyal et al., "Accurate, large minibatch SGD",
-            arXiv:1706.02677, section 2.1). "sqrt": √k, for Adam and its kin (Malladi et al., "On the SDEs and scaling rules
-            for adaptive gradient algorithms", arXiv:2205.10287).
-        batches: k; by default the number of ranks. With a on each rank accumulated backward passes per step: a × size().
-        process_set: The ranks that train together; all by default.
+        optimizer_or_lr: A learning rate; or an optimizer, whose groups are changed in place. Call this function before you make
+            a scheduler for the optimizer, because a scheduler remembers the rate that it finds.
+        rule: The factor for a batch that is k times as large. "linear" means k, for SGD (Goyal et al., "Accurate, large
+            minibatch SGD", arXiv:1706.02677, section 2.1). "sqrt" means √k, for Adam and similar optimizers (Malladi et al.,
+            "On the SDEs and scaling rules for adaptive gradient algorithms", arXiv:2205.10287).
+        batches: The number k; None means the number of ranks. If each rank accumulates the gradients of a backward passes per
+            step, k is a × size().
+        process_set: The ranks that train together; None means all ranks.
 
     Returns:
-        The learning rate, or the optimizer.
+        The scaled learning rate, or the optimizer.
 
     Raises:
-        ArgumentError: Another rule, `batches` is not positive, or the optimizer has a scheduler already.
-        NotInitializedError: Before `init`, if `batches` is not given.
+        ArgumentError: `rule` is unknown, `batches` is not positive, or the optimizer has a scheduler already.
+        NotInitializedError: `init` has not been called, and `batches` is not given.
     """
     factor = _factor(rule, batches, process_set)
     if not isinstance(optimizer_or_lr, torch.optim.Optimizer):
@@ -63,27 +64,29 @@ def warmup(
     *,
     process_set: ProcessSet | None = None,
 ) -> LRScheduler:
-    """Begin with the learning rate of one rank's batch, and reach the optimizer's, scaled by `scale_lr`, in equal steps.
+    """Make a scheduler that begins with the learning rate of one rank's batch, and reaches the scaled rate in equal steps.
 
-    A large rate at once would throw the first weights too far. `step` the scheduler after each batch, as usual::
+    A large rate in the first steps would move the weights too far. Call the scheduler's `step` after each batch, as usual::
 
         optimizer = hvd.scale_lr(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
         decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=total_steps - 500)
         scheduler = hvd.warmup(optimizer, 500, then=decay)
 
     Args:
-        optimizer: With the scaled rate.
-        steps: Calls of ``scheduler.step()`` until it is reached. Goyal et al. took as many as make five epochs.
-        then: What goes on from there, counting from 0. The rate stays as it is if None.
-        rule: As for `scale_lr`: the first rate is the optimizer's divided by the same factor.
-        batches: As for `scale_lr`.
-        process_set: As for `scale_lr`.
+        optimizer: The optimizer, whose learning rate is scaled already (see `scale_lr`).
+        steps: The number of calls of ``scheduler.step()`` until the scaled rate is reached. Goyal et al. took five epochs.
+        then: The scheduler of the steps after the warmup, which counts them from 0. With None the rate stays constant.
+        rule: See `scale_lr`. The first learning rate is the optimizer's divided by the factor of this rule.
+        batches: See `scale_lr`; at least 1.
+        process_set: See `scale_lr`.
 
     Returns:
-        torch's `LinearLR`, or, before another scheduler, its `SequentialLR`.
+        torch's `LinearLR`; with `then` its `SequentialLR`.
 
     Raises:
-        ArgumentError: `steps` or `batches` is not positive, or another rule; or `then` is for another optimizer.
+        ArgumentError: `steps` is not a positive integer, `batches` is less than 1, `rule` is unknown, or `then` is a scheduler
+            of another optimizer.
+        NotInitializedError: `init` has not been called, and `batches` is not given.
 
     Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", arXiv:1706.02677, section 2.2.
     """
@@ -99,7 +102,7 @@ def warmup(
 
 
 def _factor(rule: str, batches: float | None, process_set: ProcessSet | None) -> float:
-    """By how much the learning rate grows with the batch."""
+    """Return the factor of the learning rate for a batch that is `batches` times as large."""
     if batches is None:
         batches = len(world("scale_lr()").ranks(process_set))
     if not (batches > 0 and math.isfinite(batches)):

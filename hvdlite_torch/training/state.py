@@ -1,4 +1,4 @@
-"""What one rank has, for all: parameters, optimizer state, objects."""
+"""Functions that send parameters, optimizer state and objects from one rank to all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hvdlite_torch.step.wrapped import Distributed, Sharded
 T = TypeVar("T")
 
 _EXTRA = "_extra_state"
-"""How torch's state dicts call what `get_extra_state` of a module returns."""
+"""The key in torch's state dicts of the value that a module's `get_extra_state` returns."""
 
 
 def broadcast_parameters(
@@ -32,17 +32,17 @@ def broadcast_parameters(
     *,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> None:
-    """Overwrite the tensors of every rank with the root's, in place.
+    """Overwrite the tensors of every rank with the root's values, in place.
 
     Args:
-        params: A model; ``model.state_dict()``, which is the same; or ``model.named_parameters()``, without its buffers; or
-            tensors without names, in an order that is the same on all ranks.
-        root_rank: Whose values everybody gets; its rank in the job, with a process set too.
-        process_set: The ranks that take part; all by default.
+        params: A model, or ``model.state_dict()``, which means the same; or ``model.named_parameters()``, which leaves out the
+            buffers; or tensors without names, in the same order on all ranks.
+        root_rank: The rank in the job of the root, whose values all ranks get; also with a process set.
+        process_set: The ranks that take part; all ranks by default.
 
     Raises:
-        ArgumentError: `params` has something else in it.
-        MismatchError: The ranks have different tensors, or other names for them. Raised on all of them.
+        ArgumentError: `params` contains something else.
+        MismatchError: The ranks' tensors or their names differ. All ranks raise it.
     """
     model = params if isinstance(params, torch.nn.Module) else None
     if isinstance(params, torch.nn.Module):
@@ -77,7 +77,7 @@ def broadcast_parameters(
 
 
 def _broadcast_extra_states(model: torch.nn.Module, root_rank: int, process_set: ProcessSet) -> None:
-    """What modules of a model have besides parameters and buffers: `torch.nn.Module.get_extra_state`."""
+    """Give all ranks the root's extra states of the modules of a model: see `torch.nn.Module.get_extra_state`."""
     own = torch.nn.Module.get_extra_state
     modules = {name: each for name, each in model.named_modules() if type(each).get_extra_state is not own}
     states = {name: module.get_extra_state() for name, module in modules.items()}
@@ -87,10 +87,9 @@ def _broadcast_extra_states(model: torch.nn.Module, root_rank: int, process_set:
 
 
 def _check_extra_states(extra: Sequence[tuple[str, Any]], process_set: ProcessSet) -> None:
-    """Raise if what modules have besides is not the same on all ranks: of it a state dict has a copy.
+    """Raise MismatchError on all ranks if the modules' extra states differ.
 
-    Raises:
-        MismatchError: It is not. Raised on all ranks.
+    A state dict has only copies of the extra states, so they cannot be overwritten in it.
     """
     check_same(
         [f"{name!r} with checksum {zlib.crc32(pickle.dumps(value)):08x}" for name, value in extra],
@@ -107,15 +106,19 @@ def broadcast_optimizer_state(
     *,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> None:
-    """Give every rank's optimizer the state and the settings (learning rate, …) of the root's.
+    """Give every rank's optimizer the state and the settings (learning rate, …) of the root's optimizer.
 
-    Works at any time: no step is taken to create state that is not there yet, nor is the root's touched.
+    A program may call this at any time. The function makes no step in order to create missing state, and does not change the
+    root's optimizer.
 
     Args:
-        optimizer: Over the same parameters on every rank.
-        root_rank: Whose state everybody gets; its rank in the job, with a process set too.
-        model: Horovod's. Not needed here, for no state has to be made up.
-        process_set: The ranks that take part; all by default.
+        optimizer: An optimizer of the same parameters on every rank.
+        root_rank: The rank in the job of the root, whose state all ranks get; also with a process set.
+        model: Horovod's argument, which has no effect.
+        process_set: The ranks that take part; all ranks by default.
+
+    Raises:
+        ArgumentError: `optimizer` is not an optimizer.
     """
     if not callable(getattr(optimizer, "load_state_dict", None)) or isinstance(optimizer, torch.nn.Module):
         raise ArgumentError(
@@ -126,7 +129,7 @@ def broadcast_optimizer_state(
     tensors: list[torch.Tensor] = []
     message = None
     if isinstance(optimizer, Sharded):
-        # Each rank has a share, and all of them are needed to see the state.
+        # Each rank has a shard of the state, so all ranks take part in gathering the whole state.
         with optimizer._hvdlite_sharding.whole_state(root):
             state = super(Sharded, optimizer).state_dict()  # type: ignore[misc]
     else:
@@ -139,7 +142,7 @@ def broadcast_optimizer_state(
     if rank == root:
         tensors = [tensor.detach().contiguous() for tensor in tensors]
     else:
-        # Without a number: on this rank's own GPU, if it is one.
+        # A device without an index is this rank's own GPU, if it is a GPU.
         tensors = [torch.empty(shape, dtype=dtype, device=kind) for shape, dtype, kind in layout]
     _broadcast(tensors, root_rank, process_set)
     if rank != root or isinstance(optimizer, Sharded):
@@ -149,7 +152,7 @@ def broadcast_optimizer_state(
 
 
 def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Load a state, and keep its dtypes: torch casts all that it loads to the parameters', where the root has what it has."""
+    """Load a state and keep its dtypes. (torch's `load_state_dict` casts the state to the dtypes of the parameters.)"""
     with optimizer._hvdlite_sharding.loading() if isinstance(optimizer, Sharded) else contextlib.nullcontext():
         optimizer.load_state_dict(state_dict)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -159,7 +162,7 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _with_dtypes_of(sent: Any, loaded: Any) -> Any:
-    """What was loaded, with tensors as they were sent where it has cast them."""
+    """Return the loaded value, with the tensors that were sent in the place of tensors that loading has cast."""
     if isinstance(sent, torch.Tensor) and isinstance(loaded, torch.Tensor):
         return loaded if loaded.dtype is sent.dtype else sent.to(loaded.device)
     if type(sent) is dict and isinstance(loaded, dict) and sent.keys() == loaded.keys():
@@ -170,26 +173,23 @@ def _with_dtypes_of(sent: Any, loaded: Any) -> Any:
 
 
 def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
-    """Those in host memory, then those on the GPU: a model may have both (and the step of an optimizer is in host memory)."""
+    """Broadcast the tensors in host memory, then the tensors on the GPU.
+
+    A model may have both, and an optimizer on the GPU has its step counts in host memory.
+    """
     for on_host in (True, False):
         some = [tensor for tensor in tensors if tensor.is_cpu is on_host]
-        if some or (on_host and not tensors):  # a rank that has none says so
+        if some or (on_host and not tensors):  # a rank without tensors takes part, so that a mismatch is found
             broadcast_(some, root_rank, process_set=process_set)
 
 
 def broadcast_object(
     obj: T, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = hvdlite.global_process_set
 ) -> T:
-    """Give every rank the root's object.
+    """Give every rank the root's object. See `hvdlite.broadcast_object` for the other arguments, the result and the errors.
 
     Args:
-        obj: Anything that can be pickled; only the root's matters.
-        root_rank: Whose object everybody gets; its rank in the job, with a process set too.
-        name: As in `allreduce`.
-        process_set: The ranks that take part.
-
-    Returns:
-        The root's object: a copy on the other ranks.
+        root_rank: The rank in the job of the root, also with a process set.
     """
     return hvdlite.broadcast_object(obj, root_within(process_set, root_rank), name, process_set=process_set)
 
@@ -197,21 +197,12 @@ def broadcast_object(
 def allgather_object(
     obj: T, name: str | None = None, *, process_set: ProcessSet = hvdlite.global_process_set
 ) -> list[T]:
-    """Give every rank everybody's object.
-
-    Args:
-        obj: Anything that can be pickled.
-        name: As in `allreduce`.
-        process_set: The ranks that take part.
-
-    Returns:
-        The objects by rank (copies).
-    """
+    """Give every rank the objects of all ranks. This is `hvdlite.allgather_object`."""
     return hvdlite.allgather_object(obj, name, process_set=process_set)
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles an object without its tensors, which it collects."""
+    """A pickler that leaves out the tensors of an object and appends them to a list."""
 
     def __init__(self, buffer: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
@@ -225,7 +216,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts the tensors back in."""
+    """An unpickler that puts the tensors of a list in the places where `_Pickler` left them out."""
 
     def __init__(self, buffer: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(buffer)

@@ -1,4 +1,4 @@
-"""Batch normalisation with the statistics of all ranks' batches, as if they were one batch."""
+"""Batch normalisation with the statistics of the global batch: the batches of all ranks as one."""
 
 from __future__ import annotations
 
@@ -21,33 +21,35 @@ _HALVES = tuple(getattr(torch, name) for name in HALF_DTYPES)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """`torch.nn.BatchNorm1d`, `2d` or `3d` over the joined batch of all ranks.
+    """`torch.nn.BatchNorm1d`, `2d` or `3d` over the global batch of all ranks.
 
-    While it trains, mean and variance are those of the samples of all ranks; batches may differ in size, and may be empty on
-    some ranks, as long as these run forward and backward too. In evaluation mode, and in a job of one rank, it is torch's
-    own. Gradients of `weight` and `bias` are those of this rank's samples; `DistributedOptimizer` combines them with all
-    others. Forward exchanges twice and backward once, so all ranks must call the layers in the same order.
+    In training, the mean and the variance are those of the samples of all ranks. Batches may differ in size. They may be empty
+    on some ranks, but these ranks must run forward and backward too. In evaluation mode, and in a job of one rank, the layer
+    computes what torch's layer does. The gradients of `weight` and `bias` are those of this rank's samples;
+    `DistributedOptimizer` combines them with the other ranks' gradients. The forward pass communicates twice and the backward
+    pass once, so all ranks must call the layers in the same order.
 
-    Each rank's loss depends on all ranks' samples here, and gradients flow between the ranks, so all losses must have the same
-    scale. If batches are uneven, do not let each rank take the mean of its own samples' losses, to be put right by
-    ``set_batch_weight``: divide their sum by the mean batch size of the ranks, ``hvd.allreduce(torch.tensor(float(n)))``.
+    With this layer each rank's loss depends on all ranks' samples, and gradients flow between the ranks, so all losses must
+    have the same scale. If the batches are uneven, a rank must not take the mean of its own samples' losses and correct that by
+    ``set_batch_weight``. It must divide the sum of the losses by the mean batch size of the ranks, which is
+    ``hvd.allreduce(torch.tensor(float(n)))``.
 
-    Input and output have shape ``(N, C, *)``, in float64, float32, bfloat16 or float16; the latter two are normalised with
-    float32 statistics. Statistics are exchanged as float64.
+    Input and output have shape ``(N, C, *)`` and dtype float64, float32, bfloat16 or float16. bfloat16 and float16 are
+    normalised with float32 statistics. The ranks exchange the statistics as float64.
 
     Args:
-        num_features: C.
-        eps: Added to the variance.
-        momentum: Of the running statistics; None for their plain average.
-        affine: Have `weight` and `bias`.
-        track_running_stats: Keep running statistics, for evaluation.
-        process_set: The ranks that take part; all by default.
-        device: Of parameters and buffers.
-        dtype: Of parameters and buffers.
+        num_features: The number of channels C.
+        eps: A small number that is added to the variance.
+        momentum: The weight of the newest batch in the running statistics; None means the plain average of all batches.
+        affine: Whether the layer has the parameters `weight` and `bias`.
+        track_running_stats: Whether the layer keeps running statistics for evaluation.
+        process_set: The ranks that take part; None means all ranks.
+        device: The device of the parameters and buffers.
+        dtype: The dtype of the parameters and buffers.
 
     Raises:
-        ArgumentError: Input of another shape, or fewer than two values per channel on all ranks together.
-        NotInitializedError: It trains before `init`.
+        ArgumentError: The input has another shape, or all ranks together have fewer than two values per channel.
+        NotInitializedError: The layer is called in training before `init`.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise `input`; every rank calls this. See the class."""
+        """Normalise `input`. In training, every rank calls this method; see the class."""
         of_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not of_batch or world("SyncBatchNorm()").engine(self.process_set).size == 1:
             return super().forward(input)
@@ -80,7 +82,7 @@ class SyncBatchNorm(_BatchNorm):
         normalized: torch.Tensor = self._normalize_joined(input)
         return normalized
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # an exchange is nothing that a compiler can trace
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler cannot trace an exchange
     def _normalize_joined(self, input: torch.Tensor) -> torch.Tensor:
         count, mean, variance = _joined_statistics(input.detach(), self.process_set)
         if count < 2:
@@ -102,21 +104,21 @@ class SyncBatchNorm(_BatchNorm):
         share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = variance * (count / (count - 1))
         for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
-            # Rounded once, as torch does, where they are halves.
+            # float16 and bfloat16 statistics are rounded once, as in torch.
             running.copy_(running.to(now.dtype) * (1 - share) + now * share)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: M, process_set: ProcessSet | None = None) -> M | SyncBatchNorm:
-        """Put a `SyncBatchNorm` in the place of each batch norm of a model.
+        """Replace each batch norm layer of a model by a `SyncBatchNorm`.
 
-        Parameters and buffers stay the same tensors, so an optimizer that was made before still fits.
+        Parameters and buffers stay the same tensors, so an optimizer that was made before remains valid.
 
         Args:
-            module: Changed in place.
-            process_set: The ranks that take part; all by default.
+            module: The model, which is changed in place.
+            process_set: The ranks that take part; None means all ranks.
 
         Returns:
-            `module`; if it is a batch norm itself, what takes its place.
+            `module`; if it is a batch norm layer itself, the layer that replaces it.
 
         Raises:
             ArgumentError: A lazy batch norm has not seen an input yet.
@@ -126,7 +128,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def _convert(cls, module: Any, process_set: ProcessSet | None, done: dict[torch.nn.Module, Any]) -> Any:
-        if module in done:  # a layer in two places stays one layer
+        if module in done:  # a layer that the model uses twice stays one layer
             return done[module]
         converted = module
         if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
@@ -159,7 +161,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _over_samples(input: torch.Tensor) -> list[int]:
-    """The dimensions that are not the channels'."""
+    """Return all dimensions except the channels' dimension."""
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
@@ -168,11 +170,11 @@ def _widened(input: torch.Tensor) -> torch.Tensor:
 
 
 def _joined_statistics(input: torch.Tensor, process_set: ProcessSet | None) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """The count, mean and variance (biased) of each channel, over the batches of all ranks.
+    """Return the count, the mean and the biased variance of each channel, over the batches of all ranks.
 
-    Of each rank travel its count n, mean m and sum of squared deviations from m, nv. First the joint mean is found, then
-    ``nv + n(m - mean)²`` is summed: so that nothing is lost where the mean is far larger than the deviations, as it would be
-    with the sums of the values and of their squares.
+    A rank has a count n, a mean m and a variance v. The ranks first compute the joint mean, and then sum
+    ``nv + n(m - mean)²``. Sums of the values and of their squares would lose digits if the mean is far larger than the
+    deviations; these sums do not.
 
     Source: Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
@@ -195,7 +197,7 @@ def _joined_statistics(input: torch.Tensor, process_set: ProcessSet | None) -> t
 
 
 class _Normalize(torch.autograd.Function):
-    """``(x - mean) / sqrt(variance + eps) * weight + bias``, with mean and variance functions of all ranks' x.
+    """The function ``(x - mean) / sqrt(variance + eps) * weight + bias``, whose mean and variance depend on all ranks' x.
 
     Source of the gradient: Ioffe & Szegedy, "Batch normalization", ICML 2015, section 3.
     """
@@ -229,7 +231,7 @@ class _Normalize(torch.autograd.Function):
 
         of_input = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            # The same on all ranks, or they would not all be here: whether an input needs a gradient depends on the model.
+            # All ranks take this branch alike, because it depends on the model whether an input needs a gradient.
             both = torch.cat([along_one, along_centred]).double()
             sums = hvdlite.allreduce(both, hvdlite.Sum, process_set=ctx.process_set)
             mean_one, mean_centred = (sums / ctx.count).to(mean.dtype).chunk(2)
