@@ -263,7 +263,7 @@ class ArraySync:
             factor = weight / total if total else 0.0
         mine: list[Array] = []
         for i, gradient in zip(tables, own, strict=True):
-            indices, values = self.as_rows(i, gradient)
+            indices, values = as_rows(self._infos[i], gradient)
             mine += [indices, values if factor == 1.0 else values * np.asarray(factor, values.dtype)]
         # Two operations: those of one have equal numbers of rows.
         gathered = iter(allgather(mine, f"all {name}", process_set=self._process_set))
@@ -275,36 +275,36 @@ class ArraySync:
         chosen = [i for i, ranks in enumerate(there) if any(ranks)]
         if not chosen:
             return [None] * len(own)
-        mine = [self.zeros(i) if own[i] is None else own[i] for i in chosen]
+        mine = [zeros(self._infos[i]) if own[i] is None else own[i] for i in chosen]
         name = f"gradients{self._channel and ' of '}{self._channel}"
         combined = allreduce(mine, Adasum, name, process_set=self._process_set)
         found = dict(zip(chosen, combined, strict=True))
         return [found.get(i) for i in range(len(own))]
 
-    # Gradients in other forms
 
-    def zeros(self, index: int) -> Array:
-        """A gradient of zeros."""
-        info = _known(self._infos[index], None)
-        return np.zeros(info.shape, dtype_of(info))
+def zeros(info: TensorInfo) -> Array:
+    """A gradient of zeros, for a source whose shape is known."""
+    info = _known(info, None)
+    return np.zeros(info.shape, dtype_of(info))
 
-    def as_rows(self, index: int, gradient: Gradient) -> Rows:
-        """A gradient of a table, whatever it is."""
-        if isinstance(gradient, Rows):
-            return gradient
-        if gradient is None:
-            info = self._infos[index]
-            return Rows(np.zeros(0, np.int64), np.zeros((0, *info.shape[1:]), dtype_of(info)))
-        return Rows(np.arange(len(gradient)), gradient)
 
-    def as_array(self, index: int, gradient: Gradient) -> Array:
-        """A gradient, whatever it is. Of rows that are there more than once, the sum."""
-        if isinstance(gradient, Rows):
-            whole = self.zeros(index)
-            np.add.at(whole, gradient.indices, gradient.values)
-            return whole
-        array: Array = self.zeros(index) if gradient is None else gradient
-        return array
+def as_rows(info: TensorInfo, gradient: Gradient) -> Rows:
+    """A gradient of a table like `info`, whatever it is."""
+    if isinstance(gradient, Rows):
+        return gradient
+    if gradient is None:
+        return Rows(np.zeros(0, np.int64), np.zeros((0, *info.shape[1:]), dtype_of(info)))
+    return Rows(np.arange(len(gradient)), gradient)
+
+
+def as_array(info: TensorInfo, gradient: Gradient) -> Array:
+    """A gradient of a source like `info`, whatever it is. Of rows that are there more than once, the sum."""
+    if isinstance(gradient, Rows):
+        whole = zeros(info)
+        np.add.at(whole, gradient.indices, gradient.values)
+        return whole
+    array: Array = zeros(info) if gradient is None else gradient
+    return array
 
 
 def _in_host_memory(gradient: Gradient, device: Device) -> Gradient:

@@ -129,8 +129,9 @@ class DistributedGradient:
             if not weight >= 0:
                 raise ArgumentError(f"weight={weight!r}: expected the number of this rank's samples, 0 or more.")
         flat = flatten(gradients)
-        infos = tuple(map(_info, flat.leaves))
-        own = Layout(flat.kinds, tuple(flat.paths), infos, _joint_place(map(_place, flat.leaves)))
+        about = [_info_and_place(leaf) for leaf in flat.leaves]
+        infos, places = tuple(info for info, _ in about), {place for _, place in about}
+        own = Layout(flat.kinds, tuple(flat.paths), infos, _joint_place(places))
         if self._inplace:
             for leaf in flat.leaves:
                 if leaf is not None:
@@ -220,17 +221,14 @@ def _other_structure(first: int, wanted: Layout, rank: int, layout: Layout) -> s
     )
 
 
-def _info(leaf: Any) -> TensorInfo | None:
+def _info_and_place(leaf: Any) -> tuple[TensorInfo | None, str | None]:
+    """Of an array: dtype and shape; and `Device.kind` of where it is, empty for host memory. Both None if there is none."""
     if leaf is None:
-        return None
-    info = adapter_for(leaf).info(leaf)
+        return None, None
+    adapter = adapter_for(leaf)
+    info = adapter.info(leaf)
     check_floating(info)
-    return info
-
-
-def _place(leaf: Any) -> str | None:
-    """`Device.kind` of where an array is, empty for host memory; None if there is no array."""
-    return None if leaf is None else device_kind_of(leaf, adapter_for(leaf)) or ""
+    return info, device_kind_of(leaf, adapter) or ""
 
 
 def _joint_place(places: Iterable[str | None]) -> str | None:

@@ -9,6 +9,7 @@ Gradients that all lie on a device stay there, and the results are views of the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,6 +23,7 @@ from hvdlite.api import Adasum, world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.operations.on_device import DeviceInputs
 from hvdlite.protocols import Device, DeviceAdapter, TensorInfo
+from hvdlite.tensors.compression import Compression
 from hvdlite.tensors.numpy_adapter import dtype_of
 from hvdlite.tensors.registry import adapter_for, device_kind_of
 
@@ -37,6 +39,7 @@ class EagerSync:
     def __init__(self, options: Options, identity: Identity | None = None) -> None:
         self.options = options
         self._identity = identity
+        self._is_plain = options.compression is Compression.none and options.divisor == 1.0
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """The gradients of all ranks. Every rank calls this, with sources of the same dtypes and shapes in the same order.
@@ -99,7 +102,10 @@ class EagerSync:
             _zeros(info, like) if gradient is None else gradient
             for info, gradient in zip(infos, gradients, strict=True)
         ]
-        sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
+        if self._is_plain:  # a program may have thousands of small gradients
+            sent = [_Sent(_bare(source), None, info) for source, info in zip(sources, infos, strict=True)]
+        else:
+            sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
         device = None
         if kind and self.options.op is not Adasum:
             device = self._device_of([each.encoded for each in sent]) if like is not None else _device_here(kind)
@@ -182,8 +188,7 @@ class EagerSync:
     def _encode(self, source: Any, gradient: Any) -> _Sent:
         # Without a gradient, the source stands for it: to see what would be sent.
         tensor = source if gradient is None else gradient
-        if hasattr(tensor, "detach"):  # torch's
-            tensor = tensor.detach()
+        tensor = _bare(tensor)
         if self.options.divisor != 1.0:
             tensor = tensor / self.options.divisor
         encoded, context = self.options.compression.compress(tensor)
@@ -201,6 +206,8 @@ class EagerSync:
             array = result.copy() if device is None else device.to_host(device.flat(result)).reshape(sent.info.shape)
             bits = array.view(np.uint16) if sent.info.dtype == "bfloat16" else array
             tensor = adapter.from_array(bits, sent.info.dtype, sent.encoded)
+        if self._is_plain:
+            return tensor
         tensor = self.options.compression.decompress(tensor, sent.context)
         return tensor if self.options.divisor == 1.0 else tensor * self.options.divisor
 
@@ -211,6 +218,11 @@ class _Sent(NamedTuple):
     encoded: Any
     context: Any
     info: TensorInfo
+
+
+def _bare(tensor: Any) -> Any:
+    """A tensor that is no part of a graph of torch's."""
+    return tensor.detach() if hasattr(tensor, "detach") else tensor
 
 
 def _device_here(kind: str) -> Device:
@@ -235,9 +247,14 @@ def _zeros(info: TensorInfo, like: Any) -> Any:
     return adapter.from_array(zeros, info.dtype, like)
 
 
+@functools.cache
+def _is_floating(dtype: str) -> bool:
+    return dtype == "bfloat16" or np.dtype(dtype).kind in "fc"
+
+
 def check_floating(info: TensorInfo) -> None:
     """Raise UnsupportedTensorError unless a tensor holds floating-point (or complex) numbers."""
-    if info.dtype != "bfloat16" and np.dtype(info.dtype).kind not in "fc":
+    if not _is_floating(info.dtype):
         raise UnsupportedTensorError(f"gradients are floating-point numbers; got a source of dtype {info.dtype}.")
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvdlite
-from hvdlite.adapter.array_sync import ArraySync, Rows
+from hvdlite.adapter.array_sync import ArraySync, Rows, as_array, as_rows
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
@@ -151,7 +151,7 @@ class _Call:
             elif i in native:
                 combined.append(wire.decode([next(lent)]))
             else:
-                gradient = self._sync.as_array(i, found) if wire.kind == DENSE else found
+                gradient = as_array(wire.info, found) if wire.kind == DENSE else found
                 combined.append(wire.decode([*map(tf.convert_to_tensor, arrays_of(gradient))]))
         return combined
 
@@ -176,6 +176,7 @@ class _Call:
         if union is not None and set(union) == {NONE}:
             return [None] * len(kinds)
         expected = "".join(there if kind == NONE else kind for kind, there in zip(kinds, union or kinds, strict=True))
+        infos = [wire.info for wire in self._wires]
         names = [getattr(wire.source, "name", f"source {i}") for i, wire in enumerate(self._wires)]
 
         def run(weight: Array, *arrays: Array) -> list[Array]:  # keeps nothing of the graph
@@ -187,9 +188,9 @@ class _Call:
                 if (gradient is None) != (kind == NONE) and not (gradient is None and sync.joined):
                     raise HvdliteError(_unexpected(names[i], gradient is None))
                 if kind == DENSE:
-                    results.append(sync.as_array(i, gradient))
+                    results.append(as_array(infos[i], gradient))
                 elif kind == SPARSE:
-                    results += sync.as_rows(i, gradient)
+                    results += as_rows(infos[i], gradient)
             return results
 
         inputs = [tf.cast(self._weight, tf.float64), *(tensor for wire in self._wires for tensor in wire.tensors())]
