@@ -200,6 +200,9 @@ class TorchDevice:
     def is_capturing(self) -> bool:
         return is_capturing()
 
+    def is_over(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())
+
     def mirror(self, count: int) -> TorchMirror:
         return TorchMirror(count, self.pinned)
 
