@@ -201,7 +201,7 @@ class TorchDevice:
         return is_capturing()
 
     def is_over(self, event: torch.cuda.Event) -> bool:
-        return bool(event.query())
+        return bool(event.query())  # type: ignore[no-untyped-call]
 
     def mirror(self, count: int) -> TorchMirror:
         return TorchMirror(count, self.pinned)
