@@ -365,6 +365,7 @@ def test_cupys_arithmetic_of_gradients_on_numpy(monkeypatch: pytest.MonkeyPatch)
     np.testing.assert_array_equal(turned, (gradients[0] + 1) * 0.75)
     device.clear_all([turned[0], turned[1:]])
     assert not flat.any() and device.version(flat) == 0
+    assert [device.is_over(SimpleNamespace(done=done)) for done in (False, True)] == [False, True]
 
 
 def test_cupys_gpu_is_current_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:

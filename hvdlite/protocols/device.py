@@ -182,6 +182,10 @@ class Device(Protocol):
         """Whether the current stream is being captured into a graph, so that nothing can be asked about it."""
         ...
 
+    def is_over(self, event: Any) -> bool:
+        """Whether what `Stream.record` has returned has happened. The host does not wait."""
+        ...
+
     def mirror(self, count: int) -> HostMirror:
         """A new mirror of `count` numbers, in page-locked memory."""
         ...

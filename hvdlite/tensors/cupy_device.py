@@ -114,7 +114,7 @@ class CupyDevice:
             yield
 
     def keep(self, tensor: Any, stream: Any) -> None:
-        self._held.until(stream.record(), tensor, lambda event: event.done)
+        self._held.until(stream.record(), tensor, self.is_over)
 
     def pointer(self, tensor: Any) -> int:
         return int(tensor.data.ptr)
@@ -201,6 +201,9 @@ class CupyDevice:
     def is_capturing(self) -> bool:
         with self._gpu():
             return bool(self._cupy.cuda.get_current_stream().is_capturing())
+
+    def is_over(self, event: Any) -> bool:
+        return bool(event.done)
 
     def mirror(self, count: int) -> CupyMirror:
         return CupyMirror(self._cupy, count)

@@ -106,20 +106,19 @@ class DeviceSync:
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
         """Exchange the dense gradients of these parameters from now on. Every rank calls this."""
-        order = range(len(parameters) - 1, -1, -1)  # which is about what backward passes do
         self._backward = BackwardPasses(DeviceGradients(parameters, None), self._device, self._launches)
-        self._follow(parameters, order)
+        self._follow(parameters, range(len(parameters) - 1, -1, -1))  # which is about what backward passes do
 
     def _follow(self, parameters: list[torch.Tensor], order: Sequence[int]) -> None:
         """Make memory and hooks for `parameters`, whose gradients come in this order. Every rank calls this."""
-        self._reducer = None
+        self._reducer, self._gradients = None, DeviceGradients(parameters, None)  # room for the new ones
+        self._backward.follow(self._gradients)
         if self._shards is not None:
             self._shards.collect()
         if not self._alone:
-            bucket_bytes = self._context.config.bucket_bytes
             kind = DeviceBucket if self._shards is None else ParameterBucket
-            at = self._collectives, self._rules(), bucket_bytes, self._group, kind
-            self._reducer = make_reducer(layout_of(parameters), order, *at)
+            how = self._rules(), self._context.config.bucket_bytes, self._group, kind
+            self._reducer = make_reducer(layout_of(parameters), order, self._collectives, *how)
         if self._shards is not None:
             self._shards.deal(parameters, self._reducer, self._collectives)
         self._parameters, self._gradients = parameters, DeviceGradients(parameters, self._reducer)

@@ -52,6 +52,7 @@ class DeviceShards:
     def collect(self) -> None:
         """Let the optimizer have the state of whole parameters, before they are dealt out anew. Every rank calls this."""
         self._sharding.collect()
+        self.leave()  # there is to be room for the new gradients
 
     @torch.no_grad()
     def deal(

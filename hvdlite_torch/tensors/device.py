@@ -197,6 +197,9 @@ class TorchDevice:
     def is_capturing(self) -> bool:
         return is_capturing()
 
+    def is_over(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
     def mirror(self, count: int) -> TorchMirror:
         return TorchMirror(count, self.pinned)
 

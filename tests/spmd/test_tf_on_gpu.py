@@ -13,7 +13,7 @@ import torch
 import hvdlite_tf as hvd
 from hvdlite.adapter.buckets import DeviceBuckets, HostBuckets
 from hvdlite.adapter.options import Options
-from hvdlite.errors import DeviceError, HvdliteError
+from hvdlite.errors import DeviceError, HvdliteError, MismatchError
 from hvdlite.tensors import device_registry
 from hvdlite.tensors.compression import Compression
 from hvdlite_tf.gradients import on_device
@@ -181,5 +181,17 @@ def test_without_a_library_that_can_use_the_gpu(ranks: Any, monkeypatch: pytest.
         found = GradientExchange(Options()).combine(variables(), own(rank))
         same(found, mean([1.0] * size))
         assert kinds_of_buckets() == ({HostBuckets} if size > 1 else set())
+
+    ranks(check)
+
+
+def test_ranks_that_go_different_ways(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_device, "is_on_gpu", lambda tensor: hvd.rank() == 0)
+
+    @on_gpu
+    def check(gpu: Any) -> None:
+        if hvd.size() > 1:
+            with pytest.raises(MismatchError, match="device=cuda"):
+                GradientExchange(Options()).combine(variables(), own(hvd.rank()))
 
     ranks(check)

@@ -64,7 +64,7 @@ class LateChanges:
             ArgumentError: They have been lost.
             MismatchError: States differ.
         """
-        if self._event is None or self._device.is_capturing() or not self._event.query():
+        if self._event is None or self._device.is_capturing() or not self._device.is_over(self._event):
             return
         lost, joined, *states = self._mirror.values.tolist()
         if lost > 0:
