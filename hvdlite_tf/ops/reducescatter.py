@@ -83,7 +83,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Run `reducescatter` on several tensors of any dtypes as one operation. Return the list of results. See `reducescatter`."""
+    """Run `reducescatter` on several tensors of any dtypes as one operation, and return the list of results."""
     group: list[Any] = group_of(tensors)
     options = factors(prescale_factor, postscale_factor, process_set)
     return reducescatter(group, device_dense, compression, op, **options)

@@ -80,7 +80,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Run `reducescatter` on several tensors of any dtypes as one operation. Return the list of results. See `reducescatter`."""
+    """Run `reducescatter` on several tensors of any dtypes as one operation, and return the list of results."""
     return reducescatter(group_of(tensors), name, compression, op, process_set, prescale_factor, postscale_factor)
 
 
