@@ -13,6 +13,7 @@ from hvdlite.adapter.capabilities import *  # noqa: F403
 from hvdlite.adapter.optional import require
 from hvdlite.api import at_the_end
 from hvdlite.basics import *  # noqa: F403
+from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
 
 # This check comes first, because the modules below import torch.
 require("torch", "torch", "hvdlite_torch")
@@ -57,9 +58,12 @@ from hvdlite_torch.training.sync_batch_norm import SyncBatchNorm  # noqa: E402
 at_the_end.append(alone.look)
 
 __all__ = [
+    "Aggregator",
     "Distributed",
     "DistributedOptimizer",
+    "FlatBucket",
     "SyncBatchNorm",
+    "Weights",
     "allgather",
     "allgather_async",
     "allgather_object",

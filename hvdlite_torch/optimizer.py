@@ -16,20 +16,22 @@ import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
+from hvdlite.gradients.aggregator import Aggregator
+from hvdlite.gradients.sync import GradientSync, StepsWith
 from hvdlite.tensors.compression import Compression, Compressor
-from hvdlite_torch.step.adasum import AdasumExchange
 from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.codec import Codec
-from hvdlite_torch.step.exchange import OptimizerExchange
+from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.step.driver import StepDriver
 from hvdlite_torch.step.options import Options, Shard
+from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.step_guard import guarded
 from hvdlite_torch.step.typed import typed
-from hvdlite_torch.step.wrapped import Distributed, Opt, Sharded, add_to_class
+from hvdlite_torch.step.wrapped import Aggregating, Distributed, Opt, Sharded, add_to_class
+from hvdlite_torch.sync.adasum import AdasumSync
 from hvdlite_torch.sync.catch_up import StandIn
-from hvdlite_torch.sync.device import DeviceExchange
-from hvdlite_torch.sync.device_sharded import ShardedDeviceExchange
-from hvdlite_torch.sync.host import GradientExchange
-from hvdlite_torch.sync.host_sharded import ShardedExchange
+from hvdlite_torch.sync.device import DeviceSync
+from hvdlite_torch.sync.host import HostSync
 from hvdlite_torch.tensors.device import device_kind
 from hvdlite_torch.training.state import broadcast_optimizer_state
 
@@ -50,6 +52,7 @@ def DistributedOptimizer(
     shard: Shard = False,
     overlap: bool | None = None,
     max_grad_norm: float | None = None,
+    aggregator: Aggregator | None = None,
 ) -> Opt:
     """Make `optimizer` step with the gradients of all ranks. Every rank calls this, at the same point.
 
@@ -66,7 +69,7 @@ def DistributedOptimizer(
             be averaged.
         backward_passes_per_step: How often `backward` is called before `step`, at most: more is an error. 1 allows any number.
             Gradients add up over the passes, so divide the loss.
-        op: Average, Sum, or Adasum (see `hvdlite_torch.step.adasum`).
+        op: Average, Sum, or Adasum (see `hvdlite_torch.sync.adasum`).
         gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
             multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it makes no difference.
         num_groups: As an int for `groups`.
@@ -80,6 +83,8 @@ def DistributedOptimizer(
             rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". Of parameters on a GPU: by default always,
             if nothing changes them between the last backward pass and `step`; see docs/gpu.md.
         max_grad_norm: Clip the combined gradients so that their norm over all parameters is at most this.
+        aggregator: Combines gradients in a way of yours: `hvdlite_torch.Aggregator` has the one method that it needs. If it has
+            ``state_dict()``, its state is in that of the optimizer. For parameters in host memory.
 
     Returns:
         `optimizer`, still an instance of its class, with its state.
@@ -106,37 +111,49 @@ def DistributedOptimizer(
     codec = None if compression is Compression.none else Codec(compression, gradient_predivide_factor)
     names = {id(parameter): name for name, parameter in named}
     options = Options(
-        op, process_set, overlap, codec, sparse_as_dense, backward_passes_per_step, max_grad_norm, shard, names
+        *(
+            op,
+            process_set,
+            overlap,
+            codec,
+            sparse_as_dense,
+            backward_passes_per_step,
+            max_grad_norm,
+            shard,
+            aggregator,
+            names,
+        )
     )
-    exchange: OptimizerExchange
-    if op is hvdlite.Adasum:
-        if shard:
-            raise ArgumentError(
-                "shard=True and op=Adasum do not go together: every rank makes a whole step of its own."
-            )
-        exchange = AdasumExchange(optimizer, options)
-    else:
-        exchange = _kind_of_exchange(optimizer, bool(shard))(optimizer, options)
+    if shard and op is hvdlite.Adasum:
+        raise ArgumentError("shard=True and op=Adasum do not go together: every rank makes a whole step of its own.")
+    driver = StepDriver(optimizer, options, _make_sync)
     plain = type(optimizer)
-    add_to_class(optimizer, Sharded if shard else Distributed, step=guarded(plain.step))
+    kind = Sharded if shard else Distributed if aggregator is None else Aggregating
+    add_to_class(optimizer, kind, step=guarded(plain.step))
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         # One that never called torch's constructor, as Lookahead of many programs: torch completes those that it unpickles.
         vars(optimizer).setdefault("defaults", {})
         torch.optim.Optimizer.__setstate__(optimizer, {})
-    optimizer._hvdlite_exchange = exchange  # type: ignore[attr-defined]
+    optimizer._hvdlite_driver = driver  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
-    exchange.attach()
-    world().group(exchange.process_set).add(StandIn(exchange, not shard, broadcast_optimizer_state))
+    optimizer._hvdlite_aggregator = aggregator  # type: ignore[attr-defined]
+    driver.attach()
+    world().group(process_set).add(StandIn(driver, not shard, broadcast_optimizer_state))
     teach_grad_scaler()
     return optimizer
 
 
-def _kind_of_exchange(optimizer: torch.optim.Optimizer, shard: bool) -> type[OptimizerExchange]:
-    """The exchange for where the parameters lie."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if any([device_kind(parameter) is not None for parameter in parameters]):
-        return ShardedDeviceExchange if shard else DeviceExchange
-    return ShardedExchange if shard else GradientExchange
+def _make_sync(context: OptimizerContext, sharding: Sharding | None) -> GradientSync:
+    """What combines gradients where the parameters lie; or what combines steps."""
+    if context.options.steps_with is StepsWith.OWN:
+        return AdasumSync(context)
+    on_device = any([device_kind(parameter) is not None for parameter in context.trained()])
+    if on_device and context.options.aggregator is not None:
+        raise ArgumentError(
+            "aggregator= combines gradients in host memory, and the parameters are on a GPU: train on the CPU, or use "
+            "compression=hvd.Compression.fp16 or bf16."
+        )
+    return (DeviceSync if on_device else HostSync)(context, sharding)
 
 
 def _check_optimizer(given: object) -> None:

@@ -263,6 +263,39 @@ class FakeDevice(TorchDevice):
         self._tensor("write", tensor)
         super().from_host(array, tensor)
 
+    # The same, for gradients in flat memory
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        made = self.empty(shape, dtype)
+        self.fill(made, 0)
+        return made
+
+    def copy_all(self, sources: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+        self._tensor("read", *sources)
+        self._tensor("write", *into)
+        super().copy_all(sources, into)
+
+    def clear_all(self, tensors: list[torch.Tensor]) -> None:
+        self._tensor("write", *tensors)
+        super().clear_all(tensors)
+
+    def add(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        self._tensor("read", source)
+        self._tensor("write", into)
+        super().add(source, into)
+
+    def scale_into(self, source: torch.Tensor, factor: float, into: torch.Tensor) -> None:
+        self._tensor("read", source)
+        self._tensor("write", into)
+        super().scale_into(source, factor, into)
+
+    def scale_by_ratio(
+        self, tensor: torch.Tensor, numerator: torch.Tensor, denominator: torch.Tensor, room: torch.Tensor
+    ) -> None:
+        self._tensor("read", numerator, denominator)
+        self._tensor("write", room, tensor)
+        super().scale_by_ratio(tensor, numerator, denominator, room)
+
 
 HERE: ContextVar[FakeDevice | None] = ContextVar("fake_gpu", default=None)
 """This rank's."""

@@ -343,6 +343,30 @@ def test_cupys_arithmetic_on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     np.testing.assert_allclose(small, 100, rtol=1e-3)
 
 
+def test_cupys_arithmetic_of_gradients_on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = SimpleNamespace(empty=np.empty, zeros=np.zeros)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    device = CupyDevice(0)
+    assert device.place == "cuda:0"
+    flat = device.zeros([12], "float32")
+    plain, turned = device.strided(flat, (3, 4), (4, 1)), device.strided(flat, (3, 4), (1, 3))
+    single = device.strided(flat, (1, 12, 1), (1, 1, 12))
+    gradients = [np.arange(12, dtype=np.float32).reshape(3, 4), np.ones((3, 4), np.float32)]
+    device.copy_all(gradients[:1], [turned])
+    np.testing.assert_array_equal(flat.reshape(4, 3), gradients[0].T)
+    np.testing.assert_array_equal(single.reshape(-1), flat)
+    device.add(gradients[1], plain)
+    np.testing.assert_array_equal(turned, gradients[0] + 1)
+    small = device.empty([12], "float16")
+    device.scale_into(flat, 0.5, small)
+    np.testing.assert_array_equal(small, (flat / 2).astype(np.float16))
+    room = device.empty([], "float32")
+    device.scale_by_ratio(flat, np.array(3.0), np.array(4.0), room)
+    np.testing.assert_array_equal(turned, (gradients[0] + 1) * 0.75)
+    device.clear_all([turned[0], turned[1:]])
+    assert not flat.any() and device.version(flat) == 0
+
+
 def test_cupys_gpu_is_current_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
     """CuPy makes an event on the thread's current GPU, and its default stream is that of the current one."""
     current = [0]

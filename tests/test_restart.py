@@ -6,10 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
+import tensorflow as tf
 
 import hvdlite as hvd
+import hvdlite_tf as hvd_tf
 from hvdlite.api import world
 from hvdlite.config import Config
+from hvdlite.errors import ArgumentError
 from hvdlite.testing import on_ranks
 from hvdlite.world import World
 
@@ -46,3 +50,26 @@ def test_a_rank_joins_after_a_restart_before_it_has_a_gradient() -> None:
     before: list[Kept] = []
     for life in (first, second, third):
         before = on_ranks(2, begin, before, life, config=CONFIG)
+
+
+def test_a_strategy_of_as_many_ranks_goes_on_and_another_one_says_what_to_do() -> None:
+    def total(strategy: hvd_tf.Strategy) -> float:
+        own = strategy.run(lambda: tf.constant(hvd.rank() + 1.0))
+        return float(strategy.reduce("SUM", own))
+
+    def first(_: None) -> hvd_tf.Strategy:
+        return hvd_tf.Strategy()
+
+    def again(strategy: hvd_tf.Strategy) -> hvd_tf.Strategy:
+        assert total(strategy) == 3.0
+        return strategy
+
+    def fewer(strategy: hvd_tf.Strategy) -> None:
+        for use in (total, hvd_tf.Strategy.scope):
+            with pytest.raises(ArgumentError, match=r"made on rank 0 of 2, and this is rank 0 of 1 after a restart"):
+                use(strategy)
+        assert total(hvd_tf.Strategy()) == 1.0
+
+    before: list[Kept] = []
+    for size, life in ((2, first), (2, again), (1, fewer)):
+        before = on_ranks(size, begin, before, life, config=CONFIG)

@@ -19,11 +19,12 @@ import torch
 from torch.nn import functional as F
 
 import hvdlite.gradients.bucket
+import hvdlite.gradients.device.make
 import hvdlite_torch as hvd
 import hvdlite_torch.sync.device
 from hvdlite.api import world
 from hvdlite.config import Config
-from hvdlite.errors import ArgumentError, MismatchError, NotInitializedError
+from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError
 from hvdlite.gradients.plan import plan_buckets
 from hvdlite.testing import on_ranks
 from hvdlite.world import World
@@ -436,20 +437,22 @@ def test_what_is_dropped_is_not_kept() -> None:
 def test_memory_of_the_earlier_world_is_given_back() -> None:
     def first(_: Any) -> Any:
         model, optimizer = make(overlap=True)
-        return model, optimizer, weakref.ref(optimizer._hvdlite_exchange._reducer)
+        return model, optimizer, weakref.ref(optimizer._hvdlite_driver.lease.reducer)
 
     for model, optimizer, reducer in live((TWO, first)):
         gc.collect()
         assert reducer() is None
         assert not model[0].weight._post_accumulate_grad_hooks
-        assert optimizer._hvdlite_exchange._overlap is None
+        assert optimizer._hvdlite_driver.lease.overlap is None
     assert not [thread for thread in threading.enumerate() if thread.name == "hvdlite-overlap" and thread.is_alive()]
 
 
 class TestOnAGpu:
     @pytest.fixture(autouse=True)
     def several_buckets(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(hvdlite_torch.sync.device, "plan_buckets", lambda *args: plan_buckets(*args[:2], 256, 64))
+        monkeypatch.setattr(
+            hvdlite.gradients.device.make, "plan_buckets", lambda *args: plan_buckets(*args[:2], 256, 64)
+        )
         monkeypatch.setattr(hvdlite_torch.sync.device, "SPARE_ONE_RANK", False)
 
     @pytest.mark.parametrize("options", [{}, {"overlap": False}, {"shard": True}], ids=["whole", "late", "sharded"])
@@ -467,7 +470,7 @@ class TestOnAGpu:
             optimizer.zero_grad()
             optimizer.set_batch_weight(24)
             F.cross_entropy(model(X[share()]), Y[share()]).backward()
-            assert optimizer._hvdlite_exchange._launched
+            assert optimizer._hvdlite_driver.sync._reducer.launched
             return kept
 
         def finish(kept: Any) -> Any:
@@ -484,3 +487,13 @@ def test_processes(start: Start) -> None:
     ended = start("-np", "2", str(PROGRAMS / "torch_restart.py")).end()
     assert ended.code == 0, ended.err
     assert ended.out.count("ok") == 2
+
+
+def test_an_optimizer_that_a_rank_does_not_have() -> None:
+    """The rank that has one waits for the others in init(). They do something else, and all are told what who waits for."""
+
+    def something_else(_: Any) -> None:
+        hvd.allreduce(torch.ones(2), name="something else")
+
+    with pytest.raises(HvdliteError, match=r"(?s)something else.*optimizer\.plan|optimizer\.plan.*something else"):
+        live((TWO, make), ([0, None], something_else))

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gradients.aggregator import Aggregator, Weights, run_aggregator
 from hvdlite.gradients.header import WORDS, Header, HeaderSum, read, words
 from hvdlite.gradients.ownership import Ownership
 from hvdlite.gradients.result_buffers import BufferPool
@@ -50,6 +51,7 @@ class Bucket:
         separate: Keep results apart from gradients, so that an exchange can be repeated.
         lend: In how many buffers there are results to be lent.
         spare: Each rank has a second buffer.
+        aggregator: Combines the gradients; None for their weighted sum.
 
     Attributes:
         tensors: In the order in which they lie.
@@ -72,7 +74,9 @@ class Bucket:
         separate: bool = False,
         lend: int = 0,
         spare: bool = False,
+        aggregator: Aggregator | None = None,
     ) -> None:
+        self._infos, self._aggregator = infos, aggregator
         self.large = {index for index in tensors if nbytes_of(infos[index]) >= LARGE_BYTES}
         self.tensors = sorted(tensors, key=lambda index: index not in self.large)
         self.collectives = collectives
@@ -83,9 +87,8 @@ class Bucket:
         self._headers = [part.view(np.float64) for part in header]
         self._total = np.empty_like(self._headers[0])
         self._told: list[bool] | None = None
-        self.ownership = Ownership(
-            infos, self.tensors, self.large, collectives, self._parts(), self._whole, not self._separate
-        )
+        in_place = not self._separate and aggregator is None  # an aggregator is shown all gradients in flat memory
+        self.ownership = Ownership(infos, self.tensors, self.large, collectives, self._parts(), self._whole, in_place)
         chunk_bytes = chunk_bytes if collectives.hosts == 1 else message_bytes
         self.pool = BufferPool(
             self.host, self.ownership, chunk_bytes, self._separate, separate, lend, spare, self._shares_results
@@ -139,7 +142,12 @@ class Bucket:
         if record is not None:
             record.ready()
         if not told.stopped and (told.divisor > 0 or not any(told.anywhere)):
-            self._reduce()
+            if self._aggregator is None:
+                self._reduce()
+            elif any(told.anywhere):
+                weights = Weights(said.weight, told.divisor)
+                memories, rank = self.pool.now.memories, self.host.rank
+                run_aggregator(self._aggregator, memories, rank, self._infos, weights, self.collectives)
         self.host.meet()
         return told
 

@@ -13,8 +13,13 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hvdlite.errors import HvdliteError
+
 WORDS = 15
 """The length of what `words` returns."""
+
+TAIL_WORDS = 7
+"""The length of what `tail_words` returns."""
 
 _HALF = 2**16
 
@@ -24,7 +29,8 @@ class Header(NamedTuple):
 
     Attributes:
         weight: Its share in an average: the number of samples that its gradients are the mean of.
-        again: It asks all ranks to repeat their exchanges.
+        again: What it has sent early has changed since. In host memory it asks all ranks to repeat their exchanges; on a
+            device, where no rank waits for an answer, the step has failed.
         news: It asks all ranks to put this exchange off. Gradients stay as they are.
         joined: It has run out of data.
         weighted: Whether the program said the weight, rather than to leave it at 1; None if nobody is to look.
@@ -47,7 +53,7 @@ class HeaderSum(NamedTuple):
     Attributes:
         anywhere: For each tensor of the bucket, whether any rank has a gradient of it.
         divisor: The sum of the weights.
-        again: Some rank asks for a repetition.
+        again: Some rank asks for a repetition; on a device, some rank's gradients have changed after they were sent.
         news: Some rank has to say something first: nothing was exchanged.
         joined: The number of ranks that have run out of data.
         odd_weights: A rank said a weight above 1, and another rank said none: nothing was exchanged.
@@ -93,6 +99,38 @@ def words(said: Header) -> tuple[float, ...]:
         passes,
         passes * passes,
     )
+
+
+def tail_words(said: Header) -> tuple[float, ...]:
+    """What a rank puts into its header after the tensors where the header travels on a device: no more than is read there."""
+    return said.weight, said.again, said.joined, *state_words(said.state)
+
+
+def read_tail(tail: Sequence[float]) -> HeaderSum:
+    """What the ranks have said on a device.
+
+    Args:
+        tail: For each tensor, how many ranks have a gradient of it; then the `tail_words` of all ranks, added up.
+    """
+    *sums, weight, again, joined, _, _, _, _ = tail
+    return HeaderSum([each > 0 for each in sums], weight, again=again > 0, joined=round(joined))
+
+
+def check_divisor(average: bool, divisor: float, anywhere: bool) -> None:
+    """Let gradients pass that have an average, if that is wanted.
+
+    Args:
+        average: The sum of the gradients is divided by `divisor`.
+        divisor: The sum of the weights of all ranks.
+        anywhere: Some rank has a gradient.
+
+    Raises:
+        HvdliteError: The weights of all ranks are 0, so there is no average.
+    """
+    if average and divisor <= 0 and anywhere:
+        raise HvdliteError(
+            "the weights of all ranks add up to 0, so their gradients have no average: skip this step on all ranks."
+        )
 
 
 def state_words(state: int) -> tuple[int, int, int, int]:

@@ -18,6 +18,11 @@ def has_free_core(local_size: int) -> bool:
     return len(os.sched_getaffinity(0)) >= 2 * local_size
 
 
+def longest(orders: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The order that all ranks follow, of those that each has seen: some rank may have had no samples, and so no gradients."""
+    return max(orders, key=len)
+
+
 def plan_buckets(
     order: Sequence[int], nbytes: Sequence[int], bucket_bytes: int, first_bytes: int | None = None
 ) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.config import Config
 from hvdlite.gradients.autotune import Autotune, candidates
-from hvdlite.gradients.plan import BUCKET_SECONDS, PATIENCE, has_free_core, plan_buckets
+from hvdlite.gradients.plan import BUCKET_SECONDS, PATIENCE, has_free_core, longest, plan_buckets
 from hvdlite.protocols import Plan
 
 LEARNED_STEPS = 2
@@ -99,7 +99,7 @@ class Planner:
 
     def _learned(self, seconds: float) -> Plan:
         everybody = self._gather((list(self._order), seconds, has_free_core(self._local_size)))
-        order: list[int] = max((answer[0] for answer in everybody), key=len)  # somebody may have had no samples
+        order = longest([answer[0] for answer in everybody])
         seconds = min(answer[1] for answer in everybody)  # who came last has not waited
         total = sum(self._nbytes)
         plan = self.plan

@@ -11,8 +11,9 @@ import numpy as np
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.host import VERY_PATIENT
 from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.bucket import Bucket
-from hvdlite.gradients.header import Header, HeaderSum
+from hvdlite.gradients.header import Header, HeaderSum, check_divisor
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.timeline import BucketRecord, Row, Timeline
 from hvdlite.topology import Members
@@ -55,6 +56,7 @@ class Reducer:
         members: The ranks that take part.
         watch: Is told while an exchange lasts.
         timeline: Is told of every exchange.
+        aggregator: Combines the gradients, in one bucket; None for their weighted sum.
 
     Attributes:
         buckets: What is exchanged together, in this order.
@@ -77,8 +79,10 @@ class Reducer:
         members: Members,
         watch: Watchdog,
         timeline: Timeline,
+        aggregator: Aggregator | None = None,
     ) -> None:
         check_combinable(op)
+        self._aggregator = aggregator
         self._collectives = collectives
         self._average = op is ReduceOp.AVERAGE
         self._members = members
@@ -111,6 +115,7 @@ class Reducer:
                 len(groups) > 1,
                 plan.lend,
                 plan.spare,
+                self._aggregator,
             )
             for group in groups
         ]
@@ -124,7 +129,7 @@ class Reducer:
 
         Args:
             index: The number of the tensor.
-            number: Where this rank uses the buffer of this number (see `use_buffer`).
+            number: Where this rank uses the buffer of this number (see `BufferPool.number`).
         """
         return self._bucket_of[index].pool.memory_of(index, number)
 
@@ -135,21 +140,9 @@ class Reducer:
         """
         return self._bucket_of[index].pool.result_of(index, number)
 
-    def use_buffer(self, bucket: int, number: int) -> None:
-        """Use one of this rank's buffers for a bucket from its next exchange on: 0, or 1 with ``plan.spare``."""
-        self.buckets[bucket].pool.number = number
-
-    def buffer_of(self, index: int) -> int:
-        """The number of the buffer that this rank uses for tensor `index`."""
-        return self._bucket_of[index].pool.number
-
     def is_lent(self, index: int) -> bool:
         """Whether the combined gradient of tensor `index` may be kept where it is. See `BufferPool.lent`."""
         return self._bucket_of[index].pool.lent
-
-    def is_large(self, index: int) -> bool:
-        """Whether tensor `index` is so large that copying it is worth some thought."""
-        return index in self._bucket_of[index].large
 
     def close(self) -> None:
         """Release the memory and the channels. Every rank does this; the reducer is not used again."""
@@ -168,8 +161,8 @@ class Reducer:
 
     @property
     def alone(self) -> bool:
-        """There is one rank only."""
-        return self._collectives.size == 1
+        """There is one rank only, whose gradients are their own results."""
+        return self._collectives.size == 1 and self._aggregator is None
 
     @property
     def exchanges(self) -> int:
@@ -286,10 +279,7 @@ class Reducer:
                 raise Postponed(each)
         anywhere = [False] * self._count
         for bucket, (there, divisor, *_) in zip(self.buckets, told, strict=True):
-            if self._average and divisor <= 0 and any(there):
-                raise HvdliteError(
-                    "the weights of all ranks add up to 0, so their gradients have no average: skip this step on all ranks."
-                )
+            check_divisor(self._average, divisor, any(there))
             for index, answer in zip(bucket.tensors, there, strict=True):
                 anywhere[index] = answer
         return anywhere

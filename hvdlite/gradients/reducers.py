@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gradients.aggregator import Aggregator
+from hvdlite.gradients.layout import digest_of
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.sharded_reducer import ShardedReducer
 from hvdlite.gradients.shared_reducers import SharedReducers
@@ -48,6 +49,7 @@ class Reducers:
         op: ReduceOp = ReduceOp.AVERAGE,
         plan: Plan | None = None,
         settings: Sequence[tuple[str, Any]] = (),
+        aggregator: Aggregator | None = None,
     ) -> Reducer:
         """Flat memory for the gradients of tensors like `infos`. All ranks of the group call this, with equal arguments.
 
@@ -56,6 +58,7 @@ class Reducers:
             op: SUM or AVERAGE.
             plan: How to exchange them; `self.plan` if None.
             settings: What else must be the same on all ranks, by name.
+            aggregator: Combines the gradients; None for their weighted sum.
 
         Raises:
             MismatchError: The ranks have different tensors.
@@ -63,9 +66,10 @@ class Reducers:
         how = plan or self.plan
 
         def make(own: HierarchicalCollectives) -> Reducer:
-            return Reducer(infos, own, op, how, self._members, self._watch, self._timeline)
+            return Reducer(infos, own, op, how, self._members, self._watch, self._timeline, aggregator)
 
-        return self._agree(infos, op, how, settings, make)
+        kind = "none" if aggregator is None else type(aggregator).__name__
+        return self._agree(infos, op, how, [*settings, ("aggregator", kind)], make)
 
     def make_sharded(
         self,
@@ -104,7 +108,7 @@ class Reducers:
             ("op", op.value),
             ("bucket_bytes", plan.message_bytes),
             *settings,
-            ("layout", hashlib.sha256(repr(([tuple(info) for info in infos], plan)).encode()).hexdigest()[:12]),
+            ("layout", digest_of(([tuple(info) for info in infos], plan))),
         ]
         reducer: R = self._run(
             Agreement("gradient buckets", arguments, lambda collectives: make(collectives.duplicate()))

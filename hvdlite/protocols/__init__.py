@@ -12,7 +12,7 @@ from __future__ import annotations
 from hvdlite.protocols.channel import Channel, WaitKind
 from hvdlite.protocols.collectives import Collectives
 from hvdlite.protocols.combine import Combine, numpy_combine, ufunc_of
-from hvdlite.protocols.device import Device, Stream
+from hvdlite.protocols.device import Device, HostMirror, Stream
 from hvdlite.protocols.gradients import Exchange, Plan
 from hvdlite.protocols.tensors import DeviceAdapter, HalfConverter, TensorAdapter
 from hvdlite.protocols.transport import ANY, LARGEST_TAG, Request, Transport
@@ -29,6 +29,7 @@ __all__ = [
     "DeviceAdapter",
     "Exchange",
     "HalfConverter",
+    "HostMirror",
     "Plan",
     "ReduceOp",
     "Request",

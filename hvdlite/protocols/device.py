@@ -30,6 +30,21 @@ class Stream(Protocol):
         ...
 
 
+class HostMirror(Protocol):
+    """A few numbers in host memory that a device copies its own to, while the host goes on.
+
+    Attributes:
+        values: Shape ``(count,)``, float64: zeros at first.
+    """
+
+    @property
+    def values(self) -> Array: ...
+
+    def take(self, tensor: Any) -> None:
+        """Begin to copy a tensor like `values` there, on the current stream. The host does not wait."""
+        ...
+
+
 class Device(Protocol):
     """The memory of one accelerator, and the streams that work on it, as a framework has them.
 
@@ -149,4 +164,79 @@ class Device(Protocol):
 
     def from_host(self, array: Array, tensor: Any) -> None:
         """Overwrite a flat tensor with what `to_host` gave. `array` may be changed when the call returns."""
+        ...
+
+    # What gradients in flat memory need besides
+
+    @property
+    def place(self) -> str:
+        """How the framework writes it, such as ``"cuda:0"``, for messages."""
+        ...
+
+    @property
+    def no_memory(self) -> type[Exception]:
+        """What the framework raises where there is no memory."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph, so that nothing can be asked about it."""
+        ...
+
+    def mirror(self, count: int) -> HostMirror:
+        """A new mirror of `count` numbers, in page-locked memory."""
+        ...
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Any:
+        """As `empty`, with zeros in it."""
+        ...
+
+    def strided(self, flat: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+        """A flat contiguous tensor as a view of another shape; `strides` are in elements and leave no gap."""
+        ...
+
+    def is_same(self, one: Any, other: Any) -> bool:
+        """Whether two tensors are the same elements in the same order: memory, shape, strides and dtype."""
+        ...
+
+    def version(self, tensor: Any) -> int:
+        """Another number after somebody has written into the memory of `tensor` by the framework's operations, if it counts
+        these; else always 0."""
+        ...
+
+    def allocation(self, tensor: Any) -> int:
+        """The address where the memory begins that a tensor is a part of."""
+        ...
+
+    def users(self, tensor: Any) -> int:
+        """How many tensors, and things made of them, have the memory of `tensor`, and maybe some more, always as many."""
+        ...
+
+    def alias(self, tensor: Any) -> Any:
+        """Another tensor object with the memory of `tensor`, one more of its users."""
+        ...
+
+    def copy_all(self, sources: list[Any], into: list[Any]) -> None:
+        """`copy` each of at least one tensor; with few launches, whatever their number."""
+        ...
+
+    def clear_all(self, tensors: list[Any]) -> None:
+        """Overwrite at least one tensor with zeros; with few launches, whatever their number."""
+        ...
+
+    def add(self, source: Any, into: Any) -> None:
+        """Add the values of `source` to those of `into`, of equal shape and dtype."""
+        ...
+
+    def scale_into(self, source: Any, factor: float, into: Any) -> None:
+        """Overwrite the values of `into` with those of `source`, of equal shape, times `factor`, cast to its dtype."""
+        ...
+
+    def scale_by_ratio(self, tensor: Any, numerator: Any, denominator: Any, room: Any) -> None:
+        """Multiply in place by a number that only the device knows.
+
+        Args:
+            tensor: Floating-point or complex.
+            numerator, denominator: Shape (), float64.
+            room: Shape (), of the dtype of `tensor`, or of its real part; is overwritten with the number.
+        """
         ...

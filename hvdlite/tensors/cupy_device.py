@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,25 @@ class CupyStream:
     def synchronize(self) -> None:
         with self._gpu():
             self.raw.synchronize()
+
+
+class CupyMirror:
+    """As `hvdlite.protocols.HostMirror`.
+
+    Args:
+        cupy: The library.
+        count: The length of `values`.
+    """
+
+    def __init__(self, cupy: Any, count: int) -> None:
+        self._cupy = cupy
+        self._memory = cupy.cuda.alloc_pinned_memory(8 * count)
+        self.values: Array = np.frombuffer(self._memory, np.float64, count)
+        self.values[:] = 0
+
+    def take(self, tensor: Any) -> None:
+        stream = self._cupy.cuda.get_current_stream()
+        tensor.data.copy_to_host_async(self.values.ctypes.data, self.values.nbytes, stream)
 
 
 @functools.cache
@@ -166,3 +186,68 @@ class CupyDevice:
     def from_host(self, array: Array, tensor: Any) -> None:
         tensor.set(np.ascontiguousarray(array))
         self.current().synchronize()
+
+    # For gradients in flat memory
+
+    @property
+    def place(self) -> str:
+        return f"{self.kind}:{self.index}"
+
+    @property
+    def no_memory(self) -> type[Exception]:
+        found: type[Exception] = self._cupy.cuda.memory.OutOfMemoryError
+        return found
+
+    def is_capturing(self) -> bool:
+        with self._gpu():
+            return bool(self._cupy.cuda.get_current_stream().is_capturing())
+
+    def mirror(self, count: int) -> CupyMirror:
+        return CupyMirror(self._cupy, count)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Any:
+        return self._cupy.zeros(tuple(shape), self._dtype(dtype))
+
+    def strided(self, flat: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
+        # Axes in the order of memory, without a gap, are a plain reshape; then they change places.
+        order = sorted(range(len(shape)), key=lambda axis: (-strides[axis], -shape[axis], axis))
+        plain = flat.reshape([shape[axis] for axis in order])
+        return plain.transpose([order.index(axis) for axis in range(len(shape))])
+
+    def is_same(self, one: Any, other: Any) -> bool:
+        return bool(
+            self.pointer(one) == self.pointer(other)
+            and one.shape == other.shape
+            and one.strides == other.strides
+            and one.dtype == other.dtype
+        )
+
+    def version(self, tensor: Any) -> int:
+        return 0  # which CuPy does not count
+
+    def allocation(self, tensor: Any) -> int:
+        return int(tensor.data.mem.ptr)
+
+    def users(self, tensor: Any) -> int:
+        return sys.getrefcount(tensor.data.mem)
+
+    def alias(self, tensor: Any) -> Any:
+        return tensor.view()
+
+    def copy_all(self, sources: list[Any], into: list[Any]) -> None:
+        for source, target in zip(sources, into, strict=True):
+            target[...] = source
+
+    def clear_all(self, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            tensor.fill(0)
+
+    def add(self, source: Any, into: Any) -> None:
+        into += source
+
+    def scale_into(self, source: Any, factor: float, into: Any) -> None:
+        into[...] = source * source.dtype.type(factor)
+
+    def scale_by_ratio(self, tensor: Any, numerator: Any, denominator: Any, room: Any) -> None:
+        room[...] = numerator / denominator
+        tensor *= room

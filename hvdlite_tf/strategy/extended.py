@@ -19,6 +19,7 @@ from tensorflow.python.distribute.one_device_strategy import OneDeviceExtended
 import hvdlite
 from hvdlite import ReduceOp
 from hvdlite.adapter.options import Options
+from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.ops.allgather import allgather
@@ -45,6 +46,19 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
         self._size = size
         self._share: Share | None = None
         super().__init__(strategy, "/cpu:0")
+
+    def check_world(self) -> None:
+        """Raise if a restart has changed this rank, or the number of ranks, which variables and traced functions know.
+
+        Raises:
+            ArgumentError: It has.
+        """
+        here = world("Strategy").topology
+        if (here.rank, here.size) != (self._rank, self._size):
+            raise ArgumentError(
+                f"this Strategy was made on rank {self._rank} of {self._size}, and this is rank {here.rank} of {here.size} "
+                "after a restart (shutdown() and init()): make another Strategy, and build the model anew within its scope()."
+            )
 
     # Who there is
 

@@ -90,6 +90,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         Raises:
             ArgumentError: This is within the scope of another strategy.
         """
+        self.extended.check_world()
         if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not self:
             raise ArgumentError("strategy.scope() within the scope of another strategy: strategies do not nest.")
         scope: AbstractContextManager[Any] = super().scope()
@@ -110,6 +111,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         Returns:
             The result of `fn` on this rank. For a prediction step of Keras, the predictions of all ranks.
         """
+        self.extended.check_world()
         step = step_of(fn)
         if step is None:
             return super().run(fn, args, kwargs, options)
@@ -138,6 +140,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         Raises:
             ArgumentError: `reduce_op` is something else, or the call is within `run`.
         """
+        self.extended.check_world()
         op = op_over_ranks(reduce_op)
         if isinstance(tf.distribute.get_replica_context(), Replica):
             raise ArgumentError("strategy.reduce() within run(): use tf.distribute.get_replica_context().all_reduce().")

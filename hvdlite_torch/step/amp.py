@@ -33,7 +33,7 @@ def teach_grad_scaler() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not hasattr(optimizer, "_hvdlite_exchange"):
+        if not hasattr(optimizer, "_hvdlite_driver"):
             return unscale(self, optimizer, inv_scale, found_inf, *args, **kwargs)
         optimizer._hvdlite_before_unscale()  # type: ignore[attr-defined]
         infinities = unscale(self, optimizer, inv_scale, found_inf, *args, **kwargs)

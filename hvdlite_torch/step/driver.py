@@ -1,316 +1,264 @@
 """What goes on around a step of a distributed optimizer, wherever its gradients lie.
 
-The optimizer calls this before and after each step; the user says what there is to say about the next one. How gradients
-become those of all ranks is a subclass's business: `hvdlite_torch.sync.host` for host memory, `hvdlite_torch.sync.device`
-for a GPU's.
+The optimizer calls this before and after each step; the program says what there is to say about the next one. How gradients
+become those of all ranks is a `GradientSync`'s business: `hvdlite_torch.sync.host` for host memory, `hvdlite_torch.sync.device`
+for a GPU, `hvdlite_torch.sync.adasum` for changes of parameters. Which parameters this rank steps is that of `Sharding`.
 """
 
 from __future__ import annotations
 
-import abc
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 import hvdlite
-from hvdlite.errors import ArgumentError
-from hvdlite.gradients.header import Header, HeaderSum
+from hvdlite.gradients.sync import GradientSync, StepsWith
 from hvdlite_torch.checks import clipping
-from hvdlite_torch.checks.advice import Advice
-from hvdlite_torch.checks.in_step import InStep
-from hvdlite_torch.checks.same_parameters import check_agreement
-from hvdlite_torch.step.amp import finish_unscaling
-from hvdlite_torch.step.batch_weight import BatchWeight
+from hvdlite_torch.step.amp import finish_unscaling, share_infinities
 from hvdlite_torch.step.closures import Closure, closure_of, joined_loss, replace_closure
-from hvdlite_torch.step.exchange import OptimizerExchange
+from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.fused import FusedStep
+from hvdlite_torch.step.lease import Lease
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.own_parameters import refuse_steps
-from hvdlite_torch.tensors.adapter import are_same
+from hvdlite_torch.step.sharding import Sharding, refuse_synchronize
+from hvdlite_torch.step.step_guard import StepGuard
+
+MakeSync = Callable[[OptimizerContext, Sharding | None], GradientSync]
 
 
-class SteppingExchange(OptimizerExchange):
-    """The gradients of one optimizer, on one rank: exchanged before it steps.
+class StepDriver:
+    """The steps of one distributed optimizer, on one rank. Every rank makes one, at the same point.
 
     Args:
         optimizer: Its step hooks are made by `attach`.
-        options: What the user asked for.
+        options: What the program asked for.
+        make_sync: Makes what combines gradients. It waits for no rank: `GradientSync.begin` does.
+
+    Attributes:
+        optimizer: As given.
+        lease: What is held beyond this object.
+        guard: Knows the optimizer's steps.
+        sync: Combines gradients.
+        sharding: Knows which shard this rank steps; None if it steps all parameters.
 
     Raises:
-        ArgumentError: The optimizer has nothing to train.
+        ArgumentError: The optimizer has nothing to train, or the arguments do not fit.
         MismatchError: The ranks have different parameters. Raised on all of them.
     """
 
-    _adapts = True
-    """Other plans for the exchange may be followed."""
-
-    missed = True
-
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        super().__init__(optimizer, options)
-        self._weight = BatchWeight()
-        self._synchronized = False
-        self._skip = False
-        self._quiet = False
-        self._passes: dict[int, int] = {}
-        self._parameters: list[torch.Tensor] = []
-        """Those whose gradients are dense on all ranks."""
-        self._sparse: list[torch.Tensor] = []
-        """Parameters that have sparse gradients on some rank."""
-        self._sees_all = options.passes > 1
-        """All gradients are noticed during backward passes."""
+    def __init__(self, optimizer: torch.optim.Optimizer, options: Options, make_sync: MakeSync) -> None:
+        self.optimizer = optimizer
+        self.lease = Lease(self)
+        self._context = OptimizerContext(optimizer, options, self.lease)
+        self._step = self._context.step
+        self._steps_with = options.steps_with
+        self.sharding = Sharding(self._context) if self._steps_with is StepsWith.SHARD else None
+        self.sync = make_sync(self._context, self.sharding)
+        self.guard = StepGuard(self._before_step, self._after_step)
         self._fused = FusedStep(optimizer)
-        self._in_step = InStep(optimizer, (), self._gather, owns_state=not self._adapts)
-        self._enter()
+        self._stands_in_for: list[bool] | None = None
+        """What `GradientSync.stand_in` has returned for a step of this rank's shard."""
+        self._begin()
 
-    def _enter(self) -> None:
-        """Begin in the present world. Every rank calls this."""
-        options, ranks = self._options, self._world.ranks(self.process_set)
-        self._advice = Advice(self.optimizer, options.op, ranks, self._gather)
-        self._in_step.ranks = ranks
-        if not self._trainable():
-            raise ArgumentError("this optimizer has no parameters that require a gradient.")
-        arguments = {"max_grad_norm": options.max_grad_norm, "op": options.op, "shard": not self._adapts}
-        check_agreement(self._trainable(), options.names, arguments, ranks, self._gather)
-
-    @abc.abstractmethod
     def _begin(self) -> None:
-        """Make memory, channels and hooks for what is trained, in the world that was entered. Every rank calls this."""
+        """Begin in the present world. Every rank calls this."""
+        self._context.enter()
+        if self.sharding is None:
+            self.sync.begin()
+        else:
+            self.sharding.begin(self.sync.begin)
+
+    def attach(self) -> None:
+        """Have the optimizer call this at each step."""
+        self.guard.attach(self.optimizer)
+        clips_own = self._steps_with is not StepsWith.OWN  # which is what the program means to clip
+        if clips_own and self._context.config.advice and len(self._context.ranks) > 1:
+            clipping.watch(self)
+
+    @property
+    def process_set(self) -> hvdlite.ProcessSet:
+        """The ranks that take part."""
+        return self._context.process_set
 
     # The world ends, and there is another one
 
+    def leave(self) -> None:
+        """Hold nothing of the world any more: it has ended. This is each rank's own affair."""
+        self.lease.leave()
+        self.sync.leave()
+        self._stands_in_for = None
+        if self.sharding is not None:
+            self.sharding.leave()
+
     def rebind(self) -> None:
-        super().rebind()
-        exchanged = dict(enumerate(self._parameters))
-        counted = [(exchanged[index], passes) for index, passes in self._passes.items() if index in exchanged]
-        self._sparse = []
-        self._enter()
+        """Begin anew in the present world, with what the program has set and counted. Every rank calls this."""
         self._begin()
-        numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._passes = {numbers[id(parameter)]: passes for parameter, passes in counted if id(parameter) in numbers}
 
-    def attach(self) -> None:
-        super().attach()
-        if self._world.config.advice and len(self._world.ranks(self.process_set)) > 1:
-            clipping.watch(self)
-
-    def _trainable(self) -> list[torch.Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-    def _gather(self, value: Any) -> list[Any]:
-        return hvdlite.allgather_object(value, "optimizer.plan", process_set=self.process_set)
-
-    @abc.abstractmethod
-    def _exchange(self) -> None:
-        """Let every rank's ``p.grad`` be the combined one, or None if no rank has one. Every rank calls this."""
-
-    @abc.abstractmethod
-    def _make_hooks(self) -> None:
-        """Have parameters call `_count_pass` after each backward pass: all of them if `_sees_all`."""
-
-    # What the user says
+    # What the program says
 
     def set_weight(self, weight: float) -> None:
-        self._weight.say(weight, self._options.op)
-        if self._in_step.steps == 1 and not self._weight.said_first and not self._passes:
-            self._advice.late_weight()
-
-    def _take_weight(self) -> float:
-        """The weight of this step. That of the next is to be said anew."""
-        return self._weight.take(first_step=self._in_step.steps == 0)
-
-    def _said(self, news: bool) -> Header:
-        """What this rank says with its gradients."""
-        passes = max(self._passes.values(), default=0)
-        state = self._in_step.digest(changed=self._changed())
-        return Header(self._weight.value, False, news, False, self._weight.said, state, passes)
-
-    def _changed(self) -> bool | None:
-        """Whether the program has changed parameters in place since the last step; None where that is each rank's affair."""
-        return None
-
-    def _refuse(self, told: HeaderSum) -> NoReturn:
-        """The ranks have said what cannot be. Every rank calls this."""
-        weight = self._weight.value if self._weight.said else None
-        self._take_weight()
-        if told.odd_weights:
-            self._in_step.refuse_weights(weight)
-        self._in_step.refuse(self._changed())
-
-    def synchronize(self) -> None:
-        self._see_all()  # a step left out after this one must not spare the next its exchange
-        self._exchange()
+        """The number of samples that the gradients of the next step are the mean of."""
+        said = self._step.weight
+        said.say(weight, self._context.options.op)
+        if self._context.in_step.steps == 1 and not said.said_first and not self._step.passes:
+            self._context.advice.late_weight()
 
     def set_passes(self, passes: int) -> None:
-        super().set_passes(passes)
-        self._see_all()
+        """How many backward passes there are before a step, at most; 1 for any number."""
+        self._context.options = self._context.options.with_passes(passes)
+        self._step.allowed = passes
+        self._count_all()
 
-    def _see_all(self) -> None:
-        if not self._sees_all:
-            self._sees_all = True
-            self._make_hooks()
+    def synchronize(self) -> None:
+        """Combine the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
+        if self.sharding is not None:
+            refuse_synchronize("synchronize()")
+        self._count_all()  # a step left out after this one must not spare the next its exchange
+        self._combine()
+
+    def _count_all(self) -> None:
+        if not self._step.counts_all:
+            self._step.counts_all = True
+            self.sync.make_hooks()
+
+    @contextlib.contextmanager
+    def skip(self) -> Iterator[None]:
+        """Steps within the body do not combine gradients."""
+        if self.sharding is not None:
+            refuse_synchronize("skip_synchronize()")
+        with self._step.leaving_out():
+            yield
+
+    def quiet(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes within the body are not the last ones before a step: their gradients are left alone."""
+        return self._step.being_quiet()
 
     # What may go wrong quietly
 
     def trains_any_of(self, parameters: AbstractSet[int]) -> bool:
         """Whether some of these, given by their ``id``, are trained here."""
-        return any(id(parameter) in parameters for parameter in self._trainable())
+        return any(id(parameter) in parameters for parameter in self._context.trained())
 
     def advise_on_clipping(self, called: str, how: str) -> bool:
         """Gradients are being clipped, by the function `called`. Returns whether that was the time for advice."""
-        local = self._has_local_gradients()
+        local = self.sharding is not None or not (self._step.combined or self.guard.inside)
         if local:
-            self._advice.clipped_alone(called, how, can_synchronize=self._adapts)
+            self._context.advice.clipped_alone(called, how, can_synchronize=self.sharding is None)
         return local
 
-    def _has_local_gradients(self) -> bool:
-        """Whether ``p.grad`` is what this rank alone has computed."""
-        return not (self._synchronized or self.guard.inside)
-
     def before_unscale(self) -> None:
-        # In the combined gradients, so that all ranks find the same.
-        if not self._synchronized and not self._skip:
+        """A GradScaler is about to look for infinities: in the combined gradients, so that all ranks find the same."""
+        if self._steps_with is StepsWith.ALL and not self._step.combined and not self._step.left_out:
             self.synchronize()
 
     def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
-        """Nothing: all ranks have counted the same."""
-
-    @contextlib.contextmanager
-    def skip(self) -> Iterator[None]:
-        self._skip = True
-        try:
-            yield
-        finally:
-            self._skip = False
-
-    @contextlib.contextmanager
-    def quiet(self) -> Iterator[None]:
-        self._quiet = True
-        try:
-            yield
-        finally:
-            self._quiet = False
+        """A GradScaler has counted infinities: all ranks skip a step, or none does."""
+        if self._steps_with is not StepsWith.ALL:  # else all have counted the same
+            self.sync.changed_unseen("a GradScaler has unscaled them")
+            share_infinities(infinities, self.process_set)
 
     # A step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._fused.back()  # a step that failed may have left it
+        self._back()  # a step that failed may have left it
         refuse_steps(optimizer)
         closure = closure_of(args, kwargs)
         if closure is None:
             self._before_plain_step()
-        elif not self._skip:  # else the closure exchanges by itself, or nobody does
+        elif self._steps_with is not StepsWith.ALL:
+            # Evaluated first, for it uses the whole parameters that all have, and maybe zero_grad().
+            with torch.enable_grad():
+                loss = (closure if self._steps_with is StepsWith.OWN else self._together(closure))()
+            args, kwargs = replace_closure(args, kwargs, lambda: loss)
+        elif not self._step.left_out:  # else the closure combines by itself, or nobody does
             args, kwargs = replace_closure(args, kwargs, self._together(closure))
-        if not self._sparse:
+        self.sync.before_step()
+        if self.sharding is not None:
+            self.sharding.shards.put_in()
+        if self._steps_with is not StepsWith.OWN and not self._context.sparse:
             self._fused.switch()
         return args, kwargs
 
     def _before_plain_step(self) -> None:
-        if not self._skip:
-            if not self._synchronized:
-                self._exchange()
-            self._unscale()
+        if self._stands_in_for is not None:
+            self.sync.results.give(self._stands_in_for)
+            self._stands_in_for = None
             self._clip()
-        self._synchronized = False
+        elif self._step.left_out:
+            self.sync.leave_out()
+        else:
+            if not self._step.combined:
+                self._combine()
+            if self._clips:  # what a GradScaler has left to a fused step is to be clipped unscaled
+                finish_unscaling(self.optimizer, self.sync.results.gradients())
+            self._clip()
+        self._step.combined = False
 
-    def _unscale(self) -> None:
-        """Unscale what is to be clipped, where a GradScaler has left that to a fused step."""
-        if self._options.max_grad_norm is not None:
-            finish_unscaling(self.optimizer, self._combined_gradients())
+    def _combine(self) -> None:
+        self._context.check_in_effect()
+        self.sync.combine()
+        self._step.has_combined()
 
-    def _combined_gradients(self) -> list[torch.Tensor]:
-        """Those that the step will use."""
-        return [gradient for parameter in self._trainable() if (gradient := parameter.grad) is not None]
+    @property
+    def _clips(self) -> bool:
+        return self._context.options.max_grad_norm is not None
 
     def _clip(self) -> None:
         """Clip the combined gradients, which are the same on all ranks."""
-        if self._options.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._trainable(), self._options.max_grad_norm)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._fused.back()
-        self._synchronized = False
-        self._in_step.steps += 1
-
-    def have_same_state(self) -> None:
-        self._in_step.steps = 0
+        if (max_norm := self._context.options.max_grad_norm) is not None:
+            self.sync.results.clip(max_norm)
 
     def _together(self, closure: Closure) -> Closure:
         """A closure that all ranks evaluate together, to equal gradients and an equal loss."""
-
-        weighted = self._weight.said
-        weight = self._take_weight()  # of the batch, however often it is evaluated
+        said = self._step.weight
+        weighted = said.said
+        weight = self._context.take_weight()  # of the batch, however often it is evaluated
 
         def evaluate() -> Any:
-            self._weight.put_back(weight, weighted)
-            self._synchronized = False
+            said.put_back(weight, weighted)
+            self._step.combined = False
             loss = closure()
-            if not self._synchronized:  # by the closure itself
-                self._weight.put_back(weight, weighted)
-                self._exchange()
-            self._synchronized = False
+            if not self._step.combined:  # by the closure itself
+                said.put_back(weight, weighted)
+                self._combine()
+            self._step.combined = False
             self._clip()
-            return joined_loss(loss, weight, self._options.op is hvdlite.Average, self.process_set)
+            return joined_loss(loss, weight, self._context.options.op is hvdlite.Average, self.process_set)
 
         return evaluate
 
-    # What subclasses have in common
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._back()
+        self._step.combined = False
+        self._context.in_step.steps += 1
+        if self.sharding is not None:
+            self.sharding.after_step()
+        self.sync.after_step()
 
-    def _dense_parameters(self) -> list[torch.Tensor]:
-        """The parameters that are trained, without those that have sparse gradients."""
-        parameters = self._trainable()
-        if self._sparse:
-            apart = set(map(id, self._sparse))
-            parameters = [parameter for parameter in parameters if id(parameter) not in apart]
-        return parameters
+    def _back(self) -> None:
+        """Let the optimizer's groups be what the program has made them."""
+        self._fused.back()
+        if self.sharding is not None:
+            self.sharding.shards.put_back()
 
-    def _are_known(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these are what is exchanged already. They are not if a group was added, or a parameter frozen or thawed."""
-        return are_same(parameters, self._parameters)
-
-    def _set_aside(self, news: list[int]) -> None:
-        """Take the parameters that have sparse gradients on any rank out of the dense exchange. Every rank calls this."""
-        found = {index for indices in self._gather(news) for index in indices or ()}
-        self._sparse = [*self._sparse, *(self._parameters[index] for index in sorted(found))]
-
-    def _check_step(self, anywhere: bool, divisor: float) -> None:
-        """Raise on all ranks if a step has nothing to do though there were samples.
-
-        Args:
-            anywhere: Some rank has a dense gradient.
-            divisor: The sum of the weights.
-        """
-        if not self._sparse and not anywhere and divisor > 0:
-            raise ArgumentError(
-                "a step without gradients: no parameter of this optimizer has one on any rank. Call loss.backward() before "
-                "optimizer.step(); for a step without samples on all ranks, optimizer.set_batch_weight(0)."
-            )
-
-    def _count_pass(self, index: int, parameter: torch.Tensor | None = None) -> None:
-        """A backward pass has added to the gradient of parameter `index`. Can be its hook."""
-        # A step that was left out after synchronize(), as GradScaler does, must not spare the next one its exchange.
-        self._synchronized = False
-        passes = self._passes[index] = self._passes.get(index, 0) + 1
-        if passes > self._options.passes > 1:
-            raise ArgumentError(
-                f"{passes} backward passes without a step, and backward_passes_per_step={self._options.passes}: raise "
-                "that number, or leave it out, which allows any."
-            )
+    def have_same_state(self) -> None:
+        """All ranks have been given the same parameters and state. Every rank calls this."""
+        self._context.in_step.steps = 0
+        self.sync.have_same_state()
+        if self.sharding is not None:
+            self.sharding.have_same_state()
 
     # This rank has run out of data, and others have not (`hvdlite.join`)
 
+    @torch.no_grad()
     def stand_in(self) -> None:
-        while self._stand_in_once() is not None:
-            self.missed = True
-
-    @abc.abstractmethod
-    def _stand_in_once(self) -> list[bool] | None:
-        """Take part in one step of the others.
-
-        Returns:
-            For each of `_parameters`, whether any rank has a gradient of it; empty if the others' step has failed, or is put
-            off; None if all ranks have run out of data.
-        """
+        """Take part in the steps of the others with nothing, until all ranks have joined; step this rank's own shard."""
+        while (there := self.sync.stand_in()) is not None:
+            # Of a shard nobody else makes the step. The others make none if nobody had a gradient, but a weight.
+            if self.sharding is not None and (any(there) or (there and self.sync.results.total_weight <= 0)):
+                self._stands_in_for = there
+                self.optimizer.step()

@@ -44,6 +44,10 @@ class Lease:
         """These lie in memory that all ranks of the host write to, as long as this is held."""
         self._shared = [(weakref.ref(parameter), parameter.data_ptr()) for parameter in parameters]
 
+    def add_hook(self, parameter: torch.Tensor, hook: Callable[..., None]) -> None:
+        """Have torch call `hook` with the parameter each time that a backward pass has added to its gradient."""
+        self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
     def remove_hooks(self) -> None:
         """Leave the parameters alone."""
         for hook in self.hooks:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.errors import ArgumentError
+from hvdlite.gradients.aggregator import Aggregator
+from hvdlite.gradients.sync import StepsWith
 from hvdlite_torch.step.codec import Codec
 
 Shard = bool | Literal["parameters"]
@@ -20,7 +22,7 @@ class Options:
     """How gradients are exchanged: the arguments of `DistributedOptimizer`, checked.
 
     Attributes:
-        op: Average or Sum.
+        op: Average, Sum or Adasum.
         process_set: The ranks that take part.
         overlap: Exchange while the backward pass goes on; if None, as the setting of that name says.
         codec: How gradients are compressed; None if they are not.
@@ -28,10 +30,11 @@ class Options:
         passes: Backward passes before a step, at most; 1 for any number.
         max_grad_norm: Clip the combined gradients to this norm; None to leave them.
         shard: Each rank steps a share of the parameters.
+        aggregator: Combines gradients; None for their weighted sum.
         names: Of parameters, by their ``id``, for messages and to see that all ranks mean the same.
 
     Raises:
-        ArgumentError: `passes` is less than 1.
+        ArgumentError: `passes` is less than 1, or an option does not go with `aggregator`.
     """
 
     op: ReduceOp = hvdlite.Average
@@ -42,8 +45,44 @@ class Options:
     passes: int = 1
     max_grad_norm: float | None = None
     shard: Shard = False
+    aggregator: Aggregator | None = None
     names: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.passes < 1:
             raise ArgumentError(f"backward_passes_per_step={self.passes}: expected 1 or more.")
+        if self.aggregator is not None:
+            self._check_aggregator()
+
+    def _check_aggregator(self) -> None:
+        if not callable(getattr(self.aggregator, "aggregate", None)) or isinstance(self.aggregator, type):
+            raise ArgumentError(
+                f"aggregator={self.aggregator!r}: expected an object with a method aggregate(bucket, weights, collectives)."
+            )
+        others = {
+            "op": self.op if self.op is not hvdlite.Average else None,
+            "compression": None if self.codec is None else self.codec.name,
+            "overlap": self.overlap,
+            "shard": self.shard,
+        }
+        for name, value in others.items():
+            if value:
+                raise ArgumentError(
+                    f"{name}={value!r} and aggregator={type(self.aggregator).__name__} do not go together: the aggregator "
+                    "alone says how gradients travel and are combined, once in a step, on every rank."
+                )
+
+    @property
+    def steps_with(self) -> StepsWith:
+        """What the optimizer of each rank steps with."""
+        if self.op is hvdlite.Adasum:
+            return StepsWith.OWN
+        return StepsWith.SHARD if self.shard else StepsWith.ALL
+
+    def with_passes(self, passes: int) -> Options:
+        """The same, with another number of backward passes.
+
+        Raises:
+            ArgumentError: `passes` is less than 1.
+        """
+        return replace(self, passes=passes)

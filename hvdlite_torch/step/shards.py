@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -32,21 +32,6 @@ def refuse_sparse(shape: Sequence[int]) -> None:
     raise UnsupportedTensorError(
         f"a parameter of shape {tuple(shape)} has sparse gradients, which cannot be sharded: pass "
         "sparse_as_dense=True, use sparse=False in the embedding, or leave out shard=True."
-    )
-
-
-def refuse_synchronize(what: str) -> NoReturn:
-    """Raise.
-
-    Args:
-        what: Was called.
-
-    Raises:
-        ArgumentError: Always.
-    """
-    raise ArgumentError(
-        f"{what} has no meaning with shard=True: no rank ever has all combined gradients. To clip them, pass "
-        "max_grad_norm to DistributedOptimizer."
     )
 
 

@@ -90,7 +90,7 @@ def guarded(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._hvdlite_exchange.guard.run(step, self, *args, **kwargs)
+        return self._hvdlite_driver.guard.run(step, self, *args, **kwargs)
 
     return hooked(run)
 

@@ -8,14 +8,14 @@ from types import MappingProxyType
 
 from hvdlite.api import world
 from hvdlite_torch.ops.broadcast import broadcast_
-from hvdlite_torch.step.exchange import OptimizerExchange
+from hvdlite_torch.step.driver import StepDriver
 
 
 class StandIn:
     """As `hvdlite.group.RebindableExchange` says. It does not keep the optimizer.
 
     Args:
-        exchange: The optimizer's.
+        driver: The optimizer's.
         falls_behind: A rank that stands in takes no steps.
         broadcast_state: Gives every rank's optimizer the state of that of a rank, as
             `hvdlite_torch.training.state.broadcast_optimizer_state` does.
@@ -24,10 +24,10 @@ class StandIn:
         process_set: The ranks that take part.
     """
 
-    def __init__(self, exchange: OptimizerExchange, falls_behind: bool, broadcast_state: Callable[..., None]) -> None:
-        self._exchange = weakref.ref(exchange)
-        self._lease = exchange.lease
-        self.process_set = exchange.process_set
+    def __init__(self, driver: StepDriver, falls_behind: bool, broadcast_state: Callable[..., None]) -> None:
+        self._driver = weakref.ref(driver)
+        self._lease = driver.lease
+        self.process_set = driver.process_set
         self._falls_behind = falls_behind
         self._broadcast_state = broadcast_state
 
@@ -41,7 +41,7 @@ class StandIn:
 
     def keep(self) -> object:
         """What keeps the optimizer as long as the caller holds it; None if it is gone."""
-        return self._exchange()
+        return self._driver()
 
     def release(self) -> None:
         """Release what the optimizer held. Every rank calls this."""
@@ -50,32 +50,32 @@ class StandIn:
     def leave(self) -> None:
         """Hold nothing of the world any more: it has ended. This is each rank's own affair."""
         self._lease.leave()
-        exchange = self._exchange()
-        if exchange is not None:
-            exchange.leave()
+        driver = self._driver()
+        if driver is not None:
+            driver.leave()
 
     def rebind(self) -> None:
         """Let the optimizer go on in the present world. Every rank of its process set calls this."""
-        exchange = self._exchange()
-        if exchange is not None:
-            exchange.rebind()
+        driver = self._driver()
+        if driver is not None:
+            driver.rebind()
         world("init()").group(self.process_set).add(self)
 
     def stand_in(self) -> None:
         """Take part in the others' steps until all ranks have joined."""
-        exchange = self._exchange()
-        if exchange is None:
+        driver = self._driver()
+        if driver is None:
             self._lease.stand_in(owns_share=not self._falls_behind)
         else:
-            exchange.stand_in()
+            driver.stand_in()
 
     def catch_up(self, last: int) -> None:
         """Take the parameters and the optimizer state of the rank that joined last."""
-        exchange = self._exchange()
-        if not self._falls_behind or exchange is None or not exchange.missed:
+        driver = self._driver()
+        if not self._falls_behind or driver is None or not driver.sync.missed:
             return
-        optimizer, process_set = exchange.optimizer, exchange.process_set
+        optimizer, process_set = driver.optimizer, driver.process_set
         parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
         broadcast_(parameters, last, process_set=process_set)
         self._broadcast_state(optimizer, last, process_set=process_set)
-        exchange.have_same_state()
+        driver.have_same_state()

@@ -1,529 +1,296 @@
-"""The gradients of one optimizer on a GPU, on one rank: flat buckets, launched while the backward pass goes on.
+"""The gradients of one optimizer on a GPU, on one rank: what torch's parameters and backward passes have to do with them.
 
-::
+The buckets, and the sequence in which they are launched, are those of `hvdlite.gradients.device`. A bucket is launched as soon
+as a backward pass has its gradients, if the loop's habits (`hvdlite.gradients.device.loop_profile`) allow it: what is sent must
+not change afterwards. Where a loop breaks its habits, gradients that have been sent are incomplete, and the step is an error.
 
-    current stream   … backward ─┬─ pack bucket 0 … backward ─┬─ pack bucket 1 …   ┬─ pack the last ─┐        ┌─ step
-    communication                └─▶ sum over the ranks, divide ─▶ sum, divide     └─▶ sum, divide ──┴─ event ┘
-
-Every rank launches every bucket once for each step, in the same order, whatever it has; so no rank has to ask another. The
-last one is launched by the step, the others as soon as their gradients are there, if the loop's habits
-(`hvdlite_torch.sync.loop_profile`) allow it: what is sent must not change afterwards. Where a loop breaks its habits,
-gradients that have been sent are incomplete and nothing can mend that without waiting for the other ranks in every step. It is
-an error, on all ranks: on this one at once, on the others in their next steps, for the last bucket tells them
-(`hvdlite_torch.sync.late_changes`).
-
-The host waits for the device only where it has to know what other ranks have said: in a step in which this rank lacks a
-gradient, or has no samples. Nothing is copied, launched or hooked if there is one rank only.
+Nothing is copied, launched or hooked if there is one rank only.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections.abc import Sequence
 
 import torch
 
 import hvdlite
-from hvdlite.errors import ArgumentError, HvdliteError, UnsupportedTensorError
+from hvdlite.errors import UnsupportedTensorError
 from hvdlite.gradients import header
-from hvdlite.gradients.plan import plan_buckets
-from hvdlite.gradients.planner import LEARNED_STEPS
+from hvdlite.gradients.device.bucket import DeviceBucket
+from hvdlite.gradients.device.late_changes import lost_gradients
+from hvdlite.gradients.device.make import Together, make_reducer
+from hvdlite.gradients.device.parameter_bucket import ParameterBucket
+from hvdlite.gradients.device.reducer import DeviceReducer
+from hvdlite.gradients.device.rules import Rules, cast_of
+from hvdlite.gradients.plan import longest
 from hvdlite.gradients.reducer import check_combinable
-from hvdlite.operations import Agreement
-from hvdlite.protocols import Device, Stream, TensorInfo
-from hvdlite.tensors.reduction import nbytes_of
-from hvdlite_torch.step.driver import SteppingExchange
+from hvdlite.gradients.sync import Results
+from hvdlite.protocols import Device
+from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.lease import weakly
-from hvdlite_torch.step.options import Options
-from hvdlite_torch.sync.device_bucket import (
-    FIRST_BYTES,
-    DeviceBucket,
-    DeviceHeader,
-    DeviceHeaderSum,
-    Rules,
-    cast_of,
-    order_of,
-)
-from hvdlite_torch.sync.late_changes import LateChanges, is_capturing, lost_gradients
-from hvdlite_torch.sync.loop_profile import LoopProfile
+from hvdlite_torch.step.sharding import Sharding
+from hvdlite_torch.sync.backward import BackwardPasses
+from hvdlite_torch.sync.device_gradients import DeviceGradients, SentBefore, layout_of
+from hvdlite_torch.sync.device_sharded import DeviceShards
+from hvdlite_torch.sync.gradient_state import TorchGradientState
 from hvdlite_torch.sync.sparse import combine_sparse
-from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.sync.whole import WholeResults
+from hvdlite_torch.tensors.adapter import ADAPTER, are_same
 from hvdlite_torch.tensors.gradient import as_dense
 
 SPARE_ONE_RANK = True
 """Do nothing where there is one rank. Benchmarks and tests turn this off, to see the rest on one GPU."""
 
 
-class DeviceExchange(SteppingExchange):
-    """Exchanges gradients on a device before the optimizer steps. See the module.
+class DeviceSync:
+    """Combines gradients on a device, as `hvdlite.gradients.sync.GradientSync`. See the module.
 
-    Between ``backward()`` and ``step()``, ``p.grad`` may be this rank's or already the combined one; `synchronize` gives the
+    Between ``backward()`` and ``step()``, ``p.grad`` may be this rank's or already the combined one; `combine` gives the
     combined ones.
 
     Args:
-        optimizer: With parameters on one device. Its step hooks are made by `attach`.
-        options: What the user asked for.
+        context: The optimizer, with parameters on one device.
+        sharding: Knows which shard this rank steps; None if it steps all parameters.
+
+    Attributes:
+        results: What the optimizer steps with.
 
     Raises:
-        UnsupportedTensorError: Parameters on several devices.
-        HvdliteError: A rank has no room for the buckets. Raised on all of them.
+        ArgumentError: Gradients on a device cannot be combined or compressed in this way.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        check_combinable(options.op)
-        super().__init__(optimizer, options)
-        if options.codec is not None:
-            cast_of(options.codec)
-        self._buckets: list[DeviceBucket] = []
-        self._sent: list[torch.Tensor] = []
-        """Memory of gradients that had been sent, and not been used by a step, when an earlier world ended."""
-        self._divisor = 0.0
-        self._begin()
+    missed = True
 
-    def _begin(self) -> None:
-        options, parameters = self._options, self._trainable()
-        self._device, self._place = device_of(parameters), parameters[0].device
-        self._world.group(self.process_set).release_dropped()
-        self._collectives = self._world.group(self.process_set).device_collectives(self._device)
-        self.lease.close = self._collectives.close
-        self._alone = self._collectives.size == 1 and SPARE_ONE_RANK
+    def __init__(self, context: OptimizerContext, sharding: Sharding | None) -> None:
+        options = context.options
+        check_combinable(options.op)
+        self._context = context
+        self._cast = "" if options.codec is None else cast_of(options.codec.compressor)
         self._average = options.op is hvdlite.Average
-        wanted = options.overlap
-        self._launches_early = self._world.config.overlap != "off" if wanted is None else wanted
-        self._watching = self._world.watch.exchanging(
-            lambda: "what the other ranks say with their gradients",
-            self._world.group(self.process_set).members,
-            remember=False,
-        )
+        self._shards = None if sharding is None else DeviceShards(context, sharding)
+        self.results: Results = self._shards or WholeResults(context)
+        self._reducer: DeviceReducer | None = None
+        """None if this rank is alone."""
+        self._parameters: list[torch.Tensor] = []
+        """Those whose gradients are dense on all ranks."""
+        self._sent = SentBefore()
+
+    def begin(self) -> None:
+        """See `GradientSync.begin`.
+
+        Raises:
+            UnsupportedTensorError: The parameters are on several devices.
+            HvdliteError: A rank has no room for the buckets. Raised on all of them.
+        """
+        context, parameters = self._context, self._context.trained()
+        self._device = device_of(parameters)
+        group = context.group
+        self._collectives = group.device_collectives(self._device)
+        context.lease.close = self._collectives.close
+        self._alone = self._collectives.size == 1 and SPARE_ONE_RANK
+        waiting = context.waiting_for("what the other ranks say with their gradients")
+        self._group = Together(group.engine.run, context.gather, group.ranks, waiting)
+        wanted = context.options.overlap
+        self._launches = context.config.overlap != "off" if wanted is None else wanted
         self._prepare(parameters)
 
     def leave(self) -> None:
-        super().leave()
-        self._sent += [flat.memory for bucket in self._buckets[: self._launched] for flat in bucket.flats]
-        self._buckets = []
-        self._begin_step()
+        if self._reducer is not None:
+            self._sent.remember(self._reducer)
+        self._reducer = None
+        self._backward.follow(DeviceGradients(self._parameters, None))
 
-    # Memory
+    # Memory and hooks
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
-        """Exchange the dense gradients of these parameters from now on."""
-        self._habits = LoopProfile(len(parameters))
-        self._habits.learning = not self._alone
-        self._follow(parameters, range(len(parameters) - 1, -1, -1))  # which is about what backward passes do
+        """Exchange the dense gradients of these parameters from now on. Every rank calls this."""
+        order = range(len(parameters) - 1, -1, -1)  # which is about what backward passes do
+        self._backward = BackwardPasses(DeviceGradients(parameters, None), self._device, self._launches)
+        self._follow(parameters, order)
 
     def _follow(self, parameters: list[torch.Tensor], order: Sequence[int]) -> None:
         """Make memory and hooks for `parameters`, whose gradients come in this order. Every rank calls this."""
-        self._buckets = []
+        self._reducer = None
+        if self._shards is not None:
+            self._shards.collect()
         if not self._alone:
-            infos = [ADAPTER.info(parameter) for parameter in parameters]
-            nbytes = [nbytes_of(info) for info in infos]
-            plan = plan_buckets(order, nbytes, self._world.config.bucket_bytes, FIRST_BYTES)
-            groups = plan or (tuple(range(len(parameters))),)
-            layout = infos, [order_of(parameter) for parameter in parameters], groups, self._rules().summary
-            arguments = [
-                ("tensors", len(parameters)),
-                ("op", self._options.op.value),
-                ("compression", self._rules().wire_of("float32")),
-                ("bucket_bytes", self._world.config.bucket_bytes),
-                ("layout", hashlib.sha256(repr(layout).encode()).hexdigest()[:12]),
-            ]
-            agreement = Agreement("gradient buckets on a GPU", arguments, lambda _: None)
-            self._world.engine(self.process_set).run(agreement)
-            problem = ""
-            buckets = []
-            try:
-                buckets = [self._make_bucket(infos, parameters, group) for group in groups]
-            except torch.OutOfMemoryError as error:
-                problem = f"no room for {sum(nbytes)} bytes of gradients on {self._place}: {error}"
-            self._raise_together(problem)
-            self._buckets = buckets
-            self._reports = LateChanges(self._place, self._collectives.size)
-            # An optimizer may be dropped while its gradients are on their way.
-            for tensor in (self._reports.memory, *(each for bucket in buckets for each in bucket.memory())):
-                self._device.keep(tensor, self._stream)
-        self._parameters = parameters
-        self._shapes = [(parameter.shape, parameter.dtype) for parameter in parameters]
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.tensors}
-        self._begin_step()
-        self._make_hooks()
+            bucket_bytes = self._context.config.bucket_bytes
+            kind = DeviceBucket if self._shards is None else ParameterBucket
+            at = self._collectives, self._rules(), bucket_bytes, self._group, kind
+            self._reducer = make_reducer(layout_of(parameters), order, *at)
+        if self._shards is not None:
+            self._shards.deal(parameters, self._reducer, self._collectives)
+        self._parameters, self._gradients = parameters, DeviceGradients(parameters, self._reducer)
+        self._backward.follow(self._gradients)
+        self.make_hooks()
 
     def _rules(self) -> Rules:
-        return Rules(self._average, self._options.codec)
+        codec = self._context.options.codec
+        if self._shards is not None:
+            return Rules(self._average, parts=self._collectives.size, whole=self._shards.whole)
+        return Rules(self._average, self._cast, 1.0 if codec is None else codec.divisor)
 
-    def _make_bucket(
-        self, infos: Sequence[TensorInfo], parameters: Sequence[torch.Tensor], group: Sequence[int]
-    ) -> DeviceBucket:
-        return DeviceBucket(infos, parameters, group, self._place, self._collectives, self._rules())
-
-    def _raise_together(self, problem: str) -> None:
-        """Raise on all ranks if one has a problem."""
-        ranks = self._world.ranks(self.process_set)
-        problems = [f"rank {rank}: {text}" for rank, text in zip(ranks, self._gather(problem), strict=True) if text]
-        if problems:
-            raise HvdliteError("; ".join(problems))
-
-    def _make_hooks(self) -> None:
-        self.lease.remove_hooks()
-        if self._alone and not self._sees_all:
+    def make_hooks(self) -> None:
+        lease = self._context.lease
+        lease.remove_hooks()
+        if self._alone and not self._context.step.counts_all:
             return
         for index, parameter in enumerate(self._parameters):
-            hook = torch.compiler.disable(weakly(self, "_take", index))  # type: ignore[no-untyped-call]  # else it is looked into
-            self.lease.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            hook = torch.compiler.disable(weakly(self, "ready", index))  # type: ignore[no-untyped-call]  # else it is looked into
+            lease.add_hook(parameter, hook)
 
-    # During a backward pass
-
-    def _begin_step(self) -> None:
-        self._launched = 0
-        self._seals: list[tuple[int, ...]] = []
-        """Of each bucket that is launched: the versions of its memory then."""
-        self._sent_weight: float | None = None
-        self._counts = [0] * len(self._parameters)
-        self._missing = [len(bucket.tensors) for bucket in self._buckets]
-        self._waits_after_pass = False
-        self._captured: bool | None = None
-        """Whether this step's first backward pass became part of a CUDA graph; None before it."""
-
-    def _take(self, index: int, parameter: torch.Tensor) -> None:
-        """The hook of a parameter: a backward pass has added to its gradient."""
-        self._count_pass(index)
-        if self._captured is None:
-            self._captured = is_capturing()
-        if self._quiet or self._alone:
+    def ready(self, index: int, parameter: torch.Tensor) -> None:
+        step = self._context.step
+        step.count_pass(parameter)
+        self._backward.capture.saw_backward()
+        if step.quiet or self._reducer is None:
             return
-        if self._habits.learning:
-            self._habits.saw(index, self._weight.value, self._device.current().handle)
-            self._call_after_pass()
-            return
-        self._counts[index] += 1
-        if self._counts[index] != (self._options.passes if self._options.passes > 1 else self._habits.passes[index]):
-            if self._bucket_of[index] < self._launched:
-                self._lose("a backward pass has added to them")
-            return
-        gradient = parameter.grad
-        if (
-            not self._launches_early
-            or gradient is None
-            or gradient.requires_grad
-            or gradient.layout is not torch.strided
-            or (gradient.shape, gradient.dtype) != self._shapes[index]
-        ):
-            return  # the step sees to it
-        self._missing[self._bucket_of[index]] -= 1
-        while self._launched < len(self._buckets) - 1 and self._missing[self._launched] == 0:
-            if self._sent_weight is None:
-                self._sent_weight = self._weight.value
-            bucket = self._buckets[self._launched]
-            self._launch(bucket, [self._parameters[i].grad for i in bucket.tensors], self._sent_weight)
-            self._seals.append(bucket.versions)
-            self._launched += 1
-            self._call_after_pass()
-
-    def _call_after_pass(self) -> None:
-        """Have torch call `_after_pass` when this backward pass is over."""
-        if not self._waits_after_pass:
-            self._waits_after_pass = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._after_pass)
-
-    def _after_pass(self) -> None:
-        self._waits_after_pass = False
-        if self._habits.learning:
-            self._habits.pass_over([parameter.grad for parameter in self._parameters])
-        else:
-            self._wait()  # whoever looks at gradients now is to see combined ones
-
-    @torch.no_grad()
-    def _launch(
-        self,
-        bucket: DeviceBucket,
-        gradients: Sequence[torch.Tensor | None],
-        weight: float,
-        joined: bool = False,
-        lost: bool = False,
-    ) -> None:
-        """Put the exchange of a bucket on the streams. Afterwards ``p.grad`` are views of it."""
-        if bucket is self._buckets[0]:
-            self._collectives.check()
-            self._reports.check()
-        for memory in bucket.leave_what_is_held(gradients):
-            self._device.keep(memory, self._stream)
-        bucket.pack(gradients, weight)
-        state = self._in_step.digest(rates_only=True) if bucket is self._buckets[-1] and not joined else 0
-        bucket.say(DeviceHeader(tuple([gradient is not None for gradient in gradients]), weight, joined, lost, state))
-        bucket.scale_before(weight)
-        stream = self._stream
-        stream.wait(self._device.current().record())
-        with self._device.on(stream):
-            bucket.exchange(stream)
-        for index, gradient in zip(bucket.tensors, gradients, strict=True):
-            if gradient is not None:
-                self._give_one(bucket, index)
-
-    def _give_one(self, bucket: DeviceBucket, index: int) -> None:
-        parameter = self._parameters[index]
-        if not bucket.is_home(index, parameter.grad):
-            parameter.grad = bucket.lend(index)
-
-    @property
-    def _stream(self) -> Stream:
-        return self._collectives.stream
-
-    def _wait(self) -> None:
-        """Let the current stream wait for what is on its way. The host does not."""
-        self._device.current().wait(self._stream.record())
+        if self._backward.take(index, parameter, step.weight.value, step.allowed):
+            self._lose("a backward pass has added to them")
 
     # A step
 
-    def _before_plain_step(self) -> None:
-        if self._skip and self._launched:
-            self._lose("the step was taken within skip_synchronize(), without a synchronize() before")
-        super()._before_plain_step()
+    def leave_out(self) -> None:
+        self._lose("the step was taken within skip_synchronize(), without a synchronize() before")
+
+    def changed_unseen(self, how: str) -> None:
+        self._lose(how)
+        self._backward.habits.settled = False
+
+    def before_step(self) -> None:
+        """Nothing: gradients are combined."""
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        self._check_in_effect()
+    def after_step(self) -> None:
+        """See `GradientSync.after_step`."""
+        self.results.publish()
+
+    def have_same_state(self) -> None:
+        """Nothing: what the ranks have said is not remembered here."""
+
+    @torch.no_grad()
+    def combine(self) -> None:
         if self._alone:
-            self._exchange_alone()
+            self._combine_alone()
             return
-        self._check_capture()
-        joined = self._exchange_dense()
-        if self._sparse:
-            combine_sparse(self._sparse, self._taken_weight, self._average, self.process_set)
-        self._synchronized = True
-        self._passes.clear()
-        if self._habits.learning and not joined and self._habits.stepped():
+        self._backward.check_capture(self._parameters, self._context.step.weight.value)
+        joined, weight = self._combine_dense()
+        if self._context.sparse:
+            combine_sparse(self._context.sparse, weight, self._average, self._context.process_set)
+        if self._backward.habits.learning and not joined and self._backward.habits.stepped():
             self._learned()
 
-    def _check_capture(self) -> None:
-        """Raise if a CUDA graph is captured that cannot be replayed.
-
-        Raises:
-            ArgumentError: The text says why.
-        """
-        problem = ""
-        if not is_capturing():
-            if self._captured:
-                problem = (
-                    "the backward pass was captured into a CUDA graph, and the step was not: capture optimizer.step() as well. "
-                    "Replays run no hooks, so nobody would know where the gradients of the next pass are."
-                )
-        elif self._habits.learning:
-            problem = (
-                f"one of the first {LEARNED_STEPS} steps is captured into a CUDA graph, and the host waits in it: make some "
-                "steps before."
-            )
-        elif self._weight.value == 0 or any([parameter.grad is None for parameter in self._parameters]):
-            problem = (
-                "a step is captured into a CUDA graph in which this rank has no samples, or lacks the gradient of a parameter, "
-                "so that the host would wait in it. Freeze parameters that are not used (requires_grad_(False)) before."
-            )
-        if problem:
-            self._begin_step()  # what follows may be steps without a graph
-            raise ArgumentError(problem)
-
-    def _exchange_alone(self) -> None:
-        weight = self._take_weight()
-        if problem := self._sent_before_restart():
+    def _combine_alone(self) -> None:
+        weight = self._context.take_weight()
+        if problem := self._sent.problem(self._device, self._parameters):
             raise lost_gradients(problem)
-        self._parameters = self._trainable()
-        if self._options.sparse_as_dense:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad = as_dense(parameter.grad, parameter.shape, parameter.dtype, True)
-        self._check_step(any([parameter.grad is not None for parameter in self._parameters]), weight)
-        self._synchronized = True
-        self._passes.clear()
+        self._parameters = self._context.trained()
+        for parameter in self._parameters if self._context.options.sparse_as_dense else ():
+            if parameter.grad is not None:
+                parameter.grad = as_dense(parameter.grad, parameter.shape, parameter.dtype, True)
+        self._context.check_step(any([parameter.grad is not None for parameter in self._parameters]), weight)
 
-    def _exchange_dense(self) -> bool:
-        """Exchange the dense gradients. Returns whether a rank has joined, where that is known: while habits are learned."""
-        joined = False
-        if not self._are_known(parameters := self._dense_parameters()):
+    def _combine_dense(self) -> tuple[bool, float]:
+        """Exchange the dense gradients.
+
+        Returns:
+            Whether a rank has joined, where that is known: while habits are learned; and the weight of this rank.
+        """
+        context, joined = self._context, False
+        if not are_same(parameters := context.dense(), self._parameters):
             # On every rank, or they disagree; but some may have sent what they have. So all do, and then once more.
-            self._combine(self._weight.value)
-            self._undo(self._weight.value)
-            self._begin_step()
+            self._finish(self._gradients.now(), context.step.weight.value)
+            self._undo(context.step.weight.value)
             self._prepare(parameters)
+        if self._shards is not None:
+            self._shards.check_memory()
         while True:
-            gradients = [parameter.grad for parameter in self._parameters]
+            gradients = self._gradients.now()
             news = self._make_dense(gradients)
-            if not self._habits.learning:
+            if not self._backward.habits.learning:
                 break
-            self._habits.step([parameter.grad for parameter in self._parameters], self._weight.value)
-            self._advice.before_exchange(self._parameters)
-            answers = self._gather((news, self._said(bool(news))))
+            self._backward.habits.step(TorchGradientState(self._gradients.now()), context.step.weight.value)
+            context.advice.before_exchange(self._parameters)
+            answers = context.gather((news, context.header(bool(news))))
             joined = None in answers
             found = {index for answer in answers if answer is not None for index in answer[0]}
             if not found:
                 self._compare([answer[1] for answer in answers if answer is not None])
                 break
-            self._set_apart(found)
-        weight = self._take_weight()
-        self._taken_weight = weight
-        problem = self._what_changed(weight) if self._launched else self._sent_before_restart()
+            context.set_aside([self._parameters[index] for index in sorted(found)])
+            self._prepare(context.dense())
+        weight = context.take_weight()
+        assert self._reducer is not None
         if news:
             problem = "a parameter has sparse gradients that had dense ones, or none, in the first steps"
-        self._combine(weight, problem, gradients)
-        return joined
+        elif self._reducer.launched:
+            problem = self._reducer.what_changed(self._gradients.now(), weight)
+        else:
+            problem = self._sent.problem(self._device, self._parameters)
+        self._finish(gradients, weight, problem)
+        return joined, weight
 
     def _compare(self, everybody: Sequence[header.Header]) -> None:
         """Raise, or warn, if the ranks have said what cannot be. Every rank calls this."""
         told = header.read([], [sum(each) for each in zip(*map(header.words, everybody), strict=True)])
         if told.stopped:
-            self._begin_step()
-            self._refuse(told)
+            self._backward.begin_step()
+            self._context.refuse(told)
         if told.odd_passes:
-            self._advice.odd_passes(self._said(False).passes)
-
-    def _set_apart(self, found: set[int]) -> None:
-        """Exchange the gradients of these parameters as sparse ones from now on. Every rank calls this."""
-        self._sparse = [*self._sparse, *(self._parameters[index] for index in sorted(found))]
-        self._prepare(self._dense_parameters())
+            self._context.advice.odd_passes(self._context.step.passes)
 
     def _make_dense(self, gradients: list[torch.Tensor | None]) -> list[int]:
-        """Replace sparse gradients by dense ones where that is wanted. Returns the numbers of the others."""
-        news = []
-        for index, (gradient, like) in enumerate(zip(gradients, self._shapes, strict=True)):
-            if gradient is None or (gradient.layout is torch.strided and (gradient.shape, gradient.dtype) == like):
-                continue
-            dense = as_dense(gradient, *like, self._options.sparse_as_dense)
-            if dense is None:
-                self._check_sparse(index)
-                news.append(index)
-            gradients[index] = dense
+        """See `DeviceGradients.make_dense`."""
+        news = self._gradients.make_dense(gradients, self._context.options.sparse_as_dense)
+        if news and self._shards is not None:
+            self._shards.refuse_sparse(self._gradients.like[news[0]][0])
         return news
 
-    def _check_sparse(self, index: int) -> None:
-        """Raise if sparse gradients are not supported."""
-
-    def _what_changed(self, weight: float) -> str:
-        """In what this step is not what was sent; empty if it is."""
-        if weight != self._sent_weight:
-            return "the weight of the batch was set after the backward pass"
-        for bucket, seal in zip(self._buckets, self._seals, strict=False):
-            if bucket.versions != seal or any(
-                [not bucket.is_home(index, self._parameters[index].grad) for index in bucket.tensors]
-            ):
-                return "they were changed after the backward pass"
-        return ""
-
-    def _sent_before_restart(self) -> str:
-        """Whether some gradients had been sent before shutdown() and init() already, in words; empty if not."""
-        sent, self._sent = {memory.untyped_storage().data_ptr() for memory in self._sent}, []
-        gradients = [parameter.grad for parameter in self._parameters] if sent else []
-        if any([gradient is not None and gradient.untyped_storage().data_ptr() in sent for gradient in gradients]):
-            return "shutdown() and init() came between the backward pass and the step (zero_grad() and another pass mend that)"
-        return ""
-
-    def _combine(
-        self, weight: float, problem: str = "", gradients: Sequence[torch.Tensor | None] | None = None
-    ) -> None:
-        """Launch what has not been yet, and give every parameter its combined gradient.
-
-        Args:
-            weight: This rank's.
-            problem: What was sent is not what it should be.
-            gradients: Of all parameters, dense.
-        """
-        if gradients is None:
-            gradients = [parameter.grad for parameter in self._parameters]
-        gradients = self._apart_from_buckets(gradients)
-        for bucket in self._buckets[self._launched :]:
-            self._launch(bucket, [gradients[index] for index in bucket.tensors], weight, lost=bool(problem))
-        last = self._buckets[-1]
-        with self._device.on(self._stream):
-            self._reports.send(last.tail, self._stream)
-        self._wait()
-        self._begin_step()
+    def _finish(self, gradients: Sequence[torch.Tensor | None], weight: float, problem: str = "") -> None:
+        """Launch what has not been yet, and give every parameter its combined one. `problem`: what was sent is wrong."""
+        assert self._reducer is not None
+        state = self._context.in_step.digest(rates_only=True)
+        self._gradients.finish(gradients, header.Header(weight, again=bool(problem), state=state))
+        self._backward.begin_step()
         if problem:
             raise lost_gradients(problem)
-        self._deliver(gradients, weight)
-
-    def _apart_from_buckets(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Copies of those gradients that lie where another one is expected (swapped ones): that is about to be overwritten."""
-        memory = {flat.memory.untyped_storage().data_ptr() for bucket in self._buckets for flat in bucket.flats}
-        return [
-            gradient.clone()
-            if gradient is not None
-            and not self._buckets[self._bucket_of[index]].is_home(index, gradient)
-            and gradient.untyped_storage().data_ptr() in memory
-            else gradient
-            for index, gradient in enumerate(gradients)
-        ]
-
-    def _deliver(self, gradients: Sequence[torch.Tensor | None], weight: float) -> None:
-        """Where this rank has no gradient, find out whether another has one, and take it."""
         there = [gradient is not None for gradient in gradients]
-        asks = [bucket for bucket in self._buckets if weight == 0 or not all([there[i] for i in bucket.tensors])]
-        if asks:
-            divisor = 1.0
-            for bucket, told in zip(asks, self._read(asks), strict=True):
-                divisor = told.weight
-                for index, somewhere in zip(bucket.tensors, told.anywhere, strict=True):
-                    there[index] = there[index] or somewhere
-            self._check_step(any(there), divisor)
-        self._give(there)
-
-    def _check_step(self, anywhere: bool, divisor: float) -> None:
-        if self._average and divisor <= 0 and anywhere:
-            raise HvdliteError(
-                "the weights of all ranks add up to 0, so their gradients have no average: skip this step on all ranks."
-            )
-        super()._check_step(anywhere, divisor)
-
-    def _give(self, there: Sequence[bool]) -> None:
-        """Let parameters have the combined gradients: those that have one somewhere."""
-        for bucket in self._buckets:
-            for index in bucket.tensors:
-                if there[index]:
-                    self._give_one(bucket, index)
-
-    def _read(self, buckets: Sequence[DeviceBucket]) -> list[DeviceHeaderSum]:
-        """The tails of buckets that the current stream has waited for. The host waits."""
-        ends = list(itertools.accumulate([len(bucket.tail) for bucket in buckets], initial=0))
-        together = self._device.empty([ends[-1]], "float64")
-        self._device.pack([bucket.tail for bucket in buckets], together)
-        with self._watching:
-            values = self._device.to_host(together).tolist()
-        self._collectives.check()  # what is given up ends, too
-        return [DeviceHeaderSum.of(values[start:stop]) for start, stop in itertools.pairwise(ends)]
+        if self._reducer.find_out(there, weight):
+            divisor = self._reducer.told.divisor
+            header.check_divisor(self._average, divisor, any(there))
+            self._context.check_step(any(there), divisor)
+        (self._gradients if self._shards is None else self._shards).give(there)
 
     def _undo(self, weight: float) -> None:
         """Let the combined gradients be such that exchanging them once more changes nothing."""
-        if not self._average:
-            for parameter in self._parameters:
-                if parameter.grad is not None:
-                    parameter.grad.div_(self._collectives.size)
+        divisor = 1.0 if self._average else float(self._collectives.size)
+        if self._shards is not None:  # what was sent has been multiplied where it lies, and the shards are not used
+            divisor = weight or 1.0
+        self._gradients.divide(divisor)
 
     def _learned(self) -> None:
         """The habits are known: lay the gradients out in their order. Every rank calls this."""
-        orders: list[list[int]] = self._gather(list(self._habits.order))
-        self._launches_early = self._launches_early and self._habits.settled
-        self._follow(self._parameters, max(orders, key=len))  # somebody may have had no samples
+        self._backward.launches = self._launches = self._launches and self._backward.habits.settled
+        if self._shards is None:  # else the order of the buckets stays a guess: another would move all parameters
+            self._follow(self._parameters, longest(self._context.gather(list(self._backward.habits.order))))
 
     def _lose(self, what: str) -> None:
-        """A backward pass of this rank has gone on after its gradients were sent: tell all."""
-        gradients = [parameter.grad for parameter in self._parameters]
+        """Gradients of this rank may not be what was sent of them: tell all, if something was."""
+        if self._reducer is None or not self._reducer.launched:
+            return
+        gradients = self._gradients.now()
         self._make_dense(gradients)
-        self._combine(self._sent_weight or 0.0, what, gradients)
+        self._finish(gradients, self._reducer.sent_weight or 0.0, what)
 
     # This rank has run out of data, and others have not
 
     @torch.no_grad()
-    def _stand_in_once(self) -> list[bool] | None:
-        if self._alone:
+    def stand_in(self) -> list[bool] | None:
+        if self._reducer is None:
             return None
-        for bucket in self._buckets:
-            self._launch(bucket, [None] * len(bucket.tensors), 0.0, joined=True)
-        self._wait()
-        there = [False] * len(self._parameters)
-        told = self._read(self._buckets)
-        self._divisor = told[-1].weight
-        for bucket, each in zip(self._buckets, told, strict=True):
-            for index, somewhere in zip(bucket.tensors, each.anywhere, strict=True):
-                there[index] = somewhere
-        if told[-1].joined == self._collectives.size:
-            return None
-        self._world.group(self.process_set).stood_in += 1
+        there = self._reducer.stand_in()
+        if there is not None:
+            self._context.group.stood_in += 1
         return there
 
 

@@ -18,7 +18,6 @@ means nothing. ``state_dict()`` and ``load_state_dict()`` are called by every ra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -26,119 +25,137 @@ import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.layout import Piece
 from hvdlite.gradients.sharded_reducer import ShardedReducer
-from hvdlite.protocols import Plan
-from hvdlite_torch.step.options import Options
+from hvdlite.protocols import Plan, TensorInfo
+from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.own_parameters import versions_of
 from hvdlite_torch.step.shard_state import cut
-from hvdlite_torch.step.sharded_step import SharedSteps
-from hvdlite_torch.step.shards import clip_factor, refuse_sparse, squared_norm
-from hvdlite_torch.sync.host import GradientExchange
+from hvdlite_torch.step.sharding import Sharding
+from hvdlite_torch.step.shards import clip_factor, squared_norm
+from hvdlite_torch.sync.host_gradients import HostGradients
 from hvdlite_torch.sync.slot import Slot, Where, as_tensor
-from hvdlite_torch.tensors.adapter import ADAPTER
 from hvdlite_torch.tensors.gradient import gradient_dtype
 
 
-class ShardedExchange(SharedSteps, GradientExchange):
-    """Exchanges gradients in host memory, and lets each rank step its share.
+class HostShards:
+    """This rank's shard of parameters and combined gradients in host memory, as `hvdlite.gradients.sync.Results`.
 
     Args:
-        optimizer, options: As for `GradientExchange`.
+        context: The optimizer.
+        sharding: Deals the parameters out.
+
+    Raises:
+        ArgumentError: Gradients are to be exchanged while backward passes go on.
     """
 
-    _reducer: ShardedReducer
-    _versions: list[int] | None = None
-    """Of the parameters, after the last step; None if ranks may have different ones."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, options: Options) -> None:
-        if options.overlap:
+    def __init__(self, context: OptimizerContext, sharding: Sharding) -> None:
+        if context.options.overlap:
             raise ArgumentError(
                 "overlap=True has no meaning with shard=True: a rank's share is summed by its own step."
             )
-        super().__init__(optimizer, options)
+        self._context = context
+        self._sharding = sharding
+        self._shards = sharding.shards
+        self._reducer: ShardedReducer
+        self._parameters: Sequence[torch.Tensor] = []
+        self._versions: list[int] | None = None
+        """Of the parameters, after the last step; None if ranks may have different ones."""
+        self._gradients: HostGradients | None = None
+        self._homes: list[tuple[Piece, torch.nn.Parameter, Slot, list[torch.Tensor]]] = []
+        """Of each piece: the parameter that is stepped, and where its gradient is, in each buffer, if it is not its own."""
 
     @torch.no_grad()
-    def _make_reducer(self, parameters: list[torch.Tensor], plan: Plan) -> ShardedReducer:
+    def make_reducer(
+        self, parameters: Sequence[torch.Tensor], infos: Sequence[TensorInfo], plan: Plan
+    ) -> ShardedReducer:
+        """Deal the parameters out, in memory that the ranks of a host share. Every rank calls this.
+
+        Args:
+            parameters: All that are trained.
+            infos: What is exchanged for the gradient of each.
+            plan: How to exchange.
+
+        Raises:
+            ArgumentError: The gradients of a parameter are of another dtype.
+        """
         for parameter in parameters:
             if gradient_dtype(parameter) is not parameter.dtype:
                 raise ArgumentError(
                     f"a parameter of {parameter.dtype} with grad_dtype={gradient_dtype(parameter)} cannot be sharded: leave "
                     "out shard=True, or grad_dtype."
                 )
-        infos = [ADAPTER.info(parameter) for parameter in parameters]
-        self._shares.collect(self._in_step.origin)
-        reducer = self._world.group(self.process_set).reducers.make_sharded(
-            infos, self._options.op, plan._replace(spare=True), whole=self._whole
-        )
-        hvdlite.broadcast(parameters, 0, inplace=True, process_set=self.process_set)
+        context = self._context
+        self._sharding.collect()
+        reducer = context.group.reducers.make_sharded(infos, context.options.op, plan, whole=self._sharding.whole)
+        hvdlite.broadcast(parameters, 0, inplace=True, process_set=context.process_set)
         shared = [as_tensor(reducer.parameters_of(n), parameter) for n, parameter in enumerate(parameters)]
         for parameter, memory in zip(parameters, shared, strict=True):
             memory.copy_(parameter)  # the same values, from every rank of the host
         reducer.meet()
         for parameter, memory in zip(parameters, shared, strict=True):
             parameter.data = memory
-        self._parameters = parameters
-        self._shares.deal(parameters, reducer.pieces)
-        self.lease.share(parameters)
+        self._reducer, self._parameters = reducer, parameters
+        self._shards.deal(parameters, reducer.pieces)
+        context.lease.share(parameters)
         self._versions = versions_of(parameters)
         return reducer
 
-    def _changed(self) -> bool | None:
-        return self._versions is not None and self._versions != versions_of(self._parameters)
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        super()._after_step(optimizer, args, kwargs)
-        self._versions = versions_of(self._parameters)
-
-    def have_same_state(self) -> None:
-        super().have_same_state()
-        self._versions = None
-
-    def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
-        super()._follow(plan, parameters)
+    def follow(self, gradients: HostGradients) -> None:
+        """The gradients of the parameters lie there from now on."""
+        self._gradients = gradients
         self._homes = [
-            (piece, parameter, self._slots[piece.tensor], [self._piece_in(buffer, piece) for buffer in (0, 1)])
-            for piece, parameter in self._shares.pieces.items()
+            (piece, parameter, gradients.slots[piece.tensor], [self._piece_in(buffer, piece) for buffer in (0, 1)])
+            for piece, parameter in self._shards.pieces.items()
         ]
-        """Of each piece: the parameter that is stepped, and where its gradient is, in each buffer, if it is not its own."""
 
     def _piece_in(self, buffer: int, piece: Piece) -> torch.Tensor:
         memory = self._reducer.memory_of(piece.tensor, buffer)
         return cut(as_tensor(memory, self._parameters[piece.tensor]), piece)
 
+    def check_memory(self) -> None:
+        """Raise if a parameter is not where it was dealt out."""
+        self._shards.check_memory()
+
+    def changed(self) -> bool:
+        """Whether the program has changed parameters in place since the last step: on each rank, so more than once."""
+        return self._versions is not None and self._versions != versions_of(self._parameters)
+
     @property
-    def _total_weight(self) -> float:
+    def total_weight(self) -> float:
+        """See `Results.total_weight`."""
         return self._reducer.divisor
 
-    def leave(self) -> None:
-        super().leave()
-        self._homes = []
-        self._versions = None
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of this rank's pieces."""
+        return self._shards.gradients()
 
-    def _publish(self) -> None:
-        self._reducer.publish()
-
-    def _clip(self) -> None:
-        if self._options.max_grad_norm is None:
-            return
-        gradients = self._shares.gradients()
-        factor = clip_factor(self._reducer.sum_over_ranks(squared_norm(gradients)), self._options.max_grad_norm)
+    def clip(self, max_norm: float) -> None:
+        """See `Results.clip`."""
+        gradients = self._shards.gradients()
+        factor = clip_factor(self._reducer.sum_over_ranks(squared_norm(gradients)), max_norm)
         for gradient in gradients:
             gradient.mul_(factor)
 
-    def _check_sparse(self, slot: Slot) -> None:
-        refuse_sparse(slot.shape)
-
-    def _check_parameters(self) -> None:
-        self._shares.check_memory()
-
-    def _deliver(self, anywhere: list[bool]) -> None:
-        self._give(anywhere)
-
-    def _give(self, there: Sequence[bool]) -> None:
+    def give(self, there: Sequence[bool]) -> None:
+        """Let the pieces have their combined gradients."""
         for piece, parameter, slot, homes in self._homes:
             whole = self._parameters[piece.tensor].grad if slot.where is Where.OWN else None
             # Another object each time: an optimizer's step may give that other memory (``p.grad.data = …``).
-            combined = homes[self._reducer.buffer_of(piece.tensor)].data if whole is None else cut(whole, piece)
+            combined = homes[slot.pool.number].data if whole is None else cut(whole, piece)
             parameter.grad = combined if there[piece.tensor] else None
-        assert self._large is not None
-        self._large.forget()
+        assert self._gradients is not None
+        self._gradients.forget()
+
+    def publish(self) -> None:
+        """The pieces have been stepped: let all ranks have them."""
+        self._reducer.publish()
+        self._versions = versions_of(self._parameters)
+
+    def have_same_state(self) -> None:
+        """All ranks have been given the same parameters, maybe by changes in place."""
+        self._versions = None
+
+    def leave(self) -> None:
+        """Hold nothing of the world any more: it has ended."""
+        self._homes = []
+        self._gradients = None
+        self._versions = None

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hvdlite.gradients.bucket import Bucket
 from hvdlite.gradients.overlap import Overlap
-from hvdlite.gradients.reducer import Reducer
 from hvdlite_torch.sync.slot import Check, Slot, Where
-from hvdlite_torch.tensors.adapter import ADAPTER
 from hvdlite_torch.tensors.ownership import overlapping
 
 
@@ -19,7 +18,7 @@ class LargeGradients:
     Args:
         slots: Their places.
         parameters: One for each slot.
-        reducer: Whose memory the slots are.
+        buckets: Whose memory the slots are.
         overlap: Exchanges what is copied early; None if nothing is.
         trivial: Gradients are their own results.
 
@@ -31,24 +30,23 @@ class LargeGradients:
         self,
         slots: Sequence[Slot],
         parameters: Sequence[torch.Tensor],
-        reducer: Reducer,
+        buckets: Sequence[Bucket],
         overlap: Overlap | None,
         trivial: bool,
     ) -> None:
         self.slots = slots
         self._pairs = list(zip(slots, parameters, strict=True))
-        self._reducer = reducer
+        self._buckets = buckets
         self._overlap = overlap
         self._trivial = trivial
         there = {slot.index: slot for slot in slots}
-        self._in_bucket = [[there[i] for i in bucket.tensors if i in there] for bucket in reducer.buckets]
+        self._in_bucket = [[there[i] for i in bucket.tensors if i in there] for bucket in buckets]
         self._met: list[tuple[Slot, torch.Tensor]] = []
         """Those that share memory with others in this step, each with its parameter."""
 
     def choose_buffer(self, number: int) -> None:
         """Choose where the results of a bucket are to go, on this rank: not where the program looks."""
-        held = any(slot.is_held for slot in self._in_bucket[number])
-        self._reducer.use_buffer(number, int(held))
+        self._buckets[number].pool.number = int(any(slot.is_held for slot in self._in_bucket[number]))
 
     def collect(self, used: list[bool], check: Check) -> bool:
         """See that gradients are where they are reduced.
@@ -81,22 +79,19 @@ class LargeGradients:
         return bool(found)
 
     def _collect_now(self, used: list[bool], check: Check, buffer: int) -> None:
-        self._reducer.use_buffer(0, buffer)
+        self._buckets[0].pool.number = buffer
         for slot, parameter in self._pairs:
             gradient = parameter.grad
             if gradient is None:
                 used[slot.index] = False
                 continue
             if slot.stays and not slot.alone:
-                own = slot.where is Where.OWN
-                self._reducer.bucket_of(slot.index).place(
-                    slot.index, ADAPTER.to_array(gradient.view(-1), wide=False) if own else None
-                )
+                slot.show(gradient if slot.where is Where.OWN else None)
             if slot.where is Where.AWAY or (slot.where is Where.HOME and buffer):
                 dense = check(slot, gradient)
                 used[slot.index] = dense is not None
                 if dense is not None:
-                    slot.load(dense, buffer)
+                    slot.load(dense)
 
     def _collect_early(self, overlap: Overlap, used: list[bool], check: Check) -> bool:
         """As `_collect_now`, where a thread exchanges already what has been copied: is that still the gradient?"""
@@ -110,8 +105,8 @@ class LargeGradients:
                 dense = check(slot, gradient)
                 used[slot.index] = dense is not None
                 if dense is not None:
-                    slot.load(dense, 0)
-        for number in range(overlap.under_way, len(self._reducer.buckets)):
+                    slot.load(dense)
+        for number in range(overlap.under_way, len(self._buckets)):
             self.choose_buffer(number)
         return changed
 
@@ -124,7 +119,7 @@ class LargeGradients:
         for some, do in ((self._pairs, Slot.give), (self._met, Slot.settle)):
             for slot, parameter in some:
                 if anywhere[slot.index]:
-                    do(slot, parameter, self._reducer.buffer_of(slot.index))
+                    do(slot, parameter)
 
     def forget(self) -> None:
         """The step does not need to know any more where gradients are."""

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 
-from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.bucket import Bucket
 from hvdlite.protocols import Array
 from hvdlite_torch.sync.encoded import EncodedGradient
-from hvdlite_torch.tensors.gradient import as_dense, gradient_dtype
+from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.gradient import gradient_dtype
 from hvdlite_torch.tensors.ownership import Lent, is_borrowed, is_exclusive, is_plain, same_bits, write
 
 
@@ -35,12 +36,14 @@ class Slot:
     Args:
         index: The parameter's number.
         parameter: Its shape and dtype are those of gradients.
-        reducer: Whose memory it is.
+        bucket: Whose memory it is.
         encoded: What is exchanged in place of the gradient; None if that is itself.
         alone: There is one rank only, so that a gradient is its own result.
 
     Attributes:
-        alone: As given.
+        index, alone: As given.
+        pool: The buffers of the bucket; its `number` says which of them this rank uses.
+        large: The gradient is so large that copying it is worth some thought.
         compressed: Something else is exchanged in place of the gradient.
         stays: No other rank reads anything of it.
         apart: It is never at home: gradients are compressed, or lie in another order (``channels_last``), or results do not
@@ -49,16 +52,18 @@ class Slot:
     """
 
     __slots__ = (
-        *("_encoded", "_home", "_like", "_memory", "_reducer", "_strides", "alone", "apart"),
-        *("compressed", "dtype", "index", "shape", "stays", "where"),
+        *("_bucket", "_encoded", "_home", "_like", "_memory", "_strides", "alone", "apart"),
+        *("compressed", "dtype", "index", "large", "pool", "shape", "stays", "where"),
     )
 
     def __init__(
-        self, index: int, parameter: torch.Tensor, reducer: Reducer, encoded: EncodedGradient | None, alone: bool
+        self, index: int, parameter: torch.Tensor, bucket: Bucket, encoded: EncodedGradient | None, alone: bool
     ) -> None:
         self.index = index
         self.shape, self.dtype = parameter.shape, gradient_dtype(parameter)
-        self._reducer = reducer
+        self._bucket = bucket
+        self.pool = bucket.pool
+        self.large = index in bucket.large
         self._encoded = encoded
         self.compressed = encoded is not None
         self.alone = alone
@@ -66,11 +71,12 @@ class Slot:
         self._strides = None if parameter.is_contiguous() else torch.empty_like(parameter).stride()
         shape, dtype = (self.shape, self.dtype) if encoded is None else encoded.layout
         self._like = torch.empty(shape, dtype=dtype, device="meta")
-        self._memory = self._tensor(reducer.memory_of(index))
-        in_place = reducer.result_of(index) is reducer.memory_of(index)
-        self._home = Lent(self._memory if in_place else self._tensor(reducer.result_of(index)))
+        memory, result = self.pool.memory_of(index, 0), self.pool.result_of(index, 0)
+        in_place = result is memory
+        self._memory = self._tensor(memory)
+        self._home = Lent(self._memory if in_place else self._tensor(result))
         self.apart = encoded is not None or self._strides is not None or not in_place
-        self.stays = reducer.bucket_of(index).stays(index) and encoded is None
+        self.stays = bucket.stays(index) and encoded is None
         self.where = Where.NOWHERE
 
     def _tensor(self, memory: Array) -> torch.Tensor:
@@ -100,7 +106,7 @@ class Slot:
             or not (self._encoded is None or self._encoded.codec.repeatable)
         ):
             return False
-        self.load(gradient, 0)
+        self.load(gradient)
         return True
 
     def is_copy(self, gradient: torch.Tensor) -> bool:
@@ -153,37 +159,40 @@ class Slot:
         """Whether the program holds what is at home."""
         return self._home.is_held
 
-    def load(self, gradient: torch.Tensor, buffer: int) -> None:
+    def show(self, gradient: torch.Tensor | None) -> None:
+        """Let a gradient that `stays` be summed where it is; in the reducer's memory, if None."""
+        flat = None if gradient is None else ADAPTER.to_array(gradient.view(-1), wide=False)
+        self._bucket.place(self.index, flat)
+
+    def load(self, gradient: torch.Tensor) -> None:
         """Copy a gradient to where it is expected."""
         if self._encoded is not None:
             gradient = self._encoded.encode(gradient)
-        self.source(buffer).copy_(gradient)
+        self.source().copy_(gradient)
 
-    def source(self, buffer: int) -> torch.Tensor:
-        """Where the gradient is expected, if this rank uses the buffer of this number."""
-        return self._tensor(self._reducer.memory_of(self.index, buffer)) if buffer else self._memory
-
-    def dense(self, gradient: torch.Tensor, sparse_as_dense: bool) -> torch.Tensor | None:
-        """See `as_dense`."""
-        return as_dense(gradient, self.shape, self.dtype, sparse_as_dense)
+    def source(self) -> torch.Tensor:
+        """Where the gradient is expected."""
+        number = self.pool.number
+        return self._tensor(self.pool.memory_of(self.index, number)) if number else self._memory
 
     # After it
 
-    def result(self, buffer: int) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
         """The combined gradient as it lies in the reducer's memory."""
-        return self._tensor(self._reducer.result_of(self.index, buffer)) if buffer else self._home.tensor
+        number = self.pool.number
+        return self._tensor(self.pool.result_of(self.index, number)) if number else self._home.tensor
 
-    def _decoded(self, buffer: int) -> torch.Tensor:
-        result = self.result(buffer)
+    def _decoded(self) -> torch.Tensor:
+        result = self.result()
         return result if self._encoded is None else self._encoded.decode(result)
 
-    def give(self, parameter: torch.Tensor, buffer: int) -> None:
+    def give(self, parameter: torch.Tensor) -> None:
         """Let ``parameter.grad`` be the combined gradient, which is there for some rank."""
-        gradient = parameter.grad
+        gradient, buffer = parameter.grad, self.pool.number
         if self.where is Where.OWN or (self.where is Where.HOME and not buffer):
             return
         if self.where is Where.HOME and gradient is not None:
-            gradient.copy_(self.result(buffer))
+            gradient.copy_(self.result())
             return
         may_be_home = not buffer and self._encoded is None and self._strides is None
         # Nobody sees where it is, or nobody is to see the result there.
@@ -195,11 +204,11 @@ class Slot:
             return
         if gradient is None and self._strides is not None:
             gradient = parameter.grad = torch.empty_strided(self.shape, self._strides, dtype=self.dtype)
-        write(parameter, gradient, self._decoded(buffer))
+        write(parameter, gradient, self._decoded())
 
-    def settle(self, parameter: torch.Tensor, buffer: int) -> None:
+    def settle(self, parameter: torch.Tensor) -> None:
         """Give a gradient memory of its own if another one was written over the combined one since."""
-        result = self._decoded(buffer)
+        result = self._decoded()
         if parameter.grad is not None and not same_bits(parameter.grad.contiguous(), result.contiguous()):
             parameter.grad = result.clone()
 

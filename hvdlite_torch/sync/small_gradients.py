@@ -31,18 +31,18 @@ class SmallGradients:
         self._trivial = trivial
         self._parameters = parameters
         self._like = [(slot.dtype, slot.shape) for slot in slots]
-        self._nbytes = [slot.result(0).nbytes for slot in slots]
-        self._home = [slot.source(0) for slot in slots], [slot.result(0) for slot in slots]
+        self._nbytes = [slot.result().nbytes for slot in slots]
+        self._home = [slot.source() for slot in slots], [slot.result() for slot in slots]
         self._sources, self._results = self._home
         self._alike: list[torch.Tensor] = []
         """All gradients, if they can be copied as they are."""
 
-    def use_buffers(self, buffers: Sequence[int]) -> None:
-        """Say which buffer each of the slots uses now; the first one, if empty."""
+    def follow_buffers(self, all_first: bool) -> None:
+        """See which buffers the slots use now; if `all_first`, that is the first one."""
         self._sources, self._results = self._home
-        if any(buffers):
-            self._sources = [slot.source(buffer) for slot, buffer in zip(self.slots, buffers, strict=True)]
-            self._results = [slot.result(buffer) for slot, buffer in zip(self.slots, buffers, strict=True)]
+        if not all_first:
+            self._sources = [slot.source() for slot in self.slots]
+            self._results = [slot.result() for slot in self.slots]
 
     def collect(self, used: list[bool], check: Check) -> None:
         """Copy gradients to the reducer.

@@ -13,6 +13,7 @@ import torch
 from hvdlite.errors import DeviceError
 from hvdlite.protocols import Array, Device, Stream
 from hvdlite.tensors.held import Held
+from hvdlite_torch.tensors.ownership import uses_of_storage
 
 DTYPES: dict[torch.dtype, str] = {
     getattr(torch, name): name
@@ -50,6 +51,22 @@ class TorchStream:
 
     def synchronize(self) -> None:
         self.raw.synchronize()
+
+
+class TorchMirror:
+    """As `hvdlite.protocols.HostMirror`.
+
+    Args:
+        count: The length of `values`.
+        pinned: In page-locked memory.
+    """
+
+    def __init__(self, count: int, pinned: bool) -> None:
+        self._host = torch.zeros(count, dtype=torch.float64, pin_memory=pinned)
+        self.values: Array = self._host.numpy()
+
+    def take(self, tensor: torch.Tensor) -> None:
+        self._host.copy_(tensor, non_blocking=True)
 
 
 class TorchDevice:
@@ -168,6 +185,71 @@ class TorchDevice:
         values = torch.from_numpy(np.ascontiguousarray(array))
         host.copy_(values.view(torch.bfloat16) if tensor.dtype is torch.bfloat16 else values)
         tensor.copy_(host, non_blocking=True)
+
+    # For gradients in flat memory
+
+    no_memory: type[Exception] = torch.OutOfMemoryError
+
+    @property
+    def place(self) -> str:
+        return str(self.torch_device)
+
+    def is_capturing(self) -> bool:
+        return is_capturing()
+
+    def mirror(self, count: int) -> TorchMirror:
+        return TorchMirror(count, self.pinned)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=TORCH[dtype], device=self.torch_device)
+
+    def strided(self, flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+        return flat.as_strided(tuple(shape), tuple(strides), flat.storage_offset())
+
+    def is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        return (
+            one.layout is torch.strided
+            and one.data_ptr() == other.data_ptr()
+            and one.shape == other.shape
+            and one.stride() == other.stride()
+            and one.dtype is other.dtype
+            and not (one.is_neg() or one.is_conj())
+        )
+
+    def version(self, tensor: torch.Tensor) -> int:
+        return tensor._version
+
+    def allocation(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().data_ptr()
+
+    def users(self, tensor: torch.Tensor) -> int:
+        return uses_of_storage(tensor)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    def copy_all(self, sources: list[torch.Tensor], into: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(into, sources)
+
+    def clear_all(self, tensors: list[torch.Tensor]) -> None:
+        torch._foreach_zero_(tensors)
+
+    def add(self, source: torch.Tensor, into: torch.Tensor) -> None:
+        into.add_(source)
+
+    def scale_into(self, source: torch.Tensor, factor: float, into: torch.Tensor) -> None:
+        torch.mul(source, factor, out=into)
+
+    def scale_by_ratio(
+        self, tensor: torch.Tensor, numerator: torch.Tensor, denominator: torch.Tensor, room: torch.Tensor
+    ) -> None:
+        torch.div(numerator, denominator, out=room)
+        tensor.mul_(room)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph, so that nothing can be asked about it."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class LendingDevice(TorchDevice):

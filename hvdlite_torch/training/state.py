@@ -130,7 +130,7 @@ def broadcast_optimizer_state(
     message = None
     if isinstance(optimizer, Sharded):
         # Each rank has a shard of the state, so all ranks take part in gathering the whole state.
-        with optimizer._hvdlite_exchange.whole_state(root):
+        with optimizer._hvdlite_sharding.whole_state(root):
             state = super(Sharded, optimizer).state_dict()  # type: ignore[misc]
     else:
         state = optimizer.state_dict() if rank == root else None
@@ -148,13 +148,12 @@ def broadcast_optimizer_state(
     if rank != root or isinstance(optimizer, Sharded):
         _load(optimizer, _Unpickler(io.BytesIO(skeleton), tensors).load())
     if isinstance(optimizer, Distributed):
-        optimizer._hvdlite_exchange.have_same_state()
+        optimizer._hvdlite_driver.have_same_state()
 
 
 def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load a state and keep its dtypes. (torch's `load_state_dict` casts the state to the dtypes of the parameters.)"""
-    sharded = isinstance(optimizer, Sharded)
-    with optimizer._hvdlite_exchange.loading() if sharded else contextlib.nullcontext():  # type: ignore[attr-defined]
+    with optimizer._hvdlite_sharding.loading() if isinstance(optimizer, Sharded) else contextlib.nullcontext():
         optimizer.load_state_dict(state_dict)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for key, values in state_dict["state"].items():

@@ -106,9 +106,9 @@ def test_equals_plain_training(one_rank: Any, options: Any) -> None:
         optimizer = hvd.DistributedOptimizer(adam(model), **options)
         train(model, optimizer, 8)
         assert distance(model, plain) <= 1e-5
-        exchange = optimizer._hvdlite_exchange
-        assert len(exchange._buckets) > 4
-        assert exchange._launches_early == options.get("overlap", True)
+        exchange = optimizer._hvdlite_driver.sync
+        assert len(exchange._reducer.buckets) > 4
+        assert exchange._backward.launches == options.get("overlap", True)
 
     one_rank(check)
 
@@ -198,7 +198,7 @@ def test_the_host_never_waits_and_buckets_overlap_with_backward(one_rank: Any, t
         streams = [kernel["args"]["stream"] for kernel in kernels]
         compute = max(streams, key=streams.count)
         assert len(set(streams)) == 2
-        assert len(streams) - streams.count(compute) >= 4 * len(optimizer._hvdlite_exchange._buckets)
+        assert len(streams) - streams.count(compute) >= 4 * len(optimizer._hvdlite_driver.sync._reducer.buckets)
         # In each step, something of the exchange begins while backward still has kernels to begin.
         compared = 0  # CUPTI before 13.1 loses some kernels
         for backward in (event for event in annotations if event["name"] == "backward"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+import hvdlite.gradients.device.make
 import hvdlite_torch as hvd
+import hvdlite_torch.sync.capture
 import hvdlite_torch.sync.device
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
+from hvdlite.gradients.device.bucket import DeviceBucket
 from hvdlite.gradients.plan import plan_buckets
 from hvdlite_torch.step.fused import FusedStep
 from tests.fake_device import FakeDevice, fake_gpu
@@ -46,7 +50,7 @@ def several_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan(order: Any, nbytes: Any, bucket_bytes: int, first_bytes: int) -> Any:
         return plan_buckets(order, nbytes, 256, 64)
 
-    monkeypatch.setattr(hvdlite_torch.sync.device, "plan_buckets", plan)
+    monkeypatch.setattr(hvdlite.gradients.device.make, "plan_buckets", plan)
     monkeypatch.setattr(hvdlite_torch.sync.device, "SPARE_ONE_RANK", False)
 
 
@@ -71,7 +75,7 @@ def distributed(model: torch.nn.Module, kind: str = "adam", **options: Any) -> A
 
 
 def exchange_of(optimizer: Any) -> Any:
-    return optimizer._hvdlite_exchange
+    return optimizer._hvdlite_driver.sync
 
 
 def step(model: torch.nn.Module, optimizer: Any, rows: slice, weighted: bool = True, passes: int = 1) -> None:
@@ -110,11 +114,11 @@ def test_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, shares: s
         for number in range(6):
             step(model, optimizer, rows)
             exchange = exchange_of(optimizer)
-            assert len(exchange._buckets) > 1
+            assert len(exchange._reducer.buckets) > 1
             early = number >= 2 and options.get("overlap", True)
-            assert exchange._launches_early == options.get("overlap", True)
-            assert exchange._habits.learning == (number < 1)
-            assert not early or exchange._habits.passes == [int(rows.stop > rows.start)] * 4
+            assert exchange._backward.launches == options.get("overlap", True)
+            assert exchange._backward.habits.learning == (number < 1)
+            assert not early or exchange._backward.habits.passes == [int(rows.stop > rows.start)] * 4
         assert distance(flat(model), expected) <= 1e-5
         assert_equal_everywhere(flat(model))
 
@@ -131,7 +135,7 @@ def test_weights_said_late(ranks: Any, options: Any) -> None:
         optimizer = distributed(model, **options)
         train(model, optimizer, split(48, "uneven"), steps=5)  # says its weight after backward
         assert distance(flat(model), expected) <= 1e-5
-        assert exchange_of(optimizer)._launches_early == (hvd.size() == 48)
+        assert exchange_of(optimizer)._backward.launches == (hvd.size() == 48)
 
     ranks(check)
 
@@ -140,13 +144,13 @@ def launches(optimizer: Any) -> list[int]:
     """Is filled with how many buckets are under way at the end of each backward pass."""
     seen: list[int] = []
     exchange = exchange_of(optimizer)
-    before = exchange._exchange
+    before = exchange.combine
 
     def count() -> None:
-        seen.append(exchange._launched)
+        seen.append(exchange._reducer.launched)
         before()
 
-    exchange._exchange = count
+    exchange.combine = count
     return seen
 
 
@@ -174,7 +178,7 @@ def test_several_passes_before_a_step(ranks: Any, how: str, options: Any) -> Non
                     (F.cross_entropy(model(x[part]), y[part]) / 2).backward()
             optimizer.step()
         assert distance(flat(model), expected) <= 1e-5
-        all_but_one = len(exchange_of(optimizer)._buckets) - 1
+        all_but_one = len(exchange_of(optimizer)._reducer.buckets) - 1
         assert sent == [0, 0, all_but_one, 0 if how == "fewer at times" else all_but_one, all_but_one]
 
     ranks(check)
@@ -252,7 +256,7 @@ def test_parameters_that_some_ranks_do_not_use(ranks: Any, options: Any) -> None
                 assert [p.grad is None for p in model.parts] == [p.grad is None for p in single.parts]
         assert distance(flat(model), flat(single)) <= 1e-5
         assert torch.equal(model.parts[3], Parts().parts[3])
-        assert exchange_of(optimizer)._launches_early
+        assert exchange_of(optimizer)._backward.launches
 
     ranks(check)
 
@@ -334,7 +338,9 @@ def test_compression(ranks: Any, compression: Any, factor: float) -> None:
                 # Each rank rounds once, and so does each sum but the last: by half a unit of the largest number.
                 assert (parameter.grad.double() - mean).abs().max() <= torch.finfo(dtype).eps * largest
                 assert parameter.grad.dtype is torch.float32
-        assert {flat.wire.dtype for bucket in exchange_of(optimizer)._buckets for flat in bucket.flats} == {dtype}
+        assert {flat.wire.dtype for bucket in exchange_of(optimizer)._reducer.buckets for flat in bucket.flats} == {
+            dtype
+        }
 
     ranks(check)
 
@@ -562,7 +568,7 @@ def test_what_it_refuses(ranks: Any) -> None:
 
 
 def test_no_room_on_one_rank(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = hvdlite_torch.sync.device.DeviceBucket
+    plain = DeviceBucket
 
     def make(*args: Any) -> Any:
         if hvd.rank() == 0:
@@ -726,7 +732,7 @@ def test_streams_are_in_order_and_the_host_never_waits(ranks: Any, options: Any)
                 optimizer.step()
                 for parameter in model.parameters():
                     (parameter.detach() if "shard" in options else parameter.grad).sum()
-        assert sent[2:] == [len(exchange._buckets) - 1] * 4
+        assert sent[2:] == [len(exchange._reducer.buckets) - 1] * 4
         assert (gpu.host_waits, account.host_reads) == (waited, read)
         assert agreed() == 0
         gpu.check_kept()
@@ -734,9 +740,54 @@ def test_streams_are_in_order_and_the_host_never_waits(ranks: Any, options: Any)
     ranks(check)
 
 
+class Launches(TorchDispatchMode):
+    """Counts torch's operations that would be launched, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.count[func.name().removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": hvd.Compression.bf16}, {"shard": True}])
+def test_what_a_step_launches(ranks: Any, options: Any) -> None:
+    """However many gradients a bucket has, it is a constant number of launches."""
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model, "sgd", **options)
+        for _ in range(4):
+            step(model, optimizer, split(48, "equal"), weighted=False)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X[split(48, "equal")]), Y[split(48, "equal")])
+        optimizer.set_batch_weight(3)
+        with Launches() as seen:
+            loss.backward()
+        backward = seen.count
+        with Launches() as seen:
+            exchange_of(optimizer).combine()
+        count = backward + seen.count
+        buckets = exchange_of(optimizer)._reducer.buckets
+        assert count["_foreach_copy_"] == len(buckets) > 1
+        assert count["fill_.Scalar"] == len(buckets)  # the weight
+        assert count["div.out"] == len(buckets)
+        assert count["mul_.Tensor"] + count["mul.out"] == 2 * len(buckets)
+        # A rank alone copies its share. What the host may read later is two more.
+        more = "compression" in options or ("shard" in options and hvd.size() == 1)
+        assert count["copy_"] == len(buckets) * (1 + more) + 2
+        assert count["add_.Tensor"] == 1 and count["zero_"] == count["cat.out"] == 0
+
+    ranks(check)
+
+
 def count_agreements(exchange: Any) -> Callable[[], int]:
     """How many plans of the engine this rank follows from now on: every control message belongs to one."""
-    engine = exchange._world.engine(exchange.process_set)
+    engine = exchange._context.group.engine
     before = engine._driver.plans
     return lambda: engine._driver.plans - before
 
@@ -751,7 +802,7 @@ def test_gradients_made_on_several_streams_are_sent_when_backward_is_over(ranks:
         with Account(gpu):
             optimizer = distributed(model, "sgd")
             exchange = exchange_of(optimizer)
-            take, after_pass = exchange._take, exchange._after_pass
+            take, at_end = exchange.ready, exchange._backward.at_end
 
             def take_there(index: int, parameter: torch.Tensor) -> None:
                 with gpu.on((main, other)[index % 2]):
@@ -760,10 +811,10 @@ def test_gradients_made_on_several_streams_are_sent_when_backward_is_over(ranks:
 
             def over() -> None:  # as torch does it
                 main.wait(other.record())
-                after_pass()
+                at_end()
 
-            exchange._take, exchange._after_pass = take_there, over
-            exchange._make_hooks()
+            exchange.ready, exchange._backward.at_end = take_there, over
+            exchange.make_hooks()
             sent = launches(optimizer)
             for _ in range(4):
                 optimizer.zero_grad()
@@ -818,7 +869,7 @@ def test_loss_scaling_where_a_rank_has_no_samples(ranks: Any) -> None:
 
 def test_what_cannot_be_captured(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = threading.local()
-    monkeypatch.setattr(hvdlite_torch.sync.device, "is_capturing", lambda: getattr(capturing, "now", False))
+    monkeypatch.setattr(hvdlite_torch.sync.capture, "is_capturing", lambda: getattr(capturing, "now", False))
 
     @on_gpu
     def check(gpu: FakeDevice) -> None:

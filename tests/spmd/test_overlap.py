@@ -26,7 +26,7 @@ def distributed(model: torch.nn.Module, overlap: bool) -> torch.optim.Optimizer:
 
 
 def overlap_of(optimizer: Any) -> Overlap | None:
-    return optimizer._hvdlite_exchange._overlap
+    return optimizer._hvdlite_driver.lease.overlap
 
 
 def backward(model: torch.nn.Module, optimizer: Any) -> None:

@@ -15,8 +15,8 @@ import torch
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
 from hvdlite_torch import horovod
-from hvdlite_torch.step.adasum import AdasumExchange
-from hvdlite_torch.sync.host import GradientExchange
+from hvdlite_torch.sync.adasum import AdasumSync
+from hvdlite_torch.sync.host import HostSync
 from tests.spmd.test_torch_training import assert_equal_everywhere
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -56,9 +56,9 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> Callable[[torch.optim.Optimize
 
         return counted
 
-    monkeypatch.setattr(GradientExchange, "_exchange", count(GradientExchange._exchange))
-    monkeypatch.setattr(AdasumExchange, "_after_step", count(AdasumExchange._after_step))
-    return lambda optimizer: counts.get(id(optimizer._hvdlite_exchange), 0)
+    monkeypatch.setattr(HostSync, "combine", count(HostSync.combine))
+    monkeypatch.setattr(AdasumSync, "after_step", count(AdasumSync.after_step))
+    return lambda optimizer: counts.get(id(optimizer._hvdlite_driver.sync), 0)
 
 
 def backward(parameters: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:

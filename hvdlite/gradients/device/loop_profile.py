@@ -7,11 +7,17 @@ weight of the batch are changed afterwards, is seen in the first steps, which se
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
+from typing import Any, Protocol
 
 from hvdlite.gradients.planner import LEARNED_STEPS
+
+
+class GradientState(Protocol):
+    """What gradients are at one time, as the adapter of their framework can tell."""
+
+    def is_like(self, other: Any) -> bool:
+        """Whether nothing has changed, as far as can be seen. The host may wait for the device."""
+        ...
 
 
 class LoopProfile:
@@ -25,7 +31,7 @@ class LoopProfile:
         order: In which backward passes have gradients, the last step's: numbers of parameters.
         passes: For each parameter, how many backward passes add to its gradient before a step, at most.
         settled: When backward is over, gradients and weight are what they are in the step. And its gradients are all made on
-            one stream: whoever has several has to wait for the end of backward, when torch brings them together.
+            one stream: whoever has several has to wait for the end of backward, when the framework brings them together.
     """
 
     def __init__(self, count: int) -> None:
@@ -37,7 +43,7 @@ class LoopProfile:
         self._counts = [0] * count
         self._weight: float | None = None
         self._stream = 0
-        self._seen: _State | None = None
+        self._seen: GradientState | None = None
 
     def saw(self, index: int, weight: float, stream: int) -> None:
         """A backward pass has added to a gradient, on a stream; `weight` is that of the batch so far."""
@@ -50,15 +56,15 @@ class LoopProfile:
         self.order[index] = None
         self._counts[index] += 1
 
-    def pass_over(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A backward pass is over."""
-        self._seen = _State(gradients)
+    def pass_over(self, state: GradientState) -> None:
+        """A backward pass is over, with gradients in this state."""
+        self._seen = state
 
-    def step(self, gradients: Sequence[torch.Tensor | None], weight: float) -> None:
-        """A step is about to use these."""
+    def step(self, state: GradientState, weight: float) -> None:
+        """A step is about to use gradients in this state."""
         if self._weight not in (None, weight):
             self.settled = False
-        if self._seen is not None and not self._seen.is_like(_State(gradients)):
+        if self._seen is not None and not self._seen.is_like(state):
             self.settled = False
         self.passes = [max(pair) for pair in zip(self.passes, self._counts, strict=True)]
         self._counts = [0] * len(self._counts)
@@ -69,25 +75,3 @@ class LoopProfile:
         self._steps += 1
         self.learning = self._steps < LEARNED_STEPS
         return not self.learning
-
-
-class _State:
-    """What gradients are now.
-
-    Args:
-        gradients: Of all parameters. They are kept.
-    """
-
-    def __init__(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        self._versions = [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
-        # Some changes are no new versions: those through p.grad.data, and a GradScaler's.
-        dense = [gradient.detach() for gradient in gradients if gradient is not None and not gradient.is_sparse]
-        self._norms = [norm.nan_to_num(0.0) for norm in torch._foreach_norm(dense)] if dense else []
-
-    def is_like(self, other: _State) -> bool:
-        """Whether nothing has changed, as far as can be seen. The host may wait for the device."""
-        same = all(
-            mine is theirs and version == now
-            for (mine, version), (theirs, now) in zip(self._versions, other._versions, strict=True)
-        )
-        return same and all(map(torch.equal, self._norms, other._norms))

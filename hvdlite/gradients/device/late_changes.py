@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.gradients.header import are_odd
-from hvdlite.protocols import Stream
+from hvdlite.protocols import Device, Stream
 
 _LOST = (
     "gradients changed after they had been sent to the other ranks: {what}. They are sent during the backward pass that was, "
@@ -45,19 +43,19 @@ class LateChanges:
         memory: What the communication stream works on.
     """
 
-    def __init__(self, device: torch.device, size: int) -> None:
-        self.memory = torch.zeros(_NEWS, dtype=torch.float64, device=device)
-        self._size = size
-        self._host = torch.zeros(_NEWS, dtype=torch.float64, pin_memory=device.type == "cuda")
-        self._seen = self._host.numpy()
+    def __init__(self, device: Device, size: int) -> None:
+        self.memory = device.zeros([_NEWS], "float64")
+        self._device, self._size = device, size
+        self._mirror = device.mirror(_NEWS)
         self._event: Any = None
 
-    def send(self, tail: torch.Tensor, stream: Stream) -> None:
+    def send(self, tail: Any, stream: Stream) -> None:
         """Begin to read a tail, on `stream`, which is the current one."""
-        self.memory[0].add_(tail[-_NEWS])  # once lost, for ever
-        self.memory[1:].copy_(tail[1 - _NEWS :])
-        self._host.copy_(self.memory, non_blocking=True)
-        self._event = None if is_capturing() else stream.record()  # that of a graph is never there to be asked
+        self._device.add(tail[-_NEWS:][:1], self.memory[:1])  # once lost, for ever
+        self._device.copy(tail[1 - _NEWS :], self.memory[1:])
+        self._mirror.take(self.memory)
+        # That of a graph is never there to be asked.
+        self._event = None if self._device.is_capturing() else stream.record()
 
     def check(self) -> None:
         """Raise if gradients have been lost on any rank, or states differ, as far as that is known.
@@ -66,15 +64,10 @@ class LateChanges:
             ArgumentError: They have been lost.
             MismatchError: States differ.
         """
-        if self._event is None or is_capturing() or not self._event.query():
+        if self._event is None or self._device.is_capturing() or not self._event.query():
             return
-        lost, joined, *states = self._seen.tolist()
+        lost, joined, *states = self._mirror.values.tolist()
         if lost > 0:
             raise lost_gradients("on another rank, in an earlier step; its error says more")
         if are_odd(self._size - joined, states):
             raise MismatchError(_ODD_STATES)
-
-
-def is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph, so that nothing can be asked about it."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

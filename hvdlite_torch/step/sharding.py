@@ -1,0 +1,149 @@
+"""How an optimizer steps this rank's shard only, wherever the parameters lie.
+
+For the time of a step the optimizer's groups hold this rank's pieces of the parameters, and its state is that of the pieces.
+The program sees whole parameters, and saves and loads whole states.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from hvdlite.errors import ArgumentError
+from hvdlite.gradients.header import digest
+from hvdlite.negotiation.mismatch import variants_text
+from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.step.shardable import check_shardable
+from hvdlite_torch.step.shards import ParameterShards
+
+
+def refuse_synchronize(what: str) -> NoReturn:
+    """Raise that combined gradients cannot be had without a step.
+
+    Args:
+        what: The call of the program.
+
+    Raises:
+        ArgumentError: Always.
+    """
+    raise ArgumentError(
+        f"{what} has no meaning with shard=True: no rank ever has all combined gradients. To clip them, pass "
+        "max_grad_norm to DistributedOptimizer."
+    )
+
+
+class Sharding:
+    """This rank's shard of one optimizer: its pieces of the parameters, and where their state comes from.
+
+    Args:
+        context: The optimizer, which is not distributed yet.
+
+    Attributes:
+        shards: The pieces, and their state.
+        whole: Parameters are dealt out whole; if False, they may be cut in two.
+
+    Raises:
+        ArgumentError: The optimizer cannot be sharded.
+    """
+
+    def __init__(self, context: OptimizerContext) -> None:
+        self._context = context
+        self._in_step = context.in_step
+        self.whole = check_shardable(context.optimizer, context.options)
+        self.shards = ParameterShards(context.optimizer, context.process_set)
+        self._loading = False
+        self._start, self._loads = "", 0
+
+    def begin(self, deal: Callable[[], None]) -> None:
+        """Begin in the present world. Every rank calls this.
+
+        Args:
+            deal: Deals the shards out.
+        """
+        whole = {} if self.shards.dealt else dict(self._context.optimizer.state)
+        deal()
+        if self.shards.adopted:
+            self.have_same_state()
+        else:
+            made = f"as it was when it was made distributed ({_digest_of(whole):08x})"
+            self._know_origin(made if whole else "empty at first")
+            self.shards.loaded = whole or None
+
+    def collect(self) -> None:
+        """Let the optimizer have the state of whole parameters, before shards are dealt out anew. Every rank calls this."""
+        self.shards.collect(self._in_step.origin)
+
+    def _know_origin(self, start: str) -> None:
+        """Where this rank's state comes from; nothing has been loaded since."""
+        self._in_step.origin = self._start = start
+        self._loads = 0
+        self.shards.loaded = None
+
+    def leave(self) -> None:
+        """The world has ended. Each rank keeps its shard of the state."""
+        self.shards.leave()
+
+    def after_step(self) -> None:
+        """The optimizer has stepped this rank's pieces, and its groups hold whole parameters again."""
+        self.shards.drop_gradients()
+        self.shards.loaded = None  # the exchange has seen that all have loaded as often
+
+    def have_same_state(self) -> None:
+        """All ranks have been given the same state."""
+        self._know_origin("that of all ranks")
+
+    # What `hvdlite_torch.step.wrapped.Sharded` and `hvdlite_torch.training.state` call
+
+    def whole_state(self, root: int | None = None) -> contextlib.AbstractContextManager[None]:
+        """For a with statement: the optimizer has the state of whole parameters. Every rank calls this.
+
+        Args:
+            root: A rank of the process set, by its number there. If it has loaded a state since the last step, its optimizer
+                has that; and only those of ranks that have loaded one have a whole state.
+
+        Raises:
+            ArgumentError: The ranks have not loaded the same, or some lack their part. Raised on all of them.
+        """
+        loaded: list[tuple[str, bool]] = self._context.gather((self._in_step.origin, self.shards.loaded is not None))
+        if root is not None and loaded[root][1]:
+            return self.shards.loaded_state() if self.shards.loaded is not None else contextlib.nullcontext()
+        if len({origin for origin, _ in loaded}) == 1:
+            return self.shards.whole_state()
+        raise ArgumentError(
+            "the ranks have not loaded the same state into this sharded optimizer, so nobody has all of it:\n"
+            f"{variants_text(self._context.ranks, [[origin] for origin, _ in loaded])}\n"
+            "Call load_state_dict() on every rank; or on one, and then hvd.broadcast_optimizer_state(optimizer, that rank) on "
+            "all."
+        )
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within the body of a with statement the optimizer loads a state, of whole parameters. Those within do nothing."""
+        if self._loading:
+            yield
+            return
+        self._loading = True
+        try:
+            with self.shards.loading():
+                yield
+        finally:
+            self._loading = False
+        self._loads += 1
+        self._in_step.origin = f"{self._start}, loaded {self._loads} times since"
+
+
+def _digest_of(state: dict[Any, dict[str, Any]]) -> int:
+    """Stands for what there is in a state, and for its numbers, such as counts of steps; not for what is in its tensors."""
+    return digest(
+        [
+            sorted((str(name), float(value) if _is_number(value) else None) for name, value in its.items())
+            for its in state.values()
+        ]
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 and value.is_cpu if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
