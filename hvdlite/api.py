@@ -479,15 +479,15 @@ def allreduce(
         inplace: Whether the result overwrites `tensor`.
         prescale_factor: A factor that multiplies each rank's values before the reduction.
         postscale_factor: A factor that multiplies the result.
-        algorithm: "auto", "mpi", "ring", "tree", "butterfly", "rabenseifner" or "parameter_server"; None means the setting
-            ``HVDLITE_ALGORITHM``, whose default is "auto". Adasum has one algorithm of its own.
+        algorithm: "auto", "shared_memory", "mpi", "ring", "tree", "butterfly", "rabenseifner" or "parameter_server"; None means
+            the setting ``HVDLITE_ALGORITHM``, whose default is "auto". Adasum has one algorithm of its own.
         process_set: The ranks that take part; None means all ranks.
 
     Returns:
         The reduced tensor (or list) of the same kind, dtype and shape; `tensor` itself if `inplace`.
 
     Raises:
-        ArgumentError: `op`, `algorithm` or a factor is not one of those above, or this rank is not in `process_set`.
+        ArgumentError: `op` or `algorithm` is not one of those above, or this rank is not in `process_set`.
         UnsupportedTensorError: `tensor` is not a tensor, or is read-only with `inplace`, or `op` is not defined for its dtype.
         MismatchError: The ranks' calls do not belong together, such as calls with different shapes. All ranks raise it.
         DuplicateNameError: An operation of this name is in flight.

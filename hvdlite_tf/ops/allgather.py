@@ -51,7 +51,7 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = Everybody,
 ) -> list[tf.Tensor]:
-    """Run `allgather` on several tensors of any dtypes as one operation, and return the list of results."""
+    """Run `allgather` on several tensors of any dtypes as one operation. Return the list of results. See `allgather`."""
     return allgather(group_of(tensors), name, ignore_name_scope, process_set)
 
 

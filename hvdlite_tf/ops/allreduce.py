@@ -72,7 +72,7 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,
     name: str | None = None,
 ) -> list[Any]:
-    """Run `allreduce` on several tensors of any dtypes as one operation, and return the list of results.
+    """Run `allreduce` on several tensors of any dtypes as one operation. Return the list of results. See `allreduce`.
 
     Some of the tensors may be tf.IndexedSlices, at the same positions of the list on every rank.
     """

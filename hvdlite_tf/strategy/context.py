@@ -78,7 +78,7 @@ class Replica(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does 
             return tf.nest.pack_sequence_as(value, extended.over_ranks(reduce_op, flat))
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def joined(*tensors: tf.Tensor) -> Any:
+        def reduced(*tensors: tf.Tensor) -> Any:
             def backward(*gradients: tf.Tensor) -> list[tf.Tensor]:
                 if self.share is None:
                     return list(self.all_reduce(reduce_op, list(gradients)))
@@ -90,4 +90,4 @@ class Replica(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does 
 
             return extended.over_ranks(reduce_op, list(tensors)), backward
 
-        return tf.nest.pack_sequence_as(value, joined(*flat))
+        return tf.nest.pack_sequence_as(value, reduced(*flat))

@@ -155,10 +155,10 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
             tf.cast(tf.size(each), tf.float64) / tf.cast(tf.size(total), tf.float64)
             for each, total in zip(flat, sums, strict=True)
         ]
-        joined = self.extended.over_ranks("SUM", [*sums, *counts])
+        summed = self.extended.over_ranks("SUM", [*sums, *counts])
         means = [
             tf.math.divide_no_nan(total, tf.cast(count, total.dtype))
-            for total, count in zip(joined[: len(flat)], joined[len(flat) :], strict=True)
+            for total, count in zip(summed[: len(flat)], summed[len(flat) :], strict=True)
         ]
         return tf.nest.pack_sequence_as(value, means)
 

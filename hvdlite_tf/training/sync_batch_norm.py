@@ -21,7 +21,7 @@ _Plain: Any = tf.keras.layers.BatchNormalization
 _register: Any = (keras if issubclass(_Plain, keras.layers.Layer) else tf.keras).saving.register_keras_serializable
 
 
-class JoinedMoments:
+class GlobalMoments:
     """A mixin that computes the statistics of a batch normalisation layer of Keras 3 or tf_keras over all ranks.
 
     It comes before the layer among the bases of a class. In training both layers ask the method `_moments` for the mean and
@@ -52,11 +52,11 @@ class JoinedMoments:
             axes: Sequence[int] = self._reduction_axes
         else:
             (axes,) = arguments
-        return _joined_moments(inputs, axes, mask, keep_dims, self.process_set)
+        return _global_moments(inputs, axes, mask, keep_dims, self.process_set)
 
 
 @_register(package="hvdlite", name="SyncBatchNormalization")
-class SyncBatchNormalization(JoinedMoments, _Plain):  # type: ignore[misc]  # mypy does not see Keras
+class SyncBatchNormalization(GlobalMoments, _Plain):  # type: ignore[misc]  # mypy does not see Keras
     """`keras.layers.BatchNormalization` over the global batch of all ranks.
 
     In training, in a tf.function and eagerly, the mean and the variance are those of the samples of all ranks. Batches may
@@ -104,10 +104,10 @@ def synchronized(layer: type[Any]) -> type[Any]:
     """
     if not (isinstance(layer, type) and hasattr(layer, "_moments")):
         raise ArgumentError(f"expected a batch normalisation layer of Keras 3 or tf_keras; got {layer!r}.")
-    return type("SyncBatchNormalization", (JoinedMoments, layer), {"__doc__": SyncBatchNormalization.__doc__})
+    return type("SyncBatchNormalization", (GlobalMoments, layer), {"__doc__": SyncBatchNormalization.__doc__})
 
 
-def _joined_moments(
+def _global_moments(
     inputs: tf.Tensor, axes: Sequence[int], mask: Any, keep_dims: bool, process_set: ProcessSet | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Return the mean and the biased variance over the batches of all ranks.

@@ -49,7 +49,7 @@ def allgather_async(tensor: T, name: str | None = None, process_set: ProcessSet 
 def grouped_allgather(
     tensors: Iterable[torch.Tensor], name: str | None = None, process_set: ProcessSet = Everybody
 ) -> list[torch.Tensor]:
-    """Run `allgather` on several tensors of any dtypes as one operation, and return the list of results."""
+    """Run `allgather` on several tensors of any dtypes as one operation. Return the list of results. See `allgather`."""
     return allgather(group_of(tensors), name, process_set)
 
 

@@ -125,7 +125,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> list[torch.Tensor]:
-    """Run `allreduce` on several tensors of any dtypes as one operation, and return the list of results."""
+    """Run `allreduce` on several tensors of any dtypes as one operation. Return the list of results. See `allreduce`."""
     chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set)
     return allreduce(group_of(tensors), None, name, compression, chosen, **options)

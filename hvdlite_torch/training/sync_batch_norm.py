@@ -79,12 +79,12 @@ class SyncBatchNorm(_BatchNorm):
         if not of_batch or world("SyncBatchNorm()").engine(self.process_set).size == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        normalized: torch.Tensor = self._normalize_joined(input)
+        normalized: torch.Tensor = self._normalize_globally(input)
         return normalized
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler cannot trace an exchange
-    def _normalize_joined(self, input: torch.Tensor) -> torch.Tensor:
-        count, mean, variance = _joined_statistics(input.detach(), self.process_set)
+    def _normalize_globally(self, input: torch.Tensor) -> torch.Tensor:
+        count, mean, variance = _global_statistics(input.detach(), self.process_set)
         if count < 2:
             raise ArgumentError(
                 f"SyncBatchNorm: expected more than one value per channel to train with; all ranks together have {count}."
@@ -169,7 +169,7 @@ def _widened(input: torch.Tensor) -> torch.Tensor:
     return input.float() if input.dtype in _HALVES else input
 
 
-def _joined_statistics(input: torch.Tensor, process_set: ProcessSet | None) -> tuple[int, torch.Tensor, torch.Tensor]:
+def _global_statistics(input: torch.Tensor, process_set: ProcessSet | None) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Return the count, the mean and the biased variance of each channel, over the batches of all ranks.
 
     A rank has a count n, a mean m and a variance v. The ranks first compute the joint mean, and then sum
