@@ -12,7 +12,7 @@ from hvdlite.negotiation.execution import Execution
 from hvdlite.negotiation.handle import Handle
 from hvdlite.negotiation.in_flight import InFlight
 from hvdlite.negotiation.messages import JOIN, Decision, Key
-from hvdlite.operations import SHARED_BUCKETS, Operation, Signature, stand_in
+from hvdlite.operations import SHARED_BUCKETS, Operation, Signature, operation_for_absent
 from hvdlite.protocols import Transport
 from hvdlite.timeline import Timeline
 from hvdlite.topology import Members
@@ -151,7 +151,7 @@ class Driver:
         except PeerLeftError as error:  # the transport is gone: whoever waits must hear of it
             self.broken = error
             return True
-        self._stand_in()
+        self._take_part_for_absent()
         if decisions and self._timeline.on:
             self._execution.note_plan()
         for decision in decisions:
@@ -159,14 +159,16 @@ class Driver:
         self._followed = self._controller.plans
         return moved or bool(decisions)
 
-    def _stand_in(self) -> None:
+    def _take_part_for_absent(self) -> None:
         """This rank has joined: give it a part in what the others have submitted and it has not."""
         if not self._controller.unsubmitted:
             return
         with self._submit_lock:
             for key, signature in self._controller.unsubmitted.items():
                 late = signature[0] == SHARED_BUCKETS
-                operation = self.make_late(signature) if late else stand_in(signature, self._rank, self._size)
+                operation = (
+                    self.make_late(signature) if late else operation_for_absent(signature, self._rank, self._size)
+                )
                 self._in_flight.put_for_absent(key, operation, self._new_handle(key))
             self._controller.unsubmitted.clear()
 
@@ -182,7 +184,7 @@ class Driver:
 
     def _fuse(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
         if len(keys) > 1:
-            self._stand_in()
+            self._take_part_for_absent()
         return self._in_flight.fuse(keys, self._fusion_threshold)
 
 

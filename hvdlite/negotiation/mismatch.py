@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hvdlite.errors import ranks_text
 from hvdlite.negotiation.messages import JOIN, Key
-from hvdlite.operations import Signature, describe, why_not_without
+from hvdlite.operations import Signature, describe, why_absent_refused
 
 
 def name_of(key: Key) -> str:
@@ -28,7 +28,7 @@ def why_not_done(key: Key, variants: Mapping[Signature, Sequence[int]], size: in
         return mismatch_text(key, variants)
     ((signature, ranks),) = variants.items()
     joined = sorted(set(range(size)).difference(ranks))
-    why = why_not_without(signature, joined)
+    why = why_absent_refused(signature, joined)
     return None if why is None else joined_text(key, signature, joined, why)
 
 
