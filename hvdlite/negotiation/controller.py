@@ -65,8 +65,8 @@ class Controller:
         cache_entries: The largest number of ids, at most 65536; the same on every rank.
 
     Attributes:
-        unsubmitted: Operations of a plan that this rank has not submitted, because it has joined. The driver takes them out. On
-            the root they appear while it makes the plan.
+        unsubmitted: Operations of a plan (on the root also of the plan in the making) that this rank has not submitted, because
+            it has joined. The driver takes them out.
     """
 
     def __init__(
@@ -112,10 +112,7 @@ class Controller:
             self._wake(self._rank)
 
     def report_blocked(self, pending: Sequence[tuple[Key, Signature]]) -> None:
-        """Record that this rank's program cannot go on before one of `pending` is done.
-
-        The next plan, or the next `announce`, ends this.
-        """
+        """Record that this rank's program waits for one of `pending`, until the next plan or the next `announce`."""
         if self._rank not in self._blocked.found and not self._joins:
             self._blocked.hear(self._rank, self._plans, {self._rank: list(pending)})
             if self._parent is not None:  # on the root, `step` tells all ranks
@@ -123,9 +120,8 @@ class Controller:
 
     def step(self) -> list[Decision]:
         """Read the messages that have arrived, report complete operations, and return the new decisions, in order."""
-        decisions = (
-            self._pass_on() if self._ready.complete else []
-        )  # before reading: the other ranks may wait for this report
+        # The report comes before reading: the other ranks may wait for it.
+        decisions = self._pass_on() if self._ready.complete else []
         received = None
         if self._parties > 1 or self._parent is not None:
             while (received := self._transport.poll()) is not None:
@@ -144,9 +140,7 @@ class Controller:
                         self._wake(sender)
                         if kind == "joined":
                             self._ready.join(sender, content[0])
-        if (
-            self._joins and received is None
-        ):  # all earlier messages are read: ranks that joined before this one are known
+        if self._joins and received is None:  # ranks that joined before this one are known by now
             self._joins = False
             self._ready.join(self._rank, self._rank)
         if self._ready.complete:
@@ -247,9 +241,7 @@ class Controller:
         if message[0] == PLAN_ONE_KIND:
             _, number, identity = PLAN_ONE.unpack(message)
             key = self._cache.key(number, identity)
-            return self._follow(
-                [Decision((key,), None)], [], {}
-            )  # all ranks have submitted it: else the plan would have another form
+            return self._follow([Decision((key,), None)], [], {})  # in this form, all ranks have submitted it
         expanded, rest, signatures = decode_plan(message, self._cache)
         if self._ready.joined:
             signatures.update(entry for group in expanded for entry in group)
@@ -258,12 +250,9 @@ class Controller:
     def _follow(
         self, groups: list[Decision], rest: list[Decision], signatures: Mapping[Key, Signature]
     ) -> list[Decision]:
-        """Record a plan in the cache and the history.
+        """Record a plan in the cache and the history: `groups` were sent by ids, `rest` by names.
 
-        Args:
-            groups: The decisions that were sent by ids.
-            rest: The decisions that were sent by names.
-            signatures: The signatures of the operations, at least of those that this rank has not submitted.
+        `signatures` has at least the operations that this rank has not submitted.
         """
         self._plans += 1
         if self._blocked.found:
