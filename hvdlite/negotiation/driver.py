@@ -143,9 +143,7 @@ class Driver:
             entry = in_flight.entries.get(key)
             if key == JOIN:
                 self._controller.join()
-            elif (
-                entry is not None
-            ):  # None: this rank's operation has failed already, because of a mismatch under its name
+            elif entry is not None:  # None: this rank's operation has failed already, by a mismatch under its name
                 self._controller.announce(key, entry[0].signature)
             moved = True
         try:

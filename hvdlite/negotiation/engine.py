@@ -200,10 +200,7 @@ class Engine:
 
     def become_child(self, error: HvdliteError) -> None:
         """Let every operation raise `error`: this process was forked from the rank and takes no part in the job."""
-        self._submit_lock, self._submitting = (
-            threading.RLock(),
-            False,
-        )  # a thread that does not exist in the child may have held it
+        self._submit_lock, self._submitting = threading.RLock(), False  # a thread that is not here may have held it
         self._driver.become_child(error)
 
     @property
