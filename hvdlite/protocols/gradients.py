@@ -12,7 +12,7 @@ class Plan(NamedTuple):
     Attributes:
         chunk_bytes: The number of bytes of each rank that are summed at a time, so that they stay in a core's cache.
         message_bytes: The number of bytes of a message between hosts.
-        buckets: For each bucket the indices of its tensors, in the order of the exchanges. Empty for one bucket with all tensors.
+        buckets: For each bucket the indices of its tensors, in the order of exchange. Empty for one bucket with all tensors.
         lend: If it is not 0, results lie apart from gradients, and a framework may keep the results of this many exchanges.
         spare: True if each rank has a second buffer for results, which is used while the program holds the first.
     """
@@ -30,8 +30,8 @@ class Exchange(Protocol):
     Attributes:
         dropped: True if the program on this rank cannot use the object any more.
         memory_only: True if there is nothing to catch up after a join.
-        passes: For each optimizer the number of backward passes that this rank has accumulated since the last exchange. An
-            optimizer has the same key on all ranks. Empty if it is not known.
+        passes: For each optimizer the number of backward passes that this rank has given to it. An optimizer has the same key
+            on all ranks. Empty if the numbers are not known.
     """
 
     @property
