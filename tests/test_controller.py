@@ -385,4 +385,4 @@ def test_names_that_are_used_once_are_forgotten() -> None:
     for rank in ranks:
         assert len(rank._cache.entries) == len(rank._cache.ids) <= 16
         assert len(rank._history.retired) <= 2
-        assert not rank._announced and not rank._history.failed and not rank._tallies._tallies
+        assert not rank._announced and not rank._history.failed and not rank._ready._table

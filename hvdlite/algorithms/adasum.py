@@ -1,4 +1,4 @@
-"""Adasum: gradients that point the same way are averaged, orthogonal ones are added."""
+"""Adasum: gradients that point in the same direction are averaged, and orthogonal gradients are added."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, Transport
 
 _CHUNK = 8192
-"""Elements of which dot products are taken at a time, as float64: they stay in the cache, and BLAS uses one thread."""
+"""The number of elements of a dot product in float64: so few stay in the cache, and BLAS uses one thread."""
 
 
 def adasum(transport: Transport, data: Array, counts: Sequence[int]) -> None:
@@ -32,13 +32,13 @@ def adasum(transport: Transport, data: Array, counts: Sequence[int]) -> None:
     the ranks that have the other parts. Then an allgather backwards. All tensors travel together.
 
     Cost for P = 2ᵏ ranks, n bytes and T tensors: (2k + k(k+1)/2)α + 2(P-1)/P·nβ, and 24T bytes in k(k+1)/2 of the messages.
-    Where P is no power of two, the ranks too many are folded in beforehand and out afterwards.
+    If P is no power of two, the extra ranks are folded in before and folded out after (`Core`).
 
     Args:
-        transport: The ranks.
-        data: Shape ``(sum(counts),)``, float32 or float64: the tensors, one after the other.
-        counts: The number of elements of each tensor. Each is combined by itself, with dot products of its own, taken in
-            float64. A vector shorter than 1e-154, whose square underflows, may count as zero.
+        transport: A transport over the ranks.
+        data: The tensors one after the other: float32 or float64, of shape ``(sum(counts),)``.
+        counts: The number of elements of each tensor. Each tensor is combined by itself, with its own dot products in float64.
+            A vector of a norm below 1e-154, whose square underflows, may count as zero.
 
     Source: Maleki et al., "Scaling distributed training with adaptive summation", MLSys 2021, arXiv:2006.02924,
     section 3 and algorithm 1.
@@ -64,7 +64,7 @@ def adasum(transport: Transport, data: Array, counts: Sequence[int]) -> None:
             start, stop = kept.start, kept.stop
             incoming = scratch[: stop - start]
             transport.sendrecv(data[given], partner, incoming, partner)
-            # For the sum, everybody's a is the vector of the lower ranks.
+            # For the sum, a is the vector of the lower ranks on every rank.
             order = [0, 2, 1] if index & distance else [0, 1, 2]
             dots = tensors.dots(data[kept], incoming, start)[order]
             _sum_over_block(transport, core, index, 2 * distance, dots)
@@ -77,11 +77,7 @@ def adasum(transport: Transport, data: Array, counts: Sequence[int]) -> None:
 
 
 def check_adasum(dtype: str) -> None:
-    """Let a dtype (a name of `TensorInfo`) pass that Adasum is defined for: the real floating-point ones.
-
-    Raises:
-        UnsupportedTensorError: It is another one.
-    """
+    """Raise UnsupportedTensorError unless `dtype` (a name as in `TensorInfo`) is a real floating-point type."""
     if not dtype.startswith(("float", "bfloat")):
         raise UnsupportedTensorError(
             f"Adasum of {dtype} is not defined: expected float16, bfloat16, float32 or float64. Use Sum or Average."
@@ -89,9 +85,9 @@ def check_adasum(dtype: str) -> None:
 
 
 def _sum_over_block(transport: Transport, core: Core, index: int, size: int, dots: Array) -> None:
-    """Sum `dots` over the aligned block of `size` ranks of the core that `index` is in, by recursive doubling.
+    """Sum `dots` by recursive doubling over the aligned block of `size` ranks of the core that contains `index`.
 
-    Every rank adds the same pairs of numbers, and a + b is b + a: the same bits on all.
+    Every rank adds the same pairs of numbers, and a + b equals b + a. So all ranks have the same bits.
     """
     incoming = np.empty_like(dots)
     distance = 1
@@ -103,14 +99,14 @@ def _sum_over_block(transport: Transport, core: Core, index: int, size: int, dot
 
 
 class _Tensors:
-    """Where tensors lie in a flat vector, and the arithmetic on the parts of them that lie in a piece of it."""
+    """The positions of tensors in a flat vector, and arithmetic on a piece of this vector, tensor by tensor."""
 
     def __init__(self, counts: Sequence[int]) -> None:
         self._bounds = [0, *accumulate(counts)]
         self._wide = np.empty((2, min(_CHUNK, max(counts, default=0))))
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, slice]]:
-        """The tensors with elements in ``start … stop``, and where these are, counted from `start`."""
+        """Yield the tensors with elements in ``start … stop``, each with the slice of these elements, counted from `start`."""
         tensor = bisect_right(self._bounds, start) - 1
         while start < stop and self._bounds[tensor] < stop:
             first, last = max(self._bounds[tensor], start), min(self._bounds[tensor + 1], stop)
@@ -119,7 +115,7 @@ class _Tensors:
             tensor += 1
 
     def dots(self, a: Array, b: Array, start: int) -> Array:
-        """The dot products of two pieces of the vector that begin at `start`, by tensor.
+        """Return, for each tensor, the dot products of two pieces of the vector that begin at `start`.
 
         Returns:
             a·b, a·a and b·b, of shape ``(3, tensors)`` and float64; zero for tensors that have no element in the piece.
@@ -135,7 +131,7 @@ class _Tensors:
         return dots
 
     def combine(self, a: Array, b: Array, dots: Array, start: int) -> None:
-        """Overwrite piece `a` of the vector, which begins at `start`, with the combination; `b` is used up."""
+        """Overwrite the piece `a`, which begins at `start`, with its combination with `b`. The content of `b` is lost."""
         products, squares = dots[0], dots[1:]
         shares = np.divide(products, 2 * squares, out=np.zeros_like(squares), where=squares != 0)
         for tensor, part in self._parts(start, start + a.size):

@@ -9,10 +9,10 @@ from hvdlite.protocols import Array, Transport
 
 
 def ring_allgather(transport: Transport, data: Array, counts: Sequence[int]) -> None:
-    """Fill every rank's slice of `data` with what that rank has there, in place.
+    """Copy slice r of `data` from rank r to all ranks, in place.
 
-    In each step a rank passes on to its right neighbour the slice that it received in the step
-    before, its own slice first.
+    In the first step a rank sends its own slice to its right neighbour. In each later step it sends the slice that it received
+    in the step before.
 
     Cost for P ranks and n bytes in all: (P-1)α + (P-1)/P·nβ, the least that any algorithm can send.
 

@@ -11,10 +11,10 @@ from hvdlite.protocols import Array, Transport
 def pairwise_alltoall(
     transport: Transport, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]
 ) -> None:
-    """Give slice r of `data` to rank r, and put what comes from rank r in slice r of `out`.
+    """Send slice r of `data` to rank r, and put the slice that comes from rank r in slice r of `out`.
 
-    In step s every rank sends to the rank s to its right and receives from the rank s to its left:
-    no rank is ever sent to by two at once.
+    In step s every rank sends to the rank s to its right and receives from the rank s to its left. So a rank never receives
+    from two ranks at once.
 
     Cost for P ranks and n bytes per pair of ranks: (P-1)(α + nβ).
 

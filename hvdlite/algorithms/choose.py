@@ -1,4 +1,4 @@
-"""Which allreduce algorithm to use."""
+"""Chooses the algorithm of an allreduce."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ butterfly is the faster up to 1.3 (256 ranks) to 4 (4 ranks) times as much.
 
 
 def choose(ranks: int, nbytes: int) -> str:
-    """The name of the algorithm that should be the fastest for a vector of `nbytes` bytes.
+    """Return the name of the algorithm that should be the fastest for a vector of `nbytes` bytes.
 
-    A simple rule instead of the minimum of `predict`, for it is asked before every allreduce. The
-    parameter server is never chosen: the model flatters it, as it charges nothing for the handling of
-    a short message.
+    This is a simple rule and not the minimum of `predict`, because it runs before every allreduce. It never chooses the
+    parameter server: the model makes it look too fast, because it charges nothing for the handling of a short message.
     """
     if nbytes <= LATENCY_BYTES:
         return "butterfly"

@@ -1,4 +1,4 @@
-"""What an allreduce costs, in the α-β-γ model.
+"""Predicts the time of an allreduce in the α-β-γ model.
 
 A message of n bytes occupies its sender for nβ seconds, and its receiver for nβ seconds that begin α
 after the sender's. A rank sends one message at a time and receives one at a time, but can do both at
@@ -20,7 +20,7 @@ from hvdlite.errors import ArgumentError
 
 
 def predict(name: str, ranks: int, nbytes: float, alpha: float, beta: float, gamma: float) -> float:
-    """The time in seconds of allreduce algorithm `name`.
+    """Return the time in seconds of the allreduce algorithm `name`.
 
     Exact for any number of ranks, if the vector can be cut into equal slices: by the number of
     ranks for the ring, by the largest power of two in it for Rabenseifner's. Otherwise the real time
@@ -109,12 +109,12 @@ def _rabenseifner(ranks: int, vector: _Vector) -> float:
 
 
 def _lg(size: int) -> int:
-    """The logarithm of a power of two."""
+    """Return the binary logarithm of a power of two."""
     return size.bit_length() - 1
 
 
 def _exchange(clocks: list[float], distance: int, latency: float, transfer: float, reduction: float) -> list[float]:
-    """The clocks after each rank of the core has exchanged data with the one at `distance`."""
+    """Return the clocks after each rank of the core has exchanged data with the rank at `distance`."""
     return [max(clock, clocks[index ^ distance] + latency) + transfer + reduction for index, clock in enumerate(clocks)]
 
 

@@ -1,4 +1,4 @@
-"""Bytes of any length, gathered from all ranks of a group."""
+"""Gathers byte arrays of different lengths from all ranks of a group."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hvdlite.protocols import Array, Collectives
 
 
 def allgather_bytes(collectives: Collectives, data: Array) -> list[Array]:
-    """Every rank's `data`, by rank.
+    """Return for each rank its `data`. All ranks call this.
 
     Args:
-        collectives: Of the group; all ranks call this.
-        data: uint8, shape ``(n,)``, n of this rank's own.
+        collectives: The collectives of the group.
+        data: An array of uint8 and shape ``(n,)``; n may differ between the ranks.
     """
     lengths = np.empty(collectives.size, np.int64)
     collectives.allgather(np.array([data.size], np.int64), lengths, [1] * collectives.size)

@@ -10,8 +10,8 @@ from hvdlite.protocols import Array, Combine, Transport
 def parameter_server(transport: Transport, data: Array, combine: Combine) -> None:
     """Reduce `data` over the ranks, in place: rank 0 receives everything, reduces it in rank order, sends it back.
 
-    Two steps only, so quick where there are few ranks and short vectors; but everything goes
-    through one port, so the time grows with the number of ranks.
+    The algorithm has two steps only, so it is fast for few ranks and short vectors. But all data goes through one rank, so the
+    time grows with the number of ranks.
 
     Cost for P ranks and n bytes: 2α + 2(P-1)nβ + (P-1)nγ.
 

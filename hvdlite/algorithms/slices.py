@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def split(length: int, parts: int) -> list[int]:
-    """The element counts of `parts` nearly equal slices of a vector.
+    """Return the numbers of elements of `parts` nearly equal slices of a vector.
 
     The first ``length % parts`` slices are one element longer than the others, so slices may be
     empty where there are fewer elements than parts.
@@ -16,7 +16,7 @@ def split(length: int, parts: int) -> list[int]:
 
 
 def slices(counts: Sequence[int]) -> list[slice]:
-    """The consecutive slices that hold ``counts[0]``, ``counts[1]``, … elements."""
+    """Return the consecutive slices with ``counts[0]``, ``counts[1]``, … elements."""
     result = []
     start = 0
     for count in counts:

@@ -1,15 +1,15 @@
 """Host memory moved and reduced between the ranks.
 
-- `mpi`, `mpi_collectives`: messages and collectives of MPI; `mpi_errors`: its errors as ours.
-- `mpi_start`, `mpi_job`: how a process comes to MPI, and which job it is in.
-- `local`: the same among threads of one process, over a network that is simulated.
-- `messages`, `mailbox`: messages with tags, which do not block: what they take, and how threads exchange them.
-- `channel`: such messages with the watchdog as the owner of every wait.
+- `mpi`, `mpi_collectives`: messages and collectives of MPI; `mpi_errors` maps MPI's errors to `CommunicationError`.
+- `mpi_start` loads MPI and finalises it; `mpi_job` finds out which processes are the job.
+- `local`: a transport among the threads of one process, over a simulated network.
+- `messages`: the checks of `isend` and `irecv`; `mailbox`: how the threads of `local` exchange such messages.
+- `channel`: `isend` and `irecv` with the watchdog as the owner of every wait.
 - `naps`: how a thread waits for other ranks.
-- `point_to_point`: collectives on nothing but messages.
-- `shared_memory`, `host`, `host_collectives`: memory that all ranks of a host see, how they meet there, and what they sum in
-  it.
-- `hierarchy`, `hierarchical`: first within each host, then between hosts.
+- `point_to_point`: collectives made of messages alone.
+- `shared_memory`: memory that all ranks of a host see; `host`: how the ranks of a host meet; `host_collectives`: how they
+  reduce and move data through that memory.
+- `hierarchy`: which ranks share a host; `hierarchical`: collectives within each host first, then between hosts.
 
 Each module is imported only where it is used: MPI starts when `mpi` is imported.
 """

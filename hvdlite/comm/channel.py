@@ -1,6 +1,6 @@
-"""Messages between two ranks whose waits the watchdog owns: `hvdlite.protocols.Channel` on any transport.
+"""Messages between two ranks, whose waits the watchdog owns: `hvdlite.protocols.Channel` on any transport.
 
-Ranks here are numbers in the group; the watchdog knows them by their numbers in the job.
+In this file a rank is a number in the group. The watchdog counts the ranks of the job.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hvdlite.watchdog.waits import Wait
 from hvdlite.watchdog.watchdog import Watchdog
 
 _SERVICE_NAP = 10 * LONGEST_NAP
-"""A server that nobody asks anything of looks every 2 ms, which takes it a hundredth of a core."""
+"""The longest nap of a server, in seconds. A server that gets no requests looks every 2 ms and uses a hundredth of a core."""
 
 
 class _Guard(threading.local):
-    """What a thread waits for, if it has said so."""
+    """What one thread waits for, as the program has said by `WatchedChannel.guarded`; `what` is None if it has not."""
 
     what: str | None = None
     kind = WaitKind.PEER
 
 
 class WatchedChannel:
-    """A `Channel`. All ranks of the group make one, at the same point of their sequence.
+    """A `Channel` whose waits the watchdog owns. All ranks of the group make one, at the same point of their sequence.
 
     Args:
-        transport: Over the group; for this object alone, which closes it.
+        transport: A transport over the group, for this object alone. `close` closes it.
         members: The ranks of the group.
-        watch: Owns the waits.
+        watch: The watchdog of this rank.
     """
 
     def __init__(self, transport: Transport, members: Members, watch: Watchdog) -> None:
@@ -84,9 +84,12 @@ class WatchedChannel:
         """Wait for a request of the transport.
 
         Args:
-            request: What is waited for.
-            peers: The ranks of the group of which one is enough to end the wait.
-            what: What for, in words, if the program has not said.
+            request: The request of the transport.
+            peers: Ranks of the group. One of them is enough to end the wait.
+            what: A function that says in words what the request waits for. A text given to `guarded` replaces it.
+
+        Raises:
+            HvdliteError: The watchdog has failed the wait, or the channel is broken or closed.
         """
         if request.test():
             return
@@ -115,7 +118,7 @@ class WatchedChannel:
             self._watch.end(number)
 
     def check(self) -> None:
-        """Raise why nothing more can be done on this channel."""
+        """Raise the error that has broken this channel, if there is one."""
         self._link.check()
 
     def close(self) -> None:
@@ -128,9 +131,9 @@ class _WatchedRequest:
     """A `Request` of a `WatchedChannel`.
 
     Args:
-        channel: Waits for it.
-        request: The transport's.
-        peers, what: As for `WatchedChannel.wait`.
+        channel: The channel that waits for the request.
+        request: The request of the transport.
+        peers, what: See `WatchedChannel.wait`.
     """
 
     def __init__(

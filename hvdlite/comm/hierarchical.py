@@ -1,4 +1,4 @@
-"""The collectives of a group: inside of each host through shared memory, between hosts by slices, or by messages alone."""
+"""The collectives of a group: through shared memory within a host, by slices between hosts, or by messages alone."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from hvdlite.tensors.numpy_adapter import check_dtype
 from hvdlite.tensors.reduction import Reduction, reduction
 
 _TINY_BYTES = 2**12
-"""Up to here a message is there sooner than Python has looked at its memory."""
+"""The largest array that is sent by messages on one host: for so few bytes MPI is faster than Python with shared memory."""
 _ONE_SHOT_BYTES = 2**15
-"""Up to here every rank reduces everything: waiting costs more than arithmetic."""
+"""The largest array that every rank reduces whole: for so few bytes a second meeting costs more than the arithmetic."""
 
 
 class HierarchicalCollectives:
-    """What operations and gradients are exchanged by: `hvdlite.protocols.Collectives`, with halves and a last touch.
+    """`Collectives` that accumulate float16 and bfloat16 in float32 and can scale the result at the end.
+
+    Operations and gradients run on these collectives.
 
     Args:
-        transport: Over the group; this object's alone.
-        hosts: For each rank of the group, some number of its host.
-        make_flat: Makes collectives by messages over the ranks of a transport.
-        shared_memory: Whether ranks of one host may share memory.
+        transport: A transport over the group, for this object alone.
+        hosts: For each rank of the group, a number of its host.
+        make_flat: A function that makes collectives by messages over the ranks of a transport.
+        shared_memory: Whether the ranks of one host may share memory.
 
     Attributes:
         rank, size: See `Collectives`.
-        host: The ranks of this host.
+        host: The ranks of this rank's host.
         hosts: The number of hosts.
-        owners: The first so many ranks of each host have a part of what goes between the hosts.
-        flat: The same group by messages alone.
-        between_hosts: The ranks of this number on all hosts; None if there is one host only, or this rank is no owner.
+        owners: The number of slice owners on each host: the first `owners` ranks of a host own a slice of inter-host data.
+        flat: Collectives over the same group by messages alone.
+        between_hosts: Collectives over the ranks that have this rank's number on their hosts; None if there is one host only,
+            or this rank owns no slice.
     """
 
     def __init__(
@@ -45,12 +48,12 @@ class HierarchicalCollectives:
         self.rank, self.size = transport.rank, transport.size
         self._transport, self._host_of, self._make_flat = transport, hosts, make_flat
         self._shared_memory = shared_memory
-        self._layers = layers = HostHierarchy(transport, hosts, make_flat, shared_memory)
-        self.host, self.hosts, self.owners = layers.host, layers.hosts, layers.owners
-        self.between_hosts: Collectives | None = layers.cross
+        self._hierarchy = hierarchy = HostHierarchy(transport, hosts, make_flat, shared_memory)
+        self.host, self.hosts, self.owners = hierarchy.host, hierarchy.hosts, hierarchy.owners
+        self.between_hosts: Collectives | None = hierarchy.inter_host
         self.flat: Collectives = make_flat(transport)
         self._here: HostCollectives | None = None
-        """None if no two ranks of the group share memory."""
+        """The collectives of this rank's host; None if no two ranks of the group share memory."""
         if self.hosts < self.size:
             self._here = HostCollectives(self.host)
         self._one_host = self.hosts == 1 and self._here is not None
@@ -59,13 +62,14 @@ class HierarchicalCollectives:
         """Reduce `data` over the ranks, in place.
 
         Args:
-            data: Shape ``(n,)``, the same on every rank. Of a `Reduction` that is scaled, each rank has scaled its own.
-            op: A `ReduceOp` but AVERAGE, of the dtype of the array; or a `Reduction`, whose dtype may say more (bfloat16 is its
-                bits in uint16), and which is finished here.
-            algorithm: "auto", "shared_memory", or one of the flat collectives'.
+            data: An array of shape ``(n,)``, the same shape on every rank. If `op` is a `Reduction` that scales its input, the
+                caller has applied that factor.
+            op: A `ReduceOp` other than AVERAGE, for the dtype of `data`. Or a `Reduction`: its dtype replaces that of `data`
+                (bfloat16 values are passed as their bits in uint16), and its final division or factor is applied here.
+            algorithm: "auto", "shared_memory", or an algorithm of the collectives by messages.
 
         Raises:
-            ArgumentError: The algorithm cannot be used here.
+            ArgumentError: This group cannot use the algorithm.
         """
         how = op if isinstance(op, Reduction) else reduction(check_dtype(data.dtype), op)
         if self._one_host and algorithm == "auto" and how.exact and data.nbytes <= _TINY_BYTES:
@@ -78,18 +82,18 @@ class HierarchicalCollectives:
                 "algorithm='shared_memory': no two ranks of this group share memory (they are alone on their hosts, or "
                 "cannot; hvdlite has said so when it started). Use 'auto'."
             )
-        with np.errstate(all="ignore"):  # gradients that overflow are the caller's business, as in torch
+        with np.errstate(all="ignore"):  # the caller checks gradients for overflow, as in torch
             if self._here is not None and algorithm in ("auto", "shared_memory"):
                 self._allreduce_in_memory(self._here, data, how)
             elif self.size > 1 or how.finishes:
                 self._allreduce_by_messages(data, how, algorithm)
 
     def _allreduce_in_memory(self, here: HostCollectives, data: Array, how: Reduction) -> None:
-        cross = self.between_hosts
+        inter_host = self.between_hosts
         if self._one_host and (data.nbytes <= _ONE_SHOT_BYTES or (self.size == 2 and how.exact)):
             here.allreduce(data, how)
         else:
-            between = None if cross is None else lambda wide: cross.allreduce(wide, how.combining)
+            between = None if inter_host is None else lambda wide: inter_host.allreduce(wide, how.combining)
             here.allreduce_by_slices(data, how, self.owners, between)
 
     def _allreduce_by_messages(self, data: Array, how: Reduction, algorithm: str) -> None:
@@ -104,21 +108,22 @@ class HierarchicalCollectives:
             how.narrow(wide, data)
 
     def start_sum(self, data: Array) -> Callable[[], bool]:
-        """Begin to sum a small array over the ranks, by messages. See `Collectives`."""
+        """Start to sum a small array over the ranks by messages. See `Collectives`."""
         return self.flat.start_sum(data)
 
     def adasum(self, tensors: Sequence[Array], dtype: str | None = None) -> None:
-        """Combine tensors over the ranks by Adasum, each by itself, in place (see `hvdlite.algorithms.adasum`).
+        """Combine tensors over the ranks by Adasum, each tensor by itself, in place (see `hvdlite.algorithms.adasum`).
 
-        They travel together, and all the way as messages: Adasum is no sum that each host could begin by itself.
+        The tensors travel together, by messages alone: a host cannot combine its own ranks first, for Adasum is no plain sum.
 
         Args:
-            tensors: Of shape ``(n,)``, n of their own, the same on every rank; of one dtype. bfloat16 as its bits in uint16.
-            dtype: The name of their dtype, where the arrays' own says less. float16 and bfloat16 are combined as float32 and
-                rounded once.
+            tensors: Arrays of one dtype and of shapes ``(n,)``; n may differ between the tensors, not between the ranks.
+                bfloat16 values are passed as their bits in uint16.
+            dtype: The name of the dtype; None for that of the arrays. float16 and bfloat16 are combined as float32 and rounded
+                once.
 
         Raises:
-            UnsupportedTensorError: They are not real floating-point numbers.
+            UnsupportedTensorError: The dtype is no real floating-point type.
         """
         if not tensors:
             return
@@ -147,13 +152,13 @@ class HierarchicalCollectives:
             self.flat.allgather(data, out, counts)
 
     def broadcast(self, data: Array, root: int) -> None:
-        place = self._layers.places[root]
-        if self._here is None or place.number >= self.owners:
+        position = self._hierarchy.positions[root]
+        if self._here is None or position.number >= self.owners:
             self.flat.broadcast(data, root)
             return
-        if self.between_hosts is not None and self.host.rank == place.number:
-            self.between_hosts.broadcast(data, self._layers.peers(root).index(root))
-        self._here.broadcast(data, place.number)
+        if self.between_hosts is not None and self.host.rank == position.number:
+            self.between_hosts.broadcast(data, self._hierarchy.peers(root).index(root))
+        self._here.broadcast(data, position.number)
 
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
         self.flat.alltoall(data, send_counts, out, recv_counts)
@@ -179,5 +184,5 @@ class HierarchicalCollectives:
         self.host.stop(error)
 
     def close(self) -> None:
-        self._layers.close()
+        self._hierarchy.close()
         self.flat.close()

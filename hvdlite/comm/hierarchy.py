@@ -1,11 +1,11 @@
-"""Where the ranks of a group stand: who shares memory with whom, and who speaks for whom between the hosts.
+"""The two levels of a group: the ranks of one host share memory, and slice owners exchange data between the hosts.
 
-Two hosts, of three and two ranks. The first m ranks of each host are its owners, m being the size of the smallest host.
-What a host has to say is cut into m slices; slice i is exchanged among the ranks numbered i of all hosts::
+The picture shows two hosts, of three and two ranks. Let m be the size of the smallest host: the first m ranks of each host are
+its slice owners. The data of a host is cut into m slices. Slice i is exchanged among the ranks with number i of all hosts::
 
     host 0:   rank 0   rank 1   rank 2          m = 2: ranks 0 and 1 of each host are owners
                  │        │
-    host 1:   rank 0   rank 1                   two cross groups, drawn as │
+    host 1:   rank 0   rank 1                   two inter-host groups, drawn as │
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ MakeCollectives = Callable[[Transport], Collectives]
 
 
 class Position(NamedTuple):
-    """Where a rank stands."""
+    """The position of a rank in the hierarchy."""
 
     host: int
+    """The number of its host: hosts are counted in the order in which the ranks of the group name them."""
     number: int
-    """Among the ranks of its host."""
+    """Its number among the ranks of its host, from 0."""
 
 
 class HostHierarchy:
-    """The layers above and below one rank. All ranks of the group make one.
+    """The intra-host and the inter-host group of one rank. All ranks of the group make one.
 
     Args:
-        transport: Over the group; only used here.
-        hosts: For each rank of the group, some number of its host.
-        make_flat: Makes collectives over the ranks of a transport.
-        shared_memory: Whether ranks of one host may share memory; if not, or if they cannot, each rank is taken for a
-            host of its own.
+        transport: A transport over the group. The constructor uses it; the object does not keep it.
+        hosts: For each rank of the group, a number of its host.
+        make_flat: A function that makes collectives over the ranks of a transport.
+        shared_memory: Whether the ranks of one host may share memory. If not, or if they cannot, each rank counts as a host of
+            its own.
 
     Attributes:
-        host: The ranks of this host.
-        places: Where each rank of the group stands.
-        owners: The number of ranks of each host that have a slice.
-        cross: Collectives over the ranks of this number on all hosts (`peers`); None if there is one host only, or this rank
-            is no owner.
+        host: The ranks of this rank's host.
+        hosts: The number of hosts.
+        positions: The position of each rank of the group.
+        owners: The number of slice owners on each host.
+        inter_host: Collectives over the `peers` of this rank; None if there is one host only, or this rank owns no slice.
     """
 
     def __init__(
@@ -59,42 +60,42 @@ class HostHierarchy:
             hosts = range(transport.size)
             host = Host(transport.subgroup([transport.rank]))
         self.host = host
-        self.places = _places(hosts)
-        sizes = np.bincount([place.host for place in self.places])
+        self.positions = _positions(hosts)
+        sizes = np.bincount([position.host for position in self.positions])
         self.owners = int(sizes.min())
         self.hosts = len(sizes)
-        self.cross: Collectives | None = None
-        mine = self.places[transport.rank]
+        self.inter_host: Collectives | None = None
+        mine = self.positions[transport.rank]
         if self.hosts > 1 and mine.number < self.owners:
-            self.cross = make_flat(transport.subgroup(self.peers(transport.rank)))
+            self.inter_host = make_flat(transport.subgroup(self.peers(transport.rank)))
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks of the group that are numbered like `rank` on their hosts, itself too, ascending."""
-        number = self.places[rank].number
-        return [other for other, place in enumerate(self.places) if place.number == number]
+        """Return the ranks of the group that have the same number on their hosts as `rank`: `rank` too, ascending."""
+        number = self.positions[rank].number
+        return [other for other, position in enumerate(self.positions) if position.number == number]
 
     def close(self) -> None:
-        """Release everything. Local."""
+        """Release everything. This does not wait for other ranks."""
         self.host.close()
-        if self.cross is not None:
-            self.cross.close()
+        if self.inter_host is not None:
+            self.inter_host.close()
 
 
-def _places(hosts: Sequence[int]) -> list[Position]:
+def _positions(hosts: Sequence[int]) -> list[Position]:
     order: dict[int, int] = {}
     seats: list[int] = []
-    places = []
+    positions = []
     for host in hosts:
         index = order.setdefault(host, len(order))
         if index == len(seats):
             seats.append(0)
-        places.append(Position(index, seats[index]))
+        positions.append(Position(index, seats[index]))
         seats[index] += 1
-    return places
+    return positions
 
 
 def _meet_host(transport: Transport, hosts: Sequence[int], make_flat: MakeCollectives) -> Host | None:
-    """The ranks of this rank's host, or None on all ranks if those of some host cannot share memory."""
+    """Return the ranks of this rank's host. Return None on all ranks if the ranks of some host cannot share memory."""
     host, problem = None, ""
     neighbours = [rank for rank, other in enumerate(hosts) if other == hosts[transport.rank]]
     try:
@@ -102,7 +103,7 @@ def _meet_host(transport: Transport, hosts: Sequence[int], make_flat: MakeCollec
     except SharedMemoryError as error:
         problem = str(error)
     able = np.array([host is not None], np.int64)
-    if 1 < len(set(hosts)) < transport.size:  # those of another host may have failed
+    if 1 < len(set(hosts)) < transport.size:  # sharing may have failed on another host
         check = make_flat(transport.duplicate())
         check.allreduce(able, ReduceOp.MIN)
         check.close()

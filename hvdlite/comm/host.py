@@ -1,8 +1,8 @@
-"""The ranks of one host: memory that all of them see, and a place to wait for each other.
+"""The ranks of one host: they share memory, and wait for each other at barriers ("meetings") in that memory.
 
-They meet by counters: a rank adds one to its own and waits until the others' have come as far. What a rank wrote before a
-meeting, the others see after it. The memory of x86 keeps the order of writes; on other processors ranks meet by messages,
-whose library knows what their memory needs.
+The ranks meet by counters. A rank adds one to its own counter, and waits until the counters of the others have reached the same
+number. After a meeting a rank sees what the others wrote before it. This relies on x86, which keeps the order of writes. On
+other processors the ranks meet by messages, and the MPI library takes care of the order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from hvdlite.errors import HvdliteError
 from hvdlite.protocols import Array, Transport
 
 _LINE = 8
-"""int64 per cache line, so that no two ranks write to the same one."""
+"""The number of int64 in a cache line. Each rank's counter has a cache line of its own."""
 _SPINS = 500
-"""Looks (of about 0.05 µs) before a waiting rank offers its core to others, if each rank of the host has a core."""
+"""How often a waiting rank looks before it offers its core to others, if each rank of the host has a core. A look takes about
+0.05 µs."""
 PATIENT, VERY_PATIENT = LONGEST_NAP, 5e-3
+"""The longest nap inside of `Host.patiently`, in seconds."""
 _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -37,10 +39,14 @@ class Host:
     """The ranks of a group that are on this host.
 
     Args:
-        transport: Over them, for the use of this object alone.
+        transport: A transport over these ranks, for this object alone.
+
+    Attributes:
+        rank: The number of this rank among them.
+        size: The number of these ranks.
 
     Raises:
-        SharedMemoryError: They cannot share memory. Raised on all of them.
+        SharedMemoryError: The ranks cannot share memory. All of them raise it.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -62,47 +68,47 @@ class Host:
         self._meet_by_messages = self.size > 1 and not _ORDERED
 
     def _choose_spins(self, numbers: Array) -> int:
-        """How long to look before giving the core away: not at all where a rank may need it to go on."""
+        """Return how often a waiting rank looks before it offers its core: 0 if another rank may need that core."""
         cores = len(os.sched_getaffinity(0))
         numbers[self.rank * _LINE + 1] = os.getpid()
         dissemination_barrier(self._transport)
         processes = {int(numbers[rank * _LINE + 1]) for rank in range(self.size)}
-        threads = len(processes) < self.size  # share one interpreter, and its lock
+        threads = len(processes) < self.size  # some ranks are threads of one interpreter and share its lock
         if threads:
             self._offer = _let_threads_run
         return 0 if threads or cores < self.size else _SPINS
 
     def allocate(self, nbytes: int) -> list[Array]:
-        """Memory that all ranks of the host see. All of them call this.
+        """Allocate memory that all ranks of the host see. All of them call this.
 
         Args:
-            nbytes: Bytes for each rank, the same on all.
+            nbytes: The number of bytes for each rank, the same on all ranks.
 
         Returns:
-            The piece of each rank: uint8, zeros, at the start of a page.
+            For each rank its memory: uint8 zeros of shape ``(nbytes,)``, which begin at a page.
 
         Raises:
-            SharedMemoryError: There is none. Raised on all of them.
+            SharedMemoryError: The memory cannot be shared. All ranks raise it.
         """
         stride = -(-nbytes // PAGE) * PAGE
         memory = self.allocate_together(stride * self.size)
         return [memory[rank * stride : rank * stride + nbytes] for rank in range(self.size)]
 
     def allocate_together(self, nbytes: int) -> Array:
-        """`nbytes` bytes that all ranks of the host see: uint8, zeros. All of them call this.
+        """Allocate one array for all ranks of the host: uint8 zeros of shape ``(nbytes,)``. All of them call this.
 
         Raises:
-            SharedMemoryError: There is none. Raised on all of them.
+            SharedMemoryError: The memory cannot be shared. All ranks raise it.
         """
         return np.zeros(nbytes, np.uint8) if self.size == 1 else share(self._transport, nbytes)
 
     @contextlib.contextmanager
     def patiently(self, longest_nap: float) -> Iterator[None]:
-        """For a with statement: inside of it, sleep while waiting.
+        """Return a context manager in which waits sleep at once, without keeping the core.
 
         Args:
-            longest_nap: Seconds at a time: `PATIENT` if another thread of this rank has something to do, `VERY_PATIENT` if it
-                may take the others long and many threads wait.
+            longest_nap: The longest nap in seconds: `PATIENT` if another thread of this rank computes meanwhile, `VERY_PATIENT`
+                if many threads wait and the other ranks may take long.
         """
         before, self._patience = self._patience, longest_nap
         try:
@@ -119,23 +125,23 @@ class Host:
         if self._others:
             board = self._board
             board[self._mine] = count
-            for place in self._others:
-                if board[place] < count:
-                    self._wait(place, count)
+            for other in self._others:
+                if board[other] < count:
+                    self._wait(other, count)
 
-    def _wait(self, place: int, count: int) -> None:
+    def _wait(self, other: int, count: int) -> None:
         board = self._board
         if not self._patience:
             for _ in range(self._spins):
-                if board[place] >= count:
+                if board[other] >= count:
                     return
-        self.wait_until(lambda: board[place] >= count)
+        self.wait_until(lambda: board[other] >= count)
 
     def wait_until(self, done: Callable[[], bool]) -> None:
-        """Return when `done` says so, which it is asked again and again, without keeping a core busy for long.
+        """Call `done` until it returns True, without keeping a core busy for long.
 
         Raises:
-            HvdliteError: What `stop` was called with.
+            HvdliteError: `stop` was called with this error, or a rank has left.
         """
         offers = 0.0 if self._patience else OFFERS_SECONDS
         wait_until(done, self._check, self._offer, offers, self._patience or LONGEST_NAP)
@@ -143,14 +149,14 @@ class Host:
     def _check(self) -> None:
         if self._stopped is not None:
             raise type(self._stopped)(str(self._stopped))
-        # Raises if it is known that a rank has left. (Nobody posts messages here.)
+        # `poll` raises if the transport knows that a rank has left. It never returns a message: nobody posts any here.
         self._transport.poll()
 
     def stop(self, error: HvdliteError | None = None) -> None:
-        """Fail every wait here, of whatever thread, from now on, with `error` (by default: all is over)."""
+        """Fail every wait on this object, now and later, in every thread, with `error` (by default: hvdlite was shut down)."""
         ended = "the ranks of this host do not meet any more: hvdlite has been shut down."
         self._stopped = self._stopped or error or HvdliteError(ended)
 
     def close(self) -> None:
-        """Release the transport. Local."""
+        """Close the transport. This does not wait for other ranks."""
         self._transport.close()

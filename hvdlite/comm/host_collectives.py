@@ -1,13 +1,13 @@
-"""Collectives of the ranks of one host on tensors in their own memory, by way of memory that all of them see.
+"""Collectives of the ranks of one host. The tensors lie in each rank's own memory and are copied through shared slots.
 
-Each rank has two slots to show something in, used in turn, and two for results. Between meeting t - 1 and meeting t a rank
-fills slot t mod 2, which the others read between t and t + 1; so one meeting per block is enough::
+Each rank has two slots for its input and two slots for results, and uses them in turn. A rank fills slot t mod 2 between
+meeting t - 1 and meeting t. The others read that slot between t and t + 1. So one meeting per block is enough::
 
     rank 0   fill A │ read A of 1, fill B │ read B of 1, fill A │ …
     rank 1   fill A │ read A of 0, fill B │ read B of 0, fill A │ …
                  meeting 1            meeting 2             meeting 3
 
-A result slot is filled between t and t + 1 and read between t + 1 and t + 2.
+A rank fills a result slot between t and t + 1. The others read it between t + 1 and t + 2.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hvdlite.protocols import Array
 from hvdlite.tensors.reduction import Reduction
 
 SLOT_BYTES = 2**19
-"""Bytes that a rank shows at a time: with smaller ones the ranks meet too often, larger ones were no faster."""
+"""The size of a slot in bytes. With smaller slots the ranks meet too often; larger slots were no faster."""
 
 
 class HostCollectives:
-    """The collectives of one host. Every rank of it calls the same, in the same order, with equal lengths.
+    """The collectives of one host. Every rank of the host makes the same calls, in the same order, with equal lengths.
 
     Args:
-        host: The ranks.
-        slot_bytes: Bytes per slot.
+        host: The ranks of the host.
+        slot_bytes: The size of a slot in bytes.
     """
 
     def __init__(self, host: Host, slot_bytes: int = SLOT_BYTES) -> None:
@@ -41,7 +41,7 @@ class HostCollectives:
         pieces = [[piece[n * slot_bytes : (n + 1) * slot_bytes] for piece in memory] for n in range(4)]
         self._shown, self._results = pieces[:2], pieces[2:]
         self._turn = 0
-        self._scratch = np.empty(slot_bytes * 8, np.uint8)  # averages of bytes are summed in 64 bits
+        self._scratch = np.empty(slot_bytes * 8, np.uint8)  # a byte is averaged in 64 bits
 
     def _blocks(self, data: Array) -> Iterator[Array]:
         length = self._slot_bytes // data.itemsize
@@ -55,9 +55,13 @@ class HostCollectives:
         return [slot.view(dtype) for slot in memory[turn]]
 
     def allreduce(self, data: Array, how: Reduction) -> None:
-        """Reduce `data` over the ranks in place: every rank shows its own, and reduces everybody's.
+        """Reduce `data` over the ranks in place. Every rank copies its data to a slot and reduces the data of all ranks.
 
-        The least waiting; and the least copying for two ranks.
+        This way has the fewest meetings, and for two ranks the fewest copies.
+
+        Args:
+            data: An array of shape ``(n,)``.
+            how: The reduction, for the dtype of `data`.
         """
         rank = self._host.rank
         for block in self._blocks(data):
@@ -70,37 +74,38 @@ class HostCollectives:
     def allreduce_by_slices(
         self, data: Array, how: Reduction, owners: int, between: Callable[[Array], None] | None = None
     ) -> None:
-        """Reduce `data` over the ranks in place: each owner reduces its slice of every block, and shows the result.
+        """Reduce `data` over the ranks in place. Each owner reduces its slice of every block and puts the result in a slot.
 
         Args:
-            data: Shape ``(n,)``.
-            how: For the dtype of `data`.
-            owners: The first so many ranks have a slice.
-            between: Called with each slice (in the wide dtype) before it is finished: exchanges it with other hosts.
+            data: An array of shape ``(n,)``.
+            how: The reduction, for the dtype of `data`.
+            owners: The number of owners: the first `owners` ranks of the host own a slice.
+            between: A function that reduces a slice with the other hosts, in place. It is called with each owned slice in the
+                wide dtype, before `how` finishes it. None if there is one host.
         """
         rank = self._host.rank
         before: tuple[Array, list[slice], list[Array]] | None = None
         for block in (*self._blocks(data), None):
             turn = self._turn
             if block is not None:
-                shares = slices(split(block.size, owners))
+                owned = slices(split(block.size, owners))
                 shown = self._slots(self._shown, turn, block.dtype)
-                _copy_others(block, shown[rank], shares, rank)
+                _copy_others(block, shown[rank], owned, rank)
             self._meet()
             if block is not None:
                 results = self._slots(self._results, turn, block.dtype)
                 if rank < owners:
-                    share = shares[rank]
-                    sources = [slot[share] for slot in shown]
-                    sources[rank] = block[share]
-                    self._reduce(sources, block[share], how, between)
-                    results[rank][share] = block[share]
+                    part = owned[rank]
+                    sources = [slot[part] for slot in shown]
+                    sources[rank] = block[part]
+                    self._reduce(sources, block[part], how, between)
+                    results[rank][part] = block[part]
             if before is not None:
-                earlier, their_shares, their_results = before
-                for owner, share in enumerate(their_shares):
+                earlier, their_slices, their_results = before
+                for owner, part in enumerate(their_slices):
                     if owner != rank:
-                        earlier[share] = their_results[owner][share]
-            before = None if block is None else (block, shares, results)
+                        earlier[part] = their_results[owner][part]
+            before = None if block is None else (block, owned, results)
 
     def _reduce(
         self, sources: list[Array], into: Array, how: Reduction, between: Callable[[Array], None] | None = None
@@ -116,7 +121,10 @@ class HostCollectives:
             how.narrow(wide, into)
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], how: Reduction) -> None:
-        """Reduce `data` over the ranks; rank r keeps slice r, of ``counts[r]`` elements, in `out`. `data` is only read."""
+        """Reduce `data` over the ranks, and put slice r (``counts[r]`` elements) in `out` on rank r.
+
+        The function only reads `data`, and does not finish the reduction (`Reduction.finish`).
+        """
         host = self._host
         length = max(1, self._slot_bytes // data.itemsize // host.size)
         starts = [piece.start for piece in slices(counts)]
@@ -148,7 +156,7 @@ class HostCollectives:
                 there[:] = mine if rank == self._host.rank else shown[rank][: there.size]
 
     def broadcast(self, data: Array, root: int) -> None:
-        """Overwrite `data` with that of rank `root`."""
+        """Overwrite `data` with the data of rank `root`."""
         for block in self._blocks(data):
             shown = self._slots(self._shown, self._turn, block.dtype)[root][: block.size]
             if self._host.rank == root:
@@ -158,8 +166,8 @@ class HostCollectives:
                 block[:] = shown
 
 
-def _copy_others(block: Array, into: Array, shares: Sequence[slice], rank: int) -> None:
-    """Copy what is not this rank's share, in one piece or two."""
-    own = shares[rank] if rank < len(shares) else slice(0, 0)
+def _copy_others(block: Array, into: Array, owned: Sequence[slice], rank: int) -> None:
+    """Copy the elements of `block` that this rank does not own, in one piece or two."""
+    own = owned[rank] if rank < len(owned) else slice(0, 0)
     into[: own.start] = block[: own.start]
     into[own.stop : block.size] = block[own.stop :]

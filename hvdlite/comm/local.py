@@ -1,7 +1,7 @@
-"""Ranks as threads of one process, on a network that is simulated or ideal.
+"""Ranks as threads of one process, on a simulated network.
 
-For tests, which run n ranks in milliseconds and without MPI, and to study how algorithms scale: the
-network keeps a virtual clock for each rank, so 256 ranks on a slow network need no waiting.
+Tests run n ranks in milliseconds with it, without MPI. It also shows how algorithms scale: the network keeps a virtual clock
+for each rank, so 256 ranks on a slow network need no waiting.
 
     fabric = LocalFabric(8, Network(latency=10e-6, bandwidth=1e9))
     fabric.run(lambda transport: ring(transport, np.ones(1000), numpy_combine(ReduceOp.SUM)))
@@ -29,25 +29,24 @@ from hvdlite.protocols import ANY, Array, Combine
 T = TypeVar("T")
 
 STACK_BYTES = 1024 * 1024
-"""The stack of a rank's thread, where there are many: the usual 8 MiB would reserve 2 GiB of addresses for 256 ranks."""
+"""The stack of each thread in bytes, if there are many ranks: the usual 8 MiB would reserve 2 GiB of addresses for 256."""
 _FEW_RANKS = 16
-"""So many have the usual stack: they may train, and a framework's compiler needs more than it says."""
+"""Up to so many ranks have the usual stack. Few ranks may train a model, and a framework's compiler needs a large stack."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """How long messages take. The default is ideal: everything happens in no time.
+    """The speed of a simulated network. The default is ideal: messages take no time.
 
-    The time is virtual. A message of n bytes that leaves when the sender's clock shows t occupies
-    the sender until t + nβ. The receiver takes it in from t + α on, or from the time when it asks
-    for it if that is later, and is occupied for nβ::
+    The time is virtual. Let a message of n bytes leave when the sender's clock shows t. It occupies the sender until t + nβ.
+    The receiver begins to take it in at t + α, or when it asks for it if that is later, and is occupied for nβ::
 
         sender    ├──── nβ ────┤
         receiver       α →├──── nβ ────┤
 
-    A rank takes in one message at a time, and can send at the same time (`sendrecv`). The clocks do
-    not depend on how the threads are scheduled, provided that each rank has one thread that uses
-    them. Control messages (`post`) are free, because when one is noticed depends on the schedule.
+    A rank takes in one message at a time, and can send at the same time (`sendrecv`). If each rank has one thread that
+    communicates, then the clocks do not depend on how the threads are scheduled. Control messages (`post`) take no time,
+    because the schedule decides when a rank sees them.
     """
 
     latency: float = 0.0
@@ -55,7 +54,7 @@ class Network:
     bandwidth: float = math.inf
     """1/β, in bytes per second."""
     reduce_bandwidth: float = math.inf
-    """1/γ, in bytes per second: what is charged for a `LocalTransport.timed` reduction."""
+    """1/γ, in bytes per second: the speed of a `LocalTransport.timed` reduction."""
 
     def __post_init__(self) -> None:
         if self.latency < 0 or self.bandwidth <= 0 or self.reduce_bandwidth <= 0:
@@ -63,7 +62,7 @@ class Network:
 
 
 class Traffic(NamedTuple):
-    """What a rank has sent, over all its channels."""
+    """The number of messages, of their bytes, and of control messages that a rank has sent, over all its channels."""
 
     messages: int
     bytes: int
@@ -81,7 +80,7 @@ class _Control(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """Put on every queue when a rank has failed, and left there: nobody waits any more."""
+    """An entry that ends every wait. It is put on every queue when a rank has failed, and stays there."""
 
     rank: int
     error: BaseException
@@ -94,8 +93,8 @@ class _Rank:
     """The clock and the counters of a rank, over all its channels.
 
     Attributes:
-        clock: Its virtual time, in seconds.
-        sends_until, receives_until: When it will be done with what `isend` and `irecv` began.
+        clock: The virtual time of the rank, in seconds.
+        sends_until, receives_until: The virtual time at which the last `isend` or `irecv` ends, in seconds.
     """
 
     def __init__(self) -> None:
@@ -107,13 +106,16 @@ class _Rank:
 
 
 class LocalFabric:
-    """What connects the ranks of one process.
+    """The simulated network of the ranks of one process.
 
     Args:
-        size: The number of ranks.
-        network: Between ranks of different hosts.
-        hosts: The host number of each rank; all ranks are on a host of their own if absent.
-        host_network: Between ranks of one host; the same as `network` if absent.
+        size: The number of ranks, at least 1.
+        network: The network between ranks of different hosts.
+        hosts: The host number of each rank. None puts each rank on a host of its own.
+        host_network: The network between ranks of one host. None means `network`.
+
+    Raises:
+        ArgumentError: `size` is below 1, or `hosts` has another length.
     """
 
     def __init__(
@@ -143,16 +145,15 @@ class LocalFabric:
         """Call ``function(transport)`` for every rank at the same time, each in a thread of its own.
 
         Args:
-            function: What a rank does.
-            timeout: Give up after so many seconds.
+            function: The program of a rank.
+            timeout: The time limit in seconds; None for no limit.
 
         Returns:
-            What each rank returned.
+            For each rank the result of `function`.
 
         Raises:
-            TimeoutError: The message says which ranks were not done.
-            Exception: What the function raised on the first rank that failed. The others are woken
-                by `abort`.
+            TimeoutError: Some ranks were not done in time. The message has their stacks.
+            Exception: `function` raised it on the first rank that failed. `abort` wakes the other ranks.
         """
         results: dict[int, T] = {}
         failures: list[BaseException] = []
@@ -160,7 +161,7 @@ class LocalFabric:
         def work(transport: LocalTransport) -> None:
             try:
                 results[transport.rank] = function(transport)
-            except BaseException as error:  # raised again by the caller's thread, below
+            except BaseException as error:  # the caller's thread raises it again, below
                 failures.append(error)
                 self.abort(transport.rank, error)
 
@@ -188,7 +189,7 @@ class LocalFabric:
         return [results[rank] for rank in range(len(threads))]
 
     def abort(self, rank: int, error: BaseException) -> None:
-        """Say that `rank` has failed with `error`: whoever waits for a message now or later gets a PeerLeftError."""
+        """Record that `rank` has failed with `error`. Who waits for a message now or later raises PeerLeftError."""
         with self._lock:
             if self._left is None:
                 self._left = _Left(rank, error)
@@ -196,11 +197,11 @@ class LocalFabric:
                     waiting.put(self._left)
 
     def elapsed(self) -> float:
-        """The virtual time in seconds at which the last rank was done with what it has done so far."""
+        """Return the largest clock of all ranks: the virtual time of the whole program so far, in seconds."""
         return max(rank.clock for rank in self._ranks)
 
     def traffic(self, rank: int) -> Traffic:
-        """What `rank` has sent so far."""
+        """Return what `rank` has sent so far."""
         counters = self._ranks[rank]
         return Traffic(counters.messages, counters.bytes, counters.control_messages)
 
@@ -220,7 +221,7 @@ class LocalFabric:
 class LocalTransport:
     """A rank's end of a `LocalFabric`: a `Transport`, with a virtual clock."""
 
-    # Ranks in this class are numbers in the group, but for `_members`, which are numbers in the fabric.
+    # In this class a rank is a number in the group. Only `_members` has numbers in the fabric.
 
     def __init__(self, fabric: LocalFabric, members: tuple[int, ...], rank: int, channel: Hashable) -> None:
         self.fabric = fabric
@@ -248,12 +249,12 @@ class LocalTransport:
         return self._self.clock
 
     def charge(self, seconds: float) -> None:
-        """Let virtual time pass on this rank: for work that it does, or to make it a straggler."""
+        """Let `seconds` of virtual time pass on this rank: for its work, or to make it a straggler."""
         with self._self.lock:
             self._self.clock += seconds
 
     def timed(self, combine: Combine) -> Combine:
-        """A reduction that also charges nγ to this rank."""
+        """Return `combine` as a reduction that also charges nγ seconds to this rank."""
 
         def charged(into: Array, other: Array) -> None:
             combine(into, other)
@@ -266,7 +267,7 @@ class LocalTransport:
         return "one process, without MPI"
 
     def send(self, data: Array, dest: int) -> None:
-        """Copy `data` to the queue of `dest`. Never blocks."""
+        """Copy `data` to the queue of `dest`. This never blocks."""
         self._set_clock(self._depart(data, dest)[1])
 
     def recv(self, data: Array, source: int) -> None:
@@ -279,12 +280,12 @@ class LocalTransport:
         self._set_clock(self._arrive(data, source, self.clock))
 
     def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
-        """Send and receive at the same time. Errors as for `recv`."""
+        """Send and receive at the same time. The errors are those of `recv`."""
         begin, sent = self._depart(send, dest)
         self._set_clock(max(sent, self._arrive(recv, source, begin)))
 
     def isend(self, data: Array, dest: int, tag: int = 0) -> LocalSend:
-        """Copy `data` to the mailbox of `dest`. Several sends leave one after the other. See `Transport`."""
+        """Copy `data` to the mailbox of `dest`. In virtual time, several sends leave one after the other. See `Transport`."""
         check_message(data, dest, tag, self.size, receives=False)
         self._check(dest)
         rank = self._self
@@ -297,7 +298,7 @@ class LocalTransport:
         return LocalSend(lambda: self._set_clock(sent))
 
     def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> LocalReceive:
-        """Take a message from this rank's mailbox, when one is there. See `Transport`."""
+        """Take a message from this rank's mailbox as soon as one fits. See `Transport`."""
         check_message(data, source, tag, self.size, receives=True)
         begin = self.clock
 
@@ -322,15 +323,15 @@ class LocalTransport:
         self._inbox(dest).put(_Control(self.rank, message))
 
     def poll(self) -> tuple[int, bytes] | None:
-        """The next control message that has arrived and its sender, or None.
+        """Return the sender and the bytes of the next control message that has arrived, or None.
 
         Raises:
-            PeerLeftError: A rank has failed, and there are no control messages from before.
+            PeerLeftError: A rank has failed, and all control messages from before have been read.
         """
         return self.wait_message(0.0)
 
     def wait_message(self, timeout: float) -> tuple[int, bytes] | None:
-        """The next control message and its sender; None if none arrives within `timeout` seconds. Errors as for `poll`."""
+        """Return the next control message as `poll` does; None if none arrives within `timeout` seconds."""
         try:
             item = self._control.get(timeout > 0, timeout)
         except queue.Empty:
@@ -342,11 +343,11 @@ class LocalTransport:
         return item.source, item.text
 
     def duplicate(self) -> LocalTransport:
-        """A transport over the same ranks whose messages never mix with this one's. Collective."""
+        """Return a transport over the same ranks, whose messages never mix with those of this one. All ranks call this."""
         return self.subgroup(range(self.size))
 
     def subgroup(self, ranks: Sequence[int]) -> LocalTransport:
-        """A transport over `ranks` (sorted ranks of this group). Called by these ranks and no others.
+        """Return a transport over `ranks` (sorted ranks of this group). Exactly these ranks call this.
 
         Raises:
             ArgumentError: `ranks` are not sorted ranks of this group with this one among them.
@@ -356,8 +357,8 @@ class LocalTransport:
             raise ArgumentError(
                 f"A subgroup needs different, sorted ranks below {self.size}, {self.rank} among them, not {ranks}."
             )
-        # All members make their subgroups of these ranks in the same order, so they find the same
-        # name for the channel without talking to each other, as MPI finds its context ids.
+        # All members make their subgroups of these ranks in the same order. So they find the same name for the channel without
+        # a message, as MPI finds its context ids.
         self._subgroups[ranks] += 1
         members = tuple(self._members[rank] for rank in ranks)
         return LocalTransport(
@@ -365,10 +366,10 @@ class LocalTransport:
         )
 
     def close(self) -> None:
-        """Nothing to release: the fabric owns the queues."""
+        """Do nothing: the fabric owns the queues."""
 
     def _depart(self, data: Array, dest: int) -> tuple[float, float]:
-        """Send, and return when that began and when it will have ended."""
+        """Send `data`, and return the virtual times at which the send begins and ends."""
         self._check(dest)
         if dest not in self._outgoing:
             self._outgoing[dest] = self._pair(self.rank, dest)
@@ -380,7 +381,7 @@ class LocalTransport:
         return begin, begin + data.nbytes / self._network(dest).bandwidth
 
     def _arrive(self, data: Array, source: int, begin: float) -> float:
-        """Receive, ready to do so since `begin`, and return when that ended."""
+        """Receive into `data`, and return the virtual time at which that ends. `begin` is the time of the call."""
         if source not in self._incoming:
             self._incoming[source] = self._pair(source, self.rank)
         item = self._incoming[source].get()
@@ -416,7 +417,7 @@ class LocalTransport:
         return self.fabric._mailbox((self._channel, self._members[dest]))
 
     def _check(self, dest: int) -> None:
-        """Do not go on sending where nobody will answer."""
+        """Raise PeerLeftError if a rank has failed: nobody may ever read what is sent to `dest`."""
         if self.fabric._left is not None:
             self._raise(self.fabric._left, f"sent to rank {self._members[dest]}")
 
@@ -428,6 +429,6 @@ class LocalTransport:
 
 
 def _stack_of(thread: threading.Thread) -> str:
-    """Where a thread is."""
+    """Return the stack of a running thread as text."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "it has just ended\n" if frame is None else "".join(traceback.format_stack(frame))

@@ -1,7 +1,8 @@
 """Messages with tags among ranks that are threads: the `isend` and `irecv` of `hvdlite.comm.local`.
 
-A rank has a mailbox for each channel. A message goes to the oldest receive that fits it; if there is none, it waits there for
-one. Messages of one source and tag are therefore received in their order, as MPI has it.
+A rank has a mailbox for each channel. The mailbox gives a message to the oldest receive that fits it. If there is no such
+receive, the message stays in the mailbox until one comes. So messages of one source and tag are received in the order in which
+they were sent, as in MPI.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from hvdlite.protocols import ANY, Array
 
 
 class Parcel(NamedTuple):
-    """A message.
+    """A message with a tag, as it lies in a mailbox.
 
     Attributes:
-        source: The rank in the group that sent it.
-        tag: Its tag.
-        data: A copy of what was sent.
-        departure: The sender's clock when it left, in virtual seconds.
+        source: The rank in the group that sent the message.
+        tag: The tag of the message.
+        data: A copy of the sender's array.
+        departure: The time of departure by the sender's clock, in virtual seconds.
     """
 
     source: int
@@ -32,7 +33,7 @@ class Parcel(NamedTuple):
 
 
 class Mailbox:
-    """What has arrived for a rank, and what the rank waits for."""
+    """The messages that have arrived for one rank, and the receives that this rank has posted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,7 +41,7 @@ class Mailbox:
         self._receives: list[LocalReceive] = []
 
     def put(self, parcel: Parcel) -> None:
-        """A message arrives."""
+        """Give `parcel` to the oldest receive that fits it, or keep it."""
         with self._lock:
             receive = next((each for each in self._receives if each.takes(parcel)), None)
             if receive is None:
@@ -50,7 +51,7 @@ class Mailbox:
                 receive.parcel = parcel
 
     def post(self, receive: LocalReceive) -> None:
-        """The rank waits for a message from now on."""
+        """Give the oldest message that fits to `receive`, or keep the receive until such a message arrives."""
         with self._lock:
             index = next((index for index, parcel in enumerate(self._arrived) if receive.takes(parcel)), None)
             if index is None:
@@ -59,7 +60,7 @@ class Mailbox:
                 receive.parcel = self._arrived.pop(index)
 
     def withdraw(self, receive: LocalReceive) -> bool:
-        """The rank waits no more. Returns whether it did until now."""
+        """Remove `receive` from the mailbox. Return False if it has its message already."""
         with self._lock:
             if receive not in self._receives:
                 return False
@@ -68,10 +69,10 @@ class Mailbox:
 
 
 class LocalSend:
-    """A send, which is over at once: its data was copied.
+    """The `Request` of a send between threads. The send is complete at once, because its data was copied.
 
     Args:
-        finish: Called when the sender waits for it: sets its clock.
+        finish: A function that sets the sender's clock. It is called when the sender tests or awaits the request.
     """
 
     source: int | None = None
@@ -91,18 +92,18 @@ class LocalSend:
 
 
 class LocalReceive:
-    """A receive.
+    """The `Request` of a receive between threads.
 
     Args:
-        mailbox: This rank's.
-        data: Where the message is put.
-        source, tag: As for `Transport.irecv`.
-        check: Raises if some rank has failed, so that the message may never come.
-        finish: Called once with the message, in the thread that finds it: sets the receiver's clock.
+        mailbox: The mailbox of this rank.
+        data: The flat array that the message fills.
+        source, tag: See `Transport.irecv`.
+        check: A function that raises if some rank has failed: then the message may never come.
+        finish: A function that sets the receiver's clock. It is called once, with the message, in the thread that finds it.
 
     Attributes:
-        parcel: The message, when it is there; set by the mailbox.
-        source: As `Request.source`.
+        parcel: The message, or None before it arrives. The mailbox sets it.
+        source: See `Request.source`.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class LocalReceive:
         mailbox.post(self)
 
     def takes(self, parcel: Parcel) -> bool:
-        """Whether a message is one that this receive waits for."""
+        """Say whether this receive waits for the message `parcel`."""
         return self._from in (ANY, parcel.source) and self._tag == parcel.tag
 
     def test(self) -> bool:

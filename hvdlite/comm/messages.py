@@ -1,4 +1,4 @@
-"""What the messages of `isend` and `irecv` have in common on every transport: which arguments they take."""
+"""The checks of the arguments of `isend` and `irecv`, the same for every transport."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from hvdlite.protocols import ANY, LARGEST_TAG, Array
 
 
 def check_message(data: Array, peer: int, tag: int, size: int, receives: bool) -> None:
-    """Let the arguments of `Transport.isend` or `Transport.irecv` pass.
+    """Raise ArgumentError unless the arguments of `Transport.isend` or `Transport.irecv` are valid.
 
     Args:
-        data, tag: As there.
-        peer: The other rank.
-        size: The number of ranks.
-        receives: They are those of `irecv`.
+        data: The array to send or to fill: flat and C-contiguous, and writable if it is filled.
+        peer: The other rank, from 0 to ``size - 1``. A receive may also say `ANY`.
+        tag: A number from 0 to `LARGEST_TAG`.
+        size: The number of ranks in the group.
+        receives: True for `irecv`, False for `isend`.
 
     Raises:
-        ArgumentError: They are not as described there.
+        ArgumentError: An argument is out of its range, or `data` has another layout.
     """
     if data.ndim != 1 or not data.flags.c_contiguous or (receives and not data.flags.writeable):
         raise ArgumentError(
@@ -31,5 +32,11 @@ def check_message(data: Array, peer: int, tag: int, size: int, receives: bool) -
 
 
 def wrong_size(expected: str, source: int, sent: str) -> ArgumentError:
-    """The error of a receive whose array does not fit the message."""
+    """Return the error of a receive whose array does not fit the message.
+
+    Args:
+        expected: The length that the receive expects, in words.
+        source: The rank that sent the message.
+        sent: The length of the message, in words.
+    """
     return ArgumentError(f"a message of rank {source} was to be {expected}; it has {sent}.")

@@ -8,33 +8,33 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.comm.messages import check_message, wrong_size
-from hvdlite.comm.mpi_errors import all_told
+from hvdlite.comm.mpi_errors import maps_all_errors
 from hvdlite.comm.naps import wait_until
 from hvdlite.protocols import ANY, Array
 
 _DATA_TAG = 1
 _CONTROL_TAG = 2
 _FIRST_TAG = 16
-"""Of `isend` and `irecv`: their tag 0."""
+"""The MPI tag that stands for tag 0 of `isend` and `irecv`."""
 
 
 def as_bytes(data: Array) -> list[object]:
-    """A buffer that MPI moves as bytes: it has no name for float16, and needs none to move it."""
+    """Return the buffer `data` as MPI's bytes. MPI has no name for float16, and moving needs none."""
     return [data.view(np.uint8), MPI.BYTE]
 
 
-@all_told
+@maps_all_errors
 class MpiRequest:
-    """A `Request` of MPI's.
+    """A `Request` on a request of MPI.
 
     Args:
-        transport: Keeps what MPI may still write to if this object is dropped.
-        request: MPI's own.
-        data: Its memory.
-        receives: It is a receive.
+        transport: The transport. It keeps `data` alive if this object is dropped before MPI is done.
+        request: The request of MPI.
+        data: The flat array that MPI reads or writes.
+        receives: True for a receive, False for a send.
 
     Attributes:
-        source: As `Request.source`.
+        source: See `Request.source`.
     """
 
     def __init__(self, transport: MpiTransport, request: MPI.Request, data: Array, receives: bool) -> None:
@@ -77,7 +77,7 @@ class MpiRequest:
             return False
         status = MPI.Status()
         self._request.Cancel()
-        self._request.Wait(status)  # which MPI promises to return from, by itself
+        self._request.Wait(status)  # MPI promises that this returns after a Cancel
         if status.Is_cancelled():
             self._over = True
             return True
@@ -85,9 +85,9 @@ class MpiRequest:
         return False
 
 
-@all_told
+@maps_all_errors
 class MpiTransport:
-    """A communicator as a Transport."""
+    """A `Transport` on a communicator of MPI."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
@@ -123,7 +123,7 @@ class MpiTransport:
         return MpiRequest(self, self.comm.Irecv(as_bytes(data), sender, _FIRST_TAG + tag), data, receives=True)
 
     def keep(self, request: MPI.Request, data: Array) -> None:
-        """Nobody waits for a request any more: keep its memory until MPI has done with it."""
+        """Keep `data` alive until MPI is done with `request`, which nobody awaits any more."""
         self._dropped.append((request, data))
 
     def _forget_dropped(self) -> None:
@@ -135,7 +135,7 @@ class MpiTransport:
             self._posted = [request for request in self._posted if not request.Test()]
         request = self.comm.Isend([content, MPI.BYTE], dest, _CONTROL_TAG)
         if not request.Test():
-            self._posted.append(request)  # holds the message's memory until MPI has read it
+            self._posted.append(request)  # the request keeps the message's memory until MPI has read it
 
     def poll(self) -> tuple[int, bytes] | None:
         status = self._status
@@ -163,4 +163,4 @@ class MpiTransport:
 
 
 _never_over: list[tuple[MPI.Request, Array]] = []
-"""What MPI may still read or write when the transport is closed: messages that were never received, or never sent."""
+"""Memory that MPI may still read or write after a transport was closed: messages that were never received, or never sent."""

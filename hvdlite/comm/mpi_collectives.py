@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.comm.mpi import MpiTransport, as_bytes
-from hvdlite.comm.mpi_errors import all_told, told
+from hvdlite.comm.mpi_errors import maps_all_errors, maps_errors
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine, ufunc_of
 
@@ -18,7 +18,7 @@ _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, Red
 
 
 def _numpy_op(op: ReduceOp) -> MPI.Op:
-    """A reduction of floating-point numbers by NumPy. It is called once for a whole piece of memory."""
+    """Return an operation of MPI that reduces floating-point numbers by NumPy. MPI calls it once for a whole array."""
     ufunc = ufunc_of(op)
 
     def reduce(source: Any, into: Any, datatype: MPI.Datatype) -> None:
@@ -29,7 +29,7 @@ def _numpy_op(op: ReduceOp) -> MPI.Op:
     return MPI.Op.Create(reduce, commute=True)
 
 
-# MPI's own comparisons lose a NaN, depending on which rank has it.
+# MPI's own MIN and MAX can lose a NaN: whether they do depends on the rank that has it.
 _NAN_OPS = {op: _numpy_op(op) for op in (ReduceOp.MIN, ReduceOp.MAX)}
 
 
@@ -38,18 +38,18 @@ def _op(op: ReduceOp, data: Array) -> MPI.Op:
 
 
 _LARGEST_BYTES = 2**30
-"""MPI counts in 32 bits."""
+"""The largest message that is passed to MPI at once: MPI counts in 32 bits."""
 
 
 def _parts(data: Array) -> Sequence[Array]:
-    """`data` in pieces that MPI can count."""
+    """Return `data` in consecutive pieces of at most `_LARGEST_BYTES` bytes."""
     length = max(1, _LARGEST_BYTES // data.itemsize)
     if data.size <= length:
         return (data,)
     return [data[start : start + length] for start in range(0, data.size, length)]
 
 
-@all_told
+@maps_all_errors
 class MpiCollectives:
     """MPI's own collectives, and the algorithms of `hvdlite.algorithms` over MPI's messages."""
 
@@ -73,7 +73,7 @@ class MpiCollectives:
 
     def start_sum(self, data: Array) -> Callable[[], bool]:
         request = self._comm.Iallreduce(MPI.IN_PLACE, data, MPI.SUM)
-        return told(request.Test)
+        return maps_errors(request.Test)
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         sizes = [count * data.itemsize for count in counts]

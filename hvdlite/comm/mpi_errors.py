@@ -1,4 +1,4 @@
-"""MPI's errors as ours, in one place: what the classes that call MPI for the core are wrapped in."""
+"""The one place where MPI's exceptions become `CommunicationError`. The classes that call MPI are decorated with it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
 
-def told(call: Callable[P, R]) -> Callable[P, R]:
-    """A function that raises `CommunicationError` where `call` raises MPI's own exception."""
+def maps_errors(call: Callable[P, R]) -> Callable[P, R]:
+    """Return `call` as a function that raises `CommunicationError` where `call` raises ``MPI.Exception``."""
 
     @functools.wraps(call)
     def in_our_words(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -31,9 +31,9 @@ def told(call: Callable[P, R]) -> Callable[P, R]:
     return in_our_words
 
 
-def all_told(cls: C) -> C:
-    """A class whose methods are `told`."""
+def maps_all_errors(cls: C) -> C:
+    """Apply `maps_errors` to each method of `cls` whose name does not begin with two underscores, and return `cls`."""
     for name, member in list(vars(cls).items()):
         if callable(member) and not name.startswith("__"):
-            setattr(cls, name, told(member))
+            setattr(cls, name, maps_errors(member))
     return cls

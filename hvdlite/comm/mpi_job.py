@@ -1,4 +1,7 @@
-"""Which processes are the job: its communicator, and whether MPI and the launcher agree on its size. Importing starts MPI."""
+"""Finds the processes of the job: makes its communicator, and compares the sizes that MPI and the launcher give.
+
+Importing this module starts MPI.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
 
 
 def connect(comm: Sequence[int] | MPI.Comm | None = None) -> tuple[MpiTransport, list[int]]:
-    """The transport over all ranks of the job, and for each rank a number of the host that it runs on.
+    """Return the transport over all ranks of the job, and for each rank a number of the host that it runs on.
 
     Args:
         comm: The ranks of the job: ranks of ``MPI.COMM_WORLD``, or a communicator; all if None.
 
     Raises:
-        ArgumentError: `comm` does not hold this process, or names processes that named others.
+        ArgumentError: `comm` does not contain this process, or it names a process that has named other ranks.
         WorldSizeError: The environment promises several processes, and MPI sees only this one.
         ThreadLevelError: The MPI library does not support calls from several threads.
     """
@@ -39,7 +42,7 @@ def connect(comm: Sequence[int] | MPI.Comm | None = None) -> tuple[MpiTransport,
 
 
 def _own_communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Intracomm:
-    """A new communicator over the processes that the caller of `init` named."""
+    """Return a new communicator over the processes that the caller of `init` named."""
     if comm is None:
         return MPI.COMM_WORLD.Dup()
     if isinstance(comm, MPI.Comm):
@@ -59,7 +62,7 @@ def _own_communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Intracomm:
 
 
 def _checked(comm: Sequence[int]) -> tuple[int, ...]:
-    """`comm` as ascending ranks of MPI.COMM_WORLD, this process's among them."""
+    """Return the ranks of `comm`, ascending. Raise ArgumentError if one is not in MPI.COMM_WORLD or this process is missing."""
     size, own = MPI.COMM_WORLD.Get_size(), MPI.COMM_WORLD.Get_rank()
     given = list(comm)
     for rank in given:
@@ -79,21 +82,25 @@ def _checked(comm: Sequence[int]) -> tuple[int, ...]:
 _MEET_TAG = 3
 
 
-_PATIENCE = 10.0
+_COMPLAINT_SECONDS = 10.0
 """Seconds until a process that waits for others to call `init` says so."""
 
 
 def _meet(ranks: tuple[int, ...]) -> None:
-    """Wait until all of `ranks` have named `ranks`. MPI would wait for ever if one named others; here all of them hear of it.
+    """Wait until all of `ranks` have named the same `ranks`.
 
-    Each tells the others whom it named. Who hears otherwise from one of them tells all that may wait for it, and gives up.
+    MPI would wait for ever if one of them named others. Here each rank sends its list to the others. A rank that receives
+    another list tells all ranks that may wait for it, and raises.
+
+    Raises:
+        ArgumentError: A rank has named other ranks. All ranks concerned raise the same text.
     """
     world = MPI.COMM_WORLD
     own = world.Get_rank()
     missing = set(ranks) - {own}
     posted = [world.isend((ranks, None), rank, _MEET_TAG) for rank in missing]
     status = MPI.Status()
-    complaint_at = time.monotonic() + _PATIENCE
+    complaint_at = time.monotonic() + _COMPLAINT_SECONDS
     while missing:
         if not world.iprobe(MPI.ANY_SOURCE, _MEET_TAG, status):
             time.sleep(1e-3)
@@ -110,7 +117,7 @@ def _meet(ranks: tuple[int, ...]) -> None:
             f"init was called with comm={list(ranks)} on rank {own} and with comm={list(named)} on rank {source}: "
             "the processes of a job name the same ranks."
         )
-        if fault is None and source not in ranks:  # its mistake; this process's own peers may be complete
+        if fault is None and source not in ranks:  # the mistake of `source`: this process's own peers may be complete
             posted.append(world.isend((ranks, told), source, _MEET_TAG))
             continue
         if fault is None:
@@ -120,7 +127,7 @@ def _meet(ranks: tuple[int, ...]) -> None:
 
 
 def members_of(comm: MPI.Comm) -> tuple[int, tuple[int, ...]]:
-    """This process's rank in MPI.COMM_WORLD, and those of all members of a communicator (none if it is COMM_NULL)."""
+    """Return this process's rank in MPI.COMM_WORLD, and the ranks there of all members of `comm` (none for COMM_NULL)."""
     own = MPI.COMM_WORLD.Get_rank()
     if comm == MPI.COMM_NULL:
         return own, ()
@@ -142,7 +149,7 @@ _OTHER_LIBRARY = (
 
 
 _LAUNCHERS = (
-    # variable, the one that must stand beside it to mean this launcher, launcher, what went wrong
+    # variable, a second variable that only this launcher sets beside it (or None), launcher, what went wrong
     ("OMPI_COMM_WORLD_SIZE", None, "Open MPI's mpirun", _OTHER_LIBRARY),
     ("PMI_SIZE", None, "an MPI launcher (MPICH's, or srun with PMI)", _OTHER_LIBRARY),
     ("SLURM_STEP_NUM_TASKS", None, *_SLURM),
@@ -152,7 +159,9 @@ _LAUNCHERS = (
 
 
 def check_world_size(size: int, environ: Mapping[str, str], library: str) -> None:
-    """Refuse to let N processes each train alone, the classic silent failure.
+    """Raise WorldSizeError if the launcher started several processes and MPI sees only this one.
+
+    Each of them would train alone, and nobody would notice.
 
     Args:
         size: The number of ranks that MPI sees.

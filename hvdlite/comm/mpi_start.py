@@ -1,7 +1,7 @@
-"""How a process comes to MPI, and leaves it.
+"""Loads MPI, initialises it, and finalises it at the end of the process.
 
-Where the program has left that to us, MPI is finalised by this process alone: mpi4py would do it in every child that was forked
-from it too, and such a child would wait there for ever.
+If hvdlite has initialised MPI, then only the process that did so finalises it. mpi4py would finalise MPI in every forked child
+too, and such a child would wait in there for ever.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ def start_mpi() -> bool:
     """Load MPI and initialise it, if that has not been done.
 
     Returns:
-        Whether there is MPI: a process that was started alone does without.
+        True if there is MPI. False for a process that was started alone where MPI is not installed.
 
     Raises:
-        MissingPackageError: There is none, and this process is one of several.
+        MissingPackageError: MPI is not installed, and this process is one of several.
         HvdliteError: MPI has been finalised already.
     """
     try:
         ours = _load(os.environ)
-    except (ImportError, RuntimeError) as error:  # mpi4py is there, or not, and finds no library
+    except (ImportError, RuntimeError) as error:  # ImportError: no mpi4py; RuntimeError: mpi4py finds no MPI library
         if _is_alone(os.environ):
             return False
         raise MissingPackageError(
@@ -53,7 +53,7 @@ def start_mpi() -> bool:
 
 
 def _load(environ: os._Environ[str]) -> bool:
-    """Import mpi4py's module, which by default initialises MPI. Returns whether we are to finalise it."""
+    """Import ``mpi4py.MPI``, which initialises MPI by default. Return whether hvdlite has to finalise MPI."""
     if "mpi4py.MPI" in sys.modules:
         return False
     import mpi4py

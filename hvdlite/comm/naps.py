@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable
 
 OFFERS_SECONDS = 2e-3
-"""How long it offers its core between looks before it sleeps. A sleep lasts 0.1 ms longer than is asked for, which makes
-this rank the late one at the next meeting, and the other one sleep: the blocks of a large tensor would all take so long."""
+"""How long a waiting thread offers its core to others before it sleeps, in seconds. A sleep lasts 0.1 ms longer than was asked
+for. So a rank that sleeps is late at the next meeting and makes the other rank sleep there; each block of a large tensor would
+take that long."""
 FIRST_NAP, LONGEST_NAP = 20e-6, 200e-6
 _NAP_GROWTH = 1.2
-"""So a nap is a fifth of what has been waited, at most, and so is the time lost when the others come."""
+"""The factor from one nap to the next. With it, a nap lasts at most a fifth of the whole wait, and so does the time that a rank
+loses when the others arrive during a nap."""
 
 
 def offer_core() -> None:
@@ -27,17 +29,17 @@ def wait_until(
     offers_seconds: float = OFFERS_SECONDS,
     longest_nap: float = LONGEST_NAP,
 ) -> None:
-    """Return when `done` says so, which is asked again and again.
+    """Call `done` again and again, and return when it returns True.
 
     Args:
-        done: Says whether the wait is over.
-        check: Called after each nap; it raises if the wait can never end.
-        offer: Called between two looks in the first `offers_seconds`.
-        offers_seconds: How long to look without a nap, in seconds.
-        longest_nap: Seconds.
+        done: A function that says whether the wait is over.
+        check: A function that raises if the wait can never end. It is called after each nap.
+        offer: A function that is called between two calls of `done` in the first `offers_seconds`.
+        offers_seconds: The time without naps at the beginning, in seconds.
+        longest_nap: The longest nap, in seconds.
 
     Raises:
-        Exception: What `done` or `check` raised.
+        Exception: `done` or `check` has raised it.
     """
     if offers_seconds:
         until = time.monotonic() + offers_seconds

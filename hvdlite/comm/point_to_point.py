@@ -1,4 +1,4 @@
-"""Collectives made of point-to-point messages: the algorithms of this package on any transport."""
+"""Collectives made of point-to-point messages: the algorithms of `hvdlite.algorithms` on any transport."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class PointToPointCollectives:
     """The `Collectives` of the ranks of a transport.
 
     Args:
-        transport: The ranks. From now on its `send`, `recv` and `sendrecv` are for the collectives alone.
-        combine: What makes the reduction of a `ReduceOp`.
+        transport: The transport over the group. From now on only this object may call its `send`, `recv` and `sendrecv`.
+        combine: A function that returns the elementwise reduction of a `ReduceOp`.
     """
 
     def __init__(self, transport: Transport, combine: Callable[[ReduceOp], Combine] = numpy_combine) -> None:
@@ -31,7 +31,7 @@ class PointToPointCollectives:
 
     @property
     def rank(self) -> int:
-        """This process in the group."""
+        """The rank of this process in the group."""
         return self.transport.rank
 
     @property
@@ -44,12 +44,11 @@ class PointToPointCollectives:
 
         Args:
             data: Shape ``(n,)``, the same on every rank.
-            op: Not AVERAGE. For booleans SUM is "or" and PRODUCT is "and", as NumPy has it.
-            algorithm: A name in `hvdlite.algorithms.ALGORITHMS`, or "auto" for what suits the number
-                of ranks and bytes.
+            op: Any `ReduceOp` but AVERAGE. For booleans SUM is "or" and PRODUCT is "and", as in NumPy.
+            algorithm: A name in `hvdlite.algorithms.ALGORITHMS`. "auto" chooses by the number of ranks and bytes.
 
         Raises:
-            ArgumentError: There is no such algorithm.
+            ArgumentError: There is no algorithm of this name.
         """
         if algorithm == "auto":
             algorithm = choose(self.size, data.nbytes)
@@ -61,10 +60,10 @@ class PointToPointCollectives:
         ALGORITHMS[algorithm](self.transport, data, self._combine(op))
 
     def start_sum(self, data: Array) -> Callable[[], bool]:
-        """Sum `data` over the ranks, in place.
+        """Sum `data` over the ranks, in place, before this function returns.
 
         Returns:
-            What says that it is over, as it is: nothing goes on by itself under these collectives.
+            A function that returns True: the sum is complete, because these collectives do no work in the background.
         """
         self.allreduce(data, ReduceOp.SUM)
         return lambda: True
@@ -73,7 +72,7 @@ class PointToPointCollectives:
         """Concatenate the ranks' `data` (``counts[r]`` elements from rank r) in `out`.
 
         Raises:
-            ArgumentError: `counts` and the arrays do not fit.
+            ArgumentError: The sizes of `data` or `out` differ from what `counts` says.
         """
         self._check_counts("counts", counts, "out", out)
         self._check_own("data", data, counts)
@@ -81,32 +80,32 @@ class PointToPointCollectives:
         ring_allgather(self.transport, out, counts)
 
     def broadcast(self, data: Array, root: int) -> None:
-        """Overwrite `data` with rank `root`'s.
+        """Overwrite `data` with the data of rank `root`.
 
         Raises:
-            ArgumentError: There is no rank `root`.
+            ArgumentError: `root` is not a rank of the group.
         """
         if not 0 <= root < self.size:
             raise ArgumentError(f"The root must be a rank from 0 to {self.size - 1}, not {root}.")
         binomial_broadcast(self.transport, data, root)
 
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
-        """Give slice r of `data` to rank r; put what comes from rank r in slice r of `out`.
+        """Send slice r of `data` to rank r, and put the slice that comes from rank r in slice r of `out`.
 
         Raises:
-            ArgumentError: The counts and the arrays do not fit.
+            ArgumentError: The size of `data` or `out` differs from the sum of its counts.
         """
         self._check_counts("send_counts", send_counts, "data", data)
         self._check_counts("recv_counts", recv_counts, "out", out)
         pairwise_alltoall(self.transport, data, send_counts, out, recv_counts)
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
-        """Reduce `data` over the ranks and keep slice `rank` of it (``counts[rank]`` elements) in `out`.
+        """Reduce `data` over the ranks, and put slice `rank` of the result (``counts[rank]`` elements) in `out`.
 
-        `data` is only read.
+        The function only reads `data`.
 
         Raises:
-            ArgumentError: `counts` and the arrays do not fit.
+            ArgumentError: The size of `data` or `out` differs from what `counts` says.
         """
         self._check_counts("counts", counts, "data", data)
         self._check_own("out", out, counts)
@@ -117,11 +116,11 @@ class PointToPointCollectives:
         dissemination_barrier(self.transport)
 
     def duplicate(self) -> PointToPointCollectives:
-        """Collectives over the same ranks that may run at the same time as these. Collective."""
+        """Return collectives over the same ranks that may run at the same time as these. All ranks call this."""
         return PointToPointCollectives(self.transport.duplicate(), self._combine)
 
     def close(self) -> None:
-        """Close the transport. Local."""
+        """Close the transport. This does not wait for other ranks."""
         self.transport.close()
 
     def _check_counts(self, name: str, counts: Sequence[int], array_name: str, array: Array) -> None:

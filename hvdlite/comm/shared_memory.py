@@ -1,8 +1,9 @@
 """Memory that all ranks of one host see.
 
-It has no name in any file system (memfd), so it needs no room in /dev/shm, and nothing of it is left when its last process
-is gone, however that one died. The first rank makes it; the others open it through ``/proc/<pid>/fd``, and compare a
-random number in it with the one that they were told, for in another container the same path may be another file.
+The memory has no name in any file system (memfd). So it takes no space in /dev/shm, and the kernel frees it when its last
+process ends, however that process ends. The first rank makes the memory, and the others open it through ``/proc/<pid>/fd``.
+They compare a random number in the memory with the number that the first rank sent: in another container the same path may
+be another file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hvdlite.protocols import Array, Transport
 
 PAGE = 4096
 _MAP_FIXED = 0x10
-"""Linux': Python's mmap has no name for it."""
+"""Linux' flag for mmap. Python's mmap has no name for it."""
 
 _MADE, _NO_MEMFD, _NO_MEMORY, _UNREACHABLE = range(4)
 _REASONS = {
@@ -31,21 +32,21 @@ _REASONS = {
 
 
 class SharedMemoryError(HvdliteError):
-    """The ranks of a host cannot share memory. Raised on all of them."""
+    """The ranks of a host cannot share memory. All of them raise this error."""
 
 
 def share(transport: Transport, nbytes: int) -> Array:
-    """Make memory that all ranks of `transport` see. They are on one host, and all call this.
+    """Make memory that all ranks of `transport` see. The ranks are on one host, and all of them call this.
 
     Args:
-        transport: Nothing else may be sent on it meanwhile.
-        nbytes: Its size in bytes, the same on every rank.
+        transport: A transport over the ranks. Nobody else may send on it until this function returns.
+        nbytes: The size in bytes, the same on every rank.
 
     Returns:
-        An array of `nbytes` uint8, zeros at first, at the start of a page.
+        An array of `nbytes` uint8 zeros, which begins at a page.
 
     Raises:
-        SharedMemoryError: It cannot be. Raised on all ranks.
+        SharedMemoryError: The ranks cannot share memory. All of them raise it.
     """
     total = PAGE + nbytes  # the first page is for the random number
     descriptor, status = -1, _MADE
@@ -79,7 +80,7 @@ def share(transport: Transport, nbytes: int) -> Array:
             memory = mmap.mmap(descriptor, total)
         except OSError:
             status = _NO_MEMORY
-    status = _worst(transport, status)  # also: every rank has opened it
+    status = _worst(transport, status)  # after this, every rank has opened the memory
     if memory is None or status != _MADE:
         if descriptor >= 0:
             os.close(descriptor)
@@ -87,13 +88,13 @@ def share(transport: Transport, nbytes: int) -> Array:
     whole = np.frombuffer(memory, np.uint8)
     address = whole.ctypes.data
     _mapped[address] = total, descriptor
-    # Not with `memory`, whose finalizers run when it is unmapped already: another thread may have mapped something there.
+    # Not a finalizer of `memory`: that runs after the unmapping, when another thread may have mapped something at this address.
     weakref.finalize(whole, _forget, address)
     return whole[PAGE:]
 
 
 _mapped: dict[int, tuple[int, int]] = {}
-"""By address: bytes and descriptor of what this process shares."""
+"""For the address of each shared memory of this process: its size in bytes, and its file descriptor."""
 
 
 def _forget(address: int) -> None:
@@ -102,7 +103,7 @@ def _forget(address: int) -> None:
 
 
 def _keep_for_itself() -> None:
-    """In a forked child: what it writes from now on is its own, and the ranks do not see it."""
+    """Give a forked child private copies of the shared memory: the ranks do not see what the child writes."""
     if not _mapped:
         return
     call = ctypes.CDLL(None, use_errno=True).mmap
@@ -111,7 +112,7 @@ def _keep_for_itself() -> None:
     for address, (nbytes, descriptor) in _mapped.items():
         flags = mmap.MAP_PRIVATE | _MAP_FIXED
         if call(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != address:
-            os.abort()  # it could only disturb the ranks
+            os.abort()  # the child would write to the memory of the ranks
 
 
 if hasattr(os, "register_at_fork"):
@@ -119,7 +120,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _worst(transport: Transport, status: int) -> int:
-    """The largest status of all ranks."""
+    """Return the largest status of all ranks."""
     mine = np.array([status], np.int64)
     if transport.rank == 0:
         other = np.zeros(1, np.int64)

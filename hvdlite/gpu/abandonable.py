@@ -1,4 +1,4 @@
-"""Calls into libraries that may never come back, made from a thread that can be left behind."""
+"""Calls into libraries that may never return. A thread makes such a call, and the program can leave the thread behind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class AbandonableCall(Generic[T]):
     """A call that is under way in a thread of its own.
 
     Args:
-        function: What to call.
-        name: Of the thread.
+        function: The function to call.
+        name: The name of the thread.
     """
 
     def __init__(self, function: Callable[[], T], name: str) -> None:
@@ -23,7 +23,7 @@ class AbandonableCall(Generic[T]):
         self._result: list[T] = []
         self._error: BaseException | None = None
         context = contextvars.copy_context()
-        # A daemon: if the call never returns, the process can end nevertheless.
+        # The thread is a daemon: the process can end even if the call never returns.
         self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
         self._thread.start()
 
@@ -34,15 +34,15 @@ class AbandonableCall(Generic[T]):
             self._error = error
 
     def is_over(self, seconds: float) -> bool:
-        """Whether it has come to an end, after waiting for that for so long at most."""
+        """Wait for the end of the call, for at most `seconds`, and say whether the call has ended."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def result(self) -> T:
-        """What the call returned.
+        """Return the result of the call, which has ended.
 
         Raises:
-            Exception: What the call raised.
+            Exception: The call has raised it.
         """
         if self._error is not None:
             raise self._error

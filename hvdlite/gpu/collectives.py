@@ -1,8 +1,8 @@
-"""What all ranks of a group do on flat tensors in device memory, and what a rank alone does.
+"""Collectives on flat tensors in device memory: their contract, and the case of one rank.
 
-Every rank calls the same, in the same order, with equal arguments. A call puts work on a stream and returns at once (that
-through host memory waits). What is launched and never ends, because a rank has left or the network has failed, is ended by
-`DeviceCollectives.fail`, which the core's watchdog calls; from then on every call raises.
+Every rank makes the same calls, in the same order, with equal arguments. A call puts work on a stream and returns at once;
+only calls through host memory wait. Launched work may never end, because a rank has left or the network has failed. Then the
+watchdog calls `DeviceCollectives.fail`, which ends the work; from then on every call raises.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from hvdlite.tensors.reduction import NCCL_WITH_FLOAT8, reduction
 
 
 class DeviceCollectives:
-    """The collectives of a group on a device. This class is those of a rank alone, for which there is nothing to do.
+    """The collectives of a group on a device. This base class is complete for a group of one rank: it only copies.
 
     Args:
-        device: Where the tensors are; one for all.
-        rank: This process in the group.
+        device: The device of all tensors.
+        rank: The rank of this process in the group.
         size: The number of ranks.
 
     Attributes:
-        nccl_version: Which dtypes are reduced here: those of `Reduction.on_device`. What is to be cast, the caller casts.
-        direct: Tensors do not pass through host memory.
-        stream: A stream for whoever has none of his own.
-        launched: How many calls have put work on a stream. Ranks that have done the same have the same number.
+        nccl_version: The version for `Reduction.on_device`, which says the dtypes that are reduced here. The caller makes the
+            casts.
+        direct: True if tensors do not pass through host memory.
+        stream: A stream for callers that have no stream of their own.
+        launched: The number of calls that have put work on a stream. It is equal on ranks that have made the same calls.
     """
 
     direct = True
@@ -47,40 +48,46 @@ class DeviceCollectives:
         """Reduce a flat tensor over the ranks.
 
         Args:
-            tensor: Shape ``(n,)``, the same on every rank; of a dtype that is reduced without a cast.
-            op: SUM, AVERAGE (no integers), MIN or MAX (integers and bool), or PRODUCT. Halves are added in NCCL's way, rounded
-                more than once. Averages of halves, and of any numbers where the size is a power of two, are divided before they
-                are added.
-            stream: Where the work is put.
-            out: Where the result goes; into `tensor` by default.
+            tensor: A tensor of shape ``(n,)``, the same shape on every rank, of a dtype that is reduced without a cast.
+            op: SUM, AVERAGE (not for integers), MIN or MAX (integers and bool only), or PRODUCT. NCCL adds float16
+                and bfloat16 and may round more than once. AVERAGE divides before it adds if the dtype is float16 or bfloat16,
+                or if the number of ranks is a power of two.
+            stream: The stream for the work.
+            out: The tensor for the result; None for `tensor`.
 
         Raises:
             NcclError: This or an earlier call has failed.
             PeerLeftError: A rank has left the job.
-            UnsupportedTensorError: A dtype that is not reduced here.
+            UnsupportedTensorError: The dtype cannot be reduced here.
         """
         if out is not None:
             self._copy(tensor, out, stream)
 
     def reduce_scatter(self, tensor: Any, out: Any, counts: Sequence[int], op: ReduceOp, stream: Stream) -> None:
-        """Reduce a flat tensor over the ranks; rank r keeps slice r, of ``counts[r]`` elements, in `out`. As `allreduce`."""
+        """Reduce a flat tensor over the ranks, and put slice r (``counts[r]`` elements) in `out` on rank r.
+
+        See `allreduce` for dtypes and errors.
+        """
         self._copy(tensor, out, stream)
 
     def allgather(self, tensor: Any, out: Any, counts: Sequence[int], stream: Stream) -> None:
-        """Concatenate the ranks' flat tensors (``counts[r]`` elements from rank r) in `out`, of any dtype. As `allreduce`."""
+        """Concatenate the ranks' flat tensors (``counts[r]`` elements from rank r) in `out`. Any dtype; errors: `allreduce`."""
         self._copy(tensor, out, stream)
 
     def broadcast(self, tensor: Any, root: int, stream: Stream) -> None:
-        """Overwrite a flat tensor, of any dtype, with rank `root`'s. As `allreduce`."""
+        """Overwrite a flat tensor of any dtype with the tensor of rank `root`. See `allreduce` for the errors."""
 
     def alltoall(
         self, tensor: Any, send_counts: Sequence[int], out: Any, recv_counts: Sequence[int], stream: Stream
     ) -> None:
-        """Give slice r of a flat tensor to rank r; put what comes from rank r in slice r of `out`. As `allgather`."""
+        """Send slice r of a flat tensor to rank r, and put the slice that comes from rank r in slice r of `out`.
+
+        The dtype may be any. See `allreduce` for the errors.
+        """
         self._copy(tensor, out, stream)
 
     def _reducible(self, tensor: Any, op: ReduceOp) -> tuple[Any, int]:
-        """The tensor as it is reduced, and NCCL's number of its dtype."""
+        """Return the tensor as NCCL reduces it (perhaps seen as another dtype), and NCCL's number of that dtype."""
         dtype = self.device.dtype(tensor)
         how = reduction(dtype, op)
         there = how.on_device(self.nccl_version)
@@ -90,7 +97,7 @@ class DeviceCollectives:
         return (tensor if there == dtype else self.device.view(tensor, there)), DTYPES[there]
 
     def group(self) -> contextlib.AbstractContextManager[None]:
-        """For a with statement: the calls of this thread inside of it are launched as one, at its end."""
+        """Return a context manager. The calls that this thread makes inside of it are launched as one, at its end."""
         return contextlib.nullcontext()
 
     def _copy(self, source: Any, into: Any, stream: Stream) -> None:
@@ -98,37 +105,37 @@ class DeviceCollectives:
             self.device.copy(source, into)
 
     def check(self) -> None:
-        """Raise what has gone wrong since.
+        """Raise the error of launched work, if there is one.
 
         Raises:
-            NcclError: What was launched has failed.
-            PeerLeftError: A rank has left the job that was needed.
+            NcclError: Launched work has failed.
+            PeerLeftError: A rank has left the job, and launched work needs this rank.
         """
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
     def fail(self, error: HvdliteError) -> None:
-        """End what is under way; from now on every call raises `error`. From any thread."""
+        """End all launched work. From now on every call raises `error`. Any thread may call this."""
         if self._failure is None:
             self._failure = error
             self.abort()
 
     def look(self) -> None:
-        """For the watch: find out whether what was launched has failed, and if so `fail`."""
+        """Call `fail` if launched work has failed. The watchdog calls this."""
 
     def abort(self) -> None:
-        """End what is under way on this rank."""
+        """End all launched work on this rank."""
 
     def close(self) -> None:
-        """Release everything. All ranks do this; nothing may be under way."""
+        """Release everything. All ranks call this, when no work is under way."""
         self.close_with()
 
 
 def on_device(device: Device, call: Callable[[], None]) -> Callable[[], None]:
-    """A call that ends a communicator, for a thread of its own, with `device` as that thread's current one.
+    """Return `call` as a function that makes `device` current in its thread first.
 
-    A thread that has chosen none has the first, and NCCL makes current again what was before: this would take memory of a GPU
-    that is another rank's.
+    Threads that end a communicator need this. In a new thread the first GPU is current, and NCCL restores the device that was
+    current before: that would allocate memory on a GPU that belongs to another rank.
     """
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The GPU of this rank, and the collectives of each group on it: made when they are first needed, known to the watch."""
+"""The GPU of this rank, and the device collectives of each group: made when first needed, and watched by the watchdog."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from hvdlite.tensors.device_registry import find_device
 from hvdlite.topology import Members
 
 Register = Callable[[Members, DeviceCollectives], Callable[[], None]]
-"""Enters collectives of a group in the watchdog. Returns a function that takes them out."""
+"""A function that enters collectives of a group in the watchdog. It returns a function that takes them out."""
 
 
 class Devices:
-    """What one rank knows of its GPUs.
+    """The GPU of one rank, and the device collectives that its groups have made.
 
     Args:
-        config: This rank's settings.
-        hosts: For each rank of the job, some number of its host.
-        register: Enters collectives in the watch.
+        config: The settings of this rank.
+        hosts: For each rank of the job, a number of its host.
+        register: A function that enters collectives in the watchdog.
 
     Attributes:
-        load: Loads NCCL. Tests put another library here.
-        find: Finds the device of a kind where there is no tensor that lies on it.
+        load: The function that loads NCCL. Tests replace it.
+        find: The function that finds the device of a kind for a rank that has no tensor there.
     """
 
     def __init__(self, config: Config, hosts: Sequence[int], register: Register) -> None:
@@ -42,10 +42,10 @@ class Devices:
         self._shared: dict[tuple[int, str], DeviceCollectives] = {}
 
     def choose(self, device: Device) -> None:
-        """This rank works on `device`, and on no other of its kind.
+        """Choose `device` for this rank: from now on the rank works on no other device of this kind.
 
         Raises:
-            DeviceError: It has worked on another before, or by way of another library.
+            DeviceError: The rank has worked on another device of this kind before, or through another library.
         """
         chosen = self._chosen.setdefault(device.kind, device)
         if chosen.index != device.index:
@@ -70,16 +70,16 @@ class Devices:
     def connect(
         self, host: HierarchicalCollectives, members: Members, kind: str, device: Device | None, owned: bool = True
     ) -> DeviceCollectives:
-        """New collectives of a group. All its ranks call this, at the same point of their sequence.
+        """Make device collectives of a group. All its ranks call this, at the same point of their sequence.
 
         Args:
-            host: The group's collectives on host memory.
-            members: The group's ranks.
-            kind, device: As for `hvdlite.gpu.setup.connect`.
-            owned: `host` is closed with them.
+            host: The collectives of the group on host memory.
+            members: The ranks of the group.
+            kind, device: See `hvdlite.gpu.setup.connect`.
+            owned: True if `host` is closed together with the new collectives.
 
         Raises:
-            DeviceError, NcclError: As there; on all ranks alike.
+            DeviceError, NcclError: See `hvdlite.gpu.setup.connect`. All ranks raise the same.
         """
         hosts = [self._hosts[rank] for rank in members.ranks]
         device = device or self._chosen.get(kind)
@@ -107,19 +107,22 @@ class Devices:
     def shared(
         self, host: HierarchicalCollectives, members: Members, kind: str, device: Device | None
     ) -> DeviceCollectives:
-        """The collectives of a group for named operations, which run one after the other. As `connect`."""
+        """Return the device collectives of a group for its named operations, which run one after the other.
+
+        The first call makes them; see `connect` for arguments and errors.
+        """
         found = self._shared.get((members.id, kind))
         if found is None:
             found = self._shared[members.id, kind] = self.connect(host, members, kind, device, owned=False)
         return found
 
     def forget(self, members: Members) -> None:
-        """Close what `shared` made for a group. All its ranks do this."""
+        """Close the collectives that `shared` made for a group. All its ranks call this."""
         for key in [key for key in self._shared if key[0] == members.id]:
             self._shared.pop(key).close()
 
     def close(self) -> None:
-        """Close everything. All ranks of the job do this, in the same order."""
+        """Close all device collectives. All ranks of the job call this."""
         self._shared.clear()
         for each in list(self._open):
             each.close()
@@ -127,12 +130,12 @@ class Devices:
 
 
 class GroupCollectives(HierarchicalCollectives):
-    """The collectives of a group by which named operations run: in host memory, and on its GPUs.
+    """The collectives for the named operations of a group: on host memory, and on its GPUs.
 
     Args:
-        transport, hosts, make_flat, shared_memory: As for `HierarchicalCollectives`.
-        devices: This rank's.
-        members: The group's ranks.
+        transport, hosts, make_flat, shared_memory: See `HierarchicalCollectives`.
+        devices: The devices of this rank.
+        members: The ranks of the group.
     """
 
     def __init__(
@@ -152,18 +155,18 @@ class GroupCollectives(HierarchicalCollectives):
         self._devices.choose(device)
 
     def on_device(self, kind: str, device: Device | None) -> DeviceCollectives:
-        """The same group on its GPUs. The first time all ranks make the call at once.
+        """Return the device collectives of the same group. All ranks make the first call at the same point of their sequence.
 
         Args:
-            kind: `Device.kind`.
-            device: This rank's; None if it has joined and has no tensors.
+            kind: The kind of the devices, as in `Device.kind`.
+            device: The device of this rank; None for a rank that has joined and has no tensors.
 
         Raises:
-            DeviceError, NcclError: A rank cannot take part. Raised on all ranks.
+            DeviceError, NcclError: A rank cannot take part. All ranks raise the same.
         """
         return self._devices.shared(self, self._members, kind, device)
 
     def close(self) -> None:
-        """Close what `on_device` made, and release everything. All ranks do this."""
+        """Close the collectives that `on_device` made, and release everything. All ranks call this."""
         self._devices.forget(self._members)
         super().close()

@@ -1,11 +1,11 @@
-"""NCCL, or AMD's RCCL with the same functions, by ctypes: the library and its communicators. It knows addresses, no tensors.
+"""NCCL, or AMD's RCCL with the same functions, by ctypes: the library and its communicators. They take addresses, not tensors.
 
-The library is the one that this process has already (PyTorch brings one), or that of the ``gpu`` extra, or the system's. What
-the functions take and return is from nccl.h (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html).
+The library is the one that this process has loaded (PyTorch brings one), or that of the ``gpu`` extra, or the system's. The
+signatures are those of nccl.h (https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html).
 
-Communicators are made in NCCL's blocking mode. In the other mode recent versions start a thread for every single launch
-(group.cc, ``groupLaunchNonBlocking``), of which the host would have to await the end each time. What may last is therefore
-called from a thread that can be left behind (`hvdlite.gpu.abandonable`).
+Communicators are made in NCCL's blocking mode. In the non-blocking mode recent versions start a thread for every launch
+(group.cc, ``groupLaunchNonBlocking``), and the host would have to wait for the end of that thread each time. Calls that may
+last are therefore made from a thread that can be left behind (`hvdlite.gpu.abandonable`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from hvdlite.errors import DeviceError, NcclError
 from hvdlite.protocols import ReduceOp
 
 OLDEST = 21800
-"""2.18.0. PyTorch 2.6, the oldest that hvdlite takes, brings 2.21; older ones than 2.18 were never tried."""
+"""The oldest version that is accepted, 2.18.0. PyTorch 2.6 brings 2.21. Versions before 2.18 were never tried."""
 
 DTYPES: dict[str, int] = {
     **{"int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5},
     **{"float16": 6, "float32": 7, "float64": 8, "bfloat16": 9, "float8_e4m3fn": 10, "float8_e5m2": 11},
 }
-"""NCCL's numbers of dtypes. The last two since `Reduction.on_device` has them."""
+"""NCCL's numbers of dtypes. `Reduction.on_device` says which version has the last two."""
 OPS: dict[ReduceOp, int] = {
     **{ReduceOp.SUM: 0, ReduceOp.PRODUCT: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3, ReduceOp.AVERAGE: 4},
 }
-"""NCCL's numbers of reductions. Its average multiplies by 1/n before it adds (rounding both)."""
+"""NCCL's numbers of reductions. NCCL's average multiplies by 1/n, adds, and rounds after both."""
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _WHEELS = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
@@ -44,7 +44,7 @@ _NAMES = ("libnccl.so", "librccl.so")
 
 
 class Communicator(Protocol):
-    """One rank's end of a group. Counts are in elements; calls put work on a stream and return."""
+    """The communicator of one rank in a group. Counts are in elements. A call puts work on a stream and returns."""
 
     def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None: ...
 
@@ -53,11 +53,11 @@ class Communicator(Protocol):
     def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None: ...
 
     def all_gather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:
-        """`count` elements of each rank."""
+        """Gather `count` elements from each rank."""
         ...
 
     def reduce_scatter(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
-        """`count` elements for each rank."""
+        """Reduce, and give `count` elements to each rank."""
         ...
 
     def send(self, data: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
@@ -65,45 +65,50 @@ class Communicator(Protocol):
     def recv(self, data: int, count: int, dtype: int, peer: int, stream: int) -> None: ...
 
     def group(self) -> contextlib.AbstractContextManager[None]:
-        """For a with statement: the calls of this thread inside of it are one."""
+        """Return a context manager. The calls that this thread makes inside of it are launched as one."""
         ...
 
     def error(self) -> str | None:
-        """What has gone wrong since a call returned, in the library's words; None if nothing. Asks the driver nothing."""
+        """Return the library's text for an error of launched work, or None if there is none. This does not call the driver."""
         ...
 
     def abort(self) -> None:
-        """End all that is under way, on this rank, and release everything. From any thread, also while another is in a call."""
+        """End all launched work on this rank and release everything. Any thread may call this, even during another's call."""
         ...
 
     def destroy(self) -> None:
-        """Release everything, once all is done. May wait for the other ranks to call it."""
+        """Release everything after all work is done. This may wait until the other ranks call it."""
         ...
 
 
 class Library(Protocol):
-    """What makes communicators."""
+    """A library that makes communicators.
+
+    Attributes:
+        path: Where the library was found.
+        version: The number of its version, such as 22809 for 2.28.9.
+    """
 
     path: str
     version: int
 
     def unique_id(self) -> bytes:
-        """What the ranks of a new group recognise each other by. Needs no GPU."""
+        """Return a new id, by which the ranks of a new group find each other. This needs no GPU."""
         ...
 
     def connect(self, unique_id: bytes, size: int, rank: int) -> Communicator:
-        """This rank's end of a new group, on the GPU that is current in this thread. Waits for the other ranks."""
+        """Make this rank's communicator, on the GPU that is current in this thread. This waits for the other ranks."""
         ...
 
 
 class UniqueId(ctypes.Structure):
-    """``ncclUniqueId``."""
+    """The structure ``ncclUniqueId``."""
 
     _fields_ = (("internal", ctypes.c_char * 128),)
 
 
 class _Config(ctypes.Structure):
-    """``ncclConfig_t`` of 2.14: later versions take it, and choose for themselves what it does not say."""
+    """The structure ``ncclConfig_t`` of 2.14. Later versions accept it and use their defaults for newer fields."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -134,14 +139,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Nccl:
-    """The library.
+    """The `Library` NCCL, or RCCL.
 
     Args:
-        library: Loaded, with the functions of nccl.h.
-        path: Where it was found, for messages.
+        library: The loaded library, with the functions of nccl.h.
+        path: Its path, for messages.
 
     Raises:
-        DeviceError: It lacks functions, or is too old.
+        DeviceError: The library lacks functions, or is too old.
     """
 
     def __init__(self, library: Any, path: str) -> None:
@@ -170,10 +175,10 @@ class Nccl:
         """Call ``nccl<name>``.
 
         Returns:
-            Its result: success, or "in progress".
+            The result of the function: ``ncclSuccess`` or ``ncclInProgress``.
 
         Raises:
-            NcclError: It failed.
+            NcclError: The function returned another result.
         """
         result = self._calls[name](*arguments)
         if result not in (_SUCCESS, _IN_PROGRESS):
@@ -181,7 +186,7 @@ class Nccl:
         return result
 
     def explain(self, result: int, comm: int | None) -> str:
-        """A result in NCCL's words, with what it says of its last error."""
+        """Return NCCL's text for `result`, with its text for the last error."""
         text = self._text(result).decode(errors="replace")
         last = (self._last(comm) or b"").decode(errors="replace").strip()
         return f"{text} ({last})" if last else f"{text} (NCCL_DEBUG=WARN says more)"
@@ -206,26 +211,26 @@ class NcclCommunicator:
     """A `Communicator` of `Nccl`.
 
     Args:
-        library: Made it.
-        handle: ``ncclComm_t``.
+        library: The library that made the communicator.
+        handle: The address that is its ``ncclComm_t``.
     """
 
     def __init__(self, library: Nccl, handle: int) -> None:
         self._library = library
         self._handle: int | None = handle
-        self._depth = 0  # of groups
-        self._ending = threading.Lock()  # the watch asks for errors, from its own thread
+        self._depth = 0  # how many `group` statements are open
+        self._ending = threading.Lock()  # the watchdog asks for errors from its own thread
 
     def _call(self, name: str, *arguments: Any) -> None:
         handle = self._handle
         if handle is None:
             raise NcclError(f"nccl{name} cannot be called: this communicator was given up.")
-        arguments = (*arguments[:-1], handle, arguments[-1])  # the stream comes last, in all of them
+        arguments = (*arguments[:-1], handle, arguments[-1])  # the stream is the last argument of all of them
         if self._library.call(name, *arguments, comm=handle) == _IN_PROGRESS and not self._depth:
             self.settle(name)
 
     def settle(self, name: str) -> None:
-        """Wait until a call is done that does not wait: NCCL_COMM_BLOCKING=0 in the environment is stronger than we are."""
+        """Wait until a non-blocking call is done: NCCL_COMM_BLOCKING=0 in the environment overrides our blocking mode."""
         while (state := self._state()) == _IN_PROGRESS:
             time.sleep(1e-4)
         if state != _SUCCESS:
@@ -263,7 +268,7 @@ class NcclCommunicator:
         self._depth += 1
         try:
             yield
-        finally:  # also after an error: all that this thread calls would be part of the group for ever
+        finally:  # also after an error: else all later calls of this thread would be part of the group
             self._depth -= 1
             if self._library.call("GroupEnd") == _IN_PROGRESS:
                 self.settle("GroupEnd")
@@ -291,7 +296,7 @@ class NcclCommunicator:
 
 
 def in_words(version: int) -> str:
-    """``22809`` as ``2.28.9``."""
+    """Return NCCL's number of a version in words: ``2.28.9`` for 22809."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
@@ -302,13 +307,13 @@ _ADVICE = (
 
 
 def find(chosen: str = "") -> str | None:
-    """Where the library is, or None if there is none.
+    """Return the path of the library, or None if there is none.
 
     Args:
-        chosen: The user's choice (``HVDLITE_NCCL_LIBRARY``).
+        chosen: The user's choice (``HVDLITE_NCCL_LIBRARY``); empty if there is none.
 
     Raises:
-        DeviceError: There are two in one place.
+        DeviceError: Several wheels of NCCL are installed over each other, or the wheel is for another CUDA than torch.
     """
     if chosen:
         return chosen
@@ -323,7 +328,7 @@ def find(chosen: str = "") -> str | None:
 
 
 def load(chosen: str = "") -> Nccl | None:
-    """The library, or None if there is none. Arguments and errors as for `find`, and as for `Nccl`."""
+    """Load the library and return it, or None if there is none. See `find` and `Nccl` for the argument and the errors."""
     path = find(chosen)
     if path is None:
         return None
@@ -334,7 +339,7 @@ def load(chosen: str = "") -> Nccl | None:
 
 
 def _loaded() -> list[str]:
-    """Those that this process has loaded, by whomever."""
+    """Return the paths of all such libraries that this process has loaded."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return []
@@ -343,7 +348,7 @@ def _loaded() -> list[str]:
 
 
 def _wheel() -> str | None:
-    """The library of NVIDIA's wheel."""
+    """Return the path of the library in NVIDIA's wheel, or None if the wheel is not installed."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ModuleNotFoundError:
@@ -355,13 +360,15 @@ def _wheel() -> str | None:
 
 
 def _check_wheels(path: str) -> None:
-    """All of NVIDIA's wheels install the same file, so of two the later one has overwritten the other. And one for another CUDA
-    than torch's would bring a second CUDA into the process.
+    """Raise DeviceError if NVIDIA's wheels of NCCL cannot be trusted.
+
+    All of these wheels install the same file: if there are two, the later one has overwritten the other. And a wheel for
+    another CUDA than torch's would bring a second CUDA into the process.
 
     Raises:
-        DeviceError: There are two, or it is for another CUDA than the torch that this process has loaded.
+        DeviceError: Two wheels are installed, or the wheel is for another CUDA than the torch that this process has loaded.
     """
-    import importlib.metadata  # not at import of hvdlite, which would take a quarter longer
+    import importlib.metadata  # not at the top: the import of hvdlite would take a quarter longer
 
     installed = []
     for name in _WHEELS:

@@ -15,16 +15,16 @@ from hvdlite.protocols import Device, ReduceOp, Stream
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 
 _GOODBYE_SECONDS = 10.0
-"""How long the end of a communicator may take. One that is part of a CUDA graph waits until that is gone."""
+"""How long `NcclCollectives.close` waits, in seconds. A communicator in a CUDA graph ends only when the graph is gone."""
 
 
 class NcclCollectives(DeviceCollectives):
-    """By NCCL.
+    """`DeviceCollectives` by NCCL.
 
     Args:
-        device, rank, size: As for `DeviceCollectives`.
-        communicator: This rank's end, for this object alone.
-        version: NCCL's.
+        device, rank, size: See `DeviceCollectives`.
+        communicator: This rank's communicator, for this object alone.
+        version: The version of NCCL as its number, such as 22809 for 2.28.9.
     """
 
     def __init__(self, device: Device, rank: int, size: int, communicator: Communicator, version: int) -> None:
@@ -39,17 +39,17 @@ class NcclCollectives(DeviceCollectives):
         try:
             yield self._communicator
         except NcclError as error:
-            self.check()  # what went wrong before, and ended this call too
+            self.check()  # raises an earlier error, which has ended this call too
             raise NcclError(f"rank {self.rank}, {operation} on {self._where()}: {error}") from None
 
     def _where(self) -> str:
         return f"{self.device.kind}:{self.device.index}"
 
     def _averaging(self, tensor: Any, op: ReduceOp) -> tuple[int, bool]:
-        """NCCL's number of `op`, and whether a division is left to do."""
+        """Return NCCL's number of the op to call, and whether the caller has to divide its result by the number of ranks."""
         if op is not ReduceOp.AVERAGE:
             return OPS[op], False
-        # Its average multiplies by 1/n first: exact for powers of two, and halves do not overflow.
+        # NCCL's average multiplies by 1/n first: exact for powers of two, and a sum of halves does not overflow.
         early = self.device.dtype(tensor) in HALF_DTYPES or self.size & (self.size - 1) == 0
         return (OPS[op], False) if early else (OPS[ReduceOp.SUM], True)
 
@@ -86,7 +86,7 @@ class NcclCollectives(DeviceCollectives):
         if divides:
             self._divide(out, stream)
 
-    # What only moves goes as bytes, whatever it is.
+    # The following operations move values without arithmetic, so they send bytes, whatever the dtype is.
 
     def _bytes(self, tensor: Any) -> Any:
         return self.device.view(tensor, "uint8")
@@ -137,7 +137,7 @@ class NcclCollectives(DeviceCollectives):
     def abort(self) -> None:
         if self._failure is None:
             self._failure = NcclError(f"rank {self.rank}: the collectives on {self._where()} were given up.")
-        self._end(self._communicator.abort, "hvdlite-nccl-abort")  # in its own time: the watch has others to look after
+        self._end(self._communicator.abort, "hvdlite-nccl-abort")  # not awaited: the watchdog has others to look after
 
     def close(self) -> None:
         super().close()

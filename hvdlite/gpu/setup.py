@@ -1,11 +1,11 @@
-"""How the ranks of a group come to speak by their GPUs: they compare what they have, and all go on, or all raise the same.
+"""The ranks of a group start NCCL together. They compare their GPUs first: all of them go on, or all raise the same error.
 
 ::
 
-    every rank   a card: its GPU, its NCCL, what is wrong with them; rank 0 adds the id of the new communicator
-                 ──── gathered over the host's collectives; each rank draws the same conclusion from the cards ────
-    every rank   NCCL's own start, and a first sum, in a thread
-                 ──── until that is over everywhere, or has failed anywhere: nobody is left waiting in it unnoticed ────
+    every rank   makes a report of its GPU, its NCCL, and its problems; rank 0 adds the id of the new communicator
+                 ──── the host's collectives gather the reports; every rank draws the same conclusion from them ────
+    every rank   starts NCCL and makes a first sum, in a thread
+                 ──── all ranks wait until this is over everywhere, has failed anywhere, or takes too long ────
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _FIRST_NAP, _LONGEST_NAP = 1e-3, 0.1
 
 
 class DeviceReport(NamedTuple):
-    """What the other ranks must know of one.
+    """What one rank tells the others about its GPU and its NCCL.
 
     Attributes:
-        problem: Why it cannot take part; empty if it can.
-        way: "nccl" or "staged": what it wants to do.
-        device: Its GPU as its framework calls it, "cuda:0".
+        problem: The reason why the rank cannot take part; empty if it can.
+        way: The way that the rank's settings ask for: "nccl", or "staged" for host memory.
+        device: The name of the GPU in its framework, such as "cuda:0".
         identity: See `Device.identity`.
-        visible: How many GPUs it sees.
-        version: NCCL's; 0 without.
-        library: Where that was found.
-        shares: Several ranks may use one GPU.
-        unique_id: Of the new communicator; rank 0's only.
+        visible: The number of GPUs that the rank sees.
+        version: The number of NCCL's version; 0 without NCCL.
+        library: The path of NCCL; empty without NCCL.
+        shares: True if several ranks may use one GPU.
+        unique_id: The id of the new communicator, on rank 0; empty on the others.
     """
 
     problem: str = ""
@@ -72,37 +72,37 @@ def connect(
     load: Load,
     find_device: FindDevice,
 ) -> tuple[Device, DeviceCollectives]:
-    """Collectives of a group on its GPUs. All ranks of the group call this, at the same point of their sequence.
+    """Make the device collectives of a group. All ranks of the group call this, at the same point of their sequence.
 
     Args:
-        host: The group; for the new collectives alone if they have to go through the host.
-        hosts: For each rank of the group, some number of its host.
-        kind: `Device.kind`.
-        device: This rank's; None where it has joined and has no tensors.
-        config: This rank's settings.
-        load: Loads NCCL.
-        find_device: Finds the device of a kind, for a rank that has no tensors.
+        host: The collectives of the group on host memory. The new collectives keep them if they go through host memory.
+        hosts: For each rank of the group, a number of its host.
+        kind: The kind of the devices, as in `Device.kind`.
+        device: The device of this rank; None for a rank that has joined and has no tensors.
+        config: The settings of this rank.
+        load: A function that loads NCCL.
+        find_device: A function that finds the device of a kind, for a rank that has no tensors.
 
     Returns:
-        The device, and the collectives.
+        The device of this rank, and the collectives.
 
     Raises:
-        DeviceError: A rank cannot take part. The same text on all ranks.
-        NcclError: NCCL could not connect the ranks. The same text on all ranks.
+        DeviceError: A rank cannot take part. All ranks raise the same text.
+        NcclError: NCCL could not connect the ranks. All ranks raise the same text.
     """
     library: Library | None = None
     try:
         device = device or find_device(kind)
-        card, library = _card(host, device, config, load)
+        report, library = _report_of(host, device, config, load)
     except HvdliteError as error:
-        card = DeviceReport(problem=str(error))
-    cards: list[DeviceReport] = _gather(host, card)
-    _check(cards, hosts)
+        report = DeviceReport(problem=str(error))
+    reports: list[DeviceReport] = _gather(host, report)
+    _check(reports, hosts)
     assert device is not None
     if host.size == 1:
         return device, DeviceCollectives(device)
-    way = cards[0].way
-    if way == "staged" or all(each.version == 0 for each in cards):
+    way = reports[0].way
+    if way == "staged" or all(each.version == 0 for each in reports):
         if way == "nccl" and host.rank == 0:
             warnings.warn(
                 "NCCL was not found, so GPU tensors go through host memory, which is slower: pip install 'hvdlite[gpu]'. "
@@ -112,11 +112,11 @@ def connect(
             )
         return device, StagedCollectives(device, host)
     assert library is not None
-    communicator = _start(host, device, library, cards[0].unique_id, config.nccl_start_seconds)
+    communicator = _start(host, device, library, reports[0].unique_id, config.nccl_start_seconds)
     return device, NcclCollectives(device, host.rank, host.size, communicator, library.version)
 
 
-def _card(
+def _report_of(
     host: HierarchicalCollectives, device: Device, config: Config, load: Load
 ) -> tuple[DeviceReport, Library | None]:
     library: Library | None = None
@@ -135,28 +135,28 @@ def _card(
     ), library
 
 
-def _check(cards: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
-    """Raise what is wrong with the ranks together."""
-    problems = _by_text({rank: card.problem for rank, card in enumerate(cards) if card.problem})
+def _check(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
+    """Raise DeviceError if a report has a problem, or if the reports do not fit together."""
+    problems = _by_text({rank: report.problem for rank, report in enumerate(reports) if report.problem})
     if problems:
         raise DeviceError(f"GPU tensors cannot be exchanged:\n{problems}")
-    ways = {rank: f"{card.way}" for rank, card in enumerate(cards)}
+    ways = {rank: f"{report.way}" for rank, report in enumerate(reports)}
     if len(set(ways.values())) > 1:
         raise DeviceError(
             f"the ranks want to exchange GPU tensors in different ways; set HVDLITE_NCCL alike:\n{_by_text(ways)}"
         )
     found = {
-        rank: f"NCCL {in_words(card.version)} at {card.library}" if card.version else "no NCCL"
-        for rank, card in enumerate(cards)
+        rank: f"NCCL {in_words(report.version)} at {report.library}" if report.version else "no NCCL"
+        for rank, report in enumerate(reports)
     }
-    if len({card.version for card in cards}) > 1:
+    if len({report.version for report in reports}) > 1:
         raise DeviceError(f"the ranks need the same NCCL; install one version everywhere:\n{_by_text(found)}")
     users: dict[tuple[int, str], list[int]] = {}
-    for rank, card in enumerate(cards):
-        users.setdefault((hosts[rank], card.identity), []).append(rank)
+    for rank, report in enumerate(reports):
+        users.setdefault((hosts[rank], report.identity), []).append(rank)
     for ranks in users.values():
-        if len(ranks) > 1 and not all(cards[rank].shares for rank in ranks):
-            first = cards[ranks[0]]
+        if len(ranks) > 1 and not all(reports[rank].shares for rank in ranks):
+            first = reports[ranks[0]]
             here = sum(host == hosts[ranks[0]] for host in hosts)
             advice = (
                 f"Start at most {first.visible} ranks on this host, or let them share by HVDLITE_SHARE_GPU=1 on every "
@@ -171,7 +171,7 @@ def _check(cards: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
 
 
 def _by_text(texts: dict[int, str]) -> str:
-    """A line for each different text, with the ranks that have it."""
+    """Return a line for each different text, with the ranks that have this text."""
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)
@@ -188,7 +188,7 @@ def _gather(host: HierarchicalCollectives, value: T) -> list[T]:
 def _start(
     host: HierarchicalCollectives, device: Device, library: Library, unique_id: bytes, limit: float
 ) -> Communicator:
-    """NCCL's own start, and a first sum, so that what does not work shows here and on all ranks."""
+    """Start NCCL and make a first sum, so that every problem shows here and on all ranks."""
     made: list[Communicator] = []
 
     def start() -> None:
@@ -204,8 +204,8 @@ def _start(
         if got.tolist() != [host.size]:
             raise NcclError(f"NCCL's first sum of a one from each rank is {got.tolist()}; expected [{host.size}].")
 
-    attempt = AbandonableCall(start, "hvdlite-nccl-start")
-    outcome = _await(host, attempt, limit)
+    starting = AbandonableCall(start, "hvdlite-nccl-start")
+    outcome = _await(host, starting, limit)
     outcomes = _gather(host, outcome)
     if any(outcomes):
         for communicator in made:
@@ -223,21 +223,21 @@ def _start(
 _WAITING = "waits for the others"
 
 
-def _await(host: HierarchicalCollectives, attempt: AbandonableCall[Any], limit: float) -> str:
-    """Wait until the attempt is over on all ranks, has failed on one, or has taken too long.
+def _await(host: HierarchicalCollectives, starting: AbandonableCall[Any], limit: float) -> str:
+    """Wait until the start of NCCL is over on all ranks, has failed on one, or has taken longer than `limit` seconds.
 
-    All ranks stay in step, so all leave together: who waits inside of NCCL waits in the attempt's own thread.
+    All ranks leave this function together. Only the thread of `starting` may wait inside of NCCL.
 
     Returns:
-        What went wrong on this rank; empty if nothing.
+        The problem of this rank; empty if it has none.
     """
     nap, until = _FIRST_NAP, time.monotonic() + limit
     while True:
-        over = attempt.is_over(nap)
+        over = starting.is_over(nap)
         text = ""
         if over:
             try:
-                attempt.result()
+                starting.result()
             except Exception as error:
                 text = str(error) or repr(error)
         pending, failed, late = not over, bool(text), time.monotonic() > until

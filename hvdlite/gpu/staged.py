@@ -15,15 +15,15 @@ from hvdlite.tensors.reduction import NCCL_WITH_FLOAT8, reduction
 
 
 class StagedCollectives(DeviceCollectives):
-    """Through (pinned) host memory, and the host's own collectives. Calls wait for `stream` and for the other ranks.
+    """`DeviceCollectives` through pinned host memory and collectives of the host. Calls wait for `stream` and the other ranks.
 
     Args:
-        device: As for `DeviceCollectives`.
-        host: The group; for this object alone.
+        device: See `DeviceCollectives`.
+        host: The collectives of the group on host memory. No other thread may use them during a call.
     """
 
     direct = False
-    nccl_version = NCCL_WITH_FLOAT8 - 1  # NumPy has no numbers of 8 bits
+    nccl_version = NCCL_WITH_FLOAT8 - 1  # NumPy has no 8-bit floating-point numbers
 
     def __init__(self, device: Device, host: HierarchicalCollectives) -> None:
         super().__init__(device, host.rank, host.size)
@@ -39,7 +39,7 @@ class StagedCollectives(DeviceCollectives):
             self.device.from_host(array, recv)
 
     def reduce_scatter(self, tensor: Any, out: Any, counts: Sequence[int], op: ReduceOp, stream: Stream) -> None:
-        # By an allreduce, which accumulates halves as float32.
+        # An allreduce accumulates float16 and bfloat16 in float32; the reduce_scatter of the host does not.
         with self.device.on(stream):
             whole = self.device.cast(tensor, self.device.dtype(tensor))
         self.allreduce(whole, op, stream)

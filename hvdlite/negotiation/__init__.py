@@ -1,10 +1,16 @@
 """Which operations are ready on all ranks, and in which order they run.
 
-- `engine`: one rank's operations, from their submission to their result; `handle`: what the caller has of one meanwhile.
-- `in_flight`: the operations that are not over; `waiters`: the threads that wait for them, and the one that drives the rest.
-- `driver`: moves them on, a step at a time; `execution`: what has been decided is carried out.
-- `controller`: what the root has heard of, and what it orders.
-- `messages`: what the ranks send each other about it; `history`: what older messages need to be understood.
-- `readiness`: who has submitted what; `blocked`: who waits, each for something that another has not submitted.
-- `mismatch`: what differs between ranks, in words.
+A submitted operation goes through these files::
+
+    engine ─ submit ─▶ in_flight ─▶ driver ─▶ controller ─ messages up and down the tree ─▶ driver ─▶ execution ─▶ handle
+
+- `engine`: the door of the room: submits the operations of one rank and waits for their results.
+- `handle`: the caller's object for an operation that may not be over.
+- `in_flight`: the operations that are not over.
+- `waiters`: the threads that wait for operations, and the thread that drives the engine while nobody waits.
+- `driver`: one step of progress: announce, read messages, run. `execution`: runs operations in the order that was decided.
+- `controller`: the ranks form a tree and agree on what is ready and in which order it runs.
+- `messages`: the encoding of the control messages; `history`: past state that older messages refer to.
+- `readiness`: the table of which rank has reported which operation; `blocked`: ranks that all wait for one another.
+- `mismatch`: the texts of errors about differences between ranks.
 """

@@ -1,4 +1,4 @@
-"""Which parties of one rank of the tree (its own program, and its children for the ranks below them) wait, each for another."""
+"""Finds out whether all parties of a rank are blocked: its own program, and its children with their subtrees."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hvdlite.negotiation.messages import Key
 from hvdlite.operations import Signature
 
 Pending = Mapping[int, Sequence[tuple[Key, Signature]]]
-"""By rank: what it has submitted and waits for."""
+"""For each rank: the operations that it has submitted and waits for."""
 
 
 class BlockedParties:
-    """Parties whose ranks submit nothing more before something is done that they have submitted.
+    """The blocked parties of one rank: their ranks submit nothing more before one of their operations is done.
 
     Args:
-        parties: How many parties this rank has.
+        parties: The number of parties of this rank.
 
     Attributes:
-        found: The parties that are blocked: how many plans each has followed, and what its ranks wait for.
-        told: The parent has been told that all of them are blocked.
+        found: For each blocked party the number of plans that it has followed, and the operations that its ranks wait for.
+        told: True if this rank has told its parent that all its parties are blocked.
     """
 
     def __init__(self, parties: int) -> None:
@@ -28,24 +28,24 @@ class BlockedParties:
         self.told = False
 
     def hear(self, party: int, plans: int, pending: Pending) -> None:
-        """All ranks of a party are blocked, which has followed so many plans."""
+        """Record that all ranks of a party are blocked. `plans` is the number of plans that the party has followed."""
         self.found[party] = plans, pending
 
     def wake(self, party: int) -> bool:
-        """A party goes on. Returns whether the parent must be told."""
+        """Record that a party goes on. Return whether the parent must be told."""
         self.found.pop(party, None)
         told, self.told = self.told, False
         return told
 
     def clear(self) -> None:
-        """A plan may let every party go on, on all ranks alike."""
+        """Forget all parties: a new plan may let each of them go on. All ranks do this at the same plan."""
         self.found.clear()
         self.told = False
 
     def are_all(self, plans: int) -> bool:
-        """Whether all parties are blocked. A report from before the latest plan is out of date: that may let a rank go on."""
+        """Say whether all parties are blocked. A report from before the latest plan does not count: the plan may end it."""
         return sum(heard == plans for heard, _ in self.found.values()) == self._parties
 
     def pending(self) -> dict[int, Sequence[tuple[Key, Signature]]]:
-        """What all ranks here and below wait for."""
+        """Return the operations that this rank and all ranks below it wait for."""
         return {rank: keys for _, pending in self.found.values() for rank, keys in pending.items()}

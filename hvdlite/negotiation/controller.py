@@ -1,20 +1,21 @@
-"""Agreement on what every rank is ready to do, and in which order all of them do it.
+"""The ranks agree on the operations that are ready on all of them, and on the order in which they run.
 
-The ranks form a tree. A rank reports an operation to its parent when its own program and all of its children have
-reported it; the root, when it is ready everywhere, sends the order to run it down the tree::
+The ranks form a tree. A rank reports an operation to its parent when its own program and all its children have reported it.
+When the root knows that an operation is ready on all ranks, it sends the order to run it down the tree::
 
     rank 3 ─ready a─▶ rank 1 ─ready a─▶ rank 0 ─run a─▶ rank 1 ─run a─▶ rank 3
 
-An operation needs everybody, so a rank that has submitted nothing has nothing to hear: messages wait until it joins in,
-and no rank ever has to poll while its program computes. Each rank sends one message up and one to each child for a batch
-of operations, whatever the number of ranks. (Horovod's coordinator, arXiv:1802.05799, gathers from all ranks at once.)
+An operation needs every rank. So nothing can be decided for a rank that has submitted nothing: its messages wait until it
+submits something, and no rank polls while its program computes. For a batch of operations a rank sends one message to its
+parent and one to each child, whatever the number of ranks. (Horovod's coordinator, arXiv:1802.05799, gathers from all ranks at
+once.)
 
-What has been agreed once is known by a small number from then on, so that the same batch as last time is a message of 25
-bytes, however many operations it has: all ranks receive the same plans in the same order, and number what they see in
-them alike (`Cache`).
+After an operation was agreed on once, a small number stands for it. So the same batch as last time is a message of 25 bytes,
+however many operations it has. All ranks receive the same plans in the same order, and number the operations in them alike
+(`Cache`).
 
-A rank that has joined counts as having reported everything (`ReadyTable`). It learns what it takes part in from the plan,
-which it understands as the others do: by the ids, or by the signatures that come with new names.
+A rank that has joined counts as one that has reported every operation (`ReadyTable`). The plan tells it which operations it
+takes part in: by their ids, or by the signatures that come with new names.
 """
 
 from __future__ import annotations
@@ -48,24 +49,24 @@ from hvdlite.operations import Signature
 from hvdlite.protocols import Transport
 
 FANOUT = 8
-"""Children of a rank. Few enough that no rank has much to read, many enough that the tree is flat."""
+"""The number of children of a rank: few, so that no rank has much to read, and enough to keep the tree flat."""
 
 CACHE_ENTRIES = 2**14
-"""What a cache holds before it starts anew: enough for the names of any model, and ids that fit in 16 bits."""
+"""The number of entries of a cache before an empty one replaces it: enough for the names of any model, with ids of 16 bits."""
 
 
 class Controller:
     """One rank's part in the agreement. Not thread-safe: its engine calls it under a lock.
 
     Args:
-        transport: Carries the messages; nobody else may post on it.
-        fuse: Splits keys that are ready into groups to run as one. Only the root's is asked.
-        fanout: Children of each rank.
-        cache_entries: How many ids there are, at most 65536. The same on every rank.
+        transport: The transport for the control messages. Nobody else may post on it.
+        fuse: A function that splits keys that are ready into groups to be fused. Only the root calls it.
+        fanout: The number of children of each rank.
+        cache_entries: The largest number of ids, at most 65536; the same on every rank.
 
     Attributes:
-        unsubmitted: Operations that a plan (or, on the root, the plan in the making) has for this rank, which has joined and
-            not submitted them. For the engine to take out.
+        unsubmitted: Operations of a plan (on the root also of the plan in the making) that this rank has not submitted, because
+            it has joined. The driver takes them out.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class Controller:
         rank, size = transport.rank, transport.size
         self._rank = rank
         self._parent = (rank - 1) // fanout if rank else None
-        self._tallies = ReadyTable(rank, size, fanout)
-        self._children = self._tallies.children
+        self._ready = ReadyTable(rank, size, fanout)
+        self._children = self._ready.children
         self._parties = 1 + len(self._children)
         self._announced: dict[Key, Signature] = {}
         self.unsubmitted: dict[Key, Signature] = {}
@@ -94,32 +95,33 @@ class Controller:
 
     @property
     def plans(self) -> int:
-        """How many plans this rank has heard of."""
+        """The number of plans that this rank has made (as the root) or received."""
         return self._plans
 
     def announce(self, key: Key, signature: Signature) -> None:
-        """This rank's program has submitted `key`."""
+        """Record that this rank's program has submitted the operation `key`."""
         self._announced[key] = signature
-        self._tallies.count(key, signature, self._rank)
+        self._ready.count(key, signature, self._rank)
         if self._blocked.found:
             self._wake(self._rank)
 
     def join(self) -> None:
-        """This rank's program submits nothing more until all ranks have joined."""
+        """Record that this rank has joined: its program submits nothing more until all ranks have joined."""
         self._joins = True
         if self._blocked.found:
             self._wake(self._rank)
 
     def report_blocked(self, pending: Sequence[tuple[Key, Signature]]) -> None:
-        """This rank's program cannot go on before one of `pending` is done. Holds until the next plan or `announce`."""
+        """Record that this rank's program waits for one of `pending`, until the next plan or the next `announce`."""
         if self._rank not in self._blocked.found and not self._joins:
             self._blocked.hear(self._rank, self._plans, {self._rank: list(pending)})
-            if self._parent is not None:  # the root's own step tells everybody
+            if self._parent is not None:  # on the root, `step` tells all ranks
                 self._pass_on_blocked()
 
     def step(self) -> list[Decision]:
-        """Read the messages that have arrived, pass on what they complete, and return what is now decided, in order."""
-        decisions = self._pass_on() if self._tallies.complete else []  # first, for the others may be waiting for it
+        """Read the messages that have arrived, report complete operations, and return the new decisions, in order."""
+        # The report comes before reading: the other ranks may wait for it.
+        decisions = self._pass_on() if self._ready.complete else []
         received = None
         if self._parties > 1 or self._parent is not None:
             while (received := self._transport.poll()) is not None:
@@ -127,7 +129,7 @@ class Controller:
                 kind = message[0]
                 if kind in (PLAN_ONE_KIND, PLAN_KIND):
                     decisions += self._receive_plan(message)
-                    break  # to be carried out before we read on: the others wait for us in it
+                    break  # these decisions run before further messages are read: other ranks wait for this rank in them
                 if kind in (READY_ONE_KIND, READY_KIND):
                     self._receive_ready(sender, message)
                 else:
@@ -137,49 +139,49 @@ class Controller:
                     else:
                         self._wake(sender)
                         if kind == "joined":
-                            self._tallies.join(sender, content[0])
-        if self._joins and received is None:  # those who have said so already have joined before this rank
+                            self._ready.join(sender, content[0])
+        if self._joins and received is None:  # ranks that joined before this one are known by now
             self._joins = False
-            self._tallies.join(self._rank, self._rank)
-        if self._tallies.complete:
+            self._ready.join(self._rank, self._rank)
+        if self._ready.complete:
             decisions += self._pass_on()
-        # Only now: a parent must know of all that is ready before it hears that there will be no more.
-        if self._tallies.all_joined and not self._told_joined:
+        # This comes last: a parent must know all operations that are ready before it hears that there will be no more.
+        if self._ready.all_joined and not self._told_joined:
             decisions += self._pass_on_joined()
         if self._blocked.found:
             decisions += self._pass_on_blocked()
         return decisions
 
     def _pass_on(self) -> list[Decision]:
-        """Report what is complete below here; at the root, decide it."""
-        complete, self._tallies.complete = self._tallies.complete, {}
-        if len(complete) == 1:  # a blocking call: the fewer steps the better
+        """Report the operations that are complete in this subtree to the parent. On the root, decide on them."""
+        complete, self._ready.complete = self._ready.complete, {}
+        if len(complete) == 1:  # the fast path of a blocking call
             ((key, report),) = complete.items()
-            if not isinstance(report, dict) and (place := self._cache.place(key, report)) is not None:
-                return self._pass_on_one(key, place)
+            if not isinstance(report, dict) and (start := self._cache.run_start(key, report)) is not None:
+                return self._pass_on_one(key, start)
         if self._parent is None:
             return self._decide(complete)
-        places, rest = [], []
+        starts, rest = [], []
         for key, report in complete.items():
-            place = None if isinstance(report, dict) else self._cache.place(key, report)
-            if place is None:
+            start = None if isinstance(report, dict) else self._cache.run_start(key, report)
+            if start is None:
                 rest.append((key, report))
             else:
-                places.append(place)
-        self._transport.post(encode_ready(self._plans, sorted(places), rest), self._parent)
+                starts.append(start)
+        self._transport.post(encode_ready(self._plans, sorted(starts), rest), self._parent)
         return []
 
-    def _pass_on_one(self, key: Key, place: tuple[int, int]) -> list[Decision]:
+    def _pass_on_one(self, key: Key, start: tuple[int, int]) -> list[Decision]:
         if self._parent is not None:
-            self._transport.post(READY_ONE.pack(READY_ONE_KIND, self._plans, *place), self._parent)
+            self._transport.post(READY_ONE.pack(READY_ONE_KIND, self._plans, *start), self._parent)
             return []
-        message = PLAN_ONE.pack(PLAN_ONE_KIND, *place)
+        message = PLAN_ONE.pack(PLAN_ONE_KIND, *start)
         for child in self._children:
             self._transport.post(message, child)
         return self._follow([Decision((key,), None)], [], {})
 
     def _pass_on_joined(self) -> list[Decision]:
-        last = self._tallies.last_joined
+        last = self._ready.last_joined
         if self._parent is None:
             return self._send_plan([Decision((), None, last)], {}, {})
         self._told_joined = True
@@ -193,7 +195,7 @@ class Controller:
         cache = self._history.cache_of(sender, plans, self._cache)
         reports: list[tuple[Key, Report]] = [*cache.expand(runs), *rest]
         for key, report in self._history.still_open(reports, plans):
-            self._tallies.count(key, report, sender)
+            self._ready.count(key, report, sender)
         self._history.forget(self._plans)
         if self._blocked.found:
             self._wake(sender)
@@ -203,7 +205,7 @@ class Controller:
     def _decide(self, complete: Mapping[Key, Report]) -> list[Decision]:
         known: dict[Key, tuple[int, int]] = {}
         new: list[Key] = []
-        signatures: dict[Key, Signature] = {}  # of what some ranks, which have joined, have not submitted
+        signatures: dict[Key, Signature] = {}  # of the operations that ranks which have joined did not submit
         failures = []
         for key, report in complete.items():
             if isinstance(report, dict):
@@ -214,10 +216,10 @@ class Controller:
                 signatures[key] = report
                 if key not in self._announced:
                     self.unsubmitted[key] = report
-            if (place := self._cache.place(key, report)) is None:
+            if (start := self._cache.run_start(key, report)) is None:
                 new.append(key)
             else:
-                known[key] = place
+                known[key] = start
         agreed = [*known, *new] if len(known) < 2 else [*sorted(known, key=known.__getitem__), *new]
         decisions = [*(Decision(tuple(group), None) for group in self._fuse(agreed)), *failures]
         return self._send_plan(decisions, known, signatures)
@@ -225,8 +227,8 @@ class Controller:
     def _send_plan(
         self, decisions: list[Decision], known: Mapping[Key, tuple[int, int]], signatures: Mapping[Key, Signature]
     ) -> list[Decision]:
-        """Send a plan and return its decisions in the order in which all ranks carry them out."""
-        if not self._children:  # a rank alone, with nobody to write to
+        """Send a plan, and return its decisions in the order in which all ranks carry them out."""
+        if not self._children:  # the group has one rank
             return self._follow(decisions, [], signatures)
         message, groups, rest = encode_plan(decisions, known, signatures)
         for child in self._children:
@@ -239,20 +241,18 @@ class Controller:
         if message[0] == PLAN_ONE_KIND:
             _, number, identity = PLAN_ONE.unpack(message)
             key = self._cache.key(number, identity)
-            return self._follow([Decision((key,), None)], [], {})  # submitted by all, or it would not be this message
+            return self._follow([Decision((key,), None)], [], {})  # in this form, all ranks have submitted it
         expanded, rest, signatures = decode_plan(message, self._cache)
-        if self._tallies.joined:
+        if self._ready.joined:
             signatures.update(entry for group in expanded for entry in group)
         return self._follow([Decision(tuple([key for key, _ in group]), None) for group in expanded], rest, signatures)
 
     def _follow(
         self, groups: list[Decision], rest: list[Decision], signatures: Mapping[Key, Signature]
     ) -> list[Decision]:
-        """Enter a plan in the books: its groups were sent by ids, the rest by names.
+        """Record a plan in the cache and the history: `groups` were sent by ids, `rest` by names.
 
-        Args:
-            groups, rest: What was decided.
-            signatures: At least of what this rank has not submitted.
+        `signatures` has at least the operations that this rank has not submitted.
         """
         self._plans += 1
         if self._blocked.found:
@@ -268,12 +268,12 @@ class Controller:
                     signature = signature or self._take_part(key, signatures)
                     self._cache = self._history.learn(key, signature, self._cache, self._plans)
                 else:
-                    self._tallies.forget(key)
+                    self._ready.forget(key)
                     self._history.fail(key, self._plans)
         self._history.forget(self._plans)
         decisions = groups + rest
-        if self._tallies.all_joined and any(decision.last_joined is not None for decision in decisions):
-            self._tallies.reset_joined()
+        if self._ready.all_joined and any(decision.last_joined is not None for decision in decisions):
+            self._ready.reset_joined()
             self._told_joined = False
         return decisions
 
@@ -285,7 +285,7 @@ class Controller:
     # Ranks that all wait, each for something that another has not submitted
 
     def _pass_on_blocked(self) -> list[Decision]:
-        """Tell the parent, or as the root everybody, if all ranks here and below wait."""
+        """Tell the parent (on the root: all ranks) if this rank and all ranks below it are blocked."""
         if self._blocked.told or not self._blocked.are_all(self._plans):
             return []
         pending = self._blocked.pending()
@@ -306,5 +306,5 @@ class Controller:
 
 
 def error_of(decision: Decision) -> HvdliteError:
-    """The exception that a failed decision raises: a new one for each caller, with the same text."""
+    """Return the exception of a failed decision: a new object for each caller, with the same text."""
     return MismatchError(decision.error)

@@ -1,4 +1,4 @@
-"""One step of the agreement after the other: announce what was submitted, hear what was decided, do it."""
+"""Drives the operations of a group: announces new operations, reads the decisions of the controller, and runs them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlite.negotiation.execution import Execution
 from hvdlite.negotiation.handle import Handle
 from hvdlite.negotiation.in_flight import InFlight
 from hvdlite.negotiation.messages import JOIN, Decision, Key
-from hvdlite.operations import SHARED_BUCKETS, Operation, Signature, stand_in
+from hvdlite.operations import SHARED_BUCKETS, Operation, Signature, operation_for_absent
 from hvdlite.protocols import Transport
 from hvdlite.timeline import Timeline
 from hvdlite.topology import Members
@@ -21,23 +21,23 @@ from hvdlite.watchdog.links import Link
 
 
 class Driver:
-    """Moves the operations of one group of ranks on. Whichever thread has time for it drives, one at a time.
+    """Moves the operations of one group forward. Any thread may drive, one at a time.
 
     Args:
-        transport: Carries the controller's messages.
+        transport: The transport for the control messages.
         in_flight: The operations of this rank.
-        submit_lock: Whoever holds it changes what is in flight by the program's doing.
-        execution: Carries out what is decided.
+        submit_lock: The lock of the engine that protects `in_flight` while the program submits.
+        execution: The object that runs the operations.
         members: The ranks of the group.
-        link: Where the ranks are in step.
-        fusion_threshold: The most bytes of one exchange of fused operations.
-        new_handle: Makes the handle of an operation that this rank takes part in though it has joined.
-        timeline: Is told of plans.
+        link: The link of the group: it breaks if a rank gets out of step.
+        fusion_threshold: The largest number of bytes of fused operations.
+        new_handle: A function that makes a handle for an operation that this rank, which has joined, did not submit.
+        timeline: The timeline, which records plans.
 
     Attributes:
-        broken: Why nothing can be done any more; None if all is well.
-        thread: The one that is in the middle of driving; 0 if none is.
-        make_late: Makes shared buckets where this rank has joined. Set by the group.
+        broken: The error that has broken the group; None if there is none.
+        thread: The number of the thread that is driving; 0 if none is.
+        make_late: A function that makes the operation for shared gradient buckets on a rank that has joined. The group sets it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Driver:
         self._new_handle = new_handle
         self._timeline = timeline
         self._controller = Controller(transport, self._fuse)
-        # Reentrant, so that a signal handler that has interrupted its owner comes far enough to be told.
+        # Reentrant, so that a signal handler that has interrupted the owner can go on and raise `interrupted`.
         self._lock = threading.RLock()  # whoever holds it drives
         self.thread = 0
         self._followed = 0  # plans that are carried out
@@ -71,21 +71,21 @@ class Driver:
 
     @property
     def plans(self) -> int:
-        """How many plans this rank has heard of."""
+        """The number of plans that this rank has made or received."""
         return self._controller.plans
 
     def check_not_interrupted(self) -> None:
-        """Raise if this very thread is in the middle of driving."""
+        """Raise `interrupted` if the calling thread is driving: then a signal handler has interrupted it."""
         if self.thread and self.thread == threading.get_ident():
             raise interrupted()
 
     def drive_for(self, handle: Handle[Any]) -> bool:
-        """Drive a step unless `handle` is done. Returns whether anything moved."""
+        """Drive one step unless `handle` is done. Return whether there was any progress."""
         with self._lock:
             return handle.done or self._drive()
 
     def drive_if_free(self) -> bool:
-        """Drive a step if nobody does. Returns whether anything moved."""
+        """Drive one step if no other thread drives. Return whether there was any progress."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -94,27 +94,27 @@ class Driver:
             self._lock.release()
 
     def report_blocked(self, is_blocked: Callable[[], bool]) -> None:
-        """Tell the other ranks that this one can submit nothing more before one of its operations is done, if that is so."""
+        """Tell the other ranks that this rank is blocked, if `is_blocked` says so."""
         with self._lock:
             if not self._in_flight.new and is_blocked():
                 self._controller.report_blocked(self._in_flight.signatures())
 
     def become_child(self, error: HvdliteError) -> None:
-        """This process was forked from the rank: whoever calls an operation in it gets `error`."""
-        self._lock, self.thread = threading.RLock(), 0  # a thread that is not here may have held it
+        """Let every operation raise `error`: this process was forked from the rank and takes no part in the job."""
+        self._lock, self.thread = threading.RLock(), 0  # a thread that does not exist in the child may have held it
         self.broken = error
 
     # For the watchdog, from its thread
 
     def need(self, key: Key) -> Need | None:
-        """What the wait for `key` needs of the other ranks; None while a plan is carried out, which may end it."""
+        """Return what the wait for `key` needs from the other ranks. Return None while a plan runs, which may end the wait."""
         followed = self._followed
         if key not in self._in_flight.entries or followed != self._controller.plans:
             return None
         return Need(self._members, key, followed, self._in_flight.describe(key))
 
     def lacks(self, key: Key, plans: int) -> bool:
-        """Whether this rank has not submitted what another waits for that has followed as many plans."""
+        """Say whether this rank has not submitted `key`, for which a rank waits that has followed `plans` plans."""
         in_flight = self._in_flight
         return key not in in_flight.entries and not in_flight.has_joined and self._controller.plans == plans
 
@@ -143,15 +143,15 @@ class Driver:
             entry = in_flight.entries.get(key)
             if key == JOIN:
                 self._controller.join()
-            elif entry is not None:  # None: failed already, together with what other ranks had submitted under its name
+            elif entry is not None:  # None: this rank's operation has failed already, by a mismatch under its name
                 self._controller.announce(key, entry[0].signature)
             moved = True
         try:
             decisions = self._controller.step()
-        except PeerLeftError as error:  # the transport is gone: whoever waits must hear of it
+        except PeerLeftError as error:  # nothing can be received any more: all waits must end
             self.broken = error
             return True
-        self._stand_in()
+        self._take_part_for_absent()
         if decisions and self._timeline.on:
             self._execution.note_plan()
         for decision in decisions:
@@ -159,14 +159,16 @@ class Driver:
         self._followed = self._controller.plans
         return moved or bool(decisions)
 
-    def _stand_in(self) -> None:
-        """This rank has joined: give it a part in what the others have submitted and it has not."""
+    def _take_part_for_absent(self) -> None:
+        """Make an operation for each one that the others have submitted while this rank has joined."""
         if not self._controller.unsubmitted:
             return
         with self._submit_lock:
             for key, signature in self._controller.unsubmitted.items():
                 late = signature[0] == SHARED_BUCKETS
-                operation = self.make_late(signature) if late else stand_in(signature, self._rank, self._size)
+                operation = (
+                    self.make_late(signature) if late else operation_for_absent(signature, self._rank, self._size)
+                )
                 self._in_flight.put_for_absent(key, operation, self._new_handle(key))
             self._controller.unsubmitted.clear()
 
@@ -182,12 +184,12 @@ class Driver:
 
     def _fuse(self, keys: Sequence[Key]) -> Iterator[list[Key]]:
         if len(keys) > 1:
-            self._stand_in()
+            self._take_part_for_absent()
         return self._in_flight.fuse(keys, self._fusion_threshold)
 
 
 def interrupted() -> HvdliteError:
-    """What an operation raises that is called in the middle of another one of the same thread."""
+    """Return the error of an operation that a thread calls in the middle of another operation, in a signal handler."""
     return HvdliteError(
         "an operation was called in the middle of another one of the same thread, so it cannot be done: in a signal "
         "handler that has interrupted it, or in a destructor. Set a flag there, and call the operation when the "

@@ -1,8 +1,8 @@
-"""Named operations in any order: submit on every rank, run when all have.
+"""Named operations in any order: every rank submits an operation, and it runs when all ranks have submitted it.
 
-The caller who waits for an operation drives the engine itself, so a small blocking operation costs no thread switch and
-no cycle. Operations that nobody waits for are driven by a thread that starts with the first of them, sleeps while there
-is nothing in flight, and never spins.
+A thread that waits for an operation drives the engine itself. So a small blocking operation costs no thread switch, and there
+is no cycle time. While nobody waits, a background thread drives the engine. It starts with the first operation that needs it,
+sleeps while no operation is in flight, and never spins.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Engine:
     """The named operations of one group of ranks.
 
     Args:
-        transport: Carries the controller's messages.
-        collectives: Run the operations; nobody else may use them.
+        transport: The transport for the control messages.
+        collectives: The collectives that run the operations. Nobody else may use them.
         members: The ranks of the group.
-        watch: Is told of waits that last.
-        config: Fusion threshold and time limits.
-        timeline: Is told of every operation.
+        watch: The watchdog, which owns waits that last.
+        config: The settings: fusion threshold and time limits.
+        timeline: The timeline, which records every operation.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Engine:
         self._members = members
         self._watch = watch
         self._timeline = timeline
-        # Reentrant, so that a signal handler that has interrupted its owner comes far enough to be told.
+        # Reentrant, so that a signal handler that has interrupted the owner can go on and raise `interrupted`.
         self._submit_lock = threading.RLock()
         self._submitting = False
         self._in_flight = InFlight(timeline)
@@ -79,19 +79,19 @@ class Engine:
         watch.lacks[members.id] = self._driver.lacks
 
     def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle[Any]:
-        """Put an operation in flight.
+        """Submit an operation and return its handle.
 
         Args:
-            operation: What to do.
-            name: Operations of equal name belong together on all ranks, in whatever order they are submitted. Those without
-                a name belong together by their order.
-            background: Let the thread drive it; False if the caller waits at once.
+            operation: The operation.
+            name: The name of the operation. Operations of equal name belong together on all ranks, in any order of submission.
+                Operations without a name belong together by their order.
+            background: True lets the background thread drive the operation; False if the caller waits at once.
 
         Raises:
-            DuplicateNameError: An operation of this name has not been waited for yet.
-            ArgumentError: `name` is no text.
-            HvdliteError: This rank has joined; or this is a signal handler that has interrupted an operation.
-            DeviceError: Its tensors lie on another GPU than those of earlier operations.
+            DuplicateNameError: The program has not yet waited for an earlier operation of this name.
+            ArgumentError: `name` is not a str.
+            HvdliteError: This rank has joined, or a signal handler that has interrupted an operation calls this.
+            DeviceError: The tensors lie on another GPU than those of earlier operations.
         """
         if name is not None and not isinstance(name, str):
             raise ArgumentError(f"name={name!r}: expected a text (str), or None; got {type(name).__name__}.")
@@ -116,11 +116,11 @@ class Engine:
         return self.submit(operation, name, background=False).wait()
 
     def begin_join(self) -> Handle[int]:
-        """Submit nothing more until all ranks have called this; take part in what they submit meanwhile, adding nothing.
+        """Let this rank join: until all ranks have joined, it takes part in the operations of the others with no values.
 
         Returns:
-            A handle. Its `wait` returns the rank that was the last to join, the same on all; or it raises PeerLeftError: a rank
-            has left the job without joining.
+            A handle. Its `wait` returns the rank that joined last, the same on all ranks. It raises PeerLeftError if a rank has
+            left the job without joining.
 
         Raises:
             HvdliteError: This rank has joined already (in another thread).
@@ -134,7 +134,7 @@ class Engine:
 
     @property
     def has_joined(self) -> bool:
-        """Whether this rank has joined and others have not."""
+        """True while this rank has joined and others have not."""
         return self._in_flight.has_joined
 
     @property
@@ -143,11 +143,11 @@ class Engine:
         return self._in_flight.kinds
 
     def use_to_make_late(self, make: Callable[[Signature], Operation]) -> None:
-        """Group only: `make` makes shared buckets where this rank has joined."""
+        """Use `make` for the operation that makes shared gradient buckets on a rank that has joined. The group calls this."""
         self._driver.make_late = make
 
     def _check_not_interrupted(self) -> None:
-        """Nothing can be done in the middle of what this very thread does here."""
+        """Raise `interrupted` if the calling thread is in the middle of a submission or a step of the driver."""
         if self._submitting:
             raise interrupted()
         self._driver.check_not_interrupted()
@@ -167,7 +167,7 @@ class Engine:
         return handle
 
     def poll(self, handle: Handle[Any]) -> bool:
-        """Whether `handle` is done; drives the engine a step if nobody does."""
+        """Say whether `handle` is done. Drive the engine one step if no other thread does."""
         done = handle.done
         if done:
             self.release_name(handle)
@@ -176,7 +176,7 @@ class Engine:
         return done
 
     def release_name(self, handle: Handle[Any]) -> None:
-        """The name of `handle` may be used again: its result has been seen, or nobody can ask for it."""
+        """Allow the name of `handle` again: the program has seen the result, or cannot ask for it any more."""
         self._in_flight.release_name(handle)
 
     def wait(self, handle: Handle[Any]) -> None:
@@ -191,7 +191,7 @@ class Engine:
         self.release_name(handle)
 
     def abandon(self, error: HvdliteError) -> None:
-        """Fail everything in flight, and whatever comes: the group is no longer whole."""
+        """Fail all operations in flight and all later ones with `error`."""
         self._driver.broken = self._driver.broken or error
 
     def _interrupt(self, error: HvdliteError) -> None:
@@ -199,13 +199,13 @@ class Engine:
         self._collectives.stop(error)
 
     def become_child(self, error: HvdliteError) -> None:
-        """This process was forked from the rank: whoever calls an operation in it gets `error`."""
+        """Let every operation raise `error`: this process was forked from the rank and takes no part in the job."""
         self._submit_lock, self._submitting = threading.RLock(), False  # a thread that is not here may have held it
         self._driver.become_child(error)
 
     @property
     def rank(self) -> int:
-        """This process's number within the group."""
+        """The rank of this process in the group."""
         return self._transport.rank
 
     @property
@@ -215,15 +215,15 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether operations of this rank are in flight."""
+        """True while operations of this rank are in flight."""
         return bool(self._in_flight.entries)
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the background thread."""
         self._background.stop()
 
     def close(self) -> None:
-        """End the thread and release the transport. Nothing may be in flight."""
+        """End the background thread and release the transport. No operation may be in flight."""
         self.stop()
         self._background.join()
         del self._watch.lacks[self._members.id]

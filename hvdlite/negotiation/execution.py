@@ -1,4 +1,4 @@
-"""Decisions are carried out here: the operations run, and their handles get the results."""
+"""Carries out decisions: runs the operations, and gives their results to the handles."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hvdlite.watchdog.watchdog import Watchdog
 
 
 class Execution:
-    """Runs the operations of one group of ranks, in the order that all of them have.
+    """Runs the operations of one group, in the order that all its ranks have.
 
     Args:
-        in_flight: Where the operations are found.
-        collectives: Run the operations; nobody else may use them.
+        in_flight: The operations of this rank that are not over.
+        collectives: The collectives that run the operations. Nobody else may use them.
         members: The ranks of the group.
-        watch: Is told while an operation runs.
-        link: Where the ranks are in step.
-        timeline: Is told of every operation.
+        watch: The watchdog, which owns the wait while an operation runs.
+        link: The link of the group: it breaks if a rank gets out of step.
+        timeline: The timeline, which records every operation.
     """
 
     def __init__(
@@ -39,21 +39,21 @@ class Execution:
         self._members = members
         self._watch = watch
         self._timeline = timeline
-        self._runs = 0  # that all ranks have made, whether a timeline was kept or not
-        self._decided = 0  # when the latest plan was known, for the timeline
+        self._runs = 0  # the number of runs so far, equal on all ranks; it counts without a timeline too
+        self._decided = 0  # the time at which the latest plan was known, for the timeline
         self._running: Key = 0
         self._watching = watch.exchanging(
             lambda: f"its part of {in_flight.describe(self._running)}", members, remember=False, link=link
         )
 
     def note_plan(self) -> None:
-        """A plan is known, for the timeline."""
+        """Note the time of a plan, for the timeline."""
         self._decided = self._timeline.clock()
         if self._timeline.mark_cycles:
             self._timeline.mark(Row.NEGOTIATION, "CYCLE", "CYCLE_START")
 
     def run(self, decision: Decision) -> None:
-        """Run operations as one. An error is for their handles; only what interrupts the program is raised."""
+        """Run the operations of a decision as one. Their handles get an error; only an interruption is raised here."""
         in_flight = self._in_flight
         entries = [in_flight.entries[key] for key in decision.keys]
         operations = [operation for operation, _ in entries]
@@ -62,13 +62,13 @@ class Execution:
         if self._timeline.on:
             records = [handle.record for _, handle in entries]
             run = RunRecord(self._timeline, records, self._decided, self._runs, self._members.ranks)
-            if operations[0].device_kind is None:  # else the host takes no part in the exchange, and all is launching
+            if operations[0].device_kind is None:  # on a GPU the host only launches work, and does not see the transfer
                 collectives = run.timed(collectives)
         try:
             self._running = decision.keys[0]
             with self._watching:
                 results = type(operations[0]).run_together(operations, collectives)
-        except BaseException as error:  # the watch has told the others, if they have to know
+        except BaseException as error:  # the watchdog has told the other ranks if they must know
             in_flight.fail(decision.keys, error)
             if isinstance(error, Exception):
                 return

@@ -1,4 +1,4 @@
-"""What stands for the result of an operation that may not be over."""
+"""The handle of an operation: stands for a result that may not be there yet."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Driver(Protocol):
-    """What an engine does for a handle."""
+    """The part of an engine that a handle uses."""
 
     def poll(self, handle: Handle[Any]) -> bool:
         """See `Handle.poll`."""
@@ -22,20 +22,20 @@ class Driver(Protocol):
         """Return when the operation is over."""
 
     def release_name(self, handle: Handle[Any]) -> None:
-        """Nobody can wait for the handle any more."""
+        """Allow the name of the handle again: nobody can wait for the handle any more."""
 
 
 class Handle(Generic[T]):
-    """An operation in flight, whose result is a T."""
+    """The handle of an operation whose result is a T."""
 
     __slots__ = ("_engine", "_error", "_hand_over", "_result", "done", "key", "record")
 
     def __init__(self, engine: Driver, key: Key) -> None:
         self.key = key
         self.done = False
-        """Engine only: over, whether the caller has seen it or not."""
+        """True if the operation is over, whether the caller has seen the result or not. The engine sets it."""
         self.record: OperationRecord | None = None
-        """Engine only: what the timeline knows of it; None if it was submitted while none was kept."""
+        """The timeline's record of the operation; None if there was no timeline at its submission. The engine uses it."""
         self._engine = engine
         self._result: Any = None
         self._hand_over: Callable[[Any], Any] | None = None
@@ -46,9 +46,9 @@ class Handle(Generic[T]):
             self._engine.release_name(self)  # nobody can wait for it any more
 
     def poll(self) -> bool:
-        """Whether the operation is over, so that `wait` returns (or raises) at once.
+        """Say whether the operation is over: then `wait` returns or raises at once.
 
-        This call may drive it a step; what that brings is seen by the next call.
+        This call may drive the operation one step. The next call sees the effect.
         """
         return self._engine.poll(self)
 
@@ -56,7 +56,7 @@ class Handle(Generic[T]):
         """Wait until the operation is over.
 
         Returns:
-            Its result.
+            The result of the operation.
 
         Raises:
             MismatchError: The ranks submitted operations that do not belong together.
@@ -70,12 +70,12 @@ class Handle(Generic[T]):
         return self._result  # type: ignore[no-any-return]
 
     def finish(self, result: Any, error: BaseException | None, hand_over: Callable[[Any], Any] | None = None) -> None:
-        """Engine only: the operation is over.
+        """Complete the handle. Only the engine calls this.
 
         Args:
-            result: What `wait` returns.
-            error: What it raises in its place.
-            hand_over: Makes the former of `result`, in the thread that has waited, where that cannot be done before.
+            result: The result that `wait` returns.
+            error: The error that `wait` raises; None if the operation has succeeded.
+            hand_over: A function that makes the caller's result of `result`, in the thread that waits; None if `result` is it.
         """
         self._result, self._error, self._hand_over = result, error, hand_over
         self.done = True

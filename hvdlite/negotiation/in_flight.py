@@ -1,4 +1,4 @@
-"""The operations of one rank that are not over: by key, with the handles that the program has of them."""
+"""The operations of one rank that are not over, by key, each with the program's handle."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hvdlite.timeline import Timeline
 
 
 def in_words(key: Key, signature: Signature) -> str:
-    """An operation as messages show it."""
+    """Return an operation in words, for messages."""
     return f"{name_of(key)}: {describe(signature)}"
 
 
 class InFlight:
-    """What has been submitted and is not over. The engine has the locks.
+    """The operations that were submitted and are not over. The engine and the driver hold the locks.
 
     Args:
-        timeline: Is told of every operation.
+        timeline: The timeline, which records every operation.
 
     Attributes:
         entries: The operations and their handles.
-        new: The keys that the controller has not been told yet, in the order of submission.
+        new: The keys that the controller does not know yet, in the order of submission.
         kinds: The kinds of the operations that this rank has ever submitted.
     """
 
@@ -36,14 +36,14 @@ class InFlight:
         self.entries: dict[Key, tuple[Operation, Handle[Any]]] = {}
         self.new: deque[Key] = deque()
         self.kinds: set[str] = set()
-        self._names: dict[Key, int] = {}  # in use, and by which handle
+        self._names: dict[Key, int] = {}  # the names in use, each with the id() of its handle
         self._next_number = 0
 
     def new_key(self, name: str | None) -> Key:
-        """The key of an operation that is about to be submitted: its name, or the next number.
+        """Return the key of a new operation: its name, or the next number.
 
         Raises:
-            DuplicateNameError: An operation of this name has not been waited for yet.
+            DuplicateNameError: The program has not yet waited for an earlier operation of this name.
         """
         if name is None:
             self._next_number += 1
@@ -56,7 +56,7 @@ class InFlight:
         return name
 
     def put(self, key: Key, operation: Operation, handle: Handle[Any]) -> None:
-        """The program has submitted an operation."""
+        """Add an operation that the program has submitted."""
         kind = operation.signature[0]
         self.kinds.add(kind)
         if self._timeline.on:
@@ -67,42 +67,42 @@ class InFlight:
             self._names[key] = id(handle)
 
     def put_for_absent(self, key: Key, operation: Operation, handle: Handle[Any]) -> None:
-        """Others have submitted an operation, and this rank, which has joined, takes part in it."""
+        """Add an operation that other ranks have submitted, and in which this rank takes part though it has joined."""
         self.entries[key] = (operation, handle)
         self.skip([key])
 
     def skip(self, keys: Sequence[Key]) -> None:
-        """Give the numbers of these operations to no later one, so that unnamed operations meet again on all ranks."""
+        """Use the numbers of these operations for no later one, so that unnamed operations have equal numbers on all ranks."""
         self._next_number = max([self._next_number, *(key + 1 for key in keys if isinstance(key, int))])
 
     def release_name(self, handle: Handle[Any]) -> None:
-        """The name of `handle` may be used again: its result has been seen, or nobody can ask for it."""
+        """Allow the name of `handle` again: the program has seen the result, or cannot ask for it any more."""
         if self._names.get(handle.key) == id(handle):
             self._names.pop(handle.key, None)
 
     @property
     def has_joined(self) -> bool:
-        """Whether this rank has joined and others have not."""
+        """True while this rank has joined and others have not."""
         return JOIN in self.entries
 
     def signatures(self) -> list[tuple[Key, Signature]]:
-        """What is in flight."""
+        """Return the key and the signature of each operation in flight."""
         return [(key, operation.signature) for key, (operation, _) in list(self.entries.items())]
 
     def describe(self, key: Key) -> str:
-        """An operation as messages show it, whether it is in flight or not."""
+        """Return an operation in words, whether it is in flight or not."""
         entry = self.entries.get(key)
         return in_words(key, entry[0].signature) if entry and key != JOIN else name_of(key)
 
     def finish_join(self, last: int) -> None:
-        """All ranks have joined, `last` was the last one."""
+        """Complete the join of this rank: all ranks have joined, rank `last` after the others."""
         _, handle = self.entries.pop(JOIN)
         if handle.record is not None:
             self._timeline.settled(handle.record)
         handle.finish(last, None)
 
     def fail(self, keys: Sequence[Key], error: BaseException) -> None:
-        """End those of these operations that are in flight with an error."""
+        """Fail those of the operations `keys` that are in flight with `error`."""
         for key in keys:
             entry = self.entries.pop(key, None)
             if entry is not None:
@@ -112,7 +112,7 @@ class InFlight:
                 entry[1].finish(None, error)
 
     def fuse(self, keys: Sequence[Key], threshold: int) -> Iterator[list[Key]]:
-        """Group keys whose operations share an exchange, up to `threshold` bytes."""
+        """Yield groups of keys whose operations can be fused, of at most `threshold` bytes unless one alone has more."""
         if len(keys) == 1:
             yield list(keys)
             return

@@ -1,4 +1,4 @@
-"""What the ranks write to each other about operations: small numbers for what all of them have seen before."""
+"""The control messages about operations. Small numbers stand for operations that all ranks have seen before."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ Key = str | int
 """An operation's name, or its number in the sequence of unnamed ones."""
 
 JOIN = -1
-"""What a rank that has joined waits for. No operation: it is never reported, and runs nowhere."""
+"""The key for which a rank waits after `join`. It is never reported and never runs."""
 
 Report: TypeAlias = Signature | dict[Signature, list[int]]
-"""What a subtree says of an operation: its signature on all of its ranks; or, where they differ or some of them have joined
-without submitting it, the ranks of each signature."""
+"""What a subtree reports of an operation: its signature, if all ranks of the subtree have submitted it alike; else, for each
+signature, the ranks that have submitted it."""
 
-# Messages begin with one of these bytes, or with pickle's own, which is 0x80.
+# A message begins with one of these bytes, or with 0x80 if it is pickled.
 READY_KIND = 1
 PLAN_KIND = 2
 READY_ONE_KIND = 3
 PLAN_ONE_KIND = 4
 READY = struct.Struct("<BQI")
-"""Kind, plans that the sender has received, runs that follow; after them what had to be pickled."""
+"""A report: kind, number of plans that the sender has received, number of runs. The runs follow, then a pickled rest."""
 PLAN = struct.Struct("<BI")
-"""Kind, runs that follow; after them what had to be pickled."""
+"""A plan: kind, number of runs. The runs follow, then a pickled rest."""
 RUN = struct.Struct("<qHH")
-"""Operations with ids that the receiver knows: (-1, id, n) is ids id … id + n - 1, which are names; (number, id, n) is
-unnamed operations number … number + n - 1, each with the signature of that id. n = 0 stands between groups of a plan."""
+"""A run of operations with ids that the receiver knows. (-1, id, n) is n named operations with the ids id … id + n - 1.
+(number, id, n) is the unnamed operations number … number + n - 1, all with the signature of that id. A run with n = 0 separates
+two groups of a plan."""
 LONGEST_RUN = 2**16 - 1
 NEXT_GROUP = RUN.pack(0, 0, 0)
 # A blocking call makes messages of one operation with an id, so these are as plain as can be.
 READY_ONE = struct.Struct("<BQqH")
-"""Kind, plans that the sender has received, number or -1, id."""
+"""A report of one operation: kind, number of plans that the sender has received, number or -1, id."""
 PLAN_ONE = struct.Struct("<BqH")
-"""Kind, number or -1, id."""
+"""A plan of one operation: kind, number or -1, id."""
 
 
 class Cache:
-    """The ids of what has been agreed on: (name, signature), or (None, signature) for unnamed operations.
+    """The ids of operations that were agreed on: of (name, signature), or of (None, signature) for unnamed operations.
 
-    The id says the signature too, so a rank whose signature differs from the one that was agreed before uses another id, or
-    none.
+    An id stands for a signature too. So a rank with a signature other than the agreed one uses another id, or none.
     """
 
     __slots__ = ("entries", "ids")
@@ -53,18 +53,18 @@ class Cache:
         self.entries: list[tuple[str | None, Signature]] = []
         self.ids: dict[tuple[str | None, Signature], int] = {}
 
-    def place(self, key: Key, signature: Signature) -> tuple[int, int] | None:
-        """The operation as the start of a run, or None if it has no id."""
+    def run_start(self, key: Key, signature: Signature) -> tuple[int, int] | None:
+        """Return (number or -1, id) of an operation, with which a run can start, or None if the operation has no id."""
         named = isinstance(key, str)
         number = self.ids.get((key if named else None, signature))  # type: ignore[arg-type]
         return None if number is None else (-1 if named else key, number)  # type: ignore[return-value]
 
     def key(self, number: int, identity: int) -> Key:
-        """The operation that stands at a place."""
+        """Return the key of the operation with this number (-1 for a named one) and this id."""
         return self.entries[identity][0] if number < 0 else number  # type: ignore[return-value]
 
     def expand(self, runs: Iterable[tuple[int, ...]]) -> list[tuple[Key, Signature]]:
-        """The operations that runs stand for, in order."""
+        """Return the operations of some runs, in order."""
         operations: list[tuple[Key, Signature]] = []
         for number, first, length in runs:
             if number < 0:
@@ -75,12 +75,12 @@ class Cache:
         return operations
 
 
-def encode(places: list[tuple[int, int]]) -> bytes:
-    """Places in ascending order as runs."""
-    if len(places) == 1:
-        return RUN.pack(*places[0], 1)
+def encode(starts: list[tuple[int, int]]) -> bytes:
+    """Encode operations as runs. They are given as pairs (number or -1, id), ascending."""
+    if len(starts) == 1:
+        return RUN.pack(*starts[0], 1)
     runs: list[list[int]] = []
-    for number, identity in places:
+    for number, identity in starts:
         if runs:
             start, first, length = runs[-1]
             follows = (-1, first + length) if start < 0 else (start + length, first)
@@ -92,30 +92,30 @@ def encode(places: list[tuple[int, int]]) -> bytes:
 
 
 class Decision(NamedTuple):
-    """Operations that all ranks treat alike, at the same point of their sequence."""
+    """Operations that all ranks run, or fail, as one at the same point of their sequence."""
 
     keys: tuple[Key, ...]
     error: str | None
-    """None: run them as one. Otherwise every rank that has submitted one fails it with this text."""
+    """None if the operations run as one. Otherwise each rank that has submitted one of them fails it with this text."""
     last_joined: int | None = None
-    """Not None: all ranks have joined, this one last. There are no keys then."""
+    """The rank that joined last, if all ranks have joined; then there are no keys. Otherwise None."""
 
 
-def encode_ready(plans: int, places: list[tuple[int, int]], rest: Sequence[tuple[Key, Report]]) -> bytes:
-    """What a rank reports to its parent.
+def encode_ready(plans: int, starts: list[tuple[int, int]], rest: Sequence[tuple[Key, Report]]) -> bytes:
+    """Encode a report of a rank to its parent.
 
     Args:
-        plans: Plans that it has received.
-        places: Operations with ids, in ascending order.
-        rest: Operations without ids.
+        plans: The number of plans that the rank has received.
+        starts: The operations with ids, as pairs (number or -1, id), ascending.
+        rest: The operations without ids.
     """
-    runs = encode(places)
+    runs = encode(starts)
     message = READY.pack(READY_KIND, plans, len(runs) // RUN.size) + runs
     return message + pickle.dumps(rest) if rest else message
 
 
 def decode_ready(message: bytes) -> tuple[int, Iterable[tuple[int, ...]], list[tuple[Key, Report]]]:
-    """The plans, runs and other operations of a report, of either form."""
+    """Decode a report, of either form: the number of plans, the runs, and the operations without ids."""
     if message[0] == READY_ONE_KIND:
         _, plans, number, identity = READY_ONE.unpack(message)
         return plans, ((number, identity, 1),), []
@@ -128,16 +128,16 @@ def decode_ready(message: bytes) -> tuple[int, Iterable[tuple[int, ...]], list[t
 def encode_plan(
     decisions: Sequence[Decision], known: Mapping[Key, tuple[int, int]], signatures: Mapping[Key, Signature]
 ) -> tuple[bytes, list[Decision], list[Decision]]:
-    """A plan as the root sends it.
+    """Encode a plan, as the root sends it.
 
     Args:
-        decisions: What was decided.
-        known: The places of operations with ids.
-        signatures: At least of what some ranks have not submitted.
+        decisions: The decisions of the plan.
+        known: The operations with ids, each with its pair (number or -1, id).
+        signatures: The signatures of the operations, at least of those that some ranks have not submitted.
 
     Returns:
-        The message, the decisions that are in it by ids, and those that are in it by names: all ranks carry them out in
-        this order.
+        The message, the decisions that it has by ids, and the decisions that it has by names. All ranks carry them out in this
+        order.
     """
     groups, rest, encoded = [], [], []
     for decision in decisions:
@@ -157,7 +157,7 @@ def encode_plan(
 def decode_plan(
     message: bytes, cache: Cache
 ) -> tuple[list[list[tuple[Key, Signature]]], list[Decision], dict[Key, Signature]]:
-    """The groups of a plan that were sent by ids, the decisions that were sent by names, and the signatures that came along."""
+    """Decode a plan: the groups that were sent by ids, the decisions that were sent by names, and the signatures sent along."""
     _, count = PLAN.unpack_from(message)
     end = PLAN.size + count * RUN.size
     runs: list[list[tuple[int, ...]]] = [[]] if count else []

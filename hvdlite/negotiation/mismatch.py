@@ -1,4 +1,4 @@
-"""What is said when the ranks do not agree."""
+"""The texts of errors for ranks that do not agree."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ from collections.abc import Mapping, Sequence
 
 from hvdlite.errors import ranks_text
 from hvdlite.negotiation.messages import JOIN, Key
-from hvdlite.operations import Signature, describe, why_not_without
+from hvdlite.operations import Signature, describe, why_absent_refused
 
 
 def name_of(key: Key) -> str:
-    """The key as messages show it."""
+    """Return a key in words, for messages."""
     if key == JOIN:
         return "join()"
     return repr(key) if isinstance(key, str) else f"unnamed operation {key}"
 
 
 def why_not_done(key: Key, variants: Mapping[Signature, Sequence[int]], size: int) -> str | None:
-    """Why an operation cannot be done that some ranks have submitted differently or, having joined, not at all.
+    """Return why an operation cannot run, or None if it can.
+
+    Some ranks have submitted it with other signatures, or have joined and not submitted it.
 
     Args:
-        key: The operation.
-        variants: The ranks of each signature.
-        size: How many ranks there are.
+        key: The key of the operation.
+        variants: For each signature the ranks that have submitted it.
+        size: The number of ranks.
     """
     if len(variants) > 1:
         return mismatch_text(key, variants)
     ((signature, ranks),) = variants.items()
     joined = sorted(set(range(size)).difference(ranks))
-    why = why_not_without(signature, joined)
+    why = why_absent_refused(signature, joined)
     return None if why is None else joined_text(key, signature, joined, why)
 
 
 def mismatch_text(key: Key, variants: Mapping[Signature, Sequence[int]]) -> str:
-    """Who submitted what under one key."""
+    """Return the text of a mismatch: which ranks submitted which signature under one key."""
     ordered = sorted(variants.items(), key=lambda variant: min(variant[1]))
     first = _first_difference([signature for signature, _ in ordered])
     lines = [f"  {ranks_text(ranks)}: {describe(signature, first)}" for signature, ranks in ordered]
@@ -41,7 +43,7 @@ def mismatch_text(key: Key, variants: Mapping[Signature, Sequence[int]]) -> str:
 
 
 def joined_text(key: Key, signature: Signature, joined: Sequence[int], why: str) -> str:
-    """Why `joined` being gone fails an operation."""
+    """Return the text for an operation that cannot run because the ranks `joined` have joined."""
     verb = "has" if len(joined) == 1 else "have"
     return (
         f"{name_of(key)} {describe(signature)} cannot be done, because {ranks_text(joined)} {verb} joined and {why}: do it "
@@ -50,14 +52,14 @@ def joined_text(key: Key, signature: Signature, joined: Sequence[int], why: str)
 
 
 def _first_difference(signatures: Sequence[Signature]) -> int:
-    """The number of the first tensor that is not the same in all signatures."""
+    """Return the index of the first tensor that differs between the signatures."""
     tensors = [signature[1] for signature in signatures]
     shortest = min(map(len, tensors))
     return next((n for n in range(shortest) if len({each[n] for each in tensors}) > 1), shortest)
 
 
 def deadlock_text(pending: Mapping[int, Sequence[tuple[Key, Signature]]]) -> str:
-    """Who waits for what."""
+    """Return the text of a deadlock: which rank waits for which operations."""
     lines = []
     for rank in sorted(pending):
         waiting = [
@@ -72,11 +74,11 @@ def deadlock_text(pending: Mapping[int, Sequence[tuple[Key, Signature]]]) -> str
 
 
 def variants_text(ranks: Sequence[int], everybody: Sequence[Sequence[str]]) -> str:
-    """The first line in which the ranks differ, as each has it.
+    """Return the first line in which the ranks differ, with each rank's version.
 
     Args:
-        ranks: Their numbers in the job.
-        everybody: The lines of each.
+        ranks: The numbers of the ranks in the job.
+        everybody: For each of these ranks its lines.
     """
     first = next(number for number, said in enumerate(zip(*everybody, strict=False)) if len(set(said)) > 1)
     variants: dict[str, list[int]] = {}

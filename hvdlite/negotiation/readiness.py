@@ -1,4 +1,4 @@
-"""What has been reported to one rank of the tree: operations, and which ranks will submit nothing more for now."""
+"""The table of reports to one rank of the tree: the operations that were reported, and the ranks that have joined."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hvdlite.operations import Signature
 
 
 class _Readiness:
-    """Who has reported an operation, and what."""
+    """One operation of the table: the parties that have reported it, and the signatures of their ranks."""
 
     __slots__ = ("agreed", "first", "reports")
 
@@ -18,77 +18,78 @@ class _Readiness:
 
 
 class ReadyTable:
-    """Counts reports of the parties of one rank: its own program, and its children for the ranks below them.
+    """Counts the reports of the parties of one rank: its own program, and its children with their subtrees.
 
-    An operation is complete when every party has reported it or has joined. A child has joined when all ranks below it have,
-    and says so after it has reported all that they had submitted; so what is complete here is complete for good.
+    An operation is complete when every party has reported it or has joined. A child has joined when it and all ranks below it
+    have joined. The child says so after it has reported all operations that they had submitted. So a complete operation stays
+    complete.
 
     Args:
-        rank: This rank.
-        size: Ranks in the tree.
-        fanout: Children of each rank.
+        rank: The number of this rank.
+        size: The number of ranks in the tree.
+        fanout: The number of children of each rank.
 
     Attributes:
-        children: This rank's.
-        complete: Operations that have been reported by all parties, to be taken by the controller.
+        children: The children of this rank.
+        complete: The complete operations. The controller takes them out.
         joined: The parties that have joined.
-        last_joined: The rank below here (or here) that was the last to join, as far as is known here; -1 if none has.
-        all_joined: All parties have joined.
+        last_joined: The rank of this subtree that joined last, as far as this rank knows; -1 if none has joined.
+        all_joined: True if all parties have joined.
     """
 
     def __init__(self, rank: int, size: int, fanout: int) -> None:
         self._rank, self._size, self._fanout = rank, size, fanout
         self.children = self._children_of(rank)
         self._parties = 1 + len(self.children)
-        self._tallies: dict[Key, _Readiness] = {}
+        self._table: dict[Key, _Readiness] = {}
         self.complete: dict[Key, Report] = {}
         self.reset_joined()
 
     def reset_joined(self) -> None:
-        """All ranks have joined, and go on."""
+        """Forget who has joined: all ranks have, and go on."""
         self.joined: set[int] = set()
         self.last_joined = -1
         self.all_joined = False
 
     def count(self, key: Key, report: Report, party: int) -> None:
-        """A party has reported an operation."""
+        """Record that `party` has reported the operation `key`."""
         if self._parties == 1 and not isinstance(report, dict):
             self.complete[key] = report
             return
-        tally = self._tallies.get(key)
-        if tally is None:
-            tally = self._tallies[key] = _Readiness(report)
-        elif report is not tally.first and report != tally.first:
-            tally.agreed = False
-        tally.reports.append((party, report))
-        if len(tally.reports) == self._parties or (self.joined and self._is_complete(tally)):
-            self._finish(key, tally)
+        entry = self._table.get(key)
+        if entry is None:
+            entry = self._table[key] = _Readiness(report)
+        elif report is not entry.first and report != entry.first:
+            entry.agreed = False
+        entry.reports.append((party, report))
+        if len(entry.reports) == self._parties or (self.joined and self._is_complete(entry)):
+            self._finish(key, entry)
 
     def join(self, party: int, last: int) -> None:
-        """A party has joined, its rank `last` after the others."""
+        """Record that `party` has joined. `last` is the rank of this party that joined last."""
         self.joined.add(party)
         self.last_joined = last
         self.all_joined = len(self.joined) == self._parties
-        for key, tally in list(self._tallies.items()):
-            if self._is_complete(tally):
-                self._finish(key, tally)
+        for key, entry in list(self._table.items()):
+            if self._is_complete(entry):
+                self._finish(key, entry)
 
     def forget(self, key: Key) -> None:
-        """An operation has failed before all have reported it."""
-        self._tallies.pop(key, None)
+        """Remove an operation that has failed before all parties have reported it."""
+        self._table.pop(key, None)
         self.complete.pop(key, None)
 
-    def _is_complete(self, tally: _Readiness) -> bool:
-        return len(self.joined.union([party for party, _ in tally.reports])) == self._parties
+    def _is_complete(self, entry: _Readiness) -> bool:
+        return len(self.joined.union([party for party, _ in entry.reports])) == self._parties
 
-    def _finish(self, key: Key, tally: _Readiness) -> None:
-        del self._tallies[key]
-        everybody = tally.agreed and len(tally.reports) == self._parties
-        self.complete[key] = tally.first if everybody else self._variants(tally)
+    def _finish(self, key: Key, entry: _Readiness) -> None:
+        del self._table[key]
+        everybody = entry.agreed and len(entry.reports) == self._parties
+        self.complete[key] = entry.first if everybody else self._variants(entry)
 
-    def _variants(self, tally: _Readiness) -> dict[Signature, list[int]]:
+    def _variants(self, entry: _Readiness) -> dict[Signature, list[int]]:
         variants: dict[Signature, list[int]] = {}
-        for party, report in tally.reports:
+        for party, report in entry.reports:
             if isinstance(report, dict):
                 for signature, ranks in report.items():
                     variants.setdefault(signature, []).extend(ranks)

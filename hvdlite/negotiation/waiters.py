@@ -1,4 +1,4 @@
-"""How the threads of a program wait for an operation: they drive the engine, spin a moment, then nap."""
+"""The waits of a program's threads for an operation: a thread drives the engine, spins for a moment, then naps."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from hvdlite.watchdog.waits import Wait
 from hvdlite.watchdog.watchdog import Watchdog
 
 _SPINS = 200
-"""Looks without a pause in between before a waiting caller begins to give its core away."""
+"""How often a waiting thread looks without a pause before it begins to offer its core to others."""
 _WATCH_AFTER = 0.05
-"""Seconds in one wait before the watchdog is told; shorter waits cost nothing."""
+"""The time in seconds after which a wait is registered with the watchdog. Shorter waits cost nothing."""
 LONGEST_NAP = 1e-3
 FIRST_NAP = 50e-6
 
 
 class Waiters:
-    """The threads that use one engine, and which of them wait.
+    """The threads that use one engine, and the threads of these that wait.
 
     Args:
-        drive: Drives the engine a step, unless the operation is over. Returns whether anything moved.
-        report_if_blocked: Is called while a wait lasts.
-        watched: What the watchdog is to know of a wait for an operation that began at a time.
-        watch: Is told of waits that last.
+        drive: A function that drives the engine one step unless the operation is over. It returns whether there was progress.
+        report_if_blocked: A function that is called again and again during a wait.
+        watched: A function that makes the watchdog's `Wait` from a handle and the time at which its wait began.
+        watch: The watchdog, which owns waits that last.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Waiters:
     ) -> None:
         self._drive, self._report_if_blocked, self._watched, self._watch = drive, report_if_blocked, watched, watch
         self._submitters = Threads()
-        self._since: dict[int, float] = {}  # by thread
+        self._since: dict[int, float] = {}  # for each waiting thread the time at which its wait began
 
     def add_submitter(self) -> None:
-        """This thread uses the engine."""
+        """Note that the calling thread uses the engine."""
         self._submitters.add()
         self._watch.users.add()
 
     def __bool__(self) -> bool:
-        """Whether some thread waits."""
+        """Say whether any thread waits."""
         return bool(self._since)
 
     def all_have_waited(self, seconds: float) -> bool:
-        """Whether every thread that ever submitted has waited for so long, so that nothing more will be submitted."""
+        """Say whether every thread that ever submitted has waited for `seconds`: then nothing more will be submitted."""
         before = time.monotonic() - seconds
         waiting = dict(self._since)
         if any(since > before for since in waiting.values()):
@@ -63,7 +63,7 @@ class Waiters:
     def wait(self, handle: Handle[Any]) -> None:
         """Return when the operation is over."""
         thread = threading.get_ident()
-        interrupted = self._since.get(thread)  # by a signal handler, in which this is
+        interrupted = self._since.get(thread)  # not None: this runs in a signal handler, during another wait
         watched = None
         try:
             self._since[thread] = started = time.monotonic()
@@ -75,7 +75,7 @@ class Waiters:
                 if moved:
                     spins = 0
                     self._since[thread] = time.monotonic()
-                    if handle.key == JOIN:  # the others are at work: this wait has only begun
+                    if handle.key == JOIN:  # the other ranks made progress, so the wait counts from now
                         started = self._since[thread]
                         if watched is not None:
                             self._watch.end(watched)
@@ -99,15 +99,16 @@ class Waiters:
 
 
 class Background:
-    """A thread that drives an engine where nobody waits. It sleeps while there is nothing to do, and never spins.
+    """A thread that drives an engine while nobody waits. It sleeps while there is nothing to do, and never spins.
 
     Args:
-        is_idle: Whether nothing is in flight.
-        drive: Drives the engine a step if nobody else does. Returns whether anything moved.
+        is_idle: A function that says whether no operation is in flight.
+        drive: A function that drives the engine one step if no other thread does. It returns whether there was progress.
     """
 
     _GRACE = 200e-6
-    """Seconds that the thread leaves to the submitter, who may submit more to be fused, or wait and drive by itself."""
+    """The time in seconds for which the thread lets the submitter go first. The submitter may submit more operations, which can
+    be fused, or it may wait and drive by itself."""
 
     def __init__(self, is_idle: Callable[[], bool], drive: Callable[[], bool]) -> None:
         self._is_idle, self._drive = is_idle, drive
@@ -116,19 +117,19 @@ class Background:
         self._closed = False
 
     def wake(self) -> None:
-        """There is something to drive."""
+        """Wake the thread: an operation was submitted."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="hvdlite-engine", daemon=True)
             self._thread.start()
         self._wake.set()
 
     def stop(self) -> None:
-        """Let the thread come to its end."""
+        """Tell the thread to end. This does not wait."""
         self._closed = True
         self._wake.set()
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait until the thread has ended."""
         if self._thread is not None:
             self._thread.join()
 

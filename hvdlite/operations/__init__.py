@@ -1,13 +1,14 @@
-"""What the ranks can do together: one class per operation, each knowing what must agree and how it runs.
+"""The named operations, one class each. A class says what the ranks must agree on, and runs the operation.
 
-An operation is built on one rank from that rank's tensors (bad arguments raise here, before anything is sent),
-submitted to the engine, and run by it when every rank has submitted its own.
+A rank makes an operation from its own tensors; bad arguments raise at this point, before anything is sent. The rank submits
+the operation to its engine. The engine runs it when every rank has submitted its own.
 
-- `base`: what every operation is.
-- `allreduce`, `reducescatter`, `allgather`, `broadcast`, `alltoall`, `objects`: the operations.
-- `reducible`: which reductions make sense for which dtypes.
-- `on_device`: the same on tensors that lie on a GPU; `device_reduction`, `device_rows`: what is reduced there, what is moved.
-- `joined`, `absent`: what a rank that has joined does in the operations of the others, and with which tensors.
+- `base`: the base classes of all operations, and the small operations `Barrier`, `Join` and `Agreement`.
+- `allreduce`, `reducescatter`, `allgather`, `broadcast`, `alltoall`, `objects`: one operation each; `objects` has two, on
+  Python objects.
+- `reducible`: the reductions that each dtype allows.
+- `on_device`: operations on tensors that lie on a GPU; `device_reduction` reduces there, and `device_rows` moves rows there.
+- `joined`: the operations of a rank that has joined, made from what the others have submitted; `absent`: their tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.alltoall import Alltoall
 from hvdlite.operations.base import Agreement, Barrier, Join, Operation, Signature, describe
 from hvdlite.operations.broadcast import Broadcast
-from hvdlite.operations.joined import SHARED_BUCKETS, stand_in, why_not_without
+from hvdlite.operations.joined import SHARED_BUCKETS, operation_for_absent, why_absent_refused
 from hvdlite.operations.objects import AllgatherObject, BroadcastObject
 from hvdlite.operations.reducescatter import Reducescatter
 
@@ -36,6 +37,6 @@ __all__ = [
     "Reducescatter",
     "Signature",
     "describe",
-    "stand_in",
-    "why_not_without",
+    "operation_for_absent",
+    "why_absent_refused",
 ]

@@ -1,7 +1,7 @@
-"""The tensors of a rank that has joined: a dtype and a shape, and no values.
+"""The tensors of a rank that has joined: they have a dtype and a shape, and no values.
 
-A reduction replaces them by its neutral element (`Reduction.neutral`); what else reads them finds zeros. What is delivered
-to them is dropped.
+A reduction takes its neutral element for their values (`Reduction.neutral`). Every other operation reads zeros. Results that
+are written to them are dropped.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from hvdlite.tensors.registry import register_adapter
 
 
 class AbsentTensor(NamedTuple):
-    """A tensor without values; its dtype is a name as in `TensorInfo`, its place a `Device.kind`."""
+    """A tensor without values.
+
+    Attributes:
+        dtype: The name of the dtype, as in `TensorInfo`.
+        shape: The shape.
+        kind: The `Device.kind` of the other ranks' tensors; None for host memory.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    place: str | None = None
+    kind: str | None = None
 
 
 class _AbsentAdapter:
-    """Reads `AbsentTensor`, as a `TensorAdapter`."""
+    """The `TensorAdapter` for `AbsentTensor`."""
 
     def info(self, tensor: AbsentTensor) -> TensorInfo:
         return TensorInfo(tensor.dtype, tensor.shape)
@@ -36,7 +42,7 @@ class _AbsentAdapter:
         return tensor._replace(dtype=dtype)
 
     def device_kind(self, tensor: AbsentTensor) -> str | None:
-        return tensor.place
+        return tensor.kind
 
     def check_writable(self, tensor: AbsentTensor) -> None:
         pass

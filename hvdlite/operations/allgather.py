@@ -14,7 +14,7 @@ from hvdlite.operations.device_rows import allgather_on_device
 
 
 class Allgather(TensorOperation):
-    """Concatenate the ranks' tensors along the first dimension, whose length may differ; scalars make a vector."""
+    """Concatenate the ranks' tensors along the first dimension, whose length may differ. Scalars become a vector."""
 
     def __init__(self, given: Any) -> None:
         super().__init__(given)

@@ -25,9 +25,9 @@ _ALGORITHM_NAMES = ("auto", "shared_memory", "mpi", *ALGORITHMS)
 
 
 class Allreduce(TensorOperation):
-    """Reduce tensors elementwise over the ranks; several tensors, or several of these, share one exchange.
+    """Reduce tensors elementwise over the ranks. Several tensors, and several such operations, share one message.
 
-    float16 and bfloat16 are summed as float32 and rounded once at the end. Averages of integers are summed in 64 bits and
+    float16 and bfloat16 are accumulated in float32 and rounded once at the end. An average of integers is summed in 64 bits and
     rounded down, as ``//`` does.
     """
 
@@ -74,7 +74,9 @@ class Allreduce(TensorOperation):
         natives = [
             native
             for operation in operations
-            for native in (operation.place.natives if operation.place else [None] * len(operation.tensors))
+            for native in (
+                operation.device_inputs.natives if operation.device_inputs else [None] * len(operation.tensors)
+            )
         ]
         shapes = [info.shape for operation in operations for info in operation.infos]
         first = operations[0]
@@ -90,7 +92,7 @@ class Allreduce(TensorOperation):
                     continue
                 pieces = [DevicePiece(natives[i], shapes[i], parts[i].inplace) for i in indices]
                 reductions.append((indices, DeviceReduction(pieces, how, channel)))
-        except Exception as error:  # most of all: no memory; the others must hear of it
+        except Exception as error:  # most likely no memory; `agree` tells the other ranks
             problem = error
         agree(collectives, problem)
         for indices, how in on_host:
@@ -112,7 +114,7 @@ def _parts_of(operations: Sequence[Allreduce]) -> list[Part]:
 
 
 def _by_dtype(parts: Sequence[Part]) -> dict[str, list[int]]:
-    """The numbers of the parts of each dtype."""
+    """Return for each dtype the indices of its parts."""
     by_dtype: dict[str, list[int]] = {}
     for index, part in enumerate(parts):
         by_dtype.setdefault(part.dtype, []).append(index)
@@ -120,7 +122,7 @@ def _by_dtype(parts: Sequence[Part]) -> dict[str, list[int]]:
 
 
 def _of_each(operations: Sequence[Allreduce], results: list[Any]) -> list[Any]:
-    """The results of all parts, as a list for each operation."""
+    """Divide the results of all parts into a list for each operation."""
     grouped, start = [], 0
     for operation in operations:
         grouped.append(results[start : start + len(operation.tensors)])
@@ -137,7 +139,7 @@ def _plan_allreduce(
     algorithm: str,
     where: tuple[tuple[str, Any], ...],
 ) -> tuple[Signature, dict[str, Reduction], int, Hashable]:
-    """What of an allreduce depends on its arguments alone: signature, the reduction of each dtype, bytes, fusion key."""
+    """Return what depends only on the arguments: the signature, the reduction for each dtype, the bytes, and the fusion key."""
     for info in infos:
         check_reducible(info.dtype, op)
     reductions = {info.dtype: reduction(info.dtype, op, prescale, postscale) for info in infos}
@@ -151,12 +153,12 @@ def _plan_allreduce(
 
 
 def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives: HierarchicalCollectives) -> list[Any]:
-    """Exchange tensors of one dtype as one flat array."""
+    """Reduce tensors of one dtype as one flat array, and return a result for each."""
     if how.op is ReduceOp.ADASUM:
         return _adasum_parts(parts, how, collectives)
     scales = how.before != 1.0
     if scales:
-        how = how.widened  # halves would be rounded twice
+        how = how.widened  # else float16 and bfloat16 would be rounded twice
     arrays = [part.adapter.to_array(part.tensor, wide=scales) for part in parts]
     if len(parts) == 1:
         flat = arrays[0].reshape(-1)
@@ -166,18 +168,18 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
     else:
         flat = np.concatenate([array.reshape(-1) for array in arrays], dtype=how.storage, casting="unsafe")
     how.scale(flat)
-    if any([part.is_nothing for part in parts]):
+    if any([part.is_absent for part in parts]):
         for where in _where_nothing_is(parts, arrays):
             how.neutralize(flat[where])
     collectives.allreduce(flat, how, algorithm)
-    if len(parts) == 1 and own and arrays[0] is parts[0].tensor:  # reduced where it lies
+    if len(parts) == 1 and own and arrays[0] is parts[0].tensor:  # reduced in place, without a copy
         return [parts[0].tensor]
     flat = flat.astype(arrays[0].dtype, copy=False)
     results, start = [], 0
     for part, array in zip(parts, arrays, strict=True):
         piece = flat[start : start + array.size].reshape(array.shape)
         start += array.size
-        # A result that is a view would keep the whole exchange's memory alive.
+        # A result that is a view would keep the memory of all parts alive.
         results.append(part.deliver(piece if part.inplace or len(parts) == 1 else piece.copy()))
     return results
 
@@ -185,12 +187,12 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
 def _where_nothing_is(parts: list[Part], arrays: list[Array]) -> list[slice]:
     ends = itertools.accumulate(array.size for array in arrays)
     return [
-        slice(end - array.size, end) for part, array, end in zip(parts, arrays, ends, strict=True) if part.is_nothing
+        slice(end - array.size, end) for part, array, end in zip(parts, arrays, ends, strict=True) if part.is_absent
     ]
 
 
 def _adasum_parts(parts: list[Part], how: Reduction, collectives: HierarchicalCollectives) -> list[Any]:
-    """Combine tensors of one dtype by Adasum, each by itself, in one exchange."""
+    """Combine tensors of one dtype by Adasum, each tensor by itself; they share their messages."""
     arrays = [part.adapter.to_array(part.tensor, wide=True) for part in parts]
     for index, (part, array) in enumerate(zip(parts, arrays, strict=True)):
         if not (part.inplace and array.flags.writeable):

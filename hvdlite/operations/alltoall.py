@@ -1,4 +1,4 @@
-"""Alltoall: each rank sends some rows to each."""
+"""Alltoall: each rank sends some of its rows to each rank."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hvdlite.tensors.registry import adapter_for, device_kind_of
 
 
 class Alltoall(TensorOperation):
-    """Send a slice of the rows to every rank and receive one from each.
+    """Send a slice of the rows to every rank, and receive a slice from every rank.
 
-    Each result is a pair: the received rows in the order of the senders, and how many came from each (int32), or the former
-    alone where the caller gave no splits.
+    Each result is a pair: the received rows in the order of the senders, and the number of rows from each sender (int32, shape
+    ``(size,)``). If the caller gave no splits, the result is the rows alone.
     """
 
     def __init__(self, given: Any, splits: Any, size: int) -> None:

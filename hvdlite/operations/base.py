@@ -1,4 +1,4 @@
-"""What every operation is: a signature that the ranks must agree on, and a way to run."""
+"""The base classes of all operations: a signature that the ranks must agree on, and a way to run."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from hvdlite.protocols import Array, Device, TensorInfo
 from hvdlite.tensors.registry import adapter_for, device_kind_of
 
 Signature = tuple[str, tuple[tuple[str, tuple[int | None, ...]], ...], tuple[tuple[str, Any], ...]]
-"""What must be the same on all ranks: kind, (dtype, shape) of each tensor, other arguments by name.
+"""What must be equal on all ranks: the kind, the dtype and shape of each tensor, and the other arguments by name.
 
-None in a shape stands for a length that may differ from rank to rank. Plain tuples, because they travel often.
+None in a shape stands for a length that may differ from rank to rank. Signatures are plain tuples, because they travel often.
 """
 
 _TENSORS_SHOWN = 4
 
 
 def describe(signature: Signature, start: int = 0) -> str:
-    """The signature in words, as errors show it; of a long list of tensors, some from number `start` on."""
+    """Return a signature in words, for errors. Of a long list of tensors it shows a few, from number `start` on."""
     kind, tensors, arguments = signature
     shown = [f"{dtype}({', '.join('*' if n is None else str(n) for n in shape)})" for dtype, shape in tensors]
     if len(shown) > _TENSORS_SHOWN:
@@ -34,16 +34,17 @@ def describe(signature: Signature, start: int = 0) -> str:
 
 
 class Operation:
-    """Something that all ranks of a group do together.
+    """An operation that all ranks of a group run together.
 
     Attributes:
-        signature: What must agree between the ranks.
-        fusion_key: Operations with equal keys (not None) may run as one, by `run_together`.
-        nbytes: Bytes that travel; decides how many operations share one exchange.
-        single: The caller gave one tensor and gets one result, not a list.
-        device_kind: `Device.kind` of where all its tensors lie, the same on all ranks; None for host memory.
-        device: The GPU that they lie on; None for host memory, and for a rank that has joined.
-        hand_over: What makes the caller's result of `outcome`, in his thread; None if that is it already.
+        signature: What must be equal on all ranks.
+        fusion_key: Operations with equal keys (not None) may be fused: `run_together` runs them as one.
+        nbytes: The number of bytes that travel. It limits how many operations are fused.
+        single: True if the caller gave one tensor and gets one result; False for lists.
+        device_kind: The `Device.kind` of all tensors, the same on all ranks; None for host memory.
+        device: The GPU of the tensors; None for host memory, and for a rank that has joined.
+        hand_over: A function that turns the result of `run` into the caller's, in the caller's thread; None if there is
+            nothing to do.
     """
 
     fusion_key: Hashable = None
@@ -55,16 +56,16 @@ class Operation:
     signature: Signature
 
     def run(self, collectives: GroupCollectives) -> Any:
-        """Do it; every rank of the group does so at the same point of its sequence. Returns the caller's result."""
+        """Run the operation and return its result. Every rank of the group calls this at the same point of its sequence."""
         raise NotImplementedError
 
     def outcome(self, result: Any) -> Any:
-        """What the caller gets for what `run` returned."""
+        """Return the caller's result, given what `run` returned."""
         return result[0] if self.single else result
 
     @classmethod
     def run_together(cls, operations: Sequence[Any], collectives: GroupCollectives) -> list[Any]:
-        """Run operations of this class that have the same fusion key; one result each."""
+        """Run operations of this class that have the same fusion key. Return one result for each."""
         return [operation.run(collectives) for operation in operations]
 
 
@@ -72,15 +73,15 @@ class TensorOperation(Operation):
     """An operation on tensors.
 
     Args:
-        given: This rank's tensor, or a list of them.
-        inplace: The results overwrite the tensors.
+        given: The tensor of this rank, or a list of tensors.
+        inplace: True if the results overwrite the tensors.
 
     Attributes:
-        place: Its own part of what is done on a GPU; None in host memory, and for a rank that has joined.
+        device_inputs: The tensors of this rank on a GPU; None in host memory, and for a rank that has joined.
 
     Raises:
-        UnsupportedTensorError: One of them is no tensor, has no numbers in it, or cannot be overwritten; or they do not lie
-            together.
+        UnsupportedTensorError: An entry is no tensor, holds no numbers, or cannot be overwritten; or the tensors lie on
+            several devices.
     """
 
     def __init__(self, given: Any, inplace: bool = False) -> None:
@@ -90,7 +91,7 @@ class TensorOperation(Operation):
         self.adapters: list[Any] = []
         self.infos: list[TensorInfo] = []
         kinds = []
-        for tensor in self.tensors:  # often one, and then the fewer steps the better
+        for tensor in self.tensors:  # often one: this loop is on the way of a small blocking call
             adapter = adapter_for(tensor)
             self.adapters.append(adapter)
             self.infos.append(adapter.info(tensor))
@@ -103,14 +104,14 @@ class TensorOperation(Operation):
                 "some tensors of this list are in host memory and others on a GPU: exchange each kind by a call of its own, or "
                 "move them to one place."
             )
-        self.place: DeviceInputs | None = None
+        self.device_inputs: DeviceInputs | None = None
         if self.device_kind is not None and not isinstance(self.tensors[0], AbsentTensor):
-            self.place = DeviceInputs(self.tensors, self.adapters)
-            self.device = self.place.device
+            self.device_inputs = DeviceInputs(self.tensors, self.adapters)
+            self.device = self.device_inputs.device
 
     @property
     def where(self) -> tuple[tuple[str, Any], ...]:
-        """What the signature says of where the tensors lie: nothing of host memory."""
+        """Return the entry of the signature for the device of the tensors; nothing for host memory."""
         return () if self.device_kind is None else (("device", self.device_kind),)
 
     def run(self, collectives: GroupCollectives) -> Any:
@@ -124,27 +125,27 @@ class TensorOperation(Operation):
 
     @classmethod
     def run_on_host(cls, operations: Sequence[Any], collectives: GroupCollectives) -> list[Any]:
-        """As `run_together`, by way of NumPy arrays: of tensors that lie on a GPU these are copies."""
+        """Do what `run_together` does, on NumPy arrays. Tensors that lie on a GPU are copied to the host and back."""
         return [operation.exchange(collectives) for operation in operations]
 
     @classmethod
     def run_on_device(
         cls, operations: Sequence[Any], collectives: GroupCollectives, channel: DeviceCollectives
     ) -> list[Any]:
-        """As `run_together`, where the tensors lie; the results are tensors of `Device`, and None for an `AbsentTensor`."""
+        """Do what `run_together` does, on the GPU. A result is a tensor of `Device`, or None for an `AbsentTensor`."""
         return [operation.exchange_on_device(collectives, channel) for operation in operations]
 
     def exchange(self, collectives: GroupCollectives) -> Any:
-        """What `run_on_host` does for one operation."""
+        """Run this one operation on NumPy arrays, for `run_on_host`."""
         raise NotImplementedError
 
     def exchange_on_device(self, collectives: GroupCollectives, channel: DeviceCollectives) -> Any:
-        """What `run_on_device` does for one operation."""
+        """Run this one operation on the GPU, for `run_on_device`."""
         raise NotImplementedError
 
 
 class Part:
-    """One tensor of an exchange."""
+    """One tensor of an operation, with its adapter, its dtype, and whether the result overwrites it."""
 
     __slots__ = ("adapter", "dtype", "inplace", "tensor")
 
@@ -152,12 +153,12 @@ class Part:
         self.tensor, self.adapter, self.dtype, self.inplace = tensor, adapter, dtype, inplace
 
     @property
-    def is_nothing(self) -> bool:
-        """This rank has joined and adds no values."""
+    def is_absent(self) -> bool:
+        """True if this rank has joined and adds no values."""
         return isinstance(self.tensor, AbsentTensor)
 
     def deliver(self, array: Array) -> Any:
-        """The result for the caller: the tensor itself, overwritten, or a new one."""
+        """Return the caller's result: the tensor itself, overwritten with `array`, or a new tensor."""
         if self.inplace:
             self.adapter.assign(self.tensor, array)
             return self.tensor
@@ -165,10 +166,10 @@ class Part:
 
 
 def check_root(root: int, size: int) -> int:
-    """The root as an int.
+    """Return `root` as an int.
 
     Raises:
-        ArgumentError: It is not a rank of the group.
+        ArgumentError: `root` is not a rank of the group.
     """
     if isinstance(root, bool) or not isinstance(root, int | np.integer) or not 0 <= root < size:
         raise ArgumentError(f"root_rank={root!r}: expected a rank of the group, 0 to {size - 1}.")
@@ -176,7 +177,7 @@ def check_root(root: int, size: int) -> int:
 
 
 class Barrier(Operation):
-    """Wait for everybody. Agreeing that all are here is all there is to do."""
+    """Wait until every rank has submitted its barrier. The agreement to run is the barrier, so `run` does nothing."""
 
     def __init__(self) -> None:
         self.signature = ("barrier", (), ())
@@ -186,16 +187,16 @@ class Barrier(Operation):
 
 
 class Join(Operation):
-    """What a rank that has joined waits for; it runs nowhere."""
+    """The operation that a rank waits for after `join`. It never runs: the controller completes it."""
 
     def __init__(self) -> None:
         self.signature = ("join", (), ())
 
 
 class Agreement(Operation):
-    """Do something local at the same point of every rank's sequence, once all ranks have asked for the very same.
+    """Call a local function at the same point of every rank's sequence, after all ranks have asked for the same.
 
-    How communicators are made: an order that differs between the ranks is an error here and not a hang inside MPI.
+    Communicators are made in this way. If the ranks ask in different orders, this raises an error; MPI would hang.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from hvdlite.operations.device_rows import broadcast_on_device
 
 
 class Broadcast(TensorOperation):
-    """Give every rank the root's tensors."""
+    """Give every rank the tensors of the root."""
 
     def __init__(self, given: Any, root: int, size: int, inplace: bool = False) -> None:
         self.root = check_root(root, size)

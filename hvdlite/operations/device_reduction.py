@@ -1,4 +1,4 @@
-"""Reductions on a GPU: tensors of one dtype as one flat tensor, scaled, reduced and given back."""
+"""Reductions on a GPU: tensors of one dtype are packed into one flat tensor, scaled, reduced, and unpacked."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class DevicePiece(NamedTuple):
     """One tensor of a reduction.
 
     Attributes:
-        native: Of the device; None where this rank has joined and adds nothing.
-        shape: Its shape.
-        inplace: The result overwrites it.
+        native: The tensor of the device; None if this rank has joined and adds no values.
+        shape: The shape of the tensor.
+        inplace: True if the result overwrites the tensor.
     """
 
     native: Any
@@ -28,16 +28,16 @@ class DevicePiece(NamedTuple):
 
 
 class DeviceReduction:
-    """One flat reduction. Its memory is found when it is made; what it does then cannot fail for want of any.
+    """One flat reduction. The constructor allocates all memory, so the methods cannot fail for want of memory.
 
-    A single tensor that lies side by side is reduced from where it is to where the result goes, without a copy.
+    A single contiguous tensor is reduced straight into its result, without a copy.
 
     Args:
-        pieces: Of one dtype.
-        how: What is done with the values; `Reduction.on_device` has a dtype for them. Halves are multiplied as float32 and
-            rounded, each time.
-        channel: The ranks.
-        counts: For each rank the elements that it gets, of one piece (`reduce_scatter`); None for all (`allreduce`).
+        pieces: Tensors of one dtype.
+        how: The reduction. `Reduction.on_device` must name a dtype for it. Each multiplication of float16 or bfloat16 values is
+            done in float32 and rounded.
+        channel: The device collectives of the group.
+        counts: For `reduce_scatter`, the number of elements of the single piece that each rank gets; None for `allreduce`.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class DeviceReduction:
         return piece.native if piece.inplace else self._device.empty(piece.shape, self._how.dtype)
 
     def allreduce(self) -> list[Any]:
-        """Do it. Returns for each piece a new tensor, or the piece itself if in place; None where this rank adds nothing."""
+        """Reduce, and return for each piece a new tensor, or the piece if it is in place; None for a piece without values."""
         device, stream = self._device, self._channel.stream
         self._load()
         if self._direct:
@@ -103,7 +103,7 @@ class DeviceReduction:
         return self._results
 
     def reduce_scatter(self) -> Any:
-        """Do it. Returns this rank's elements of the result, flat."""
+        """Reduce, and return this rank's elements of the result as a flat tensor."""
         assert self._counts is not None
         device, stream = self._device, self._channel.stream
         self._load()
@@ -116,7 +116,7 @@ class DeviceReduction:
 
     @property
     def _op_there(self) -> ReduceOp:
-        """Averages of integers are divided here, in the wide dtype."""
+        """Return the op for the device. An average of integers is a sum there; this class divides it, in the wide dtype."""
         return self._how.combining if self._casts else self._how.op
 
     def _finish(self, wide: Any) -> None:

@@ -1,4 +1,4 @@
-"""allgather, broadcast and alltoall on a GPU. How much goes where is agreed over the host; the rows never come there."""
+"""allgather, broadcast and alltoall on a GPU. The numbers of rows travel through host memory; the rows never do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hvdlite.protocols import Array, TensorInfo
 
 
 def _natives(operation: TensorOperation) -> Sequence[Any]:
-    return operation.place.natives if operation.place is not None else [None] * len(operation.infos)
+    return operation.device_inputs.natives if operation.device_inputs is not None else [None] * len(operation.infos)
 
 
 def _flat(native: Any, info: TensorInfo, channel: DeviceCollectives) -> Any:
-    """The elements of a tensor side by side: where they are, or a copy; of one without values, memory in its place."""
+    """Return a tensor as a flat contiguous one, copied only if necessary. Without values (None), return new memory."""
     device = channel.device
     if native is None:
         return device.empty([math.prod(info.shape)], info.dtype)
@@ -34,7 +34,7 @@ def _flat(native: Any, info: TensorInfo, channel: DeviceCollectives) -> Any:
 def allgather_on_device(
     operation: TensorOperation, collectives: HierarchicalCollectives, channel: DeviceCollectives
 ) -> list[Any]:
-    """The ranks' rows, one after the other, for each tensor. Shape ``(rows of all ranks, …)``."""
+    """Return for each tensor the rows of all ranks, in their order. The shape is ``(rows of all ranks, …)``."""
     shapes = [info.shape or (1,) for info in operation.infos]
     lengths = np.empty((collectives.size, len(shapes)), np.int64)
     own = np.array([shape[0] for shape in shapes], np.int64)
@@ -46,7 +46,7 @@ def allgather_on_device(
         for index, (native, info) in enumerate(zip(_natives(operation), operation.infos, strict=True)):
             rows.append(_flat(native, info, channel))
             results.append(device.empty((int(lengths[:, index].sum()), *shapes[index][1:]), info.dtype))
-    except Exception as error:  # most of all: no memory; the others must hear of it
+    except Exception as error:  # most likely no memory; `agree` tells the other ranks
         problem = error
     agree(collectives, problem)
     with channel.group():
@@ -61,7 +61,7 @@ def allgather_on_device(
 def broadcast_on_device(
     operation: TensorOperation, root: int, collectives: HierarchicalCollectives, channel: DeviceCollectives
 ) -> list[Any]:
-    """The root's tensors: new ones, or the caller's, overwritten."""
+    """Return the tensors of the root: as new tensors, or in the caller's tensors if the operation is in place."""
     device, problem = channel.device, None
     natives = _natives(operation)
     flats: list[Any] = []
@@ -96,15 +96,15 @@ def alltoall_on_device(
     collectives: HierarchicalCollectives,
     channel: DeviceCollectives,
 ) -> list[tuple[Any, Any]]:
-    """Send rows to every rank.
+    """Send rows to every rank, and receive rows from every rank.
 
     Args:
-        operation: Its tensors.
-        splits: For each tensor how many of its rows each rank gets.
-        collectives, channel: The group.
+        operation: The operation with the tensors of this rank.
+        splits: For each tensor the number of its rows that each rank gets, of shape ``(size,)``.
+        collectives, channel: The collectives of the group on host memory and on the GPU.
 
     Returns:
-        For each tensor the rows received, in the order of the senders, and how many came from each (int32).
+        For each tensor the received rows, in the order of the senders, and the number of rows from each (int32).
     """
     device, problem = channel.device, None
     ones = [1] * collectives.size

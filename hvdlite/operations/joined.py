@@ -1,4 +1,4 @@
-"""What a rank that has joined does in the operations of the others, made from what these have agreed on."""
+"""The operations of a rank that has joined: made from the signatures that the other ranks have agreed on."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from hvdlite.operations.reducescatter import Reducescatter
 from hvdlite.protocols import ReduceOp
 
 SHARED_BUCKETS = "shared gradient buckets"
-"""The kind of what a rank that has joined makes as the others do: see `hvdlite.gradients.shared_reducers`."""
+"""The kind of the operation in which the ranks make buckets for gradients: see `hvdlite.gradients.shared_reducers`."""
 
 
-def stand_in(signature: Signature, rank: int, size: int) -> Operation:
-    """The operation of a rank that has none of its own: it adds nothing, and drops what it receives.
+def operation_for_absent(signature: Signature, rank: int, size: int) -> Operation:
+    """Make the operation of an absent rank: it adds no values, and drops what it receives.
 
     Args:
-        signature: Of the operation on the other ranks; one that `why_not_without` lets pass.
-        rank: This rank in the group.
+        signature: The signature of the operation on the other ranks. `why_absent_refused` must return None for it.
+        rank: The rank of this process in the group.
         size: The number of ranks in the group.
     """
     kind, tensors, given = signature
     arguments = dict(given)
-    place = arguments.pop("device", None)
-    # Where lengths may differ from rank to rank, this one has no rows.
-    nothing = [AbsentTensor(dtype, tuple(length or 0 for length in shape), place) for dtype, shape in tensors]
-    return _MAKERS[kind](nothing, arguments, rank, size)
+    device_kind = arguments.pop("device", None)
+    # If a length may differ from rank to rank, this rank has no rows.
+    absent = [AbsentTensor(dtype, tuple(length or 0 for length in shape), device_kind) for dtype, shape in tensors]
+    return _MAKERS[kind](absent, arguments, rank, size)
 
 
-def why_not_without(signature: Signature, joined: Sequence[int]) -> str | None:
-    """Why an operation cannot be done if the ranks `joined` have nothing to add; None if it can."""
+def why_absent_refused(signature: Signature, joined: Sequence[int]) -> str | None:
+    """Return the reason why an operation cannot run while the ranks `joined` are absent; None if it can."""
     kind, _, arguments = signature
     if kind not in _MAKERS and kind != SHARED_BUCKETS:
         return "it needs every rank"
@@ -47,35 +47,35 @@ def why_not_without(signature: Signature, joined: Sequence[int]) -> str | None:
     return f"rank {root} is its root" if root in joined else None
 
 
-def _allreduce(nothing: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
-    return Allreduce(nothing, ReduceOp(arguments.pop("op")), **arguments)
+def _allreduce(absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+    return Allreduce(absent, ReduceOp(arguments.pop("op")), **arguments)
 
 
-def _reducescatter(nothing: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
-    return Reducescatter(nothing, ReduceOp(arguments.pop("op")), **arguments)
+def _reducescatter(absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+    return Reducescatter(absent, ReduceOp(arguments.pop("op")), **arguments)
 
 
-def _allgather(nothing: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
-    return Allgather(nothing)
+def _allgather(absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+    return Allgather(absent)
 
 
-def _alltoall(nothing: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
-    return Alltoall(nothing, np.zeros(size, np.int64), size)
+def _alltoall(absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+    return Alltoall(absent, np.zeros(size, np.int64), size)
 
 
-def _broadcast(nothing: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
-    return Broadcast(nothing, arguments["root_rank"], size)
+def _broadcast(absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+    return Broadcast(absent, arguments["root_rank"], size)
 
 
-def _barrier(nothing: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+def _barrier(absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
     return Barrier()
 
 
-def _broadcast_object(nothing: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+def _broadcast_object(absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
     return _DroppedBroadcastObject(None, arguments["root_rank"], rank, size)
 
 
-def _allgather_object(nothing: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+def _allgather_object(absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
     return _DroppedAllgatherObject(None)
 
 
@@ -92,14 +92,14 @@ _MAKERS: dict[str, Callable[[list[AbsentTensor], dict[str, Any], int, int], Oper
 
 
 class _DroppedBroadcastObject(BroadcastObject):
-    """Nobody looks at the object, so it is not unpickled: that may run code and need modules of the program."""
+    """A `BroadcastObject` that does not unpickle the object: unpickling may run code and need modules of the program."""
 
     def run(self, collectives: HierarchicalCollectives) -> None:
         self.receive(collectives)
 
 
 class _DroppedAllgatherObject(AllgatherObject):
-    """As `_DroppedBroadcastObject`. This rank's object is None."""
+    """An `AllgatherObject` that does not unpickle the objects. The object of this rank is None."""
 
     def run(self, collectives: HierarchicalCollectives) -> list[Any]:
         self.receive(collectives)

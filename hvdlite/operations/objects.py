@@ -1,4 +1,4 @@
-"""Operations on Python objects, which travel pickled. They are unpickled in the thread that wants them, where that may fail."""
+"""Operations on Python objects. The objects travel pickled; the caller's thread unpickles them, so an error is raised there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvdlite.protocols import Array
 
 
 class BroadcastObject(Operation):
-    """Give every rank the root's object (pickled)."""
+    """Give every rank the object of the root."""
 
     def __init__(self, value: Any, root: int, rank: int, size: int) -> None:
         self.root = check_root(root, size)
@@ -25,7 +25,7 @@ class BroadcastObject(Operation):
         self.signature = ("broadcast_object", (), (("root_rank", self.root),))
 
     def receive(self, collectives: HierarchicalCollectives) -> Array:
-        """The root's object, pickled: uint8, shape ``(n,)``."""
+        """Run the broadcast, and return the pickled object of the root: uint8, shape ``(n,)``."""
         own = None if self.pickled is None else self.pickled.data()
         length = np.array([0 if own is None else own.size], np.int64)
         collectives.broadcast(length, self.root)
@@ -41,7 +41,7 @@ class BroadcastObject(Operation):
 
 
 class AllgatherObject(Operation):
-    """Give every rank the list of everybody's objects, by rank (pickled)."""
+    """Give every rank the list of all ranks' objects, in the order of the ranks."""
 
     def __init__(self, value: Any) -> None:
         self.pickled = _Pickled(value)
@@ -49,7 +49,7 @@ class AllgatherObject(Operation):
         self.signature = ("allgather_object", (), ())
 
     def receive(self, collectives: HierarchicalCollectives) -> list[Array]:
-        """The objects, pickled: for each rank uint8, shape ``(n,)``."""
+        """Run the allgather, and return for each rank its pickled object: uint8, shape ``(n,)``."""
         return allgather_bytes(collectives, self.pickled.data())
 
     def run(self, collectives: HierarchicalCollectives) -> list[Any]:
@@ -61,10 +61,10 @@ def _unpickle_all(pickled: list[Array]) -> list[Any]:
 
 
 class _Pickled:
-    """An object as bytes.
+    """A pickled object.
 
-    One that cannot be pickled fails here, on all ranks alike. Want of memory is one rank's own: it fails when all ranks have
-    begun, so that they hear of it.
+    The constructor raises if the object cannot be pickled: that is a mistake of the program, most likely on all ranks. A lack
+    of memory concerns one rank only. So it is raised later, by `data`, when all ranks run the operation and hear of it.
     """
 
     def __init__(self, value: Any) -> None:
@@ -76,7 +76,7 @@ class _Pickled:
             self._problem = str(error) or "no memory to pickle the object"
 
     def data(self) -> Array:
-        """The bytes: uint8, shape ``(n,)``."""
+        """Return the bytes of the pickled object: uint8, shape ``(n,)``."""
         if self._data is None:
             raise MemoryError(self._problem)
         return self._data

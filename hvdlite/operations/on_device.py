@@ -7,8 +7,8 @@
     our stream                     waits for it │ pack, collective, unpack │ event
                                                 ▲ when all ranks have submitted theirs, from whichever thread drives the engine
 
-The host never waits for the GPU. Before the collective all ranks say by a message of a few bytes that they have found the
-memory that they need: a rank that has not would leave the others in the collective for ever.
+The host never waits for the GPU. Before the collective, each rank tells the others in a message of a few bytes whether it has
+found the memory that it needs. Without this message a rank without memory would leave the others in the collective for ever.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from hvdlite.protocols import Collectives, Device, ReduceOp
 
 
 class DeviceInputs:
-    """A rank's part of an operation on a GPU.
+    """The tensors of one rank in an operation on a GPU.
 
     Args:
-        tensors: The caller's, at least one, all on one device.
-        adapters: Of each.
+        tensors: The tensors of the caller, at least one, all on one device.
+        adapters: The adapter of each tensor.
 
     Attributes:
-        device: Where they lie.
-        natives: They as tensors of the device, which share their memory.
-        ready: Happens when the caller's stream has made their values.
+        device: The device of the tensors.
+        natives: The same memory as tensors of `device`.
+        ready: An event that happens when the caller's stream has computed the values.
     """
 
     def __init__(self, tensors: Sequence[Any], adapters: Sequence[Any]) -> None:
@@ -54,16 +54,16 @@ class DeviceInputs:
         self.ready: Any = current.record()
 
     def touch(self) -> None:
-        """The tensors have been overwritten."""
+        """Tell the framework that the tensors have been overwritten."""
         for tensor, adapter in zip(self._tensors, self._adapters, strict=True):
             adapter.touch(tensor)
 
     def receive(self, done: Any, result: Any) -> Any:
-        """Called in the caller's thread: what he does next comes after what was done for him.
+        """Return the caller's result, and let the caller's stream wait for it. The caller's thread calls this.
 
         Args:
-            done: Happens when the results have their values.
-            result: Of the device: a tensor, or lists or pairs of them.
+            done: An event that happens when the results have their values.
+            result: A tensor of the device, or lists or pairs of tensors.
         """
         stream = self.device.current()
         stream.wait(done)
@@ -81,17 +81,15 @@ class DeviceInputs:
 
 
 def on_device(operations: Sequence[Any], collectives: GroupCollectives) -> list[Any]:
-    """Run `TensorOperation`s of one class and one device kind together.
-
-    Returns:
-        A result for each.
-    """
+    """Run operations of one class and one device kind together, and return a result for each."""
     kind = operations[0].device_kind
-    places: list[DeviceInputs] = [operation.place for operation in operations if operation.place is not None]
-    channel = collectives.on_device(kind, places[0].device if places else None)
+    inputs: list[DeviceInputs] = [
+        operation.device_inputs for operation in operations if operation.device_inputs is not None
+    ]
+    channel = collectives.on_device(kind, inputs[0].device if inputs else None)
     stream = channel.stream
-    for place in places:
-        stream.wait(place.ready)
+    for each in inputs:
+        stream.wait(each.ready)
     with channel.device.on(stream):
         make = type(operations[0]).run_on_device if channel.direct else None
         results: list[Any] = (
@@ -99,30 +97,30 @@ def on_device(operations: Sequence[Any], collectives: GroupCollectives) -> list[
             if make is None
             else make(operations, collectives, channel)
         )
-        for place in places:
-            for native in place.natives:
-                place.device.keep(native, stream)  # whose memory it is: that of others, which the channel may not know
-            place.natives = []
+        for each in inputs:
+            for native in each.natives:
+                each.device.keep(native, stream)  # the caller's memory must stay until `stream` has used it
+            each.natives = []
     if make is not None:
         for operation in operations:
-            if operation.place is not None and operation.inplace:
-                operation.place.touch()
+            if operation.device_inputs is not None and operation.inplace:
+                operation.device_inputs.touch()
     done = stream.record()
     for operation in operations:
-        if operation.place is not None:
-            operation.hand_over = functools.partial(operation.place.receive, done)
+        if operation.device_inputs is not None:
+            operation.hand_over = functools.partial(operation.device_inputs.receive, done)
     return results
 
 
 def agree(collectives: Collectives, problem: Exception | None) -> None:
-    """Go on if all ranks can. All ranks call this.
+    """Return if all ranks can go on; else raise on all ranks. All ranks call this.
 
     Args:
-        collectives: The group.
-        problem: Why this rank cannot; None if it can.
+        collectives: The collectives of the group on host memory.
+        problem: The error that keeps this rank from going on; None if there is none.
 
     Raises:
-        DeviceError: Some rank cannot. The same text on all ranks.
+        DeviceError: A rank has a problem. All ranks raise the same text.
     """
     state = np.array([problem is not None], np.int64)
     collectives.allreduce(state, ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Reducescatter: each rank gets its rows of the sum."""
+"""Reducescatter: each rank gets its rows of the reduced tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdlite.tensors.reduction import reduction
 
 
 class Reducescatter(TensorOperation):
-    """Reduce tensors over the ranks, each rank keeping its share of the rows (the first ranks one more, if uneven)."""
+    """Reduce tensors over the ranks. Each rank keeps its own rows of the result, as `split_rows` divides them."""
 
     def __init__(self, given: Any, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0) -> None:
         check_op(op)
@@ -40,7 +40,7 @@ class Reducescatter(TensorOperation):
         self.signature = ("reducescatter", tuple(self.infos), arguments)
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
-        natives = self.place.natives if self.place else [None] * len(self.tensors)
+        natives = self.device_inputs.natives if self.device_inputs else [None] * len(self.tensors)
         counts = []
         reductions: list[DeviceReduction | None] = []
         problem: Exception | None = None
@@ -88,5 +88,5 @@ class Reducescatter(TensorOperation):
 
 
 def split_rows(rows: int, size: int) -> list[int]:
-    """How many of `rows` rows each of `size` ranks gets: the first ones one more where it does not divide."""
+    """Return how many of `rows` rows each of `size` ranks gets. The first ``rows % size`` ranks get one row more."""
     return [rows // size + (rank < rows % size) for rank in range(size)]

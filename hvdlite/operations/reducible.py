@@ -1,4 +1,4 @@
-"""Which reductions make sense for which dtypes."""
+"""The checks that a reduction makes sense for a dtype."""
 
 from __future__ import annotations
 
@@ -8,21 +8,13 @@ from hvdlite.protocols import ReduceOp
 
 
 def check_op(op: ReduceOp) -> None:
-    """Let a ReduceOp pass.
-
-    Raises:
-        ArgumentError: It is none.
-    """
+    """Raise ArgumentError unless `op` is a `ReduceOp`."""
     if not isinstance(op, ReduceOp):
         raise ArgumentError(f"op={op!r}: expected one of {', '.join(f'hvdlite.{each!r}' for each in ReduceOp)}.")
 
 
 def check_reducible(dtype: str, op: ReduceOp) -> None:
-    """Let a dtype pass that `op` makes sense for.
-
-    Raises:
-        UnsupportedTensorError: It makes none.
-    """
+    """Raise UnsupportedTensorError unless `op` makes sense for values of `dtype`."""
     if op is ReduceOp.ADASUM:
         check_adasum(dtype)
     if dtype == "bool" and op in (ReduceOp.SUM, ReduceOp.AVERAGE):

@@ -1,10 +1,10 @@
-"""The contracts between the rooms: a module of a higher room names the protocol, never the class behind it.
+"""The contracts between the rooms. A module of another room names the protocol, and not the class behind it.
 
-- `types`: arrays, reductions, what is known of a tensor; `combine`: how NumPy does what a `ReduceOp` says.
-- `transport`: messages between two ranks; `channel`: the same with an owner of every wait.
-- `collectives`: what all ranks of a group do together.
-- `tensors`: how the core reads and makes a framework's tensors; `device`: a kind of device, its memory and its streams.
-- `gradients`: what an adapter makes to exchange gradients.
+- `types`: arrays, the op of a reduction, and the dtype and shape of a tensor; `combine`: reductions by NumPy.
+- `transport`: messages between two ranks; `channel`: such messages with an owner of every wait.
+- `collectives`: operations of a whole group on host memory.
+- `tensors`: how the core reads and makes a framework's tensors; `device`: an accelerator with its memory and its streams.
+- `gradients`: the object that an adapter makes to exchange gradients, and the plan of an exchange.
 """
 
 from __future__ import annotations

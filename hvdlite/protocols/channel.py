@@ -1,4 +1,4 @@
-"""Messages between two ranks of a group whose waits have an owner."""
+"""The contract of messages between two ranks of a group whose waits have an owner."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hvdlite.protocols.types import Array
 
 
 class WaitKind(enum.Enum):
-    """What a wait for a message is, to the watchdog."""
+    """How the watchdog treats a wait for a message."""
 
     PEER = "peer"
-    """The other rank is at work on it: a wait beyond the limits of the stall check is reported, and ends."""
+    """The other rank works on the message. The stall check reports the wait, and ends it at the time limit."""
     SERVICE = "service"
-    """A server waits for whoever wants something: this may last for ever, and ends when nobody is left who could ask."""
+    """A server waits for requests. The wait may last for ever. It ends when all ranks that could send a request have left."""
 
 
 class Channel(Protocol):
@@ -28,7 +28,7 @@ class Channel(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process in the group, 0 … size - 1."""
+        """The rank of this process in the group, from 0 to ``size - 1``."""
         ...
 
     @property
@@ -40,24 +40,24 @@ class Channel(Protocol):
         """See `Transport.isend`.
 
         Raises:
-            ArgumentError: As there.
-            HvdliteError: The channel was closed, or a wait on it was given up on some rank.
+            ArgumentError: See `Transport.isend`.
+            HvdliteError: The channel was closed, or some rank has given up a wait on it.
         """
         ...
 
     def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> Request:
-        """See `Transport.irecv`. Errors as for `isend`."""
+        """See `Transport.irecv`. The errors are those of `isend`."""
         ...
 
     def guarded(self, what: str, kind: WaitKind = WaitKind.PEER) -> AbstractContextManager[None]:
-        """For a with statement: what this thread waits for inside of it, on requests of this channel.
+        """Return a context manager that describes the waits of this thread inside of it, on requests of this channel.
 
         Args:
-            what: What for, in words, as reports and errors name it.
-            kind: See `WaitKind`. Outside of the statement a wait is `WaitKind.PEER`.
+            what: What the thread waits for, in words, for reports and errors.
+            kind: The kind of the waits. Outside of the context manager a wait is `WaitKind.PEER`.
         """
         ...
 
     def close(self) -> None:
-        """End every wait on this rank, and release what the channel holds. Local."""
+        """End every wait on this rank and release everything. This does not wait for other ranks."""
         ...

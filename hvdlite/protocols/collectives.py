@@ -1,4 +1,4 @@
-"""What all ranks of a group do together, on host memory."""
+"""The contract of the operations of a whole group on host memory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from hvdlite.protocols.types import Array, ReduceOp
 
 
 class Collectives(Protocol):
-    """Whole-group operations on one-dimensional arrays, called by all ranks in the same order.
+    """Operations of a whole group on flat arrays. All ranks make the same calls in the same order.
 
-    The data plane: no negotiation, no names, no tensors. `op` is never AVERAGE here: averaging is
-    a sum and a division, and the caller knows best where to divide. Nor is it ADASUM, which needs to know
-    where one tensor ends and the next begins (`hvdlite.algorithms.adasum`).
+    These operations have no names and no negotiation. `op` is never AVERAGE: an average is a sum and a division, and the caller
+    divides. Nor is it ADASUM, which must know where each tensor ends (`hvdlite.algorithms.adasum`).
     """
 
     @property
@@ -27,10 +26,10 @@ class Collectives(Protocol):
         ...
 
     def start_sum(self, data: Array) -> Callable[[], bool]:
-        """Begin to sum a small array over the ranks, in place.
+        """Start to sum a small array over the ranks, in place.
 
         Returns:
-            What tells whether it is over, and is to be asked until it is: the caller decides how to wait.
+            A function that says whether the sum is complete. The caller calls it until it returns True.
         """
         ...
 
@@ -39,11 +38,11 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, data: Array, root: int) -> None:
-        """Overwrite `data` with rank `root`'s."""
+        """Overwrite `data` with the data of rank `root`."""
         ...
 
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
-        """Give slice r of `data` to rank r; put what comes from rank r in slice r of `out`."""
+        """Send slice r of `data` to rank r, and put the slice that comes from rank r in slice r of `out`."""
         ...
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
@@ -55,9 +54,9 @@ class Collectives(Protocol):
         ...
 
     def duplicate(self) -> Collectives:
-        """Collectives over the same ranks that may run at the same time as these. Collective."""
+        """Return collectives over the same ranks that may run at the same time as these. All ranks call this."""
         ...
 
     def close(self) -> None:
-        """Release what the collectives hold. Local."""
+        """Release everything. This does not wait for other ranks."""
         ...

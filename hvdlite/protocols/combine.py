@@ -1,4 +1,4 @@
-"""How NumPy does what a ReduceOp says."""
+"""Reductions of NumPy arrays by a `ReduceOp`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from hvdlite.protocols.types import Array, ReduceOp
 
 Combine = Callable[[Array, Array], None]
-"""``combine(into, other)``: ``into[...] = into (op) other``."""
+"""A function ``combine(into, other)`` that computes ``into[...] = into (op) other``."""
 
 
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
@@ -21,12 +21,12 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 
 def ufunc_of(op: ReduceOp) -> np.ufunc:
-    """NumPy's function for `op` (not AVERAGE, not ADASUM)."""
+    """Return NumPy's function for `op`, which is neither AVERAGE nor ADASUM."""
     return _UFUNCS[op]
 
 
 def numpy_combine(op: ReduceOp) -> Combine:
-    """The `Combine` of `op` for NumPy arrays."""
+    """Return the `Combine` of `op` for NumPy arrays."""
     ufunc = ufunc_of(op)
 
     def combine(into: Array, other: Array) -> None:

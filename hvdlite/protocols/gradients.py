@@ -1,4 +1,4 @@
-"""What an adapter makes to exchange gradients, and how it is planned."""
+"""The contract of the object that an adapter makes to exchange gradients, and the plan of an exchange."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 
 class Plan(NamedTuple):
-    """How gradients are exchanged; the same on all ranks.
+    """The plan by which gradients are exchanged; the same on all ranks.
 
     Attributes:
-        chunk_bytes: What is summed at a time: as many bytes of each rank as stay in a core's cache.
-        message_bytes: Bytes that go between hosts at a time.
-        buckets: The numbers of the tensors that are exchanged together, in the order of the exchanges; all at once if empty.
-        lend: If not 0, results lie apart from gradients and may be kept by a framework, those of so many exchanges at a time.
-        spare: Each rank has a second buffer for results, for when its program holds what is in the first.
+        chunk_bytes: The number of bytes of each rank that are summed at a time, so that they stay in a core's cache.
+        message_bytes: The number of bytes of a message between hosts.
+        buckets: For each bucket the indices of its tensors, in the order of exchange. Empty for one bucket with all tensors.
+        lend: If it is not 0, results lie apart from gradients, and a framework may keep the results of this many exchanges.
+        spare: True if each rank has a second buffer for results, which is used while the program holds the first.
     """
 
     chunk_bytes: int = 2**18
@@ -25,13 +25,13 @@ class Plan(NamedTuple):
 
 
 class Exchange(Protocol):
-    """What an adapter has made to exchange gradients, for `hvdlite.join`.
+    """The object that an adapter has made to exchange gradients, as `hvdlite.join` sees it.
 
     Attributes:
-        dropped: The program cannot use it any more on this rank.
-        memory_only: It has nothing to catch up.
-        passes: How far this rank has gone with each of its optimizers, in passes that the program adds up between two
-            exchanges. Ranks know an optimizer by the same key. Empty if it is not known.
+        dropped: True if the program on this rank cannot use the object any more.
+        memory_only: True if there is nothing to catch up after a join.
+        passes: For each optimizer the number of backward passes that this rank has given to it. An optimizer has the same key
+            on all ranks. Empty if the numbers are not known.
     """
 
     @property
@@ -44,21 +44,21 @@ class Exchange(Protocol):
     def passes(self) -> Mapping[Hashable, int]: ...
 
     def keep(self) -> object:
-        """What keeps it from being dropped as long as the caller holds it; None if it has been dropped."""
+        """Return an object that keeps this one alive as long as the caller holds it; None if it has been dropped already."""
         ...
 
     def release(self) -> None:
-        """Release what it holds: all ranks have dropped it. Every rank calls this."""
+        """Release everything. Every rank calls this, after all ranks have dropped the object."""
         ...
 
     def stand_in(self) -> None:
-        """Take part in the exchanges of the others with nothing, until all ranks have joined."""
+        """Take part in the exchanges of the other ranks without values, until all ranks have joined."""
         ...
 
     def catch_up(self, last: int) -> None:
-        """Make up for the steps that were not taken meanwhile. All ranks call this.
+        """Catch up with the steps that the other ranks took meanwhile. All ranks call this.
 
         Args:
-            last: The rank that joined last; its rank in the job.
+            last: The rank in the job of the rank that joined last.
         """
         ...

@@ -1,4 +1,4 @@
-"""Messages between two ranks."""
+"""The contract of messages between two ranks."""
 
 from __future__ import annotations
 
@@ -8,61 +8,61 @@ from typing import Protocol
 from hvdlite.protocols.types import Array
 
 ANY = -1
-"""The source of a message that any rank may send."""
+"""The source for a receive that takes a message from any rank."""
 LARGEST_TAG = 32_000
-"""MPI promises tags up to 32,767, of which a transport needs some for itself."""
+"""The largest tag. MPI promises tags up to 32,767, and a transport needs some for itself."""
 
 
 class Request(Protocol):
-    """A message under way, which `isend` or `irecv` began.
+    """A message that `isend` or `irecv` has begun.
 
-    The memory of the message belongs to the request until it is over: of a send it must not be changed, of a receive not be
-    looked at. A request that is dropped goes on, and keeps that memory.
+    The memory of the message belongs to the request until the request is over: the caller must not change the array of a send,
+    nor read the array of a receive. A request that the program drops goes on, and keeps that memory.
     """
 
     @property
     def source(self) -> int | None:
-        """Of a receive that is over: the rank that sent the message. None before, of a send, and after `cancel`."""
+        """The rank that sent the message, once a receive is over. None before that, for a send, and after `cancel`."""
         ...
 
     def test(self) -> bool:
-        """Whether the message has been sent, or received. Never waits.
+        """Say whether the message has been sent or received. This never waits.
 
         Raises:
-            ArgumentError: The message that arrived has another size than the array that was to receive it.
-            PeerLeftError, CommunicationError: It can never arrive.
+            ArgumentError: The message has another size than the array of the receive.
+            PeerLeftError, CommunicationError: The message can never arrive.
         """
         ...
 
     def wait(self) -> None:
-        """Return when `test` is true. Errors as for `test`.
+        """Wait until `test` returns True. The errors are those of `test`.
 
-        A request of a `Transport` waits with no owner, as `Transport.recv` does; one of a `Channel` has the watchdog.
+        The wait on a request of a `Transport` has no owner, like `Transport.recv`. That of a `Channel` has the watchdog.
         """
         ...
 
     def cancel(self) -> bool:
-        """Give a receive up.
+        """Give up a receive.
 
         Returns:
-            Whether the receive is over without a message. False of a message that is there already, and of every send: what
-            is on its way cannot be called back.
+            True if the receive is over without a message. False if its message is there already, and for every send: a sent
+            message cannot be called back.
         """
         ...
 
 
 class Transport(Protocol):
-    """Point-to-point messages between the ranks of one group: what an algorithm is written on.
+    """Point-to-point messages between the ranks of one group. The algorithms for collectives are written on this contract.
 
-    There are three kinds of message, which never meet. Arrays whose size the receiver knows (`send`, `recv`, `sendrecv`) block;
-    they come in order for each pair of ranks. Arrays with a tag (`isend`, `irecv`) do not block; they come in order for each
-    pair of ranks and tag. Control messages (`post`, `poll`) are small and of any size; they are picked up when somebody looks,
-    in order for each pair of ranks.
+    There are three kinds of messages, which never mix. Arrays whose size the receiver knows (`send`, `recv`, `sendrecv`) block,
+    and arrive in order for each pair of ranks. Arrays with a tag (`isend`, `irecv`) do not block, and arrive in order for each
+    pair of ranks and tag. Control messages (`post`, `poll`) are small byte strings of any length. They arrive in order for each
+    pair of ranks, when the receiver polls.
     """
 
     @property
     def rank(self) -> int:
-        """This process in the group, 0 … size - 1."""
+        """The rank of this process in the group, from 0 to ``size - 1``."""
         ...
 
     @property
@@ -72,11 +72,11 @@ class Transport(Protocol):
 
     @property
     def medium(self) -> str:
-        """What carries the messages, for people: such as "Open MPI v5.0.11"."""
+        """The name of what carries the messages, for people, such as "Open MPI v5.0.11"."""
         ...
 
     def send(self, data: Array, dest: int) -> None:
-        """Send `data`; it may be overwritten when the call returns. May block until it is received."""
+        """Send `data`. The call may block until `data` is received; when it returns, the caller may overwrite `data`."""
         ...
 
     def recv(self, data: Array, source: int) -> None:
@@ -91,12 +91,12 @@ class Transport(Protocol):
         """Begin to send an array.
 
         Args:
-            data: Shape ``(n,)``, C-contiguous; n may be 0.
-            dest: A rank of the group; this one too.
-            tag: From 0 to `LARGEST_TAG`.
+            data: A C-contiguous array of shape ``(n,)``; n may be 0.
+            dest: A rank of the group; it may be this rank.
+            tag: A number from 0 to `LARGEST_TAG`.
 
         Raises:
-            ArgumentError: An argument is not as described.
+            ArgumentError: An argument is out of its range, or `data` has another layout.
         """
         ...
 
@@ -104,31 +104,31 @@ class Transport(Protocol):
         """Begin to receive an array that was sent by `isend` with this tag.
 
         Args:
-            data: Where it is put: of the dtype and the length that were sent, C-contiguous, writable.
+            data: The array for the message: C-contiguous and writable, of the dtype and the length that were sent.
             source: A rank of the group, or `ANY`.
-            tag: As for `isend`.
+            tag: The tag of the message, from 0 to `LARGEST_TAG`.
 
         Raises:
-            ArgumentError: An argument is not as described.
+            ArgumentError: An argument is out of its range, or `data` has another layout.
         """
         ...
 
     def post(self, message: bytes, dest: int) -> None:
-        """Send a control message without waiting for it to be read."""
+        """Send a control message. This does not wait until the message is read."""
         ...
 
     def poll(self) -> tuple[int, bytes] | None:
-        """The next control message that has arrived and its sender, or None."""
+        """Return the sender and the bytes of the next control message that has arrived, or None."""
         ...
 
     def duplicate(self) -> Transport:
-        """A transport over the same ranks whose messages never mix with this one's. Collective."""
+        """Return a transport over the same ranks, whose messages never mix with those of this one. All ranks call this."""
         ...
 
     def subgroup(self, ranks: Sequence[int]) -> Transport:
-        """A transport over `ranks` (sorted ranks of this group). Called by these ranks and no others."""
+        """Return a transport over `ranks` (sorted ranks of this group). Exactly these ranks call this."""
         ...
 
     def close(self) -> None:
-        """Release what the transport holds. Local."""
+        """Release everything. This does not wait for other ranks."""
         ...

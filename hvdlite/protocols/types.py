@@ -1,4 +1,4 @@
-"""What the contracts speak of: arrays, reductions, what is known of a tensor."""
+"""The types that all contracts use: arrays, the op of a reduction, and the dtype and shape of a tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-"""A NumPy array. Between the layers it is one-dimensional and C-contiguous unless said otherwise."""
+"""A NumPy array. Between the rooms it is flat and C-contiguous unless the docstring says otherwise."""
 
 
 class ReduceOp(enum.Enum):
@@ -21,15 +21,15 @@ class ReduceOp(enum.Enum):
     PRODUCT = "product"
     ADASUM = "adasum"
 
-    __hash__ = object.__hash__  # Enum's own is a call of Python, and these are looked up in every call
+    __hash__ = object.__hash__  # Enum's own __hash__ is a Python function, and every operation looks ops up
 
     def __repr__(self) -> str:
         return self.name.capitalize()
 
 
 class TensorInfo(NamedTuple):
-    """What the ranks must agree on about a tensor, without its values."""
+    """The dtype and the shape of a tensor, which the ranks must agree on."""
 
     dtype: str
-    """NumPy's name of the dtype, or ``"bfloat16"``."""
+    """The name of the dtype in NumPy, or ``"bfloat16"``."""
     shape: tuple[int, ...]

@@ -1,8 +1,9 @@
-"""Any framework's tensor as flat memory and back, and how such memory is added.
+"""Turns any framework's tensor into flat memory and back, and reduces such memory.
 
-- `registry`: which adapter a tensor has. `frameworks`: those of torch and TensorFlow, by name; `numpy_adapter`, `array_api`:
-  NumPy's arrays, and those of the array API standard.
-- `device_registry`: which device an array is on. `cupy_device`: CuPy's; `held`: memory that a device still uses.
-- `reduction`: how the values of the ranks become one; `halves`: halves in float32.
-- `compression`: gradients made smaller for the exchange.
+- `registry`: finds the adapter of a tensor; `frameworks`: imports the adapters of torch and TensorFlow by name;
+  `numpy_adapter`: the adapter of NumPy's arrays; `array_api`: the adapter of other arrays of the array API standard.
+- `device_registry`: finds the `Device` of an array on a GPU; `cupy_device`: the `Device` by CuPy; `held`: tensors whose memory
+  a device still uses.
+- `reduction`: how the values of the ranks become one; `halves`: float16 and bfloat16 by way of float32.
+- `compression`: the compressors of gradients.
 """

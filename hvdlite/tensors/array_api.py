@@ -1,4 +1,4 @@
-"""Arrays of the array API standard as flat memory."""
+"""The adapter of arrays of the array API standard, such as those of JAX."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlite.tensors.numpy_adapter import NumpyAdapter, widen_bits
 
 
 class ArrayApiAdapter:
-    """Arrays of any library that has DLPack and the array API (https://data-apis.org/array-api), in host memory or on a GPU."""
+    """The adapter of arrays with DLPack and the array API (https://data-apis.org/array-api), in host memory or on a GPU."""
 
     def __init__(self) -> None:
         self._numpy = NumpyAdapter()
@@ -50,7 +50,7 @@ class ArrayApiAdapter:
         return device_registry.lend(native, like)
 
     def touch(self, tensor: Any) -> None:
-        """Nothing here is changed in place."""
+        """Do nothing: such arrays are never changed in place."""
 
     def to_array(self, tensor: Any, *, wide: bool) -> Array:
         if self.device_kind(tensor) is not None:
@@ -61,7 +61,7 @@ class ArrayApiAdapter:
         try:
             array = np.from_dlpack(tensor)
         except (BufferError, RuntimeError, ValueError, TypeError) as error:
-            # NumPy cannot import bfloat16 through DLPack, and nothing that is not in host memory.
+            # Through DLPack NumPy cannot import bfloat16, nor memory that is not on the host.
             try:
                 array = np.asarray(tensor)
             except Exception:
@@ -85,7 +85,7 @@ class ArrayApiAdapter:
 
 
 def _beside(array: Any, like: Any) -> Any:
-    """`array` on the device of `like`, where the library can move arrays and has put it elsewhere: JAX has a default device."""
+    """Return `array` on the device of `like`, if the library can move arrays. (JAX makes arrays on its default device.)"""
     if not hasattr(array, "to_device") or array.device == like.device:
         return array
     return array.to_device(like.device)

@@ -1,7 +1,7 @@
-"""Smaller numbers on the wire: tensors are compressed before they are exchanged, and what comes back is decompressed.
+"""Compressors: they make a tensor smaller before it is exchanged, and decompress the result.
 
-A compressor is a class (or an object) with two methods, so that a program can bring its own. It may have a third,
-`encoded`: see `SizedCompressor`.
+A compressor is a class or an object with two methods, so a program can bring its own. It may have a third method, `encoded`:
+see `SizedCompressor`.
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ T = TypeVar("T")
 
 
 class Compressor(Protocol):
-    """How tensors are compressed. A class of static or class methods will do, an object too."""
+    """A compressor of tensors: an object, or a class with static or class methods."""
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Make a tensor smaller.
 
         Returns:
-            The tensor to be exchanged, of a shape and dtype that is the same on all ranks, and whatever `decompress` needs.
+            The tensor to exchange, whose shape and dtype are the same on all ranks, and a context for `decompress`.
         """
         ...
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """The result of an exchange as it would be without compression; `ctx` is what `compress` returned."""
+        """Return the result of an exchange in the form that it would have without compression.
+
+        Args:
+            tensor: The result of the exchange of compressed tensors.
+            ctx: The context that `compress` has returned on this rank.
+        """
         ...
 
 
 class SizedCompressor(Compressor, Protocol):
-    """A compressor that says beforehand how large it makes tensors.
+    """A compressor that says beforehand how large a compressed tensor is.
 
-    The gradients of an optimizer are exchanged in memory that all ranks make beforehand. So if `encoded` is there, no rank need
-    have had a gradient of a parameter before another one has. `decompress` then gets None for its context on a rank that has
-    not compressed a gradient of the parameter yet.
+    The gradients of an optimizer are exchanged in memory that all ranks allocate beforehand. With `encoded`, a rank can
+    allocate the memory for a parameter before it has had a gradient of it. A rank that has compressed no gradient of the
+    parameter yet passes None to `decompress` as the context.
     """
 
     def encoded(self, info: TensorInfo) -> TensorInfo:
-        """The dtype and shape of what `compress` makes of a tensor like `info`."""
+        """Return the dtype and shape that `compress` gives to a tensor of dtype and shape `info`."""
         ...
 
 
 def encoded_info(compressor: Compressor, info: TensorInfo) -> TensorInfo | None:
-    """What a compressor makes of a tensor like `info`; None if it does not say that."""
-    # Of a class that is derived, and compresses in another way, an inherited `encoded` says nothing.
+    """Return the dtype and shape that `compressor` gives to a tensor like `info`; None if it does not say so."""
+    # If a derived class has another `compress`, then an inherited `encoded` says nothing about it.
     lineage = (compressor if isinstance(compressor, type) else type(compressor)).__mro__
     for where in (getattr(compressor, "__dict__", {}), *map(vars, lineage)):
         if "encoded" in where:
@@ -58,37 +63,37 @@ def encoded_info(compressor: Compressor, info: TensorInfo) -> TensorInfo | None:
 
 
 class NoneCompressor:
-    """Leaves tensors as they are."""
+    """The compressor that leaves tensors unchanged."""
 
     @classmethod
     def encoded(cls, info: TensorInfo) -> TensorInfo:
-        """`info`."""
+        """Return `info`."""
         return info
 
     @classmethod
     def compress(cls, tensor: T) -> tuple[T, None]:
-        """`tensor`, and nothing."""
+        """Return `tensor` and None."""
         return tensor, None
 
     @classmethod
     def decompress(cls, tensor: T, ctx: Any) -> T:
-        """`tensor`."""
+        """Return `tensor`."""
         return tensor
 
 
 class CastCompressor:
-    """Sends floating-point tensors in a dtype of half their size or less; halves, integers and complex numbers as they are.
+    """A compressor that casts float32 and float64 tensors to a 16-bit dtype. It leaves all other dtypes unchanged.
 
-    The sum is accumulated as float32 and rounded once, so what is lost is the rounding of each rank's values and of the
-    result. Casts are differentiable where the framework's are.
+    The sum is accumulated in float32 and rounded once. So precision is lost twice: when a rank casts its values, and when the
+    result is rounded. The casts are differentiable if the casts of the framework are.
     """
 
     DTYPE: ClassVar[str]
-    """The dtype on the wire."""
+    """The name of the dtype that is sent."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, str]:
-        """`tensor` as `DTYPE`, and the name of the dtype that it had."""
+        """Return `tensor` cast to `DTYPE`, and the name of its original dtype."""
         adapter = adapter_for(tensor)
         dtype = adapter.dtype(tensor)
         smaller = cls._dtype_for(dtype)
@@ -96,7 +101,7 @@ class CastCompressor:
 
     @classmethod
     def encoded(cls, info: TensorInfo) -> TensorInfo:
-        """`info` with the dtype that `compress` casts to."""
+        """Return `info` with the dtype to which `compress` casts."""
         return info._replace(dtype=cls._dtype_for(info.dtype))
 
     @classmethod
@@ -105,19 +110,19 @@ class CastCompressor:
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: str | None) -> Any:
-        """`tensor` in the dtype `ctx`; as it is if that is None."""
+        """Return `tensor` cast to the dtype `ctx`, or unchanged if `ctx` is None."""
         adapter = adapter_for(tensor)
         return tensor if ctx is None or adapter.dtype(tensor) == ctx else adapter.cast(tensor, ctx)
 
 
 class FP16Compressor(CastCompressor):
-    """float16: 11 bits of precision; values beyond 65504 become infinite."""
+    """The compressor that casts to float16: it has 11 bits of precision, and values beyond 65504 become infinite."""
 
     DTYPE = "float16"
 
 
 class BF16Compressor(CastCompressor):
-    """bfloat16: the range of float32 with 8 bits of precision."""
+    """The compressor that casts to bfloat16: it has the range of float32, and 8 bits of precision."""
 
     DTYPE = "bfloat16"
 

@@ -1,4 +1,4 @@
-"""Which `Device` works on arrays of other libraries: CuPy's on its own, torch's or CuPy's on those lent by DLPack (JAX)."""
+"""Finds the `Device` for arrays on a GPU: that of CuPy for CuPy's arrays, that of torch or CuPy for other arrays by DLPack."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _ON_GPU = {2, 10, 13}
 
 
 def device_kind(array: Any) -> str | None:
-    """`Device.kind` of where an array with DLPack lies; None for host memory."""
+    """Return the `Device.kind` of the memory of an array with DLPack; None for host memory."""
     return "cuda" if int(array.__dlpack_device__()[0]) in _ON_GPU else None
 
 
 def device_of(array: Any) -> Device:
-    """What works on an array of which `device_kind` is not None.
+    """Return the device of an array whose `device_kind` is not None.
 
     Raises:
-        DeviceError: Nothing that could is installed.
+        DeviceError: No library that can work on the array is installed.
     """
     index = int(array.__dlpack_device__()[1])
     if type(array).__module__.partition(".")[0] == "cupy":
@@ -39,10 +39,10 @@ def device_of(array: Any) -> Device:
 
 
 def find_device(kind: str) -> Device:
-    """The GPU that this process has chosen, by the library that it uses.
+    """Return the GPU that this process has chosen, as a device of the library that it uses.
 
     Raises:
-        DeviceError: There is none, or no library that knows.
+        DeviceError: There is no GPU, or no library that can use one.
     """
     if _library() == "cupy":
         cupy = importlib.import_module("cupy")
@@ -53,7 +53,7 @@ def find_device(kind: str) -> Device:
 
 @functools.cache
 def _library() -> str:
-    """torch or cupy: the one that this process had loaded when this was asked first; else the one that is installed."""
+    """Return "torch" or "cupy": the one that this process has loaded at the first call; else the one that is installed."""
     for present in (sys.modules.__contains__, lambda name: importlib.util.find_spec(name) is not None):
         for name in ("torch", "cupy"):
             if present(name):
@@ -65,14 +65,14 @@ def _library() -> str:
 
 
 def borrow(array: Any) -> Any:
-    """An array as a tensor of `device_of`, which shares its memory."""
+    """Return an array as a tensor of its `device_of`, sharing the memory."""
     if type(array).__module__.partition(".")[0] == "cupy":
         return array
     return importlib.import_module(_library()).from_dlpack(array)
 
 
 def lend(native: Any, like: Any) -> Any:
-    """The reverse of `borrow`: an array of the kind of `like`."""
+    """Return a tensor of a device as an array of the type of `like`, sharing the memory: the reverse of `borrow`."""
     if type(native) is type(like):
         return native
     return like.__array_namespace__().from_dlpack(native)

@@ -1,6 +1,6 @@
-"""float16, and bfloat16 as its bits in uint16, by way of float32.
+"""Arithmetic on float16, and on bfloat16 as its bits in uint16, by way of float32.
 
-torch does that with vector instructions and is used if the process has loaded it; NumPy gives the same bits, slowly.
+torch has vector instructions for this. It is used if the process has loaded it. NumPy gives the same bits, more slowly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hvdlite.tensors.numpy_adapter import widen_bits
 
 
 class NumpyHalf:
-    """float16, or bfloat16 as bits, with NumPy alone."""
+    """The `HalfConverter` for float16, or for bfloat16 as bits, by NumPy alone."""
 
     def __init__(self, dtype: str) -> None:
         self._bits = dtype == "bfloat16"
@@ -30,12 +30,12 @@ class NumpyHalf:
         if self._bits:
             np.copyto(half, narrow_to_bits(wide))
         else:
-            with np.errstate(over="ignore"):  # to infinity, as torch does
+            with np.errstate(over="ignore"):  # values that are too large become infinite, as in torch
                 np.copyto(half, wide, casting="same_kind")
 
 
 def narrow_to_bits(wide: Array) -> Array:
-    """float32 as bfloat16 bits in uint16, rounded to the nearest, halfway cases to the even one."""
+    """Return float32 values as bfloat16 bits in uint16, rounded to the nearest value (halfway cases to the even one)."""
     bits = wide.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
     result: Array = np.where(np.isnan(wide), np.uint16(0x7FC0), rounded.astype(np.uint16))
@@ -43,7 +43,7 @@ def narrow_to_bits(wide: Array) -> Array:
 
 
 def half_converter(dtype: str) -> HalfConverter:
-    """torch's, if this process has it; else NumPy's."""
+    """Return the converter of torch if this process has loaded torch; else that of NumPy."""
     adapter = loaded_adapter("torch")
     make: Callable[[str], HalfConverter] = NumpyHalf if adapter is None else adapter.half_converter
     return make(dtype)

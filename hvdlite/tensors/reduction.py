@@ -1,6 +1,6 @@
-"""How the values of the ranks become one: one object says it, whoever moves the data does it.
+"""A `Reduction` says how the values of the ranks become one. The code that moves the data carries it out.
 
-An operation decides on a `Reduction` from the dtype of its tensors, its op and its factors. The steps, and who makes them::
+An operation chooses a `Reduction` by the dtype of its tensors, its op and its factors. These are the steps::
 
     operation   scale(x) by `before`                                   x of `dtype`, or of `wide` if it is scaled
     mover       combine(x of several ranks) → finish() → narrow()      `dtype` → `wide`: ÷ `divide_by`, × `after` → `dtype`
@@ -24,22 +24,22 @@ from hvdlite.tensors.halves import half_converter
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 
 NCCL_WITH_FLOAT8 = 22400
-"""The first version of NCCL, 2.24.0, that adds numbers of 8 bits."""
+"""NCCL 2.24.0, the first version that adds 8-bit floating-point numbers."""
 
 _INTEGERS = ("int", "uint")
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the values of the ranks become one. Made by `reduction`.
+    """How the values of the ranks become one. The function `reduction` makes such objects.
 
     Attributes:
-        op: The reduction that was asked for.
+        op: The op that the caller asked for.
         dtype: The name of the dtype of the values, as in `TensorInfo`.
-        wide: The name of the dtype in which they are accumulated.
-        before: Multiplies the values of each rank.
-        after: Multiplies the result.
-        divide_by: What the result is divided by, before `after`: the number of ranks if `op` is AVERAGE, else 1.
+        wide: The name of the dtype in which the values are accumulated.
+        before: A factor for the values of each rank.
+        after: A factor for the result.
+        divide_by: The divisor of the result, applied before `after`: the number of ranks if `op` is AVERAGE, else 1.
     """
 
     op: ReduceOp
@@ -51,41 +51,41 @@ class Reduction:
 
     @functools.cached_property
     def storage(self) -> np.dtype[Any]:
-        """The dtype of the arrays that hold the values: bfloat16 is its bits in uint16, bool is uint8."""
+        """The dtype of the arrays that hold the values. It is uint16 for bfloat16, and uint8 for bool."""
         return np.dtype({"bfloat16": "uint16", "bool": "uint8"}.get(self.dtype, self.dtype))
 
     @functools.cached_property
     def wide_dtype(self) -> np.dtype[Any]:
-        """`wide` as a dtype of arrays."""
+        """The dtype of the arrays in which the values are accumulated."""
         return np.dtype(self.wide)
 
     @property
     def wide_bytes(self) -> int:
-        """The bytes of a value while it is accumulated."""
+        """The number of bytes of a value in the wide dtype."""
         return 1 if self.wide.startswith("float8") else self.wide_dtype.itemsize
 
     @functools.cached_property
     def exact(self) -> bool:
-        """Whether `storage` and `wide_dtype` are the same, so that a result can be accumulated in place."""
+        """True if `storage` and `wide_dtype` are the same: then a result can be accumulated in place."""
         return self.dtype not in HALF_DTYPES and self.storage == self.wide_dtype
 
     @functools.cached_property
     def combining(self) -> ReduceOp:
-        """The op that combines the values: an average is a sum that is divided."""
+        """The op that combines the values: SUM for an AVERAGE, which is divided later; else `op`."""
         return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
 
     @functools.cached_property
     def finishes(self) -> bool:
-        """Whether `finish` changes anything."""
+        """True if `finish` changes the values."""
         return self.divide_by != 1 or self.after != 1.0
 
     @functools.cached_property
     def widened(self) -> Reduction:
-        """The same for values that are in the wide dtype already, so that they are rounded once only."""
+        """The same reduction for values that have the wide dtype already, so that they are rounded only once."""
         return replace(self, dtype=self.wide)
 
     def among(self, size: int) -> Reduction:
-        """The same for so many ranks: what an average is divided by."""
+        """Return the same reduction for `size` ranks: an average is divided by this number."""
         if self.op is not ReduceOp.AVERAGE:
             return self
         return reduction(self.dtype, self.op, self.before, self.after, size)
@@ -100,11 +100,11 @@ class Reduction:
             _multiply(values, self.before)
 
     def combine(self, sources: Sequence[Array], into: Array) -> None:
-        """Reduce arrays in their order.
+        """Reduce arrays elementwise, in their order.
 
         Args:
-            sources: At least one, of dtype `storage` and equal length.
-            into: Of dtype `wide_dtype`. May be one of the first two sources, if `exact`.
+            sources: Arrays of dtype `storage` and equal length, at least one.
+            into: The array for the result, of dtype `wide_dtype`. If `exact`, it may be one of the first two sources.
         """
         if not self.exact:
             self._combine_wide(sources, into)
@@ -130,7 +130,7 @@ class Reduction:
                 half.accumulate(ufunc_of(self.combining), into, source)
 
     def finish(self, wide: Array) -> None:
-        """Make the result of the ranks' combined values, in place: divide by `divide_by`, multiply by `after`."""
+        """Divide the combined values by `divide_by` and multiply them by `after`, in place."""
         if self.divide_by != 1:
             (np.floor_divide if wide.dtype.kind in "iu" else np.divide)(wide, self.divide_by, out=wide)
         if self.after != 1.0:
@@ -144,9 +144,9 @@ class Reduction:
             self._half.narrow(wide, into)
 
     def neutral(self) -> float:
-        """The value that changes no result: 0, 1, or the far end of the range of the dtype.
+        """Return the value that changes no result: 0, 1, or an end of the range of the dtype.
 
-        Zeros also are what Adasum leaves out (arXiv:2006.02924: a vector of length 0 has no direction).
+        For Adasum this is 0: it leaves out vectors of zeros (arXiv:2006.02924).
         """
         if self.op is ReduceOp.PRODUCT:
             return 1
@@ -165,12 +165,12 @@ class Reduction:
             self.narrow(np.full(values.size, self.neutral(), self.wide_dtype), values)
 
     def on_device(self, nccl_version: int) -> str | None:
-        """The dtype as whose elements NCCL reduces the values, or None if it does not.
+        """Return the name of the dtype in which NCCL reduces the values, or None if it cannot.
 
-        Complex numbers are added as pairs of real ones. 16-bit integers travel as 32 bits, and wrap around as ever when they
-        are cast back. For bool, Min, Max and Product of bytes that are 0 or 1 are "all", "any" and "all". Averages of integers
-        are summed in 64 bits, as on the host. Min and Max of floating-point numbers go by way of the host: NCCL's lose a NaN,
-        as CUDA's fmin and fmax do. Integers times a factor go by way of the host, too.
+        Complex numbers are added as pairs of real numbers. 16-bit integers travel as 32 bits, and wrap around when they are
+        cast back. For bool, the values are bytes that are 0 or 1: MIN and PRODUCT mean "all", and MAX means "any". Averages of
+        integers are summed in 64 bits, as on the host. MIN and MAX of floating-point numbers go through the host: those of NCCL
+        lose a NaN, as CUDA's fmin and fmax do. Integers with a factor go through the host too.
 
         Args:
             nccl_version: NCCL's number of its version, 22809 for 2.28.9.
@@ -193,22 +193,23 @@ class Reduction:
 
     @property
     def casts_on_device(self) -> bool:
-        """Whether values are cast to `on_device`'s dtype, and back; if not, the same bytes are seen as it.
+        """Say whether the values are cast to the dtype of `on_device`, and back. If not, the same bytes are viewed as that
+        dtype.
 
-        NCCL has no averages of integers: their sum is divided when it is here.
+        NCCL has no averages of integers: hvdlite divides their sum.
         """
         is_average = self.op is ReduceOp.AVERAGE and self.dtype.startswith(_INTEGERS)
         return is_average or self.dtype in ("int16", "uint16")
 
 
-@functools.lru_cache(maxsize=4096)  # a program makes the same few again and again
+@functools.lru_cache(maxsize=4096)  # a program makes the same few calls again and again
 def reduction(dtype: str, op: ReduceOp, before: float = 1.0, after: float = 1.0, size: int = 1) -> Reduction:
-    """The reduction of values of a dtype.
+    """Return the reduction for values of a dtype.
 
     Args:
-        dtype: A name as in `TensorInfo` or `Device`.
-        op: How the values become one.
-        before, after: As in `Reduction`.
+        dtype: The name of the dtype, as in `TensorInfo` or `Device`.
+        op: The op.
+        before, after: The factors, see `Reduction`.
         size: The number of ranks, by which an average is divided.
     """
     wide = dtype
@@ -222,7 +223,7 @@ def reduction(dtype: str, op: ReduceOp, before: float = 1.0, after: float = 1.0,
 
 
 def nbytes_of(info: TensorInfo) -> int:
-    """The bytes of a tensor."""
+    """Return the number of bytes of a tensor."""
     return math.prod(info.shape) * reduction(info.dtype, ReduceOp.SUM).storage.itemsize
 
 

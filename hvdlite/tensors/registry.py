@@ -1,6 +1,6 @@
-"""Which adapter reads which tensor: NumPy's and the array API's in this folder, the frameworks' in their own packages.
+"""Finds the adapter that reads a tensor: an adapter of this folder, or that of a framework, in a package of its own.
 
-A framework's adapter is imported when a tensor of that framework is seen, so that the core never imports one.
+The adapter of a framework is imported when the first tensor of that framework is seen. So the core never imports a framework.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _adapters: dict[type, TensorAdapter[Any]] = {}
 
 
 def adapter_for(tensor: Any) -> TensorAdapter[Any]:
-    """The adapter that reads tensors of the class of `tensor`.
+    """Return the adapter that reads tensors of the class of `tensor`.
 
     Raises:
-        UnsupportedTensorError: It is no tensor that hvdlite knows how to read.
+        UnsupportedTensorError: hvdlite has no adapter for this class.
     """
     kind = type(tensor)
     adapter = _adapters.get(kind)
@@ -54,17 +54,17 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
 
 
 def device_kind_of(tensor: Any, adapter: Any) -> str | None:
-    """`Device.kind` of where a tensor lies; None for host memory, which is all that a plain `TensorAdapter` reads."""
+    """Return the `Device.kind` of a tensor's memory; None for host memory. A plain `TensorAdapter` reads only host memory."""
     ask = getattr(adapter, "device_kind", None)
     kind: str | None = None if ask is None else ask(tensor)
     return kind
 
 
 def register_adapter(kind: type, adapter: TensorAdapter[Any]) -> None:
-    """Let `adapter` read tensors of class `kind`: how another package plugs its own tensors in.
+    """Let `adapter` read tensors of class `kind`. With this, another package makes its tensors known to hvdlite.
 
     Raises:
-        ArgumentError: `kind` is no class.
+        ArgumentError: `kind` is not a class.
     """
     if not isinstance(kind, type):
         raise ArgumentError(f"expected a class; got {kind!r}.")

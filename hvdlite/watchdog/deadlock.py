@@ -1,19 +1,19 @@
-"""Ranks that wait for each other, each for something else, so that none of them can go on: two, or a circle of any length.
+"""Finds deadlocks: ranks that wait for each other, so that none of them can go on, two or a circle of any length.
 
-Operations of one group of ranks are compared by their controller; this is about waits that no controller sees together: a
-gradient exchange and an operation, exchanges of different gradients, operations of different process sets, `join` and an
-exchange.
+The controller of a group compares the operations of that group. This file is about waits that no controller sees together: a
+gradient exchange and an operation, exchanges of different gradients, operations of different groups, `join` and an exchange.
 
-A rank is stuck if all of its threads that use hvdlite wait, and have for some time. It tells rank 0 what it needs. A rank
-*lacks* what another needs if it has not done its part of it. A set of stuck ranks is deadlocked if whatever a rank of the set
-needs is lacked by another rank of the set: a stuck rank does nothing but what others make it do. Rank 0 looks for such sets::
+A rank is *stuck* if all its threads that use hvdlite have waited for some time. A stuck rank tells rank 0 what it needs. A rank
+*lacks* what another rank needs if it has not done its own part of it. A set of stuck ranks is deadlocked if every need of each
+rank of the set is lacked by another rank of the set: for a stuck rank does nothing by itself. Rank 0 looks for such sets::
 
     ranks       stuck(what I need) ──►             lacks(some of these) ──►
     rank 0                            asked(these) ──►                     deadlock(who waits for whom) ──►
 
-What rank 0 knows is old, so it asks ranks that are all stuck by what it has heard. A rank that has left its state since says so
-before it answers, and is left out. So at the moment of the first question all the others were stuck at once, each in the state
-that rank 0 knows, and lacked what they say. None of them can go on before another one of them does: it is true for good.
+The messages at rank 0 may be out of date. So it asks all ranks that are stuck as far as it knows. A rank that is in another
+state by then says so before it answers, and rank 0 leaves it out. So the remaining ranks were all stuck at the moment of the
+first question, each in the state that rank 0 knows, and lacked what they answered. None of them can go on before another one
+does. So the deadlock lasts for ever.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any, NamedTuple
 from hvdlite.topology import Members
 
 _ROUND_LOOKS = 8
-"""How often rank 0 looks for answers before it asks anew: a rank may be stopped, or dead."""
+"""How often rank 0 looks for answers before it asks again: a rank that does not answer may be stopped, or dead."""
 
 
 class Need(NamedTuple):
-    """What a stuck rank waits for.
+    """One thing that a stuck rank waits for.
 
     Attributes:
-        members: The ranks that must take part, each of them.
-        operation: The key of an operation; None for an exchange of gradients.
-        number: Of an operation: the plans that its controller has followed. Of an exchange: its number among those of
-            the group's channel.
+        members: The ranks that must take part, all of them.
+        operation: The key of the operation; None for an exchange of gradients.
+        number: For an operation, the number of plans that its controller has followed. For an exchange, its number among the
+            exchanges of its channel.
         text: A description for the error message.
-        channel: Of an exchange: which gradients; all ranks exchange those of one channel in the same order.
+        channel: For an exchange, the number of the channel. All ranks make the exchanges of a channel in the same order.
     """
 
     members: Members
@@ -48,24 +48,24 @@ class Need(NamedTuple):
 
     @property
     def place(self) -> tuple[int, bool, int]:
-        """Where a rank waits: in which group, and whether in an operation there, or in which exchange."""
+        """The place of the wait: the group, whether it is an operation, and the channel of an exchange."""
         return self.members.id, self.operation is not None, self.channel
 
 
 Needs = tuple[Need, ...]
 Post = Callable[[int, str, object], None]
-"""Sends a message: to whom, its kind, and what it says."""
+"""A function that sends a message, called with the receiver, the kind, and the content."""
 Blockers = Mapping[Need, Collection[int]]
-"""The ranks that lack what is needed; none lacks what it needs itself."""
+"""For each need the ranks that lack it. A rank never lacks what it needs itself."""
 
 
 class DeadlockDetector:
-    """One rank's part in the search.
+    """One rank's part in the search for deadlocks.
 
     Args:
-        rank: This rank.
-        post: Sends messages; what arrives is for `receive`.
-        lacks: Whether this rank has not done its part of something that others need.
+        rank: The number of this rank.
+        post: A function that sends a message. Messages that arrive are passed to `receive`.
+        lacks: A function that says whether this rank has not done its part of a need of another rank.
     """
 
     KINDS = frozenset({"stuck", "asked", "lacks", "deadlock"})
@@ -81,19 +81,19 @@ class DeadlockDetector:
         self._search = _Search(post) if rank == 0 else None
 
     def look(self, needs: Needs) -> str | None:
-        """Look again.
+        """Tell rank 0 about a new state, and look for a verdict. The watchdog calls this again and again.
 
         Args:
-            needs: What this rank needs to go on; empty if it is not stuck.
+            needs: The needs of this rank; empty if it is not stuck.
 
         Returns:
-            Who waits for whom, if this rank can never go on.
+            The text that says who waits for whom, if this rank is deadlocked; else None.
         """
         if needs != self._needs:
             self._needs, self._number, self._told = needs, next(self._numbers), None
             self._post(0, "stuck", (self._number, needs))
         if self._asked is not None:
-            # After this rank has said that its state is another one, if it is.
+            # An answer comes after the message about a new state of this rank, if there is one.
             (round_number, questions), self._asked = self._asked, None
             self._post(0, "lacks", (round_number, [self._lacks(need) for need in questions]))
         if self._search is not None:
@@ -102,7 +102,7 @@ class DeadlockDetector:
         return told
 
     def receive(self, sender: int, kind: str, content: Any) -> None:
-        """A message of another rank, or of this one."""
+        """Handle a message from another rank, or from this one."""
         if kind == "asked":
             self._asked = content
         elif kind == "deadlock":
@@ -117,12 +117,12 @@ class DeadlockDetector:
 
 
 class _Round:
-    """One set of questions: what each of some stuck ranks lacks of what they need.
+    """One round of questions of rank 0: which needs of the stuck ranks does each stuck rank lack?
 
     Args:
-        number: Of the round.
-        stuck: All ranks that are asked, or may be deadlocked: the number of the state of each, and what it needs.
-        questions: What each is asked about.
+        number: The number of the round.
+        stuck: For each rank of the round the number of its state, and its needs.
+        questions: For each rank the needs that it is asked about.
     """
 
     def __init__(self, number: int, stuck: Mapping[int, tuple[int, Needs]], questions: Mapping[int, Needs]) -> None:
@@ -133,14 +133,14 @@ class _Round:
         self._looks = 0
 
     def look(self) -> bool:
-        """Look again. Returns whether it is over: all that are still in their states have answered, or it has lasted long."""
+        """Say whether the round is over: all ranks that are still in their states have answered, or it has lasted too long."""
         self._looks += 1
         return self._looks > _ROUND_LOOKS or all(
             rank in self.answers for rank, asked in self.questions.items() if asked and rank in self.stuck
         )
 
     def blockers(self) -> Blockers:
-        """Who lacks what, of those that have answered and are still in their states."""
+        """Return who lacks what, of the ranks that have answered and are still in their states."""
         found: dict[Need, list[int]] = {}
         for rank, lacked in self.answers.items():
             if rank in self.stuck:
@@ -151,7 +151,7 @@ class _Round:
 
 
 class _Search:
-    """Rank 0's part: all stuck ranks, and the questions to them."""
+    """Rank 0's part in the search: the stuck ranks, and the questions to them."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -159,10 +159,10 @@ class _Search:
         self._stuck: dict[int, tuple[int, Needs]] = {}
         self._round: _Round | None = None
         self._is_news = False
-        self._told: dict[int, int] = {}  # in which of its states a rank has been told
+        self._told: dict[int, int] = {}  # for each rank the number of the state for which it was told of a deadlock
 
     def hear(self, rank: int, number: int, needs: Needs) -> None:
-        """A rank is in another state than before."""
+        """Record that a rank is in a new state, with this number and these needs."""
         self._is_news = True
         self._stuck.pop(rank, None)
         if needs:
@@ -171,12 +171,12 @@ class _Search:
             self._round.stuck.pop(rank, None)
 
     def hear_answer(self, rank: int, round_number: int, lacked: list[bool]) -> None:
-        """What a rank lacks of what it has been asked about."""
+        """Record the answer of a rank: for each question, whether the rank lacks that need."""
         if self._round is not None and self._round.number == round_number:
             self._round.answers[rank] = lacked
 
     def look(self) -> None:
-        """Judge the answers, or ask."""
+        """Judge the answers of a round that is over, or begin a new round."""
         if self._round is not None:
             if not self._round.look():
                 return
@@ -187,10 +187,10 @@ class _Search:
             self._ask()
 
     def _ask(self) -> None:
-        """Ask the ranks that may be deadlocked."""
+        """Begin a round: ask the ranks that may be deadlocked."""
         may_lack = {}
         for need in {need for _, needs in self._stuck.values() for need in needs}:
-            # Who waits at the same place is in the same exchange, or it is their controller's business.
+            # Ranks at the same place wait in the same exchange, or their controller compares their operations.
             there = {rank for rank in need.members.ranks if rank in self._stuck}
             may_lack[need] = {rank for rank in there if all(own.place != need.place for own in self._stuck[rank][1])}
         stuck = _deadlocked(self._stuck, may_lack)
@@ -203,7 +203,7 @@ class _Search:
                     self._post(rank, "asked", (self._round.number, asked))
 
     def _tell(self, judged: _Round) -> None:
-        """Tell all ranks that are deadlocked."""
+        """Tell all ranks that are deadlocked after this round."""
         blockers = judged.blockers()
         stuck = _deadlocked(judged.stuck, blockers)
         if not stuck:
@@ -218,7 +218,7 @@ class _Search:
 
 
 def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> dict[int, tuple[int, Needs]]:
-    """The largest part of `stuck` of which each rank's needs are all lacked by others of that part."""
+    """Return the largest subset of `stuck` in which every need of each rank is lacked by another rank of the subset."""
     left = dict(stuck)
     while True:
         free = [
@@ -233,7 +233,7 @@ def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> d
 
 
 def _circle(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> list[int]:
-    """A shortest circle of deadlocked ranks each of which waits for the next one."""
+    """Return a shortest circle of deadlocked ranks in which each rank waits for the next one."""
     next_of = {
         rank: sorted({other for need in needs for other in blockers[need] if other in stuck})
         for rank, (_, needs) in stuck.items()

@@ -1,4 +1,4 @@
-"""How a rank ends the whole job, so that its peers do not wait for it for ever."""
+"""Ends the whole job after a failure of one rank, so that the other ranks do not wait for this rank for ever."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from hvdlite.config import Config
 
 
 def end_job(config: Config, rank: int, text: str) -> None:
-    """Say why (to the launcher, which prints it last; else on stderr) and end all ranks. Does not return.
+    """Report `text` and end all ranks. This does not return.
 
-    Called from any thread, while another may be inside MPI for ever.
+    The text goes to the launcher, which prints it last, or to stderr if there is no launcher. Any thread may call this, even
+    while another thread hangs inside MPI.
     """
     from hvdlite.launcher_link.link import (
-        report_failure,  # not at import: it loads sockets and JSON, for this moment alone
+        report_failure,  # not at the top: it loads sockets and JSON, which only a failure needs
     )
 
     if not report_failure(config.control, rank, text, 1):
@@ -25,7 +26,7 @@ def end_job(config: Config, rank: int, text: str) -> None:
 
 
 def abort(code: int) -> None:
-    """End all ranks of the MPI job with this exit code. Does not return."""
+    """End all ranks of the MPI job with the exit code `code`. This does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     mpi = sys.modules.get("mpi4py.MPI")
@@ -35,9 +36,9 @@ def abort(code: int) -> None:
 
 
 def end_job_on_uncaught_exceptions() -> None:
-    """From now on an exception that nobody catches ends the job, after its traceback was printed as ever.
+    """Let an uncaught exception end the job from now on, after its traceback was printed as usual.
 
-    What hvdliterun's worker does for its ranks, for those that plain mpirun or srun started.
+    This is for ranks that plain mpirun or srun has started. For its own ranks hvdliterun does the same in its worker.
     """
     previous, rank = sys.excepthook, os.getpid()
 
@@ -46,11 +47,11 @@ def end_job_on_uncaught_exceptions() -> None:
             previous(kind, value, trace)
         except (
             BaseException
-        ):  # of a hook of the program's, or of a signal handler: the reason must be seen nevertheless
+        ):  # an error in a hook of the program, or in a signal handler: the traceback must be printed all the same
             traceback.print_exception(kind, value, trace)
             traceback.print_exc()
         finally:
-            if os.getpid() == rank:  # a forked child ends alone
+            if os.getpid() == rank:  # a forked child ends without ending the job
                 abort(1)
 
     sys.excepthook = hook

@@ -1,7 +1,7 @@
-"""Watches what groups launch on their GPUs: nobody waits for a launch, so nobody would notice that it can never end.
+"""Watches the work that groups launch on their GPUs. Nobody waits for a launch, so nobody would notice that it never ends.
 
-A rank that leaves the job says how many launches it has made with each group. What another rank has launched beyond that
-can never end, and fails.
+A rank that leaves the job tells how many launches it has made in each group. If another rank of the group has launched more,
+then its later launches can never end, and they fail.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from hvdlite.errors import HvdliteError, PeerLeftError
 from hvdlite.topology import Members
 
 Launcher = tuple[int, int]
-"""The number of a group, and how many times something was made for it before: a name that all of its ranks know."""
+"""The name of a `LaunchedWork` that all ranks know: the number of its group, and how many were made in that group before."""
 
 
 class LaunchedWork(Protocol):
-    """What goes on on a GPU after the calls that began it have returned: `hvdlite.gpu.collectives.DeviceCollectives`."""
+    """Something that launches work on a GPU which goes on after the call: `hvdlite.gpu.collectives.DeviceCollectives`."""
 
     @property
     def launched(self) -> int:
-        """How many calls there have been."""
+        """The number of launches so far."""
         ...
 
     def look(self) -> None:
-        """Find out whether something has failed, and if so end it."""
+        """End the launched work if it has failed."""
         ...
 
     def fail(self, error: HvdliteError) -> None:
-        """End all that goes on."""
+        """End all launched work with `error`."""
         ...
 
 
 class LaunchWatch:
-    """What one rank has launched with its groups, and what the ranks that have left had launched."""
+    """The launched work of one rank in its groups, and the counts of the ranks that have left the job."""
 
     def __init__(self) -> None:
         self._work: dict[Launcher, tuple[Members, LaunchedWork]] = {}
@@ -42,10 +42,10 @@ class LaunchWatch:
         self._launched_by: dict[int, Mapping[Launcher, int]] = {}
 
     def add(self, members: Members, work: LaunchedWork) -> Callable[[], None]:
-        """Watch this rank's end of what a group launches. All its ranks call this, in the same order.
+        """Watch the launches of this rank in a group. All ranks of the group call this, in the same order.
 
         Returns:
-            A function that ends this.
+            A function that stops watching `work`.
         """
         name = members.id, self._made.get(members.id, 0)
         self._made[members.id] = name[1] + 1
@@ -57,15 +57,15 @@ class LaunchWatch:
         return forget
 
     def counts(self) -> dict[Launcher, int]:
-        """How many launches this rank has made, for its goodbye."""
+        """Return the number of launches of this rank by name. The rank sends them when it leaves the job."""
         return {name: work.launched for name, (_, work) in list(self._work.items())}
 
     def hear(self, rank: int, counts: Mapping[Launcher, int]) -> None:
-        """A rank has left the job, and had launched so much."""
+        """Record that a rank has left the job with these numbers of launches."""
         self._launched_by[rank] = counts
 
     def check(self) -> None:
-        """End what has failed, and what needs a rank that has left."""
+        """End work that has failed, and work that needs a rank that has left the job."""
         for name, (members, work) in list(self._work.items()):
             work.look()
             for rank in members.ranks:

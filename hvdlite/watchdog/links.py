@@ -1,4 +1,4 @@
-"""The places where ranks do the same in the same order: when one of them gets out of step there, all hear of it."""
+"""Links between ranks that do the same in the same order. If a rank gets out of step on a link, all its ranks learn of it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from hvdlite.errors import CommunicationError, HvdliteError, PeerLeftError
 from hvdlite.topology import Members
 
 Place = tuple[int, int]
-"""The number of a group, and of a channel within it."""
+"""The name of a link among the ranks: the number of a group, and the number of a channel in this group."""
 
 
 class Link:
-    """One rank's end of what ranks do in step: all of them do the same there, in the same order, or none can go on.
+    """One rank's end of a link. The ranks of a link do the same in the same order, or none of them can go on.
 
     Args:
-        links: Those of this rank.
-        members: The ranks.
-        channel: Tells apart what the same group has; the same number on all of its ranks.
-        interrupt: Ends with an error what is under way there; called from any thread.
+        links: The links of this rank.
+        members: The ranks of the link.
+        channel: A number that tells apart the links of one group; the same on all its ranks.
+        interrupt: A function that ends a wait on the link with an error. Any thread may call it.
 
     Attributes:
-        failure: Why nothing more can be done there; None if all is well.
+        failure: The error that has broken the link; None if there is none.
     """
 
     def __init__(self, links: Links, members: Members, channel: int, interrupt: Callable[[HvdliteError], None]) -> None:
@@ -31,23 +31,23 @@ class Link:
 
     @property
     def place(self) -> Place:
-        """What the ranks call this link among themselves."""
+        """The name of this link among the ranks."""
         return self.members.id, self.channel
 
     def check(self) -> None:
-        """Raise why nothing more can be done."""
+        """Raise the error that has broken the link, if there is one."""
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 
     def fail(self, error: HvdliteError) -> None:
-        """Nothing more can be done here."""
+        """Break the link on this rank: waits end with `error`, and later calls of `check` raise it."""
         if self.failure is None:
             self.failure = error
             self._links.failed(self, error)
             self._interrupt(error)
 
     def break_off(self, what: str, error: BaseException) -> None:
-        """This rank has left `what` in the middle, by `error`: tell the others at once, who wait for it there."""
+        """Break the link on all ranks at once: `error` made this rank leave `what` in the middle."""
         if self.failure is None:
             reason = f"{type(error).__name__}: {str(error) or 'no reason given'}"
             self._links.tell_failure(self, f"has failed in {what}: {reason}")
@@ -58,28 +58,29 @@ class Link:
             )
 
     def give_up(self, error: HvdliteError) -> None:
-        """As `fail`, on all ranks."""
+        """Break the link with `error`, on all ranks."""
         if self.failure is None:
             self._links.tell_failure(self, f"has given up:\n{error}")
             self.fail(error)
 
 
 class Links:
-    """The links of one rank, found again when other ranks write about them.
+    """The links of one rank, by the names that messages of other ranks use.
 
     Args:
-        rank: This rank.
-        post: Sends a message to another rank's `hear_failure`: to whom, its kind, and what it says.
-        failed: Is told of a link that has failed, and why: whoever waits there should soon wait no more.
+        rank: The number of this rank.
+        post: A function that sends a message to `hear_failure` of another rank: called with the rank, the kind, and the
+        content.
+        failed: A function that is called with a broken link and its error. The waits on the link should end soon after.
     """
 
     def __init__(self, rank: int, post: Callable[..., None], failed: Callable[[Link, HvdliteError], None]) -> None:
         self._rank, self._post, self.failed = rank, post, failed
         self._links: WeakValueDictionary[Place, Link] = WeakValueDictionary()
-        self._failures: dict[Place, str] = {}  # of links that are not there yet
+        self._failures: dict[Place, str] = {}  # failures of links that this rank has not made yet
 
     def new(self, members: Members, channel: int, interrupt: Callable[[HvdliteError], None]) -> Link:
-        """A new link; arguments as for `Link`. It takes the place of an earlier one of the same group and channel."""
+        """Make a link. See `Link` for the arguments. It replaces an earlier link of the same group and channel."""
         link = Link(self, members, channel, interrupt)
         self._links[link.place] = link
         if (text := self._failures.pop(link.place, None)) is not None:
@@ -87,13 +88,13 @@ class Links:
         return link
 
     def tell_failure(self, link: Link, text: str) -> None:
-        """Tell the other ranks of a link that this rank is out of step there; `text` goes on after "rank 3 ..."."""
+        """Tell the other ranks of a link that this rank is out of step. `text` continues the words "rank 3 ..."."""
         for rank in link.members.ranks:
             if rank != self._rank:
                 self._post(rank, "failed", link.place, text)
 
     def hear_failure(self, sender: int, place: Place, text: str) -> None:
-        """Another rank has called `tell_failure`."""
+        """Handle the message that another rank has sent by `tell_failure`."""
         text = f"rank {sender} {text}\nThis rank needs it there, so it cannot go on either."
         link = self._links.get(place)
         if link is None:
@@ -102,6 +103,6 @@ class Links:
             link.fail(PeerLeftError(text))
 
     def fail_all(self, error: HvdliteError) -> None:
-        """Whoever begins something at any link gets `error`. Nothing is interrupted."""
+        """Let everything that begins on any link raise `error`. This interrupts no wait."""
         for link in list(self._links.values()):
             link.failure = error

@@ -1,4 +1,4 @@
-"""What is said of a wait that lasts too long: who takes part, who does not, and where those are."""
+"""The report of a wait that lasts too long: which ranks take part, which do not, and what those do instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hvdlite.errors import ranks_text
 
 _OUTER_FRAMES, _INNER_FRAMES = 4, 12
-"""Calls shown of a deep stack: where the program is on the outside, and where it is stuck on the inside."""
+"""How many of the outermost and of the innermost calls of a deep stack are shown."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MESSAGES = tuple(os.path.join(_PACKAGE, "comm", name) for name in ("mpi.py", "mpi_collectives.py", "local.py"))
 _STARTERS = ("<frozen runpy>", f"{os.sep}runpy.py")
@@ -19,12 +19,12 @@ _STARTERS = ("<frozen runpy>", f"{os.sep}runpy.py")
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank is.
+    """The answer of a rank to the question where it is.
 
     Attributes:
-        waits: What it waits for, in words, and for how many seconds; empty if it waits for nothing.
+        waits: The waits of the rank: what each waits for, in words, and for how many seconds.
         stack: The stack of its program.
-        last: The operation that it has completed last, in words, and how many seconds ago; None if there is none.
+        last: The last operation that the rank has completed, in words, and how many seconds ago; None if there is none.
     """
 
     waits: tuple[tuple[str, float], ...]
@@ -32,16 +32,16 @@ class Answer:
     last: tuple[str, float] | None
 
     def seconds(self, what: str) -> float | None:
-        """For how long it has waited for `what`; None if it does not."""
+        """Return for how many seconds the rank has waited for `what`; None if it does not wait for it."""
         return next((seconds for other, seconds in self.waits if other == what), None)
 
 
 def reporter(what: str, answers: Mapping[int, Answer], limit: float) -> int | None:
-    """The rank that is to report a wait for `what`: the lowest that has waited for about as long as `limit` seconds.
+    """Return the rank that reports a wait for `what`: the lowest rank that has waited for about `limit` seconds or longer.
 
-    One must, and every one of them asks; rank 0 may be the one that is missing.
+    Every waiting rank asks this, and exactly one of them must report. Rank 0 does not always: it may be the missing one.
     """
-    patience = max(1.0, 0.1 * limit)  # else two that began at nearly the same time would both report
+    patience = max(1.0, 0.1 * limit)  # without a margin, two ranks that began at nearly the same time would both report
     waited = {rank: answer.seconds(what) for rank, answer in answers.items()}
     return min(
         (rank for rank, seconds in waited.items() if seconds is not None and seconds + patience > limit), default=None
@@ -51,15 +51,15 @@ def reporter(what: str, answers: Mapping[int, Answer], limit: float) -> int | No
 def report(
     rank: int, what: str, seconds: float, ranks: Sequence[int], answers: Mapping[int, Answer], left: Mapping[int, float]
 ) -> str:
-    """The report of a wait.
+    """Return the report of a wait.
 
     Args:
-        rank: Who reports.
-        what: What it waits for.
-        seconds: For how long.
-        ranks: Who must take part.
-        answers: Where they said that they are; `rank` itself among them.
-        left: Those that have left the job.
+        rank: The rank that reports.
+        what: What it waits for, in words.
+        seconds: For how long it has waited, in seconds.
+        ranks: The ranks that must take part.
+        answers: The answers of the ranks, that of `rank` among them.
+        left: For each rank that has left the job the time at which it left.
     """
     lines = [f"hvdlite: rank {rank} has waited {seconds:.0f} s for {what}."]
     lines += ["  It is here:", answers[rank].stack.rstrip("\n")]
@@ -88,14 +88,14 @@ def _absent(rank: int, answer: Answer) -> list[str]:
 
 
 def last_words(last: tuple[str, float] | None) -> str:
-    """`Answer.last` in a sentence."""
+    """Return a sentence about `Answer.last`."""
     if last is None:
         return "It has not completed any operation."
     return f"Its last completed operation, {last[1]:.0f} s ago: {last[0]}"
 
 
 def left_text(rank: int, what: str, farewell: str) -> str:
-    """What is said of a rank that has left the job and is waited for."""
+    """Return the text about a rank that has left the job while another rank waits for it."""
     if what.startswith("gradient"):
         hint = (
             "Every rank must take the same number of steps. Different numbers of batches? Call hvd.join() at the end of an "
@@ -110,13 +110,13 @@ def left_text(rank: int, what: str, farewell: str) -> str:
 
 
 def is_in_messages(thread: int) -> bool:
-    """Whether a thread is inside of a call that sends or receives a message, which nothing can interrupt."""
+    """Say whether a thread is inside of a call that sends or receives a message. Nothing can interrupt such a call."""
     frame = sys._current_frames().get(thread)
     return frame is not None and frame.f_code.co_filename in _MESSAGES
 
 
 def stack_of(thread: int) -> str:
-    """The stack of a thread as it is now, innermost call last, without our own frames and those that started the program."""
+    """Return the current stack of a thread, innermost call last, without frames of hvdlite and of the program's starter."""
     frame = sys._current_frames().get(thread)
     frames = [
         entry

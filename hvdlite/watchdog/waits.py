@@ -1,4 +1,4 @@
-"""What the watchdog knows of one wait."""
+"""The watchdog's description of one wait."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Wait:
     """One wait of this rank.
 
     Attributes:
-        what: What for, in words.
+        what: A function that says in words what the rank waits for.
         members: The ranks that must take part.
-        fail: Ends the wait with an error; called from the watch's thread.
-        since: When it began (`time.monotonic`).
+        fail: A function that ends the wait with an error. The watchdog's thread calls it.
+        since: The time at which the wait began, by `time.monotonic`, in seconds.
     """
 
     what: Callable[[], str]
@@ -31,17 +31,17 @@ class Wait:
     since: float = field(default_factory=time.monotonic)
     next_report: float = 0.0
     need: Callable[[], Need | None] | None = None
-    """Gives what the other ranks must do; None if that is not known for certain."""
+    """A function that returns what the other ranks must do, or None if that is not certain. None if it is never known."""
     thread: int = field(default_factory=threading.get_ident)
     link: Link | None = None
-    """Where it waits, if its ranks may get out of step there."""
+    """The link on which the rank waits, if its ranks may get out of step; else None."""
     kind: WaitKind = WaitKind.PEER
     one_of: tuple[int, ...] = ()
-    """World ranks of which any one can end the wait, if not all of `members` must take part."""
+    """World ranks of which any one can end the wait; empty if all of `members` must take part."""
     failed: tuple[float, HvdliteError] | None = None
-    """When and why it was given up. It may go on nevertheless, inside of a library that nothing interrupts."""
+    """The time and the error with which the wait was given up. It may last longer, inside a library that nothing interrupts."""
 
     def forgive(self, seconds: float) -> None:
-        """The process was stopped for so long, by Ctrl-Z or with its machine: nobody has waited meanwhile."""
+        """Do not count `seconds` as waiting: the process was stopped for that time, by Ctrl-Z or with its machine."""
         self.since += seconds
         self.next_report += seconds
