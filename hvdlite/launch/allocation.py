@@ -81,8 +81,10 @@ def _slurm(environ: Mapping[str, str], num_proc: int) -> Hosts | None:
     if tasks is None or sum(tasks) < num_proc:
         processors = _per_node(environ, "SLURM_JOB_CPUS_PER_NODE", names)
         if processors is not None:
-            each = int(environ.get("SLURM_CPUS_PER_TASK", "1"))
-            tasks = [max(1, count // each) for count in processors]
+            each = environ.get("SLURM_CPUS_PER_TASK", "1")
+            if not re.fullmatch(r"0*[1-9][0-9]{0,5}", each):
+                raise LaunchError(f"SLURM_CPUS_PER_TASK={each}: expected a whole number from 1 on.")
+            tasks = [max(1, count // int(each)) for count in processors]
     tasks = [1] * len(names) if tasks is None else tasks
     pairs = zip(names, tasks, strict=True)
     return _allocated("slurm", "the Slurm allocation (SLURM_JOB_NODELIST)", pairs)

@@ -73,7 +73,7 @@ def run(
         What the function returned on each rank, rank 0's result first.
 
     Raises:
-        ArgumentError: An argument is not of its type, or `num_proc` and `np` differ.
+        ArgumentError: An argument is not of its type, `num_proc` and `np` differ, or `hosts` and `hostfile` are both given.
         LaunchError: The job could not be started.
         WorkerError: A rank was killed or left with ``sys.exit``, or its result or its exception cannot be pickled.
         KeyboardInterrupt: The user pressed Ctrl-C. All ranks have been ended.
@@ -92,6 +92,8 @@ def run(
     size = num_proc if num_proc is not None else np if np is not None else 2
     if not isinstance(size, int) or size < 1:
         raise ArgumentError(f"num_proc={size!r}: expected a whole number from 1 on.")
+    if hosts is not None and hostfile is not None:
+        raise ArgumentError(f"hosts={hosts!r} and hostfile={hostfile!r}: both name the hosts, give one.")
     environ = dict(os.environ if env is None else env)
     check_not_nested(os.environ)
     mpi = find_mpi()
