@@ -167,7 +167,7 @@ class Server:
         session = connection.session
         was_trusted, messages, closed = session.is_trusted, [], True
         try:
-            data = connection.stream.recv(session.appetite)
+            data = connection.stream.recv(session.receive_limit)
             if data:
                 messages = session.receive(data)
         except BlockingIOError:
