@@ -64,6 +64,9 @@ def test_slurm() -> None:
     assert [host.slots for host in chosen(2, nodes).hosts] == [1, 1]
     assert [host.slots for host in chosen(4, nodes).hosts] == [8, 8]
     assert [host.slots for host in chosen(4, {**nodes, "SLURM_CPUS_PER_TASK": "4"}).hosts] == [2, 2]
+    for each in ("0", "two", ""):
+        with pytest.raises(LaunchError, match=f"SLURM_CPUS_PER_TASK={each}: expected a whole number from 1 on"):
+            chosen(4, {**nodes, "SLURM_CPUS_PER_TASK": each})
     with pytest.raises(LaunchError, match=r"has only 16 slots \(the Slurm allocation"):
         chosen(17, SLURM)
     with pytest.raises(LaunchError, match="expected counts such as"):

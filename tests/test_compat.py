@@ -32,7 +32,7 @@ from hvdlite.job.hosts import Host
 from hvdlite.job.mpi import Mpi, Placement, environment
 from hvdlite.launch.horovod import STARTUP, check_interpreter, job_environment
 from hvdlite.testing import on_ranks
-from hvdlite.worker.rank_environment import show_place
+from hvdlite.worker.rank_environment import set_horovod_variables
 from tests.hosts import hosts, why_not
 from tests.jobs import LIMIT, PROGRAMS, ROOT, Ended, Start
 
@@ -293,7 +293,7 @@ def test_interpreter_that_does_not_look(option: str) -> None:
 def place(rank: int, counts: str, local_rank: int, local_size: int) -> dict[str, str]:
     environ = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank)}
     environ |= {"OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size), "HVDLITE_HOROVOD": counts}
-    show_place(environ)
+    set_horovod_variables(environ)
     return {name.removeprefix("HOROVOD_"): value for name, value in environ.items() if name in PLACE_VARIABLES}
 
 

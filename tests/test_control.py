@@ -116,9 +116,9 @@ def test_repeated_in_its_own_connection() -> None:
 
 def test_lengths_of_strangers_are_not_believed() -> None:
     stranger = Session(SECRET, is_launcher=True)
-    assert stranger.appetite == 64
+    assert stranger.receive_limit == 64
     stranger.receive(bytes(40))
-    assert stranger.appetite == 24
+    assert stranger.receive_limit == 24
     launcher, rank = pair()
     rank.send(SENT[1])
     frame = bytearray(rank.outgoing)

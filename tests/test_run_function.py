@@ -108,6 +108,8 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
             run(rank_and_size, num_proc=bad)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="they mean the same"):
         run(rank_and_size, num_proc=1, np=2)
+    with pytest.raises(ArgumentError, match="both name the hosts"):
+        run(rank_and_size, hosts="localhost:2", hostfile="hosts.txt")
     with pytest.raises(LaunchError, match="has only 2 slots"):
         run(rank_and_size, num_proc=3, hosts="localhost:2")
     monkeypatch.setenv("HVDLITE_CONTROL", "h:1:t")

@@ -64,7 +64,7 @@ def _refuse(text: str) -> int:
 
 def _run(program: list[str]) -> int:
     finder.install()
-    horovod.lead_children()
+    horovod.add_startup_folder()
     try:
         run_python(program)
     except Exception as error:

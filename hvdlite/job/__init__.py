@@ -1,12 +1,12 @@
-"""One job: starts its ranks with a real MPI launcher, watches them, and ends them.
+"""One job of hvdliterun: this room starts the ranks with an MPI launcher, watches them, and ends them.
 
-job.py   what happens, what follows
- |- hosts.py        where the ranks go, and how to get there
- |- mpi.py          which MPI, and its command line
- |- mpi_process.py  that MPI launcher, running
- |- ranks.py        what is known of each rank
- |- reports.py      what follows from what a rank says
- |- server.py       what the ranks say    <--TCP-->  `hvdlite.worker` on each rank
- |- failures.py     who failed first, in words
- '- output.py       whole lines, tagged by rank
+job.py              runs one job from start to end
+ |- hosts.py        reads lists of hosts, and checks that the hosts can be reached
+ |- mpi.py          finds the MPI launcher, and makes its command line
+ |- mpi_process.py  runs that MPI launcher
+ |- server.py       receives the messages of the ranks    <--TCP-->  `hvdlite.worker` on each rank
+ |- reports.py      acts on each message
+ |- ranks.py        keeps the state of each rank
+ |- failures.py     finds the rank that failed first, and describes the failure
+ '- output.py       prints the output of the ranks in whole lines, tagged by rank
 """

@@ -1,4 +1,4 @@
-"""Which rank failed first, what to say about it, and the exit code that follows."""
+"""A failure ends the job: this file finds the first failure, describes it, and gives the exit code that follows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class Failure:
     """One reason to end the job.
 
     Attributes:
-        text: What happened, in full lines: a traceback, or a sentence.
-        code: The exit code that the job gets for it.
-        at: When it happened, in seconds since 1970; decides which of several came first.
-        rank: Who failed; None for the job as a whole.
-        host: Where that rank ran.
-        consequence: Whether another failure may be behind it.
+        text: A description of the failure, in full lines: a traceback, or a sentence.
+        code: The exit code that the job gets for this failure.
+        at: The time of the failure, in seconds since 1970. It decides which of several failures came first.
+        rank: The rank that failed; None if the job as a whole failed.
+        host: The host of that rank; empty if unknown.
+        consequence: Another failure may be the cause of this one.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Failure:
     consequence: bool = False
 
     def describe(self) -> str:
-        """What is printed last on stderr."""
+        """Return the text that hvdliterun prints last on stderr."""
         if self.rank is None:
             return f"hvdliterun: {self.text.rstrip()}\n"
         where = f"rank {self.rank} on host {self.host}" if self.host else f"rank {self.rank}"
@@ -38,27 +38,30 @@ class Failure:
 
 
 def first(failures: Iterable[Failure]) -> Failure:
-    """The failure that explains the others: the earliest, of those that are no mere consequence if any."""
+    """Return the failure that explains the others.
+
+    It is the earliest failure that is no consequence of another one. If all are consequences, it is the earliest of them.
+    """
     return min(failures, key=lambda failure: (failure.consequence, failure.at))
 
 
 def is_consequence(error: str) -> bool:
-    """Whether an exception of this class name tells of another rank's failure."""
+    """Tell whether an exception of this class is the consequence of another rank's failure."""
     return error in _CONSEQUENCES
 
 
 def exit_code(status: int) -> int:
-    """A shell's exit code for a process's status (negative: the signal that killed it)."""
+    """Return the exit code that a shell gives for the status of a process. A status of -N means that signal N killed it."""
     return status if status >= 0 else 128 - status
 
 
 def words(who: str, status: int, finished: bool) -> str:
-    """One sentence for a process that ended without an explanation of its own.
+    """Return a sentence about a process that ended without an explanation of its own.
 
     Args:
-        who: Such as ``rank 1 (node7, pid 4711)``.
-        status: As `exit_code` takes it.
-        finished: Whether the program had come to its end before.
+        who: A description of the process, such as ``rank 1 (node7, pid 4711)``.
+        status: The exit code of the process, or -N if signal N killed it.
+        finished: The program had come to its end before.
     """
     while_exiting = " while it was exiting, after its program had finished" if finished else ""
     if status < 0:
@@ -69,7 +72,7 @@ def words(who: str, status: int, finished: bool) -> str:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Return the name of a signal: "SIGKILL" for 9, "signal 99" for a number that has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:

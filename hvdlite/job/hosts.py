@@ -1,4 +1,4 @@
-"""Where the ranks go: reading host lists, and checking that the hosts can be reached."""
+"""The hosts of a job: this file reads lists of hosts, and checks that the hosts can be reached."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RANK_BYTES = 32 << 20
 
 @dataclass(frozen=True)
 class Host:
-    """A host, and how many ranks it takes."""
+    """A host, and its number of slots: how many ranks it takes."""
 
     name: str
     slots: int
@@ -34,10 +34,10 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Read ``host:slots,host:slots``; a host alone has one slot.
+    """Read ``host:slots,host:slots``. A host without a number has one slot.
 
     Raises:
-        LaunchError: The text is something else.
+        LaunchError: The text is not such a list.
     """
     return [make_host(*_split(entry, f"-H {text}"), f"-H {text}") for entry in text.split(",")]
 
@@ -50,10 +50,10 @@ def _split(entry: str, where: str) -> tuple[str, str]:
 
 
 def parse_hostfile(path: str) -> list[Host]:
-    """Read lines ``host slots=N`` (also ``host:N``, or a host alone); ``#`` starts a comment.
+    """Read a file with a host on each line: ``host slots=N``, ``host:N``, or a host alone. ``#`` starts a comment.
 
     Raises:
-        LaunchError: The file cannot be read, names no host, or a line is something else.
+        LaunchError: The file cannot be read, names no host, or has a line of another form.
     """
     try:
         lines = Path(path).read_text().splitlines()
@@ -77,15 +77,15 @@ def parse_hostfile(path: str) -> list[Host]:
 
 
 def make_host(name: str, slots: str, where: str) -> Host:
-    """One host, of what was read.
+    """Make a `Host` of the words that were read for it.
 
     Args:
-        name: Its name or address.
-        slots: How many ranks it takes, in digits.
-        where: Where that stands, for errors.
+        name: The name or address of the host.
+        slots: The number of its slots, in digits.
+        where: The option, file or variable that the words come from; errors name it.
 
     Raises:
-        LaunchError: They are something else.
+        LaunchError: `name` is no host name, or `slots` is no whole number from 1 to 999999.
     """
     if not _NAME.fullmatch(name):
         raise LaunchError(f"{where}: {name!r} is not a host name; expected host:slots.")
@@ -95,7 +95,7 @@ def make_host(name: str, slots: str, where: str) -> Host:
 
 
 def check_slots(hosts: Sequence[Host], num_proc: int, source: str) -> None:
-    """Raise LaunchError if the hosts have too few slots; says who named them."""
+    """Raise LaunchError if the hosts have too few slots for the ranks. The error says that `source` named the hosts."""
     slots = sum(host.slots for host in hosts)
     if num_proc > slots:
         listed = ",".join(map(str, hosts[:20])) + (", ..." if len(hosts) > 20 else "")
@@ -106,9 +106,9 @@ def check_slots(hosts: Sequence[Host], num_proc: int, source: str) -> None:
 
 
 def check_ranks_here(num_proc: int) -> None:
-    """Raise LaunchError if this machine cannot hold so many ranks, before it tries.
+    """Raise LaunchError if this machine has not enough memory to start so many ranks.
 
-    Each is two processes, of which the smaller takes 16 MiB.
+    Each rank is two processes, the guard and the program. Both together count as 32 MiB, which is the least they take.
     """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = max(1, memory // _RANK_BYTES)
@@ -120,7 +120,7 @@ def check_ranks_here(num_proc: int) -> None:
 
 
 def is_local(name: str) -> bool:
-    """Whether a host name or address is this machine's."""
+    """Tell whether a host name or address means this machine."""
     if name in ("localhost", socket.gethostname()):
         return True
     try:
@@ -138,10 +138,15 @@ def is_local(name: str) -> bool:
 
 
 def control_host(hosts: Sequence[Host], interface: str | None) -> str:
-    """The address of this machine that all ranks can reach.
+    """Return the address of this machine that all ranks can reach.
+
+    Args:
+        hosts: The hosts of the ranks. If all are this machine, the address is 127.0.0.1.
+        interface: The network interfaces to use, separated by commas; the first one's address is returned. If None, the
+            address is that of the interface that leads to the first other host.
 
     Raises:
-        LaunchError: The interface does not exist, or a host has no address.
+        LaunchError: The interface does not exist or has no IPv4 address, or the name of a host has no address.
     """
     remote = [host.name for host in hosts if not is_local(host.name)]
     if not remote:
@@ -174,15 +179,15 @@ def _interface_address(interface: str) -> str:
 
 
 def ssh_options(port: int | None, identity_file: str | None) -> list[str]:
-    """What to add to ``ssh`` for the port and key given."""
+    """Return the options of ``ssh`` for a port and a key; None leaves an option out."""
     return [*(["-p", str(port)] if port else []), *(["-i", identity_file] if identity_file else [])]
 
 
 def check_reachable(hosts: Sequence[Host], options: Sequence[str]) -> None:
-    """Try ``ssh`` to every other host, all at once.
+    """Try ``ssh`` to every other host. The tries run at the same time.
 
     Raises:
-        LaunchError: It does not work without a password for some of them; says which, and why.
+        LaunchError: Some hosts cannot be reached without a password. The error names them, and says why.
     """
     remote = sorted({host.name for host in hosts if not is_local(host.name)})
     if not remote:
@@ -197,7 +202,7 @@ def check_reachable(hosts: Sequence[Host], options: Sequence[str]) -> None:
 
 
 def remove_elsewhere(hosts: Sequence[Host], options: Sequence[str], directory: str) -> None:
-    """Remove a directory on all other hosts that answer within a moment."""
+    """Remove a directory on all other hosts by ssh. Hosts that do not answer within 4 s are left alone."""
     remote = sorted({host.name for host in hosts if not is_local(host.name)})
     if not directory or not remote:
         return
@@ -206,12 +211,12 @@ def remove_elsewhere(hosts: Sequence[Host], options: Sequence[str], directory: s
 
 
 def _try_ssh(name: str, options: Sequence[str]) -> str:
-    """Empty if it works, else why not."""
+    """Run ``true`` on a host by ssh. Return an empty text if that works, else the reason why not."""
     return _ssh(name, options, "true", _SSH_SECONDS)
 
 
 def _ssh(name: str, options: Sequence[str], command: str, seconds: int) -> str:
-    """Run a command on a host. Empty if it works, else why not."""
+    """Run a command on a host by ssh. Return an empty text if that works, else the reason why not."""
     words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={seconds}", *options, name, command]
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * seconds)

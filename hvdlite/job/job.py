@@ -1,4 +1,4 @@
-"""One job from start to end: what happens to it, what follows, and in which order everything ends.
+"""One job from start to end. The class `Job` starts the ranks, waits for failures, and ends everything in this order:
 
 start ── all ranks said hello ── all ranks exited well, mpirun too ────────────────> code 0
                 │
@@ -34,29 +34,29 @@ from hvdlite.job.server import STRANGERS, Server
 from hvdlite.launcher_link.session import ProtocolError
 
 _POLL_SECONDS = 0.1
-_OWN_FILES = 64  # that hvdliterun has open besides its connections
-_SETTLE_SECONDS = 0.15  # a rank that failed because of another one may report first
-_CAUSE_SECONDS = 0.5  # the same, if only consequences of a failure are known yet
+_OWN_FILES = 64  # files that hvdliterun has open besides its connections
+_SETTLE_SECONDS = 0.15  # wait so long for more failures: a rank that failed because of another one may report first
+_CAUSE_SECONDS = 0.5  # wait so long if only consequences of a failure are known yet
 _GRACE_SECONDS = 1.0  # between TERM and KILL for the ranks, after a failure
-_INTERRUPT_GRACE_SECONDS = 3.0  # the same, after Ctrl-C
-_LINGER_SECONDS = 0.5  # for the MPI launcher, once its ranks should be gone
-_SUSPENDED_SECONDS = 1.0
+_INTERRUPT_GRACE_SECONDS = 3.0  # between TERM and KILL for the ranks, after Ctrl-C
+_LINGER_SECONDS = 0.5  # for the MPI launcher to end, once its ranks should be gone
+_SUSPENDED_SECONDS = 1.0  # hvdliterun itself was stopped if so long has passed since it last looked
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_NOTE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What to run.
+    """The description of a job: what to run, and where.
 
     Attributes:
         mpi: The MPI launcher.
-        placement: How many ranks, and where.
-        program: What each rank starts.
+        placement: The number of ranks, and their hosts.
+        program: The command that each rank starts.
         environ: The environment of the job.
         start_timeout: Seconds until every rank must have said hello.
-        verbose: Show the command, and everything that the MPI launcher prints.
-        function: What ranks get that ask for their function.
+        verbose: Show the command line of the MPI launcher, and everything that the launcher prints.
+        function: The pickled function of `hvdlite.run`, which ranks fetch from the launcher; empty for programs.
     """
 
     mpi: Mpi
@@ -77,14 +77,15 @@ class _Ending:
 
 
 class Job:
-    """Runs one job. Use it once.
+    """A `Job` runs one job, once.
 
     Args:
-        spec: What to run.
-        output: Where the ranks' output goes.
+        spec: The description of the job.
+        output: Prints the output of the ranks.
 
     Attributes:
-        results: By rank, whether its function returned, and what it returned or raised, pickled.
+        results: For each rank that has sent a result of `hvdlite.run`: whether its function returned, and the pickled value
+            that the function returned or raised.
     """
 
     def __init__(self, spec: JobSpec, output: Output) -> None:
@@ -101,10 +102,11 @@ class Job:
         self._last_look = time.monotonic()
 
     def run(self) -> Failure | None:
-        """Run to the end. Returns what went wrong, if anything.
+        """Run the job to its end. Return the failure that ended the job, or None if all went well.
 
         Raises:
-            LaunchError: A host cannot be reached, or this process may not open so many connections.
+            LaunchError: A host cannot be reached, this process may not open so many connections, or the MPI launcher's
+                arguments cannot be split into words.
         """
         placement = self._spec.placement
         _allow_files(placement.num_proc + STRANGERS + _OWN_FILES)
@@ -148,8 +150,8 @@ class Job:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._interrupted is not None:
-            # Again: at once. The guards see the connection close, and kill their ranks.
-            for each in _SIGNALS:  # one more in the middle of this would do it twice
+            # The second signal ends the job at once. The guards see the connection close, and kill their ranks.
+            for each in _SIGNALS:  # a third signal would start this a second time
                 signal.signal(each, signal.SIG_IGN)
             self._process.kill()
             self._sweep_here()
@@ -172,7 +174,7 @@ class Job:
             if not self._failures and self._ending is None:
                 self._process.release_banner()
             self._output.tick()
-            for stream in self._output.hungry:
+            for stream in self._output.not_full:
                 self._ranks.acknowledge(stream)
             self._look()
             self._advance()
@@ -193,7 +195,7 @@ class Job:
             self._failures.append(Failure(text, code, at or time.time(), rank, host, consequence))
 
     def _look(self) -> None:
-        """Notice what nobody reports: ranks that are stopped, that did not start, or that do not go."""
+        """Notice what nobody reports: ranks that are stopped, that did not start, or that do not end."""
         now = time.monotonic()
         suspended = now - self._last_look > _SUSPENDED_SECONDS
         if suspended:
@@ -219,7 +221,7 @@ class Job:
             )
 
     def _check_launcher(self) -> None:
-        """The MPI launcher is gone while ranks are not: nobody is left who would end them."""
+        """Fail if the MPI launcher has ended before its ranks: nobody else is left who would end the ranks."""
         status = self._process.status
         if status is None or self._ending is not None or self._ranks.are_complete:
             return
@@ -236,7 +238,7 @@ class Job:
         if self._departure.seconds(self._ranks, now) <= _EXIT_NOTE_SECONDS:
             return
         if self._ranks.are_complete:
-            self._ending = _Ending(0.0)  # the MPI launcher alone is left, and does not go by itself
+            self._ending = _Ending(0.0)  # only the MPI launcher is left, and it does not end by itself
         else:
             self._noted = True
             waiting = ", ".join(str(rank) for rank in self._ranks if not rank.exited)
@@ -247,7 +249,7 @@ class Job:
     # ---- end ----
 
     def _advance(self) -> None:
-        """Take the next step towards the end, where there is a reason to end."""
+        """Take the next step of ending the job, if there is a reason to end it."""
         if self._ending is None:
             if self._interrupted is not None:
                 self._begin_end(_INTERRUPT_GRACE_SECONDS)
@@ -256,7 +258,7 @@ class Job:
             return
         over = self._ranks.all_are(lambda rank: rank.gone or rank.exited)
         if not self._ending.released and (over or self._lingered(0)):
-            # Only now the guards of ranks that failed: when one leaves, the MPI launcher kills the others.
+            # The guards of ranks that failed are released last: when one guard leaves, the MPI launcher kills the others.
             self._ending.released = True
             self._ranks.send_end(self._ending.grace, exited=True)
         all_gone = self._ranks.all_are(lambda rank: rank.gone)
@@ -280,7 +282,7 @@ class Job:
         self._ranks.send_end(grace, exited=False)
 
     def _sweep(self) -> None:
-        """Remove what only this job could have left: the names contain this job's process ids."""
+        """Remove the files that the job left behind. Only this job could have left them: their names hold its process ids."""
         self._process.sweep()
         self._sweep_here()
 
@@ -289,7 +291,7 @@ class Job:
             shutil.rmtree(self._spec.placement.shared_directory, ignore_errors=True)
 
     def _sweep_elsewhere(self) -> None:
-        """The same on other hosts: there the guards do it, but for those that were killed."""
+        """Remove the shared memory directory on other hosts if a guard there was killed: else the guards remove it."""
         placement = self._spec.placement
         if placement.by_ssh and any(rank.gone and not rank.exited and not rank.local for rank in self._ranks):
             options = ssh_options(placement.ssh_port, placement.ssh_identity_file)
@@ -306,7 +308,7 @@ class Job:
         return None
 
     def _tell_of_ranks_alone(self) -> None:
-        """Each rank was a Python program that has run from start to end, and knew nothing of the others."""
+        """Print a hint if every rank has run its Python program to the end without any use of MPI."""
         count = self._spec.placement.num_proc
         wanted = Config.from_env(self._spec.environ).advice and not self._spec.function
         if count > 1 and wanted and self._ranks.all_are(lambda rank: rank.used_mpi is False):
@@ -318,7 +320,11 @@ class Job:
 
 
 def _allow_files(needed: int) -> None:
-    """Raise the limit of open files of this process, where it is too low for a connection to each rank."""
+    """Raise this process's limit of open files to `needed`, if it is lower.
+
+    Raises:
+        LaunchError: The system does not allow so many.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY in (soft, hard) or needed <= soft:
         return

@@ -1,4 +1,4 @@
-"""Which MPI launcher there is, and the command line that starts a job with it."""
+"""This file finds the MPI launcher, and makes the command line that starts a job with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ _NOT_FORWARDED = re.compile(
 
 @dataclass(frozen=True)
 class Mpi:
-    """An MPI launcher: "openmpi" or "mpich", its program, and its version."""
+    """An MPI launcher.
+
+    Attributes:
+        flavour: "openmpi" or "mpich".
+        program: The path of the launcher.
+        version: The numbers of its version, such as (5, 0, 8).
+    """
 
     flavour: str
     program: str
@@ -34,18 +40,19 @@ class Mpi:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where ranks go, and how to get there.
+    """The hosts on which ranks run, and the way to reach them.
 
     Attributes:
         num_proc: The number of ranks.
-        hosts: In the order of the ranks; empty means this machine alone.
-        interfaces: The network interfaces to use, separated by commas.
-        ssh_port: Where the hosts' ssh listens, if not on its usual port.
-        ssh_identity_file: The key to use for ssh.
-        mpi_args: More arguments for the MPI launcher.
-        scheduler: "slurm", "pbs" or "lsf", if this is a job of one.
+        hosts: The hosts, in the order of the ranks; empty means this machine alone.
+        interfaces: The network interfaces to use, separated by commas; None leaves the choice to MPI.
+        ssh_port: The port of ssh on the hosts; None for ssh's own default.
+        ssh_identity_file: The path of a private key for ssh.
+        mpi_args: More arguments for the MPI launcher, in one string as for a shell.
+        shared_directory: The directory of Open MPI's shared memory files, where hvdliterun can find and remove them; empty
+            if the MPI needs none.
+        scheduler: "slurm", "pbs" or "lsf", if hvdliterun runs in a job of that scheduler; else empty.
         by_ssh: Plain ssh reaches the hosts.
-        shared_directory: Where Open MPI's shared memory files go, so that they can be found and swept.
     """
 
     num_proc: int
@@ -60,19 +67,19 @@ class Placement:
 
     @property
     def is_local(self) -> bool:
-        """Whether every rank runs on this machine."""
+        """Whether all hosts are this machine."""
         return all(is_local(host.name) for host in self.hosts)
 
     @property
     def ranks_per_host(self) -> int:
-        """The most ranks that one host gets."""
+        """The largest number of ranks that a host can get."""
         if self.is_local:
             return self.num_proc
         return min(self.num_proc, max(host.slots for host in self.hosts))
 
     @property
     def rank_counts(self) -> list[int]:
-        """The number of ranks of each host that has any; hosts are filled in their order."""
+        """The number of ranks on each host that has any. The hosts are filled in their order."""
         if self.is_local:
             return [self.num_proc]
         counts, left = [], self.num_proc
@@ -83,13 +90,13 @@ class Placement:
 
 
 def find_mpi(choice: str | None = None) -> Mpi:
-    """Find the MPI launcher: next to this interpreter, or else on the PATH.
+    """Find the MPI launcher in the folder of this Python interpreter, or else on the PATH.
 
     Args:
-        choice: "openmpi" or "mpich", where both may be there.
+        choice: "openmpi" or "mpich"; None takes the first launcher that works.
 
     Raises:
-        LaunchError: There is none, or it belongs to another MPI than the one that the ranks will load.
+        LaunchError: There is no launcher, or it belongs to another MPI than the MPI library that the ranks will load.
     """
     folders = [os.path.dirname(sys.executable), *os.environ.get("PATH", "").split(os.pathsep)]
     seen: list[str] = []
@@ -116,7 +123,7 @@ def _candidates(folder: str, choice: str | None) -> list[str]:
 
 
 def _identify(program: str) -> Mpi | str:
-    """What a program is, or else what is wrong with it: "which ..."."""
+    """Ask a program which MPI launcher it is. If it is none, return the end of a sentence "<program>, which ..."."""
     try:
         answer = subprocess.run(
             [program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20
@@ -137,7 +144,7 @@ def _identify(program: str) -> Mpi | str:
 
 
 def parse_version(program: str, text: str) -> Mpi | None:
-    """Tell the flavour from what ``--version`` prints; None if it is neither."""
+    """Read what ``--version`` of a program prints. Return None if the program is neither of the two launchers."""
     for flavour, pattern in (("openmpi", r"\(Open MPI\)\s+([\d.]+)"), ("mpich", r"HYDRA[\s\S]*?Version:\s+([\d.]+)")):
         if match := re.search(pattern, text):
             return Mpi(flavour, program, tuple(int(part) for part in match[1].strip(".").split(".")))
@@ -166,7 +173,10 @@ def _check_library(mpi: Mpi, wheels: Iterable[str]) -> None:
 
 
 def environment(mpi: Mpi, placement: Placement, base: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the MPI launcher, and so of the ranks."""
+    """Return the environment of the MPI launcher, which the ranks inherit.
+
+    It is `base` without exported shell functions, and with what ssh under MPICH and programs written for Horovod need.
+    """
     result = {name: value for name, value in base.items() if not name.startswith("BASH_FUNC_")}
     options = ssh_options(placement.ssh_port, placement.ssh_identity_file)
     if mpi.flavour == "mpich" and options:
@@ -179,17 +189,17 @@ def environment(mpi: Mpi, placement: Placement, base: Mapping[str, str]) -> dict
 def command(
     mpi: Mpi, placement: Placement, names: Iterable[str], program: Sequence[str], address: str = "127.0.0.1"
 ) -> list[str]:
-    """The command line that starts ``program`` on every rank.
+    """Return the command line that starts ``program`` on every rank.
 
     Args:
-        mpi: The launcher.
-        placement: How many ranks, and where.
-        names: The environment variables that other hosts need too.
-        program: What to start.
-        address: Where the other hosts reach this machine.
+        mpi: The MPI launcher.
+        placement: The number of ranks, and their hosts.
+        names: The names of the environment variables that Open MPI is to forward to other hosts.
+        program: The command that each rank starts.
+        address: The address at which the other hosts reach this machine.
 
     Raises:
-        LaunchError: The arguments for the launcher cannot be split into words.
+        LaunchError: `placement.mpi_args` cannot be split into words.
     """
     options = _open_mpi(mpi, placement, names) if mpi.flavour == "openmpi" else _mpich(placement, address)
     extra = _words(placement.mpi_args)
@@ -216,17 +226,17 @@ def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]
         # A rank that polls for a message takes the core from the rank that should send it.
         result += ["--mca", "mpi_yield_when_idle", "1"]
     local = placement.is_local
-    # mpirun never looks for hosts itself: it would take all of a scheduler's, or those of a hostfile of its own.
+    # The hosts are always named. Else mpirun would take all hosts of a scheduler, or those of its default hostfile.
     hosts = [f"localhost:{placement.num_proc}"] if local else list(map(str, placement.hosts))
     result += ["-H", ",".join(hosts)]
     if placement.scheduler and local:
-        # This machine need not be one of the scheduler's, so that is not asked.
+        # This machine need not belong to the scheduler's allocation, so the scheduler is not asked.
         result += [runtime, "ras", "^slurm,pbs,tm,lsf", runtime, "plm", "ssh" if mpi.version >= (5,) else "rsh"]
     if local:
-        # No TCP: its port would be open to other machines too.
+        # MPI does without TCP: its port would be open to other machines too.
         memory = "sm" if mpi.version >= (5,) else "vader"
         return [*result, "--mca", "pml", "ob1", "--mca", "btl", f"self,{memory}"]
-    # Without these a job whose network is cut never ends.
+    # Without keepalive a job whose network is cut never ends.
     for name, value in (("time", "2"), ("intvl", "1"), ("probes", "3")):
         result += [runtime, f"oob_tcp_keepalive_{name}", value]
     if options := ssh_options(placement.ssh_port, placement.ssh_identity_file):
@@ -243,7 +253,7 @@ def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]
 def _mpich(placement: Placement, address: str) -> list[str]:
     if placement.is_local:
         return ["-launcher", "fork", "-hosts", f"localhost:{placement.num_proc}"]
-    # Without -localhost the other hosts look for this machine by its name, which they may not know.
+    # Without -localhost the other hosts look this machine up by its name, and they may not know the name.
     launcher = "slurm" if placement.scheduler == "slurm" else "ssh"
     result = ["-launcher", launcher, "-localhost", address, "-hosts", ",".join(map(str, placement.hosts))]
     if placement.interfaces:
@@ -252,14 +262,14 @@ def _mpich(placement: Placement, address: str) -> list[str]:
 
 
 def worker_command(arguments: Sequence[str]) -> list[str]:
-    """What each rank starts for the command that the user gave.
+    """Return the command that each rank starts: the worker, and behind it the command that the user gave.
 
-    A Python program (``x.py``, ``python x.py``, ``python -m x``, ``python -c code``) runs in the
-    worker's own process, anything else below it. ``python`` and ``python3`` mean the interpreter
-    that hvdliterun runs with, because that is the one with hvdlite and mpi4py.
+    The worker runs a Python program (``x.py``, ``python x.py``, ``python -m x``, ``python -c code``) itself, and executes
+    any other program in place of itself. ``python`` and ``python3`` mean the interpreter that runs hvdliterun, because that
+    one has hvdlite and mpi4py.
 
     Raises:
-        LaunchError: There is no such program or script.
+        LaunchError: There is no such program or script, or ``python`` is to run without one.
     """
     name = os.path.basename(arguments[0])
     if arguments[0].endswith(".py"):
@@ -286,9 +296,10 @@ def _check_script(path: str) -> None:
 
 
 def split_interpreter_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split what follows ``python`` into the interpreter's own options and the program.
+    """Split the words after ``python`` into the interpreter's own options, and the program with its arguments.
 
-    The program starts with a file name, ``-m`` or ``-c``; ``-um x`` becomes ``-u`` and ``-m x``.
+    The program starts with a file name, ``-m`` or ``-c``. Options that were written together are split: ``-um x`` becomes
+    ``-u`` and ``-m x``.
     """
     options: list[str] = []
     rest = list(arguments)

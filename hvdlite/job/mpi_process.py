@@ -1,4 +1,4 @@
-"""The MPI launcher as a process of ours: its start, what it says, its end, and what it leaves behind."""
+"""The MPI launcher as a child process of hvdliterun: its start, its messages, its end, and the files that it leaves behind."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank
 from hvdlite.job.server import Server
 
-_BANNER_SECONDS = 1.0  # how long the MPI launcher's own words are held back
+_BANNER_SECONDS = 1.0  # how long the MPI launcher's own messages are held back
 
 
 class MpiProcess:
     """A running MPI launcher.
 
     Args:
-        words: Its command line.
-        environ: Its environment.
-        server: Watches its pipes.
-        output: Where its words go.
-        verbose: Show everything it says, at once.
+        words: The command line of the launcher.
+        environ: The environment of the launcher.
+        server: Watches the launcher's stdout and stderr.
+        output: Prints the messages of the launcher.
+        verbose: Print every message at once. Otherwise messages are held back for 1 s, and a failing job does not print them.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class MpiProcess:
         self._verbose = verbose
         self._name = os.path.basename(words[0])
         self._banner: list[tuple[float, bytes]] = []
-        self._said = bytearray()  # the last that it printed
-        # A session of its own: Ctrl-C then reaches hvdliterun alone, which ends the job in order.
+        self._said = bytearray()  # the last 64 KiB that the launcher printed
+        # The launcher gets a session of its own: Ctrl-C then reaches only hvdliterun, which ends the job in order.
         self._process = subprocess.Popen(
             words,
             env=environ,
@@ -62,12 +62,12 @@ class MpiProcess:
 
     @property
     def status(self) -> int | None:
-        """How it ended, once it has ended and all that it said is read (negative: the signal that killed it)."""
+        """The launcher's exit code, or -N if signal N killed it; None until it has ended and all its output is read."""
         status = self._process.poll()
         return None if self._pipes else status
 
     def read(self, descriptor: int) -> None:
-        """Take what it says on one of its pipes."""
+        """Read the launcher's stdout or stderr, whichever `descriptor` is."""
         data = os.read(descriptor, 1 << 16)
         if not data:
             self._server.unwatch(descriptor)
@@ -80,29 +80,33 @@ class MpiProcess:
             self._banner.append((time.monotonic(), data))
 
     def release_banner(self, everything: bool = False) -> None:
-        """Show what it said a while ago, and did not only announce a failure that we explain better."""
+        """Print the messages that have been held back for 1 s, or all.
+
+        A failing job does not call this: hvdliterun explains the failure better than the launcher does.
+        """
         while self._banner and (everything or time.monotonic() - self._banner[0][0] > _BANNER_SECONDS):
             self._output.say(self._banner.pop(0)[1].decode(errors="replace"))
 
     def exit_code(self, status: int) -> int:
-        """The exit code of a job that it ended."""
-        # MPICH's launcher ends with code 9 for a rank killed by signal 9, and only its words tell.
+        """Return the exit code of a job that the launcher ended with this status."""
+        # MPICH's launcher ends with code 9 if signal 9 killed a rank. Only its messages tell that it was a signal.
         by_signal = re.search(rb"EXIT STRING: .*\(signal (\d+)\)", self._said)
         if self._was_told(status):
             return 128 + signal.SIGTERM
         return failures.exit_code(-int(by_signal[1]) if by_signal else status) or 1
 
     def _was_told(self, status: int) -> bool:
-        """Whether it ended as Open MPI's does after a SIGTERM: where something else ends it, it says what."""
+        """Tell whether the launcher ended as Open MPI's does after a SIGTERM: without a message about another reason."""
         return self._name in ("mpirun", "mpiexec", "prterun") and status == 1 and not self._said.strip()
 
     def describe_end(self, status: int, unstarted: int, asked: Rank | None) -> str:
-        """What to say of a job that it ended.
+        """Describe the end of a job that the launcher ended.
 
         Args:
-            status: How it ended itself (negative: the signal that killed it).
-            unstarted: So many ranks had not started.
-            asked: The first rank, if any, whose guard got a SIGTERM: from it, which then says why, or from somebody else.
+            status: The launcher's exit code, or -N if signal N killed it.
+            unstarted: The number of ranks that had not started.
+            asked: The first rank whose guard got a SIGTERM; None if no guard got one. The launcher has sent it, and says why
+                in its messages, or somebody else has.
         """
         end = f"was killed by {failures.signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
         when = f" before {unstarted} of the ranks had started" if unstarted else " before all ranks had finished"
@@ -117,19 +121,19 @@ class MpiProcess:
         return text
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to it and what it started, unless it has ended."""
+        """Send a signal to the launcher and to its process group, unless the launcher has ended."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
     def stop_reading(self) -> None:
-        """Wait for no more words: somebody else may hold its pipes open."""
+        """Read no more output of the launcher: another process may hold its pipes open."""
         for descriptor in self._pipes:
             self._server.unwatch(descriptor)
         self._pipes.clear()
 
     def kill(self) -> None:
-        """Kill it at once, in a signal handler: `subprocess` has locks that the interrupted code may hold."""
+        """Kill the launcher at once. A signal handler may call this: it uses no lock of `subprocess`."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -137,7 +141,7 @@ class MpiProcess:
         self._remove_files()
 
     def sweep(self) -> None:
-        """Kill it if need be, and remove what only it could have left: the name contains its process id."""
+        """Kill the launcher if it still runs, and remove its files. Their name holds the launcher's process id."""
         if self._process.poll() is None:
             self.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -151,7 +155,7 @@ class MpiProcess:
 
 
 def _end_with_hvdliterun() -> Callable[[], None] | None:
-    """Have the kernel send SIGTERM to the MPI launcher should hvdliterun be killed."""
+    """Return a function for the child process: it has the kernel send the child SIGTERM if hvdliterun is killed."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl

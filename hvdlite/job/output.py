@@ -1,10 +1,10 @@
-"""The ranks' output on ours: whole lines, tagged by rank, and progress bars that still redraw.
+"""hvdliterun prints the output of the ranks: whole lines, tagged by rank, and progress bars that still redraw.
 
-A line is written when it is complete. A line that stays incomplete for a moment (a prompt, a
-progress bar) is shown as it is; if another rank then has something to say, it gives way: on a
-terminal it is erased and drawn again below, elsewhere it is ended and goes on in the next line.
+A line is written when it is complete. A line that stays incomplete for 0.15 s (a prompt, a progress bar) is shown as it is.
+If another rank then has a line to write, the incomplete line gives way: on a terminal it is erased and drawn again below;
+elsewhere it is ended, and the rest of it goes to the next line.
 
-A file that takes no more (a full disk) is given up with a warning: the job matters more.
+A file that takes no more bytes (a full disk) is given up with a warning: the job matters more.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import time
 from pathlib import Path
 from typing import TextIO
 
-_PATIENCE = 0.15
+_LINE_SECONDS = 0.15  # wait so long for the end of a line before it is shown incomplete
 _ERASE_LINE = b"\r\x1b[K"
-_FULL = 1 << 22  # bytes that a slow reader leaves waiting, before the ranks wait for it
-_LONGEST_KEPT = 1 << 24  # an unfinished line that is longer is shown as it comes
+_FULL = 1 << 22  # if a slow reader leaves more bytes waiting, the ranks wait for it
+_LONGEST_KEPT = 1 << 24  # an incomplete line with more bytes is shown as it comes
 _LONGEST_REDRAWN = 1 << 12
-_BULK = 1 << 12  # bytes at once that are no progress bar: the end of their line is waited for ...
-_BULK_PATIENCE = 2.0  # ... so long
+_BULK = 1 << 12  # so many bytes at once are no progress bar, so their line gets more time to end
+_BULK_SECONDS = 2.0  # that time
 
 
 class Sink:
-    """Where output goes: a file descriptor that may be slow, written without ever waiting for it.
+    """A file descriptor that output goes to. Its reader may be slow: `write` never waits for the reader.
 
     Attributes:
-        is_terminal: Whether it is one.
-        is_broken: Its reader has gone.
-        problem: Why it takes nothing more, in the system's words; empty while it does.
+        is_terminal: The file descriptor is a terminal.
+        is_broken: The reader has closed its end.
+        problem: The system's message why the file takes no more bytes; empty as long as it takes them.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -42,13 +42,13 @@ class Sink:
         self.problem = ""
 
     def write(self, data: bytes) -> None:
-        """Write what the other end takes now, keep the rest."""
+        """Write the bytes that the reader takes now, and keep the rest."""
         self._waiting += data
         while self._waiting and select.select([], [self._descriptor], [], 0)[1]:
             self._write_some()
 
     def finish(self) -> None:
-        """Write everything, however long it takes."""
+        """Write everything, and wait for the reader as long as it takes."""
         while self._waiting:
             select.select([], [self._descriptor], [])
             self._write_some()
@@ -59,7 +59,7 @@ class Sink:
         return len(self._waiting)
 
     def _write_some(self) -> None:
-        # No more than a pipe takes at once after select said yes: never blocks.
+        # After `select` said yes a pipe takes so many bytes at once, so this never blocks.
         try:
             written = (
                 len(self._waiting) if self.problem else os.write(self._descriptor, self._waiting[: select.PIPE_BUF])
@@ -67,7 +67,7 @@ class Sink:
         except BrokenPipeError:
             self.is_broken = True
             written = len(self._waiting)
-        except BlockingIOError:  # somebody else has made this end non-blocking
+        except BlockingIOError:  # another process has made this end non-blocking
             written = 0
         except OSError as error:
             self.problem = error.strerror or str(error)
@@ -76,7 +76,7 @@ class Sink:
 
 
 class TextSink(Sink):
-    """A text stream that need not have a file descriptor: a notebook's output."""
+    """A text stream that output goes to, such as the output of a notebook. It need not have a file descriptor."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -86,13 +86,13 @@ class TextSink(Sink):
         self.problem = ""
 
     def write(self, data: bytes) -> None:
-        """Write all of it."""
+        """Write all bytes at once, as text; bytes that are no UTF-8 are replaced."""
         self._stream.write(data.decode(errors="replace"))
         self._stream.flush()
 
 
 class _Source:
-    """One stream of one rank: what it said of a line that it has not ended yet."""
+    """The stdout or stderr of one rank, with the line that the rank has not ended yet."""
 
     def __init__(self, tag: bytes, file: io.FileIO | None) -> None:
         self.tag = tag
@@ -102,14 +102,14 @@ class _Source:
 
 
 class Output:
-    """All ranks' output.
+    """The output of all ranks.
 
     Args:
-        stdout: Where the ranks' stdout goes.
-        stderr: Where their stderr goes.
-        tagged: Whether each line starts with its rank.
-        directory: Where each stream is also kept as it is, in ``rank.N/stdout`` and ``stderr``.
-        timed: Whether each line starts with the time.
+        stdout: Gets the ranks' stdout.
+        stderr: Gets the ranks' stderr.
+        tagged: Start each line with the number of its rank.
+        directory: A folder that keeps each stream unchanged too, in ``rank.N/stdout`` and ``rank.N/stderr``.
+        timed: Start each line with the time.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Output:
         self._sources: dict[tuple[int, str], _Source] = {}
         self._told: set[str] = set()
         self._full_at = 0.0
-        # What is shown of an unfinished line. Two streams on the terminal share the one cursor.
+        # The source of the incomplete line that is shown. Two streams on one terminal share its cursor.
         self._open: dict[str, tuple[_Source, str]] = {}
         self._screen = {name: name for name in self._sinks}
         if stdout.is_terminal and stderr.is_terminal:
@@ -130,29 +130,29 @@ class Output:
 
     @property
     def is_busy(self) -> bool:
-        """Whether something waits to be written."""
+        """Whether bytes wait to be written."""
         return any(sink.backlog for sink in self._sinks.values())
 
     @property
-    def hungry(self) -> list[str]:
-        """The streams whose reader is not so slow that the ranks must wait for it."""
+    def not_full(self) -> list[str]:
+        """The streams, "stdout" or "stderr", with at most 4 MiB waiting. The ranks must wait before they write to others."""
         return [name for name, sink in self._sinks.items() if sink.backlog <= _FULL]
 
     @property
     def is_broken(self) -> bool:
-        """Whether a reader of ours has gone, as with ``hvdliterun ... | head -1``."""
+        """Whether the reader of a stream has closed it, as in ``hvdliterun ... | head -1``."""
         return any(sink.is_broken for sink in self._sinks.values())
 
     def feed(self, rank: int, name: str, data: bytes) -> None:
-        """Take what a rank wrote to its stdout or stderr."""
+        """Take bytes that a rank wrote to its stdout or stderr (`name`)."""
         source = self._source(rank, name)
-        now = time.monotonic() + (_BULK_PATIENCE if len(data) >= _BULK else 0.0)
+        now = time.monotonic() + (_BULK_SECONDS if len(data) >= _BULK else 0.0)
         self._keep(source, data)
         ended, newline, rest = data.rpartition(b"\n")
         screen = self._screen[name]
         mine = self._open.get(screen, (None, ""))[0] is source
         if newline:
-            # If the beginning is on the screen already, only what is new is added to it.
+            # If the beginning of the line is shown already, only the new bytes are added.
             if mine:
                 del self._open[screen]
                 self._write(name, self._retag(source, ended + newline, continued=True))
@@ -162,7 +162,7 @@ class Output:
         elif mine:
             self._write(name, self._retag(source, data, continued=True))
             source.line += data
-            _, redrawn, seen = source.line.rpartition(b"\r")  # what is still to be seen
+            _, redrawn, seen = source.line.rpartition(b"\r")  # a carriage return hides what came before it
             if redrawn or len(seen) > _LONGEST_REDRAWN:
                 source.line = seen[-_LONGEST_REDRAWN:]
         else:
@@ -174,13 +174,13 @@ class Output:
                 self._show(screen, name, source)
 
     def tick(self) -> None:
-        """Show unfinished lines that have waited long enough; call it now and then."""
+        """Show incomplete lines that have waited long enough. The job calls this many times a second."""
         now = time.monotonic()
-        if len(self.hungry) < len(self._sinks):
+        if len(self.not_full) < len(self._sinks):
             self._full_at = now  # ranks wait too, perhaps in the middle of a line
         for (_, name), source in self._sources.items():
             screen = self._screen[name]
-            if source.line and screen not in self._open and now - max(source.since, self._full_at) > _PATIENCE:
+            if source.line and screen not in self._open and now - max(source.since, self._full_at) > _LINE_SECONDS:
                 self._show(screen, name, source)
         for name, sink in self._sinks.items():
             sink.write(b"")
@@ -188,11 +188,11 @@ class Output:
                 self._warn(f"{name}: {sink.problem}; the ranks' output is not shown any more, the job goes on.")
 
     def say(self, text: str) -> None:
-        """Write lines of our own to stderr, untagged."""
+        """Write lines of hvdliterun itself to stderr, without a tag."""
         self._aside("stderr", text.encode())
 
     def close(self) -> None:
-        """End unfinished lines, and wait until everything is written."""
+        """End incomplete lines, and wait until everything is written."""
         for (_, name), source in self._sources.items():
             if source.line:
                 if self._open.get(self._screen[name], (None, ""))[0] is source:
@@ -221,7 +221,7 @@ class Output:
         return self._sources[rank, name]
 
     def _aside(self, name: str, lines: bytes) -> None:
-        """Write whole lines while an unfinished one may be on the screen."""
+        """Write whole lines, even if an incomplete line of another source is shown: that one gives way."""
         screen = self._screen[name]
         if screen not in self._open:
             self._write(name, lines)
@@ -238,12 +238,12 @@ class Output:
             self._write(name, lines)
 
     def _show(self, screen: str, name: str, source: _Source) -> None:
-        """Show a line before its end."""
+        """Show the incomplete line of a source."""
         self._write(name, self._retag(source, bytes(source.line)))
         self._open[screen] = (source, name)
 
     def _keep(self, source: _Source, data: bytes) -> None:
-        """Write to the file of this stream, if there is one and it takes more."""
+        """Write to the file that keeps this stream, if there is one and it takes more bytes."""
         view = memoryview(data)
         while source.file is not None and view:
             try:
@@ -263,7 +263,7 @@ class Output:
             self.say(f"hvdliterun: {text}\n")
 
     def _retag(self, source: _Source, text: bytes, continued: bool = False) -> bytes:
-        """Put the tag where a line begins: at the start, and after each newline and carriage return."""
+        """Put the tag at the start of each line: at the start of the text, and after each newline and carriage return."""
         tag = f"{time.strftime('%Y-%m-%d %H:%M:%S')} ".encode() + source.tag if self._timed else source.tag
         if not tag or not text:
             return text

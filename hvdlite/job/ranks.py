@@ -1,4 +1,4 @@
-"""The ranks of a job, as hvdliterun knows them: who said hello, who is where on its way to the end."""
+"""The ranks of a job, as hvdliterun knows them: which ranks have said hello, and how far each is on its way to the end."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _STOPPED_SECONDS = 1.5
 
 @dataclass
 class Rank:
-    """One rank that said hello.
+    """One rank whose guard has said hello.
 
     Attributes:
-        number: Which rank.
-        connection: To its guard.
-        host: Its host's own name.
-        pid: Of the program.
-        guard: The guard's process id.
-        local: It runs on this machine.
+        number: The number of the rank.
+        connection: The connection to the rank's guard.
+        host: The name by which the rank's host knows itself.
+        pid: The process id of the program.
+        guard: The process id of the guard.
+        local: The rank runs on this machine.
         finished: The program came to its end by itself.
-        used_mpi: Whether the program had anything to do with MPI; None if it could not say.
+        used_mpi: Whether the program loaded MPI; None as long as the program has not said so.
         exited: The program's process has ended.
-        gone: The guard has left too.
-        reported: It said itself why it failed.
-        asked: Its guard was told by a signal to end it.
-        stopped_at: Since when it is stopped, if it is.
-        stop_signal: By which signal.
-        unacknowledged: Bytes of each of its streams that its guard does not know yet to be taken.
+        gone: The connection to the guard has ended.
+        reported: The program has said itself why it failed.
+        asked: The guard got a signal to end the rank.
+        stopped_at: The time since which the rank is stopped, as of `time.monotonic`; None if it is not stopped.
+        stop_signal: The signal that stopped the rank.
+        unacknowledged: For each stream, the bytes that hvdliterun has received and not acknowledged to the guard yet.
     """
 
     number: int
@@ -60,10 +60,10 @@ class Rank:
 
 
 class Ranks:
-    """All ranks of one job, by number; those that did not start yet are missing.
+    """The ranks of one job, by number. A rank is here as soon as its guard has said hello.
 
     Args:
-        size: How many there will be.
+        size: The number of ranks that the job will have.
     """
 
     def __init__(self, size: int) -> None:
@@ -72,10 +72,10 @@ class Ranks:
         self._grace: float | None = None
 
     def add(self, connection: Connection, hello: dict[str, Any]) -> Rank:
-        """Enter the rank that this connection's guard says hello for. Where the others were told to end, it is told too.
+        """Add the rank whose guard says hello over this connection. If the job is ending, tell the guard so.
 
         Raises:
-            ProtocolError: There is no such rank, or it is here already.
+            ProtocolError: The job has no such rank, or the rank is here already.
         """
         number = hello["rank"]
         if not 0 <= number < self._size or number in self._known or connection.rank is not None:
@@ -94,16 +94,16 @@ class Ranks:
         return iter(self._known.values())
 
     def host_of(self, number: int | None) -> str:
-        """Where a rank runs; empty if that is not known."""
+        """Return the name of the host of a rank; empty if it is not known."""
         return self._known[number].host if number in self._known else ""
 
     @property
     def missing(self) -> list[int]:
-        """The ranks that did not say hello yet."""
+        """The ranks that have not said hello yet."""
         return [] if len(self._known) == self._size else [n for n in range(self._size) if n not in self._known]
 
     def all_are(self, condition: Callable[[Rank], bool]) -> bool:
-        """Whether this holds for each rank that said hello."""
+        """Tell whether `condition` holds for each rank that has said hello."""
         return all(map(condition, self))
 
     @property
@@ -113,15 +113,15 @@ class Ranks:
 
     @property
     def are_complete(self) -> bool:
-        """Whether every rank's program came to its end, and its process too."""
+        """Whether the program of every rank came to its end, and its process has ended too."""
         return self.are_finished and self.all_are(lambda rank: rank.exited)
 
     def stopped(self, now: float, suspended: bool) -> list[Rank]:
-        """The ranks that somebody stopped (SIGSTOP) and did not continue within a moment.
+        """Return the ranks that have been stopped (by SIGSTOP, for example) for more than 1.5 s.
 
         Args:
             now: The time, as of `time.monotonic`.
-            suspended: hvdliterun was stopped too: somebody paused everything, so count anew.
+            suspended: hvdliterun was stopped too: somebody paused everything, so the time counts anew.
         """
         for rank in self:
             if rank.local and not rank.exited and not rank.gone and _is_stopped(rank.guard):
@@ -131,7 +131,7 @@ class Ranks:
         return [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
 
     def check(self, number: int) -> None:
-        """Raise ProtocolError if there is no such rank in this job."""
+        """Raise ProtocolError if the job has no rank of this number."""
         if not 0 <= number < self._size:
             raise ProtocolError(f"a message of rank {number}, of {self._size}")
 
@@ -139,8 +139,8 @@ class Ranks:
         """Tell guards to end their ranks, and to leave.
 
         Args:
-            grace: Seconds between TERM and KILL.
-            exited: Tell those whose rank's process has ended, or those whose rank's has not.
+            grace: Seconds between SIGTERM and SIGKILL.
+            exited: If true, tell the guards whose program has ended; if false, tell the others.
         """
         self._grace = grace
         for rank in self:
@@ -148,13 +148,13 @@ class Ranks:
                 rank.connection.send("end", grace=grace)
 
     def acknowledge(self, stream: str) -> None:
-        """Let guards send more of their ranks' stdout or stderr: each waits when much of what it sent has not been taken."""
+        """Tell guards that their ranks' stdout or stderr has been taken, so that they send more (see `guard._WINDOW`)."""
         for rank in self:
             if (taken := rank.unacknowledged.pop(stream, 0)) and not rank.gone:
                 rank.connection.send("taken", stream=stream, bytes=taken)
 
     def kill_guards(self) -> None:
-        """Kill this machine's guards that have not left; their ranks die with them."""
+        """Kill the guards on this machine that have not left. Their ranks die with them."""
         for rank in self:
             if rank.local and not rank.gone:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -162,12 +162,15 @@ class Ranks:
 
 
 class Departure:
-    """How long ranks take to go whose programs have come to their ends. On a busy machine that may be long, and is no fault.
+    """Measures how long ranks take to end after their programs are finished.
+
+    The time that a rank waits for a core does not count: on a busy machine it may be long, and is no fault of the rank.
 
     Args:
-        ranks: All of them.
-        now: The time, as of `time.monotonic`.
-        starved: Gives for how long a process of this machine has waited for a core, in all.
+        ranks: All ranks of the job.
+        now: The time, as of `time.monotonic`, from which on it measures.
+        starved: Returns the seconds for which a process of this machine, given by its id, has waited for a core since it
+            started. By default Linux is asked.
     """
 
     def __init__(self, ranks: Iterable[Rank], now: float, starved: Callable[[int], float] | None = None) -> None:
@@ -176,7 +179,7 @@ class Departure:
         self._before = {rank.number: self._starved(rank.pid) for rank in ranks if rank.local}
 
     def seconds(self, ranks: Iterable[Rank], now: float) -> float:
-        """The time that each rank which is still there could have used: the least of them; since the beginning if none is."""
+        """Return the seconds since the beginning, less the longest time that a rank here, not ended yet, waited for a core."""
         had = [now - self._since]
         for rank in ranks:
             if rank.local and not rank.exited:

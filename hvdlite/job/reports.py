@@ -1,4 +1,4 @@
-"""What the ranks and their guards say, and what follows from it."""
+"""This file acts on the messages of the ranks and their guards."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from hvdlite.worker.rank_environment import THREADS_VARIABLE
 
 
 class Fail(Protocol):
-    """Notes a reason to end the job."""
+    """A function that notes a failure, so that the job ends."""
 
     def __call__(
         self, text: str, code: int, rank: int | None = None, at: float | None = None, consequence: bool = False
     ) -> None:
-        """See `failures.Failure`; `at` is now by default."""
+        """Note a failure with these attributes of `hvdlite.job.failures.Failure`; by default `at` is the present time."""
 
 
 class Reports:
-    """Takes in what the ranks of one job say.
+    """A `Reports` acts on the messages of the ranks of one job.
 
     Args:
-        ranks: What is known of each rank; a message changes it.
-        output: Where the ranks' output goes.
-        fail: Is called for each failure that a rank reports or shows.
-        function: What ranks get that ask for their function.
-        verbose: Say how many threads each rank has.
+        ranks: The state of each rank; messages change it.
+        output: Prints the output of the ranks.
+        fail: Is called for each failure that a rank reports, or that its end shows.
+        function: The pickled function of `hvdlite.run`, the answer to a message "fetch".
+        verbose: Print how many threads each rank's compute libraries start.
 
     Attributes:
-        results: By rank, whether its function returned, and what it returned or raised, pickled.
-        first_asked: The rank whose guard was the first that a signal told to end it; None so far.
+        results: For each rank that has sent a result: whether its function returned, and the pickled value that the function
+            returned or raised.
+        first_asked: The first rank whose guard got a signal to end the rank; None as long as no guard got one.
     """
 
     def __init__(self, ranks: Ranks, output: Output, fail: Fail, *, function: bytes, verbose: bool) -> None:
@@ -47,10 +48,10 @@ class Reports:
         self._verbose = verbose
 
     def take(self, connection: Connection, message: Message) -> None:
-        """Do what follows from one message.
+        """Act on one message.
 
         Raises:
-            ProtocolError: The message names a rank that this job does not have, or one that has said hello before.
+            ProtocolError: The message names a rank that the job does not have, or is the second hello of a rank.
         """
         match message.kind:
             case "hello":
@@ -102,19 +103,21 @@ class Reports:
                 rank.gone = True
                 if not rank.exited:
                     text = f"the guard process of {rank}, pid {rank.guard}, was killed, and the rank with it."
-                    # By the MPI launcher, or with all of its host: then the launcher ends too, and knows why.
+                    # If the MPI launcher killed the guard, or the whole host is gone, the launcher ends too and says why.
                     consequence = rank.asked or not fields["closed"]
                     self._fail(text, 137, rank=rank.number, consequence=consequence)
 
     def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
         if rank.reported or (status == 0 and rank.finished):
             return
-        if rank.asked:  # by the MPI launcher, which then ends too and says why, or by who sent its guard a SIGTERM
+        if (
+            rank.asked
+        ):  # the MPI launcher or somebody else sent the guard a SIGTERM: the launcher ends too, see describe_end
             return
         text = failures.words(str(rank), status, rank.finished and status != 0)
         if trace.strip():
             text = f"{text}\n\n{trace}"
         code = failures.exit_code(status) or 1
-        # An exit code without a word is also how MPI libraries leave when another rank's connection broke.
+        # MPI libraries too exit without a message if the connection to another rank broke.
         unexplained = status > 0 and not trace.strip()
         self._fail(text, code, rank=rank.number, at=at if rank.local else None, consequence=unexplained)

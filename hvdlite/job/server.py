@@ -1,6 +1,7 @@
-"""The launcher's end of the line: accepts the ranks' connections, and hands over what they say.
+"""The launcher's end of the control connections: `Server` accepts the connections of the ranks, and returns their messages.
 
-Strangers can connect too. What they send is not parsed, they are few at a time, and none stays for long.
+Anybody can connect to its port. A connection that has not shown that it belongs to the job is called a stranger. What a
+stranger sends is not parsed. Only 128 strangers may be connected at a time, and each for 10 s at most.
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ from hvdlite.launcher_link.link import Address, keep_alive
 from hvdlite.launcher_link.session import Message, ProtocolError, Session
 
 STRANGERS = 128
-"""So many connections may be open that have not shown yet that they belong to the job; the oldest gives way."""
+"""The largest number of strangers that may be connected. When there are more, the oldest is dropped."""
 STRANGER_SECONDS = 10.0
 _ACCEPTED_AT_ONCE = 64
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
 class Connection:
-    """One connection, from a rank's guard or from a rank that asks or reports something itself."""
+    """One connection, from the guard of a rank, or from a rank itself for one request.
+
+    Attributes:
+        stream: The socket, which does not block.
+        session: Authenticates both ends, and makes bytes of messages and messages of bytes.
+        rank: The rank whose guard has said hello over this connection; None before, and for other connections.
+        is_local: The other end is on this machine.
+        since: The time of the connection's start, as of `time.monotonic`.
+    """
 
     def __init__(self, stream: socket.socket, session: Session, server: Server) -> None:
         self.stream = stream
@@ -35,27 +44,30 @@ class Connection:
         self._server = server
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        """Send one message, without waiting; a connection that broke meanwhile shows itself when it is read."""
+        """Send one message without waiting. If the connection is broken, `Server.poll` finds that when it reads."""
         self.session.send(Message(kind, fields, payload))
         self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent now, and the rest when the other end takes it."""
+        """Send the bytes that the socket takes now. `Server.poll` sends the rest as soon as the socket takes it."""
         with contextlib.suppress(OSError):
             sent = self.stream.send(self.session.outgoing)
             del self.session.outgoing[:sent]
         self._server.expect(self, writable=bool(self.session.outgoing))
 
     def refuse(self) -> None:
-        """Hang up: what was said makes no sense."""
+        """Close the connection, because its message makes no sense."""
         self._server.drop(self)
 
 
 class Server:
-    """Listens for the ranks of one job.
+    """A `Server` listens for the ranks of one job.
 
     Args:
         host: The address of this machine that the ranks can reach.
+
+    Attributes:
+        address: That address, the port, and a new secret.
     """
 
     def __init__(self, host: str) -> None:
@@ -68,7 +80,7 @@ class Server:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
 
     def watch(self, descriptor: int) -> None:
-        """Have `poll` also return when this file descriptor can be read."""
+        """Make `poll` return this file descriptor too when it can be read."""
         self._selector.register(descriptor, selectors.EVENT_READ, descriptor)
 
     def unwatch(self, descriptor: int) -> None:
@@ -76,12 +88,11 @@ class Server:
         self._selector.unregister(descriptor)
 
     def poll(self, timeout: float) -> tuple[list[tuple[Connection, Message]], list[int]]:
-        """Wait for something to happen, at most ``timeout`` seconds.
+        """Wait for messages or for a watched file descriptor, at most ``timeout`` seconds.
 
         Returns:
-            What was said, in order of arrival (with a message "gone" where a connection ended, and whether the other end
-            closed it),
-            and the watched file descriptors that can be read.
+            The messages in order of arrival, and the watched file descriptors that can be read. When a connection of the job
+            ends, there is a message "gone"; its field "closed" is false if the other host cannot be reached any more.
         """
         messages: list[tuple[Connection, Message]] = []
         descriptors = []
@@ -99,20 +110,20 @@ class Server:
         return messages, descriptors
 
     def expect(self, connection: Connection, writable: bool) -> None:
-        """Have `poll` also send what waits to be sent, or not any more."""
+        """Make `poll` send what waits to be sent on this connection (if `writable`), or stop doing so."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if writable else 0)
         if self._knows(connection) and self._selector.get_key(connection.stream).events != events:
             self._selector.modify(connection.stream, events, connection)
 
     def drop(self, connection: Connection) -> None:
-        """Close a connection, of which nothing more is heard."""
+        """Close a connection. `poll` returns no more messages of it, nor a message "gone"."""
         self._strangers.pop(connection, None)
         if self._knows(connection):
             self._selector.unregister(connection.stream)
         connection.stream.close()
 
     def close(self) -> None:
-        """Close everything; guards take that as the order to end their ranks at once."""
+        """Close the port and all connections. Guards take that as the order to end their ranks at once."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.data, Connection):
                 key.data.stream.close()
@@ -146,7 +157,7 @@ class Server:
                 self.drop(next(iter(self._strangers)))
 
     def _hang_up_on_strangers(self, since: float) -> None:
-        """On those that have been here since then, or longer."""
+        """Drop the strangers that connected at the time `since` or before."""
         for stranger in list(self._strangers):
             if stranger.since > since:
                 return
@@ -156,15 +167,12 @@ class Server:
         session = connection.session
         was_trusted, messages, closed = session.is_trusted, [], True
         try:
-            data = connection.stream.recv(session.appetite)
+            data = connection.stream.recv(session.receive_limit)
             if data:
                 messages = session.receive(data)
         except BlockingIOError:
             return []
-        except (
-            OSError,
-            ProtocolError,
-        ) as error:  # reset by the other end, or its host cannot be reached, or a stranger
+        except (OSError, ProtocolError) as error:  # it was reset, its host cannot be reached, or it is a stranger
             data, closed = b"", error.errno not in _UNREACHABLE
         if not data:
             self.drop(connection)

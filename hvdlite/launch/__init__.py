@@ -1,10 +1,10 @@
-"""How a user starts a job: hvdliterun and `hvdlite.run`. What they start and watch is a `hvdlite.job`.
+"""How a user starts a job: by hvdliterun or by `hvdlite.run`. Both make a `JobSpec`, and `hvdlite.job` runs it.
 
-cli.py             options of hvdliterun
-run_function.py    hvdlite.run
-allocation.py      which hosts, where nobody names any: those of Slurm, PBS, LSF, or a default hostfile
-horovod.py         what lets ``import horovod`` mean hvdlite in a job
-horovod_flags.py   horovodrun's flags
-check_build.py     what is installed
-__main__.py        ``python -m hvdlite.launch``
+__main__.py            runs cli.py for ``python -m hvdlite.launch``
+cli.py                 reads the options of hvdliterun
+ |- horovod_flags.py   lists the flags that only horovodrun has
+ |- horovod.py         makes ``import horovod`` mean hvdlite in a job
+ |- check_build.py     lists what is installed, for --check-build
+ '- allocation.py      chooses the hosts if the user names none: those of Slurm, PBS or LSF, or of a default hostfile
+run_function.py        is `hvdlite.run`; it takes its checks and its choice of hosts from cli.py
 """

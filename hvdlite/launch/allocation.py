@@ -1,6 +1,7 @@
-"""Which hosts a job gets where the command line names none: those of the allocation that hvdliterun runs in.
+"""This file chooses the hosts of a job, if the command line names none.
 
-The hosts of a Slurm, PBS or LSF job; else of a default hostfile, as Kubeflow's MPIJob names one; else this machine alone.
+They are the hosts of the Slurm, PBS or LSF allocation that hvdliterun runs in. Without an allocation they are those of a
+default hostfile, as Kubeflow's MPIJob sets one. Without that, the job gets this machine alone.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _MOST_HOSTS = 100_000
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where a job's ranks go.
+    """The hosts on which a job's ranks run.
 
     Attributes:
-        hosts: In the order of the ranks; empty means this machine alone.
-        source: Who named them, in words.
-        scheduler: "slurm", "pbs" or "lsf", if hvdliterun runs in a job of one; else empty.
-        by_ssh: The MPI launcher will use plain ssh to reach them, so that it can be tried first.
+        hosts: The hosts, in the order of the ranks; empty means this machine alone.
+        source: What named the hosts, in words for an error message.
+        scheduler: "slurm", "pbs" or "lsf", if hvdliterun runs in a job of that scheduler; else empty.
+        by_ssh: The MPI launcher will reach the hosts by plain ssh, so hvdliterun can try ssh first.
     """
 
     hosts: tuple[Host, ...]
@@ -42,13 +43,13 @@ def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ
     """Find the hosts of a job: from the command line, the allocation, a default hostfile, or else this machine.
 
     Args:
-        hosts: What the command line says, as in ``-H``.
-        hostfile: The hostfile that it names.
+        hosts: The value of ``-H``, such as "node1:4,node2:4"; None if it was not given.
+        hostfile: The path that ``--hostfile`` gives; None if it was not given.
         num_proc: The number of ranks.
         environ: The environment of hvdliterun.
 
     Raises:
-        LaunchError: What names the hosts cannot be read, or they have too few slots.
+        LaunchError: The list of hosts cannot be read, or the hosts have too few slots.
     """
     scheduler = next((name for name, variable in _SCHEDULERS.items() if variable in environ), "")
     by_ssh = not any(name in environ for name in _AGENTS)
@@ -76,12 +77,14 @@ def _slurm(environ: Mapping[str, str], num_proc: int) -> Hosts | None:
         return None
     names = expand_nodes(nodes, "SLURM_JOB_NODELIST")
     tasks = _per_node(environ, "SLURM_TASKS_PER_NODE", names)
-    # An allocation of nodes alone counts one task for each: then their processors count.
+    # If only nodes were asked for, Slurm counts one task for each node. Their processors are the slots then.
     if tasks is None or sum(tasks) < num_proc:
         processors = _per_node(environ, "SLURM_JOB_CPUS_PER_NODE", names)
         if processors is not None:
-            each = int(environ.get("SLURM_CPUS_PER_TASK", "1"))
-            tasks = [max(1, count // each) for count in processors]
+            each = environ.get("SLURM_CPUS_PER_TASK", "1")
+            if not re.fullmatch(r"0*[1-9][0-9]{0,5}", each):
+                raise LaunchError(f"SLURM_CPUS_PER_TASK={each}: expected a whole number from 1 on.")
+            tasks = [max(1, count // int(each)) for count in processors]
     tasks = [1] * len(names) if tasks is None else tasks
     pairs = zip(names, tasks, strict=True)
     return _allocated("slurm", "the Slurm allocation (SLURM_JOB_NODELIST)", pairs)
@@ -106,7 +109,7 @@ def _lsf(environ: Mapping[str, str], _num_proc: int) -> Hosts | None:
 
 
 def _allocated(scheduler: str, source: str, counts: Iterable[tuple[str, int]]) -> Hosts:
-    """The hosts that a scheduler gave; it may have a way to start processes there that is not ssh."""
+    """Make the `Hosts` of an allocation. `by_ssh` is false: a scheduler may start processes in another way."""
     hosts = tuple(make_host(name, str(count), source) for name, count in counts)
     if not hosts:
         raise LaunchError(f"{source} names no host.")
@@ -121,7 +124,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _per_node(environ: Mapping[str, str], variable: str, names: Sequence[str]) -> list[int] | None:
-    """What ``4(x2),3`` says of each of the nodes; None if the variable is not set."""
+    """Read counts such as ``4(x2),3``, and return one for each node: [4, 4, 3]. Return None if the variable is not set."""
     text = environ.get(variable)
     if text is None:
         return None
@@ -137,14 +140,14 @@ def _per_node(environ: Mapping[str, str], variable: str, names: Sequence[str]) -
 
 
 def expand_nodes(text: str, where: str) -> list[str]:
-    """The names that a list of Slurm's stands for: ``node[01-03,7],login`` is node01, node02, node03, node7, login.
+    """Expand a list of hosts in Slurm's notation: ``node[01-03,7],login`` is node01, node02, node03, node7, login.
 
     Args:
         text: The list.
-        where: Where it stands, for errors.
+        where: The variable that holds the list; errors name it.
 
     Raises:
-        LaunchError: The text is something else, or stands for more than 100,000 hosts.
+        LaunchError: The text is not such a list, or it names more than 100,000 hosts.
     """
     if not re.fullmatch(r"(?:[^\[\],]+|\[[0-9,\-]+\]|,)+", text):
         raise LaunchError(f"{where}={text}: expected a list of hosts such as node[01-04],login.")
@@ -161,7 +164,7 @@ def expand_nodes(text: str, where: str) -> list[str]:
 
 
 def _ranges(text: str, where: str) -> list[str]:
-    """What ``[01-03,7]`` stands for; numbers keep their leading zeros."""
+    """Expand ``[01-03,7]`` to "01", "02", "03", "7". Numbers keep their leading zeros."""
     numbers: list[str] = []
     for part in text[1:-1].split(","):
         match = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", part)

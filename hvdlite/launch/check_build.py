@@ -1,7 +1,7 @@
-"""``hvdliterun --check-build``: what is installed here, as a list to read.
+"""``hvdliterun --check-build`` prints a list of what is installed.
 
-Frameworks are looked up without importing them. MPI is asked in a process of its own with a time
-limit, because a broken MPI hangs or crashes.
+Frameworks are looked up without importing them. MPI is asked in a separate process with a time limit, because a broken
+MPI hangs or crashes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ print(json.dumps({
 
 
 def check_build() -> str:
-    """The whole list, with a mark for what is there."""
+    """Return the whole list as text. An X marks each line whose item is there."""
     lines = [f"hvdlite {own_version()}", "", "Frameworks:"]
     for name, module in _FRAMEWORKS.items():
         found = importlib.util.find_spec(module) is not None
@@ -48,7 +48,7 @@ def check_build() -> str:
 
 
 def own_version() -> str:
-    """The version of hvdlite."""
+    """Return the version of hvdlite, or a remark in parentheses if hvdlite is not installed."""
     return _version("hvdlite") or "(not installed: running from its source)"
 
 
@@ -96,7 +96,7 @@ def _library() -> list[str]:
 
 
 def _find_nccl() -> str | None:
-    """A library that `ctypes` could load: of a pip package, or the system's."""
+    """Find the NCCL library: the path in NVIDIA's pip package, or else the name of the system's library."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or [] if spec else []:
         for library in sorted(Path(folder).glob("nccl/lib/libnccl.so*")):

@@ -1,4 +1,4 @@
-"""``hvdliterun``: the options, and what becomes of them."""
+"""``hvdliterun``: its options, and the job that they describe."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mpi", choices=tuple(PROGRAMS), help="which MPI to use, where both are installed")
     add("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, in quotes")
     add("--horovod", action="store_true", help="the program is written for Horovod: its `import horovod` means hvdlite")
-    add("--binding-args", metavar="ARGS", default="", help="the same, before those: where ranks are bound to")
+    add("--binding-args", metavar="ARGS", default="", help="the same as --mpi-args, placed before them")
     add("--verbose", action="store_true", help="show the mpirun command, and all that mpirun prints")
     add("--no-tag-output", action="store_true", help='no "[rank] " before each line (there is none with -np 1)')
     stamp = "-prefix-timestamp", "--prefix-output-with-timestamp"
@@ -94,12 +94,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def flags() -> set[str]:
-    """The flags of ``hvdliterun``, in all their spellings."""
+    """Return the flags of ``hvdliterun`` in all their spellings, without those that only horovodrun has."""
     return {flag for action in _parser()._actions for flag in action.option_strings} - set(FLAGS)
 
 
 class _Foreign(argparse.Action):
-    """A flag of horovodrun's that hvdliterun has not: what to know is said, or it is refused."""
+    """The argparse action of a flag that only horovodrun has: it notes the flag for a message, or refuses it."""
 
     def __call__(
         self,
@@ -115,7 +115,7 @@ class _Foreign(argparse.Action):
 
 
 def _without_bare_mpi(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Leave out horovodrun's ``--mpi``, after which no MPI is named: it would take the program's name for one."""
+    """Leave out ``--mpi`` if no MPI's name follows, as in horovodrun: else it would take the program's name for one."""
     rest = list(words)
     index = 0
     while index < len(rest) and rest[index].startswith("-") and rest[index] != "--":
@@ -128,7 +128,7 @@ def _without_bare_mpi(words: Sequence[str], parser: argparse.ArgumentParser) -> 
 
 
 def _tell_of_foreign(names: Sequence[str]) -> None:
-    """Say once of each group of flags why they have no effect."""
+    """Print why flags of horovodrun have no effect: one line for all flags with the same reason."""
     reasons = dict.fromkeys(FLAGS[name].why for name in names)
     for why in reasons:
         same = dict.fromkeys(name for name in names if FLAGS[name].why == why)
@@ -159,7 +159,7 @@ def _positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code of ``hvdliterun``."""
+    """Run ``hvdliterun`` with these arguments, by default those of the process, and return its exit code."""
     _open_standard_streams()
     parser = _parser()
     words = sys.argv[1:] if arguments is None else arguments
@@ -193,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Where hvdliterun was started without them (``>&-``): a connection must not get their numbers."""
+    """Open stdin, stdout and stderr if hvdliterun was started without them (``>&-``): no socket may get their numbers."""
     for descriptor, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
         try:
             os.fstat(descriptor)
@@ -204,10 +204,11 @@ def _open_standard_streams() -> None:
 
 
 def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
-    """Check the options, and make them a job.
+    """Check the options of hvdliterun, and make a job of them.
 
     Raises:
-        LaunchError: Something is missing or does not fit.
+        LaunchError: An option is missing, the hosts, the program or the MPI launcher cannot be used, or this process is a
+            rank of a job itself.
     """
     check_not_nested(environ)
     if options.num_proc is None:
@@ -245,7 +246,7 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
 
 
 def _stall_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What the options say of waits that last; None leaves it to the environment."""
+    """Return the settings of the stall check that the options ask for; None leaves a setting to the environment."""
     report, end = options.stall_check_warning_time_seconds, options.stall_check_shutdown_time_seconds
     disable = None
     if options.stall_check:
@@ -266,7 +267,7 @@ def _bytes(megabytes: float | None) -> int | None:
 
 
 def check_not_nested(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError inside a job of hvdliterun."""
+    """Raise LaunchError if this process is a rank of a job: a rank cannot start another job."""
     if environ.get("HVDLITE_CONTROL"):
         raise LaunchError(
             "this process is already a rank of a job (HVDLITE_CONTROL is set), and a rank cannot start another job. "
@@ -275,10 +276,10 @@ def check_not_nested(environ: Mapping[str, str]) -> None:
 
 
 def find_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ: Mapping[str, str]) -> Hosts:
-    """Where the ranks go.
+    """Find the hosts of a job as `choose_hosts` does; if they all are this machine, check its memory too.
 
     Raises:
-        LaunchError: That cannot be read, or the hosts cannot hold so many ranks.
+        LaunchError: The list of hosts cannot be read, or the hosts cannot hold so many ranks.
     """
     found = choose_hosts(hosts, hostfile, num_proc, environ)
     if all(is_local(host.name) for host in found.hosts):
@@ -287,10 +288,10 @@ def find_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ: 
 
 
 def make_folder(path: str | None) -> Path | None:
-    """Create the folder for the ranks' output files.
+    """Create the folder for the ranks' output files, and return its path; return None if no path is given.
 
     Raises:
-        LaunchError: It cannot be created.
+        LaunchError: The folder cannot be created.
     """
     if path is None:
         return None

@@ -1,7 +1,7 @@
-"""What the launcher does for programs that import Horovod: the environment in which ``import horovod`` means hvdlite.
+"""This file makes the environment of a job whose programs import Horovod: there ``import horovod`` means hvdlite.
 
-A folder on PYTHONPATH holds a sitecustomize.py (see `hvdlite.compat`), which every Python of the job runs at its start. The
-place of each rank is set by its worker, see rank_environment.py.
+A folder on PYTHONPATH holds a sitecustomize.py (see `hvdlite.compat`). Every Python process of the job runs it at its start.
+The worker of each rank sets the variables that tell the rank its number, see `hvdlite.worker.rank_environment`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ STARTUP = str(Path(__file__).resolve().parent.parent / "compat" / "startup")
 
 
 def job_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment of a job whose programs import Horovod."""
+    """Return the environment of a job whose programs import Horovod: `environ`, and what such a job needs too."""
     result = {**environ, HOROVOD_VARIABLE: "1"}
-    lead_children(result)
+    add_startup_folder(result)
     return result
 
 
-def lead_children(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Have the Python processes that start with this environment import hvdlite for Horovod."""
+def add_startup_folder(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Change `environ` so that every Python process started with it takes ``import horovod`` for hvdlite."""
     path = environ.get("PYTHONPATH", "")
     if STARTUP not in path.split(os.pathsep):
         # An empty entry would mean the working directory.
@@ -33,13 +33,13 @@ def lead_children(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def check_interpreter(command: Sequence[str]) -> None:
-    """Check that the interpreter of a rank's command looks at PYTHONPATH.
+    """Check that the interpreter of a rank's command reads PYTHONPATH.
 
     Args:
-        command: What each rank starts, as `hvdlite.job.mpi.worker_command` has made it.
+        command: The command that each rank starts, as `hvdlite.job.mpi.worker_command` has made it.
 
     Raises:
-        LaunchError: An option keeps it from that.
+        LaunchError: An option of the interpreter (-E, -I or -S) would turn PYTHONPATH or sitecustomize.py off.
     """
     for option in command[1:]:
         if not option.startswith("-") or option.startswith("--"):

@@ -1,4 +1,7 @@
-"""Flags of horovodrun that hvdliterun has not: launch lines with them still work, or are refused with the way out."""
+"""This file lists the flags that horovodrun has and hvdliterun has not.
+
+hvdliterun accepts most of them without effect. It refuses the others, and says what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ _ELASTIC = "no elastic jobs yet: give -np alone"
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of horovodrun's.
+    """One flag of horovodrun.
 
     Attributes:
-        takes_value: Whether a value follows.
-        is_taken: It has no effect, which is said; otherwise it is refused.
-        why: Why it has no effect, or what to do instead.
+        takes_value: A value follows the flag.
+        is_taken: hvdliterun accepts the flag, and prints that it has no effect. Otherwise hvdliterun refuses the flag.
+        why: Why the flag has no effect, or what to do instead.
     """
 
     takes_value: bool
@@ -68,4 +71,4 @@ FLAGS: dict[str, Flag] = {
     ),
     **_refused("--jsrun", "use mpirun or srun by hand; hvdlite.init() finds its place"),
 }
-"""By name."""
+"""The flags by their spelling, such as "--cycle-time-ms"."""

@@ -1,4 +1,4 @@
-"""``hvdlite.run``: a function instead of a program, and its results by rank."""
+"""``hvdlite.run`` starts a job that calls a function instead of a program, and returns the function's results by rank."""
 
 from __future__ import annotations
 
@@ -47,34 +47,38 @@ def run(
 ) -> list[T]:
     """Run a function in several ranks, and return what it returned in each.
 
-    The function may be of any kind that cloudpickle can send: of a notebook, a lambda, a closure.
-    It need not call ``hvdlite.init()``.
+    cloudpickle sends the function to the ranks, so that it may be a lambda, a closure, or a function of a notebook.
+    The function need not call ``hvdlite.init()``.
 
     Args:
-        fn: The function.
-        args: Its positional arguments, the same on every rank.
-        kwargs: Its keyword arguments.
+        fn: The function that each rank calls.
+        args: The positional arguments of the function, the same on every rank.
+        kwargs: The keyword arguments of the function, the same on every rank.
         num_proc: The number of ranks; 2 if not given.
-        hosts: As in ``hvdliterun -H``; this machine alone if not given.
-        hostfile: As in ``hvdliterun --hostfile``.
+        hosts: The hosts and their slots, such as "node1:4,node2:4", as for ``hvdliterun -H``. If neither `hosts` nor
+            `hostfile` is given, the hosts are those of the scheduler's allocation, or else this machine alone.
+        hostfile: The path of a file with lines "host slots=N", as for ``hvdliterun --hostfile``.
         start_timeout: Seconds until every rank must have started; 30 if not given.
-        ssh_port: Port of ssh on the hosts.
-        ssh_identity_file: Key for ssh.
-        output_filename: Folder for a copy of each rank's output.
-        verbose: Show the command, and what the MPI launcher prints.
-        mpi_args: More arguments for the MPI launcher.
-        network_interface: Network that the hosts share.
-        executable: The Python interpreter of the ranks; this one if not given.
-        env: The environment of the ranks; this process's if not given.
+        ssh_port: The port of ssh on the hosts; ssh's own default if not given.
+        ssh_identity_file: The path of a private key for ssh.
+        output_filename: A folder that gets a copy of each rank's output.
+        verbose: Show the command line of the MPI launcher, and what the launcher prints.
+        mpi_args: More arguments for the MPI launcher, in one string as for a shell.
+        network_interface: The network interfaces that all hosts share, separated by commas.
+        executable: The Python interpreter of the ranks; the one of this process if not given.
+        env: The environment of the ranks; the one of this process if not given.
         np: Another name for ``num_proc``.
 
     Returns:
-        The results, rank 0's first.
+        What the function returned on each rank, rank 0's result first.
 
     Raises:
+        ArgumentError: An argument is not of its type, `num_proc` and `np` differ, or `hosts` and `hostfile` are both given.
         LaunchError: The job could not be started.
-        WorkerError: A rank was killed, its result cannot be sent, or its exception cannot.
-        Exception: Whatever ``fn`` raised on the rank that failed first; the remote traceback is its cause.
+        WorkerError: A rank was killed or left with ``sys.exit``, or its result or its exception cannot be pickled.
+        KeyboardInterrupt: The user pressed Ctrl-C. All ranks have been ended.
+        Exception: The exception that ``fn`` raised on the rank that failed first. The ``WorkerError`` that is its cause
+            shows the traceback of that rank.
     """
     if num_proc is not None and np is not None and num_proc != np:
         raise ArgumentError(f"num_proc={num_proc} and np={np}: they mean the same, give one.")
@@ -88,6 +92,8 @@ def run(
     size = num_proc if num_proc is not None else np if np is not None else 2
     if not isinstance(size, int) or size < 1:
         raise ArgumentError(f"num_proc={size!r}: expected a whole number from 1 on.")
+    if hosts is not None and hostfile is not None:
+        raise ArgumentError(f"hosts={hosts!r} and hostfile={hostfile!r}: both name the hosts, give one.")
     environ = dict(os.environ if env is None else env)
     check_not_nested(os.environ)
     mpi = find_mpi()
@@ -159,7 +165,7 @@ def _raise(failure: Failure, results: Mapping[int, tuple[bool, bytes]]) -> None:
         raise WorkerError(failure.describe().rstrip())
     remote = WorkerError(f"on rank {failure.rank}, host {failure.host}:\n{failure.text.rstrip()}")
     error = None
-    with contextlib.suppress(Exception):  # its class may need what only the rank has
+    with contextlib.suppress(Exception):  # the class of the exception may need a module that only the rank has
         error = pickle.loads(data)
     if not isinstance(error, BaseException):
         raise remote
@@ -167,7 +173,7 @@ def _raise(failure: Failure, results: Mapping[int, tuple[bool, bytes]]) -> None:
 
 
 def work() -> None:
-    """What each rank runs: gets the function, calls it, and sends back what came of it."""
+    """Run one rank of `hvdlite.run`: get the function from the launcher, call it, and send its result or exception back."""
     address = Address.parse(Config.from_env().control)
     rank = own_rank()
     path, call = pickle.loads(request(address, Message("fetch", {"rank": rank})).payload)
@@ -193,7 +199,7 @@ def _send(address: Address, rank: int, good: bool, data: bytes) -> None:
 
 
 def _pickled_error(error: Exception) -> bytes:
-    """The exception, or nothing where it does not survive the trip."""
+    """Pickle an exception. Return no bytes if it cannot be pickled, or cannot be unpickled again."""
     try:
         data = _dumps(error)
         pickle.loads(data)

@@ -1,9 +1,9 @@
-"""What a rank and its launcher share: the line between them, and how a program is left alone once it is over.
+"""The link between a rank and its launcher: a TCP connection that carries authenticated control messages.
 
-- `link`: the rank's end of the line.
-- `session`: what travels on it, and how each end knows the other.
-- `handlers`: the program's signal handlers, once it is over.
+    link.py      the rank's end: connects, sends requests, reports failures     `hvdlite.job.server` is the launcher's end
+     '- session.py   authenticates both ends, and makes bytes of messages and messages of bytes, for both ends
+    handlers.py  switches the signal handlers of a program off once the program is over
 
-`hvdlite.worker.worker` loads these files without NumPy and without `hvdlite` itself, so they import the standard library and
-each other only, by relative imports.
+`hvdlite.worker.worker` loads these files without NumPy and without `hvdlite` itself, so these files import only the standard
+library and each other, by relative imports.
 """

@@ -1,4 +1,4 @@
-"""The program's signal handlers, once it is over."""
+"""The signal handlers of a program are switched off once the program is over."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import signal
 
 
 def silence_handlers() -> None:
-    """From now on no signal handler of the program's runs: one that raises would end what is done after it."""
+    """Remove the program's signal handlers: one that raises would interrupt the steps that end the process in order.
+
+    SIGTERM, SIGINT and SIGHUP get their default action, and end the process. Other signals that had a handler are ignored.
+    """
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             ends = number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

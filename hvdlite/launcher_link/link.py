@@ -1,9 +1,9 @@
-"""The line between a rank and its launcher: the rank's end of it. `hvdlite.launcher_link.session` is what travels.
+"""The rank's end of the connection to its launcher. These control messages travel over it, see `hvdlite.launcher_link.session`:
 
     rank -> launcher   hello, output, done, failed, stopped, continued, asked, exit, report, fetch, result
     launcher -> rank   end, taken, ok, function
 
-This file needs the standard library only, because `hvdlite.worker.worker` loads it on its own; hence the relative import.
+This file imports only the standard library and session.py, by a relative import: `hvdlite.worker.worker` loads it on its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ACKNOWLEDGE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Address:
-    """Where the launcher listens, and the secret that it shares with its ranks."""
+    """The address at which the launcher listens, and the secret that it shares with its ranks."""
 
     host: str
     port: int
@@ -33,7 +33,7 @@ class Address:
         """Read ``host:port:secret``, the value of ``HVDLITE_CONTROL``.
 
         Raises:
-            ValueError: The text is something else. The message does not repeat it, for it may hold a secret.
+            ValueError: The text has another form. The error does not repeat the text, because it may hold a secret.
         """
         parts = text.rsplit(":", 2)
         if (
@@ -49,11 +49,7 @@ class Address:
 
 
 def check_address(text: str) -> None:
-    """Let the value of ``HVDLITE_CONTROL`` pass.
-
-    Raises:
-        ArgumentError: It does not name a launcher.
-    """
+    """Raise ArgumentError unless `text`, the value of ``HVDLITE_CONTROL``, has the form ``host:port:secret``."""
     from ..errors import ArgumentError
 
     try:
@@ -63,14 +59,19 @@ def check_address(text: str) -> None:
 
 
 class Channel:
-    """A connection to the launcher, which both ends trust. Its calls wait."""
+    """A connection to the launcher. Its calls wait until they are done, or until the limit that `limit` sets.
+
+    Args:
+        stream: The connected socket.
+        session: The rank's end of the session. Call `greet` first: it authenticates both ends.
+    """
 
     def __init__(self, stream: socket.socket, session: Session) -> None:
         self._stream = stream
         self._session = session
 
     def fileno(self) -> int:
-        """The socket's file descriptor, to wait for messages."""
+        """Return the socket's file descriptor, so that `select` can wait for messages."""
         return self._stream.fileno()
 
     def send(self, kind: str, payload: bytes = b"", **fields: object) -> None:
@@ -83,22 +84,25 @@ class Channel:
         self._flush()
 
     def receive(self) -> list[Message]:
-        """Wait for bytes, and give the messages that they complete: perhaps none.
+        """Wait for bytes, and return the messages that these bytes complete. The list may be empty.
 
         Raises:
-            OSError: The launcher is gone, or what came is not from it.
+            OSError: The launcher is gone, or the bytes do not come from it (`ProtocolError`).
         """
-        data = self._stream.recv(self._session.appetite)
+        data = self._stream.recv(self._session.receive_limit)
         if not data:
             raise ConnectionError("the launcher closed the connection")
         return self._session.receive(data)
 
     def limit(self, seconds: float | None) -> None:
-        """Let no call wait longer than this for the launcher; None: for ever."""
+        """Let no call wait for the launcher longer than `seconds`; None means for ever."""
         self._stream.settimeout(seconds)
 
     def finish(self) -> None:
-        """Leave once the launcher has read everything: it closes its end then. A close with words unread would lose ours."""
+        """Close the connection after the launcher has read everything and has closed its end.
+
+        A plain close with unread bytes in this end's buffer would discard what this end has sent.
+        """
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_WR)
             while self._stream.recv(1 << 16):
@@ -106,14 +110,14 @@ class Channel:
         self._stream.close()
 
     def close(self) -> None:
-        """Leave at once."""
+        """Close the connection at once."""
         self._stream.close()
 
     def greet(self) -> None:
-        """Have both ends show that they belong to the same job.
+        """Let both ends prove to each other that they know the job's secret.
 
         Raises:
-            OSError: The other end went away, or is not the launcher.
+            OSError: The other end closed the connection, or is not the launcher of this job (`ProtocolError`).
         """
         while not self._session.is_trusted:
             self.receive()
@@ -125,10 +129,14 @@ class Channel:
 
 
 def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Channel:
-    """Connect to the launcher.
+    """Connect to the launcher, and authenticate both ends.
+
+    Args:
+        address: The address of the launcher, and the job's secret.
+        seconds: How long to try.
 
     Raises:
-        OSError: It cannot be reached, or something else listens there.
+        OSError: The launcher cannot be reached, or another program listens there (`ProtocolError`).
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -143,7 +151,7 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Channel:
         except ProtocolError:
             stream.close()
             raise
-        except OSError:  # a launcher that strangers besiege hangs up on the oldest that has not shown who it is
+        except OSError:  # if too many unauthenticated connections are open, the launcher drops the oldest of them
             stream.close()
             if time.monotonic() > deadline:
                 raise
@@ -151,7 +159,7 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Channel:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel find out within about 5 s that the other host is gone."""
+    """Let the kernel find out within about 5 s that the other host is gone. Also switch Nagle's algorithm off."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
@@ -160,10 +168,16 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def request(address: Address, message: Message, timeout: float | None = None) -> Message:
-    """Send one message over a connection of its own, and wait for the answer.
+    """Send one message over a new connection, and return the launcher's answer.
+
+    Args:
+        address: The address of the launcher, and the job's secret.
+        message: The message to send.
+        timeout: Seconds for the connection, and again for each wait after it; None means 20 s for the connection, and then
+            no limit.
 
     Raises:
-        OSError: The launcher cannot be reached, or closed the connection without an answer.
+        OSError: The launcher cannot be reached, closed the connection without an answer, or did not answer in time.
     """
     channel = connect(address, CONNECT_SECONDS if timeout is None else timeout)
     with contextlib.closing(channel):
@@ -175,17 +189,17 @@ def request(address: Address, message: Message, timeout: float | None = None) ->
 
 
 def report_failure(address: str, rank: int, text: str, code: int) -> bool:
-    """Tell the launcher why this job must end; it then ends every rank.
+    """Tell the launcher why this job must end. The launcher then ends every rank.
 
     Args:
         address: The setting ``HVDLITE_CONTROL``, which names the launcher; empty if there is none.
         rank: The rank that reports.
-        text: What happened, for the user; printed last, after everything else.
+        text: A description of the failure for the user. It is printed last, after all other output.
         code: The exit code that the job should have.
 
     Returns:
-        Whether a launcher knows now. False where there is none (the program was started by
-        a plain ``mpirun``, or ``HVDLITE_CONTROL`` is no launcher's) or it does not answer any more.
+        Whether a launcher has received the report. It is False if there is no launcher (a plain ``mpirun`` started the
+        program, or ``HVDLITE_CONTROL`` names none), or if the launcher does not answer any more.
     """
     if not address:
         return False

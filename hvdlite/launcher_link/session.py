@@ -1,15 +1,18 @@
-"""What travels between a rank and its launcher, and how each knows the other. No sockets: bytes in, messages and bytes out.
+"""The protocol between a rank and its launcher, without sockets: bytes go in, messages and bytes come out.
 
-Both know the job's secret, and it never travels. At the start each shows that it knows it, by an HMAC over two fresh random
-numbers; then every message carries an HMAC with its number, so that none can be changed, repeated, left out or sent back:
+Both ends know the job's secret, which never travels. At the start each end proves that it knows the secret, by an HMAC over
+two fresh random numbers. After that every message carries an HMAC that covers the message's number and direction, so nobody
+can change, repeat, leave out or send back a message:
 
     launcher -> rank   MAGIC, a random number
-    rank -> launcher   a random number, HMAC                       (96 bytes at most are kept of one who is not known yet)
+    rank -> launcher   a random number, HMAC          (64 bytes at most are kept of a connection that is not authenticated yet)
     launcher -> rank   HMAC
     then, both ways    length of the header, length of the payload, HMAC, header (JSON), payload, HMAC of the payload if any
 
-What was not authenticated is never parsed, and its length never believed. The standard library only: guards load this file
-without the package, see `hvdlite.worker.worker`.
+No header and no payload is parsed before its HMAC has been checked. The length of a header is used before that, so it is
+limited to 16 MiB.
+
+This file imports only the standard library: guards load it without the package, see `hvdlite.worker.worker`.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "ok": {},
     "function": {},
 }
-"""The kinds of messages, and the fields of each."""
+"""The fields of each kind of message, with their types."""
 
 
 class ProtocolError(ConnectionError):
@@ -60,14 +63,20 @@ class ProtocolError(ConnectionError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message: what it is, its fields, and its payload (empty for most)."""
+    """One control message.
+
+    Attributes:
+        kind: The kind of the message, such as "hello".
+        fields: The fields that this kind has, by name.
+        payload: More bytes, such as output of the rank; empty for most kinds.
+    """
 
     kind: str
     fields: dict[str, Any]
     payload: bytes = b""
 
     def check(self) -> None:
-        """Raise ProtocolError unless the fields are those of its kind."""
+        """Raise ProtocolError unless the message has the fields of its kind, each of its type."""
         expected = _FIELDS.get(self.kind)
         if expected is None or self.fields.keys() != expected.keys():
             raise ProtocolError(f"not a message of this protocol: {self.kind[:100]!r} with {sorted(self.fields)[:20]}")
@@ -77,7 +86,7 @@ class Message:
 
 
 def clip(text: str) -> str:
-    """A text that a message can carry: of a very long one, its beginning and its end."""
+    """Shorten a text so that a message can carry it. Of more than 1 Mi characters, the beginning and the end stay."""
     if len(text) <= _LONGEST_TEXT:
         return text
     half = _LONGEST_TEXT // 2
@@ -85,15 +94,15 @@ def clip(text: str) -> str:
 
 
 class Session:
-    """One connection, seen from one of its ends.
+    """A `Session` is one end of one connection.
 
     Args:
-        secret: The job's.
-        is_launcher: Which end this is.
+        secret: The secret of the job.
+        is_launcher: This is the launcher's end; otherwise it is the rank's end.
 
     Attributes:
-        is_trusted: The other end has shown that it knows the secret.
-        outgoing: Takes what is to be sent; whoever owns the session sends and empties it.
+        is_trusted: The other end has proved that it knows the secret.
+        outgoing: The bytes to be sent. The owner of the session sends them, and removes them from here.
     """
 
     def __init__(self, secret: str, is_launcher: bool) -> None:
@@ -111,12 +120,12 @@ class Session:
         self.outgoing = bytearray(MAGIC + self._own if is_launcher else b"")
 
     @property
-    def appetite(self) -> int:
-        """How many bytes to receive at most: of a stranger, no more than the greeting."""
+    def receive_limit(self) -> int:
+        """The largest number of bytes to receive at once. Before the other end is trusted, it is the rest of the greeting."""
         return 1 << 18 if self.is_trusted else self._needed - len(self._incoming)
 
     def send(self, message: Message) -> None:
-        """Add a message to what is to be sent. The other end must be trusted."""
+        """Add a message to `outgoing`. The other end must be trusted."""
         assert self._seal is not None
         header = json.dumps({**message.fields, "kind": message.kind}).encode()
         lengths = _LENGTHS.pack(len(header), len(message.payload))
@@ -126,10 +135,10 @@ class Session:
             self.outgoing += self._seal.tag(message.payload)
 
     def receive(self, data: bytes) -> list[Message]:
-        """Take what was received, and give the messages that it completes.
+        """Take bytes that were received, and return the messages that these bytes complete.
 
         Raises:
-            ProtocolError: The other end is a stranger. Nothing that follows may be believed.
+            ProtocolError: The other end does not know the secret, or breaks the protocol. Use the connection no more.
         """
         self._incoming += data
         while not self.is_trusted:
@@ -210,7 +219,7 @@ class Session:
 
 
 class _Authenticator:
-    """The HMACs of one direction: each covers its number, so that none can be repeated or left out."""
+    """Makes and checks the HMACs of one direction. Each covers its number, so nobody can repeat or leave out a message."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key

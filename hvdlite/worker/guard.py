@@ -1,9 +1,9 @@
-"""The guard of one rank: passes on its output and its end, and ends it when told to.
+"""The guard of one rank passes on the rank's output, reports the rank's end, and ends the rank when it is told to.
 
-It waits for whatever comes first: a message from hvdliterun, a signal, the rank's output or reports, its end.
+The guard waits for whatever comes first: a message from hvdliterun, a signal, the rank's output or reports, the rank's end.
 
-Nothing here imports ``hvdlite``: guards load this file under another package's name, see worker.py. Hence the
-relative imports.
+Nothing here imports ``hvdlite``: guards load this file under the name of another package (see worker.py), so its imports are
+relative.
 """
 
 from __future__ import annotations
@@ -23,13 +23,24 @@ from .program import without_own_frames
 
 _KILL_AT_ONCE = 0.0
 _DRAIN_SECONDS = 0.5
-_NO_PATIENCE = 0.0
-_PATIENCE_SECONDS = 1.0  # for helpers that see that their rank has ended, and tidy up
-_WINDOW = 1 << 18  # bytes of output that hvdliterun may not have taken yet: a reader that pauses makes the rank wait
+_NO_GRACE = 0.0
+_ORPHAN_GRACE_SECONDS = 1.0  # for helper processes that see that their rank has ended, and tidy up
+_WINDOW = 1 << 18  # so many bytes may be sent before hvdliterun has taken them: a slow reader makes the rank wait
 
 
 class Guard:
-    """Watches one rank: passes on its output and its end, and ends it when told to."""
+    """A `Guard` watches one rank.
+
+    Args:
+        connection: The connection to hvdliterun.
+        child: The process id of the rank's program, which leads a process group of its own.
+        stdout: The read end of a pipe, the program's stdout.
+        stderr: The read end of a pipe, the program's stderr.
+        reports: The read end of a pipe for the program's own messages and faulthandler's stack dumps.
+
+    Attributes:
+        finished: The program came to its end by itself.
+    """
 
     def __init__(self, connection: Channel, child: int, stdout: int, stderr: int, reports: int) -> None:
         self._connection = connection
@@ -37,9 +48,9 @@ class Guard:
         self._pipes = {stdout: "stdout", stderr: "stderr", reports: "reports"}
         self._report_text = bytearray()
         self._unacknowledged = {"stdout": 0, "stderr": 0, "reports": 0}
-        self.finished = False  # the program came to its end by itself
-        self._asked = False  # the MPI launcher told this rank to go
-        self._ending = False  # hvdliterun told this rank to go, or is gone
+        self.finished = False
+        self._asked = False  # a signal told the guard to end the rank: the MPI launcher does that
+        self._ending = False  # hvdliterun told the guard to end the rank, or hvdliterun is gone
         self._status: int | None = None
         self._kill_at: float | None = None
         self._wake, wake_write = os.pipe()
@@ -50,13 +61,20 @@ class Guard:
             signal.signal(number, lambda *_: None)
 
     def run(self, hello: dict[str, Any]) -> int:
-        """Watch until the rank is gone (and, if it failed, until hvdliterun knows). Returns the exit code."""
+        """Watch the rank until it has ended; if it failed, until hvdliterun or a signal tells the guard to leave.
+
+        Args:
+            hello: The fields of the first message to hvdliterun.
+
+        Returns:
+            The exit code of the rank, which the guard ends with too.
+        """
         try:
             self._send("hello", **hello)
             self._reap()
             while self._status is None or (self._failed() and not self._ending and not self._asked):
                 self._step()
-        except OSError:  # hvdliterun is gone, and its end of the connection with it
+        except OSError:  # hvdliterun is gone
             self._end(_KILL_AT_ONCE)
         return self._leave()
 
@@ -113,7 +131,9 @@ class Guard:
 
     def _end(self, grace: float) -> None:
         self._ending = True
-        shared_memory.sweep(self._child)  # first of all: when one guard has left, the MPI launcher may kill the others
+        shared_memory.sweep(
+            self._child
+        )  # this comes first: when one guard has left, the MPI launcher may kill the others
         if grace > 0:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # a stopped process would not see the SIGTERM
@@ -142,7 +162,7 @@ class Guard:
                 return
             if pid == 0:
                 return
-            if pid != self._child:  # what the rank left behind
+            if pid != self._child:  # a process that the rank left behind
                 continue
             if os.WIFSTOPPED(status):
                 self._send("stopped", signal=os.WSTOPSIG(status))
@@ -156,7 +176,7 @@ class Guard:
                 self._send("exit", status=self._status, finished=self.finished, trace=trace, time=at)
 
     def _drain(self) -> None:
-        # Not until end of file: a process that the rank left behind may hold the pipes, and write on.
+        # This does not wait for end of file: a process that the rank left behind may hold the pipes, and write on.
         deadline = time.monotonic() + _DRAIN_SECONDS
         while time.monotonic() < deadline and (ready := select.select([*self._pipes], [], [], 0)[0]):
             self._pass_on(ready)
@@ -165,12 +185,12 @@ class Guard:
         failed = self._failed()
         status = self._status
         if failed:
-            self._signal(signal.SIGKILL)  # what the rank started and left behind, such as data loaders
+            self._signal(signal.SIGKILL)  # for processes that the rank left behind in its group, such as data loaders
             shared_memory.sweep(self._child)
         else:
             shared_memory.leave_directory()
         if status is None:
             status = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
-        orphans.end(_NO_PATIENCE if failed else _PATIENCE_SECONDS)
+        orphans.end(_NO_GRACE if failed else _ORPHAN_GRACE_SECONDS)
         self._connection.finish()
         return status if status >= 0 else 128 - status

@@ -1,8 +1,10 @@
-"""Processes that a rank started and left behind, also in sessions of their own: they become children of its guard.
+"""Orphans are processes that a rank started and left behind. This file ends them, even those in sessions of their own.
 
-They end with it. Without the guard (somebody killed it) they become children of hvdliterun, where that runs on the same
-host. What they started themselves comes along, so nothing has to be searched for. Linux only. The standard library only:
-guards load this file without the package, see worker.py.
+Linux makes them children of the rank's guard, and they end with the guard. If somebody killed the guard, they become children
+of hvdliterun, if it runs on the same host. The processes that an orphan started come along, so nobody has to search for them.
+On other systems than Linux nothing adopts them.
+
+This file imports only the standard library: guards load it without the package, see worker.py.
 """
 
 from __future__ import annotations
@@ -20,19 +22,19 @@ _SET_CHILD_SUBREAPER = 36
 
 
 def adopt() -> None:
-    """From now on processes below this one whose parent ends become children of this one."""
+    """From now on a descendant of this process whose parent ends becomes a child of this process. Linux only."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end(patience: float, but: Collection[int] = ()) -> None:
-    """End the children of this process, and whatever becomes its child when they end.
+def end(grace: float, but: Collection[int] = ()) -> None:
+    """End the children of this process, and the processes that become its children when those end.
 
     Args:
-        patience: Seconds in which they may go by themselves, and as many again after a SIGTERM.
-        but: Process ids that are not meant.
+        grace: The children get so many seconds to end by themselves, then a SIGTERM, and after as many seconds a SIGKILL.
+        but: The process ids of children that stay.
     """
     start = time.monotonic()
     told: set[int] = set()
@@ -43,9 +45,9 @@ def end(patience: float, but: Collection[int] = ()) -> None:
         waited = time.monotonic() - start
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                if waited >= 2 * patience:
+                if waited >= 2 * grace:
                     os.kill(pid, signal.SIGKILL)
-                elif waited >= patience and pid not in told:
+                elif waited >= grace and pid not in told:
                     told.add(pid)
                     os.kill(pid, signal.SIGTERM)
             with contextlib.suppress(ChildProcessError):
@@ -54,14 +56,14 @@ def end(patience: float, but: Collection[int] = ()) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes whose parent this is, those that have ended and were not waited for included."""
+    """Return the ids of the child processes of `pid`, also of those that have ended and were not waited for."""
     try:
         found = ""
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children") as file:
                 found += file.read() + " "
         return [int(word) for word in found.split()]
-    except OSError:  # it has ended, or the kernel keeps no such list, or this is no Linux
+    except OSError:  # the process has ended, the kernel keeps no such list, or this is not Linux
         return [other for other in _processes() if _parent(other) == pid]
 
 
@@ -76,5 +78,5 @@ def _parent(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return int(file.read().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended meanwhile
+    except OSError:  # the process has ended meanwhile
         return -1

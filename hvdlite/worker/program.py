@@ -1,7 +1,9 @@
-"""In the child: how a process becomes the user's program, runs it, and says how it ended.
+"""In the child process of the guard: the process becomes the user's program, runs it, and reports how it ended.
 
-The program runs as ``__main__`` of this very process, as ``python`` would run it. What it did not live
-to say, its guard sees. The standard library only: guards load this file without the package, see worker.py.
+The program runs as ``__main__`` of this very process, as ``python`` would run it. If the process dies before it can report,
+its guard sees that.
+
+This file imports only the standard library and `launcher_link`: guards load it without the package, see worker.py.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ _OWN_FILES = (
 )
 
 _DYING_SECONDS = 0.2
-"""So long after its connections have broken a process may take until its parent can see how it has ended."""
+"""Connections of a process break when it dies. Its parent sees how it died at most so many seconds later."""
 
-_unheard: list[str] = []
-"""What torch has said of a data loader's process that was killed, where Python was in a finalizer and has only printed it."""
+_loader_deaths: list[str] = []
+"""Messages of torch about a killed process of a data loader, raised in a finalizer: Python only prints such exceptions."""
 
 _HOROVOD = """hvdliterun: this program is written for Horovod. Run it as it is with hvdliterun --horovod, or change its import
 (import horovod.torch as hvd: import hvdlite_torch as hvd); see docs/from_horovod.md.
@@ -45,20 +47,27 @@ _HOROVOD = """hvdliterun: this program is written for Horovod. Run it as it is w
 
 
 def become_rank(guard_pid: int, stdout: int, stderr: int, reports: int) -> None:
-    """Set up this process: its own group, its pipes, and its end when the guard is killed."""
-    os.setpgid(0, 0)  # so that the guard can end the rank together with what the rank started
+    """Set up this process: it gets a process group of its own and the guard's pipes, and dies if the guard is killed.
+
+    Args:
+        guard_pid: The process id of the guard.
+        stdout: The write end of a pipe, which becomes the process's stdout.
+        stderr: The write end of a pipe, which becomes the process's stderr.
+        reports: The write end of the pipe on which the process reports to the guard.
+    """
+    os.setpgid(0, 0)  # so that the guard can end the rank together with the processes that the rank started
     _die_with_parent(guard_pid)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (stdout, 1), (stderr, 2)):
         os.dup2(source, target)
         os.close(source)
-    # Pipes, not terminals: programs then print no colours and cursor movements, which would not
-    # survive the tags. What a terminal's user is used to is kept: each line comes out at once.
+    # Pipes are no terminals, so programs print no colours and cursor movements, which would not survive the tags.
+    # As on a terminal, each line comes out at once.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     faulthandler.enable(reports)
-    # A forked copy (a data loader) that crashes must not speak for the rank.
+    # A forked copy of the rank (a data loader) that crashes must not report as if it were the rank.
     os.register_at_fork(after_in_child=lambda: os.dup2(2, reports, inheritable=False))
 
 
@@ -75,12 +84,17 @@ def _die_with_parent(parent: int) -> None:
 
 
 def run(arguments: list[str], reports: int) -> NoReturn:
-    """Run the program, report how it ended, and leave."""
+    """Run the program, report how it ended, and end this process.
+
+    Args:
+        arguments: The words that would follow ``python``, or ``--exec`` and a command.
+        reports: The write end of the pipe to the guard.
+    """
     try:
         _run(arguments, reports)
     except SystemExit:
         raise
-    except BaseException:  # of a signal handler, on the way to the end: no reason to leave without a word
+    except BaseException:  # a signal handler raised it on the way to the end: that is reported too
         _fail(reports, traceback.format_exc(), 1)
 
 
@@ -89,7 +103,7 @@ def _run(arguments: list[str], reports: int) -> NoReturn:
     code: object = None
     if arguments[0] == "--exec":
         _exec(arguments[1:], reports)
-    _hear_finalizers()
+    _note_finalizer_errors()
     try:
         run_python(arguments)
     except BaseException as error:
@@ -105,7 +119,7 @@ def _run(arguments: list[str], reports: int) -> NoReturn:
 
 
 def _fail_by(error: BaseException, reports: int) -> NoReturn:
-    """Report what has ended the program. Whatever else fails meanwhile, this is the reason."""
+    """Report the exception that has ended the program, whatever else fails meanwhile, and end this process."""
     if isinstance(error, KeyboardInterrupt):
         _fail(reports, "", 130)
     if isinstance(error, SystemExit):
@@ -116,9 +130,8 @@ def _fail_by(error: BaseException, reports: int) -> NoReturn:
         silence_handlers()
         if sys.excepthook is not sys.__excepthook__:
             sys.excepthook(type(error), error, error.__traceback__)
-    except (
-        BaseException
-    ) as other:  # of the hook, or of a handler that came first: torch's of a killed data loader raises again
+    # The hook raised it, or a signal handler did: torch's handler for a killed data loader raises a second time.
+    except BaseException as other:
         if type(other) is not type(error) and not isinstance(other, SystemExit):
             more = (
                 f"While this was reported, sys.excepthook or a signal handler raised {type(other).__name__}: {other}\n"
@@ -130,26 +143,34 @@ def _fail_by(error: BaseException, reports: int) -> NoReturn:
     _fail(reports, text + more, 1, type(error).__name__)
 
 
-def _hear_finalizers() -> None:
-    """Remember what torch's handler of SIGCHLD raises in a finalizer: it says it once."""
+def _note_finalizer_errors() -> None:
+    """Note what torch's handler of SIGCHLD raises while a finalizer runs: torch raises it only once."""
     previous = sys.unraisablehook
 
-    def hear(unraisable: sys.UnraisableHookArgs) -> None:
+    def note(unraisable: sys.UnraisableHookArgs) -> None:
         error = unraisable.exc_value
         if isinstance(error, RuntimeError) and str(error).startswith("DataLoader"):
-            _unheard.append(str(error))
+            _loader_deaths.append(str(error))
         previous(unraisable)
 
-    sys.unraisablehook = hear
+    sys.unraisablehook = note
 
 
 def _dead_workers(error: BaseException, text: str) -> str:
-    """What torch says of a data loader's process that was killed, where the program has only found its connection broken."""
+    """Return torch's message about a killed process of a data loader, if the program only saw its connection break.
+
+    Args:
+        error: The exception that ended the program.
+        text: The text of that exception; a message that is in it already is not repeated.
+
+    Returns:
+        One line, or an empty text.
+    """
     loaders = sys.modules.get("torch.utils.data._utils.signal_handling")
     if loaders is None or not isinstance(error, OSError | EOFError):
         return ""
-    if _unheard:
-        return f"{_unheard[0]}\n"
+    if _loader_deaths:
+        return f"{_loader_deaths[0]}\n"
     deadline = time.monotonic() + _DYING_SECONDS
     try:
         while time.monotonic() < deadline:
@@ -161,9 +182,10 @@ def _dead_workers(error: BaseException, text: str) -> str:
 
 
 def _end_child(error: BaseException | None) -> NoReturn:
-    """End a process that was forked from the rank and came here as if it were the rank, as Python would end it.
+    """End a process that was forked from the rank and came here as if it were the rank.
 
-    But for libraries' own last words: MPI's would wait for ever for the other ranks.
+    It ends as Python would end it, except that the exit handlers of C libraries do not run: MPI's would wait for ever for the
+    other ranks.
     """
     code = 0
     if isinstance(error, SystemExit):
@@ -184,9 +206,9 @@ def _end_child(error: BaseException | None) -> NoReturn:
 
 
 def run_python(arguments: list[str]) -> None:
-    """What ``python *arguments`` does: a script, a directory or archive, ``-m module`` or ``-c code``.
+    """Run what ``python *arguments`` would run: a script, a directory or archive, ``-m module`` or ``-c code``.
 
-    In a process whose ``sys.path`` begins, as Python has made it, with the place of the program that calls this.
+    ``sys.path`` must begin with the folder of the program that calls this, as Python has made it. That entry is replaced.
     """
     program, *rest = arguments
     main = types.ModuleType("__main__")
@@ -234,7 +256,7 @@ def _report(reports: int, **fields: object) -> None:
 
 
 def _fail(reports: int, text: str, code: int, error: str = "") -> NoReturn:
-    # No exit handlers: MPI_Finalize would wait for the other ranks, which wait for this one.
+    # No exit handlers run: MPI_Finalize would wait for the other ranks, which wait for this one.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
@@ -247,11 +269,11 @@ def _is_own_frame(filename: str) -> bool:
 
 
 def user_frames(error: BaseException) -> types.TracebackType | None:
-    """The traceback of an error that the program raised, without the frames of whoever ran the program."""
+    """Return the traceback of an error that the program raised, without the frames of hvdlite that ran the program."""
     trace = error.__traceback__
     for frame, _ in traceback.walk_tb(trace):
         if frame.f_code.co_name == "work" and frame.f_code.co_filename == _RUN_FUNCTION:
-            # hvdlite.run: what comes before the user's function is ours too
+            # With hvdlite.run, the frames before the user's function are hvdlite's too.
             while trace is not None and trace.tb_frame is not frame:
                 trace = trace.tb_next
             trace = trace.tb_next if trace is not None else None
@@ -262,6 +284,6 @@ def user_frames(error: BaseException) -> types.TracebackType | None:
 
 
 def without_own_frames(dump: str) -> str:
-    """A stack as printed by faulthandler, without the frames of the launcher."""
+    """Return a stack dump of faulthandler without the lines of hvdlite's own frames."""
     own = (*_OWN_FILES, "<frozen runpy>")
     return "".join(line for line in dump.splitlines(keepends=True) if not any(name in line for name in own))

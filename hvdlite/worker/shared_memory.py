@@ -1,8 +1,8 @@
-"""The files of MPI's shared memory in ``/dev/shm``: each job has its own, and none stays behind.
+"""The files of MPI's shared memory in ``/dev/shm``: each job has its own files, and none stays behind.
 
-Open MPI's go into a directory that hvdliterun names and each host's guards create; MPICH's are found
-in the memory map of the rank. The standard library only: guards load this file without the package,
-see worker.py.
+The files of Open MPI go into a directory; hvdliterun chooses its name, and the guards of each host create it. The files of
+MPICH are found in the memory map of the rank. This file imports only the standard library: guards load it without the
+package, see worker.py.
 """
 
 from __future__ import annotations
@@ -19,19 +19,23 @@ _NAME = "hvdlite."
 
 
 def new_directory(flavour: str) -> str:
-    """A name for the directory of one job of this MPI, on each of its hosts; empty if it needs none."""
+    """Choose a name for the directory of one job, the same on all its hosts. The name is empty if the job needs none.
+
+    Args:
+        flavour: The MPI, "openmpi" or "mpich".
+    """
     if flavour != "openmpi" or not os.path.isdir(_MEMORY):
         return ""
-    # What nobody may write to, as in some containers, is replaced by the folder for temporary files.
+    # If /dev/shm is not writable, as in some containers, the folder for temporary files takes its place.
     folder = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else tempfile.gettempdir()
     return os.path.join(folder, f"{_NAME}{os.getpid()}.{os.urandom(8).hex()}")
 
 
 def create_directory() -> None:
-    """Create the directory that hvdliterun named, unless another rank of this host has.
+    """Create the directory that hvdliterun named, unless another rank of this host has created it.
 
     Raises:
-        OSError: It cannot be created, or it is somebody else's.
+        OSError: The directory cannot be created, belongs to another user, or is open to others.
     """
     if directory := _directory():
         with contextlib.suppress(FileExistsError):
@@ -42,17 +46,17 @@ def create_directory() -> None:
 
 
 def leave_directory() -> None:
-    """Remove the directory if this rank is the last one on its host that used it."""
+    """Remove the directory if it is empty: then this rank is the last one on its host that used it."""
     if directory := _directory():
         with contextlib.suppress(OSError):  # other ranks of this host still use it
             os.rmdir(directory)
 
 
 def sweep(pid: int) -> None:
-    """Remove the shared memory of a job that ends early: where nothing fails, MPI does it itself.
+    """Remove the shared memory files of a job that ends early. If nothing fails, MPI removes them itself.
 
     Args:
-        pid: The rank's process.
+        pid: The process id of the rank's program.
     """
     for path in _mpich_segments(pid):
         with contextlib.suppress(OSError):

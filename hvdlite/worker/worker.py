@@ -1,19 +1,18 @@
-"""What the MPI launcher starts for each rank: a small guard, and under it the user's program.
+"""The MPI launcher starts this program for each rank: a small guard, and as its child the user's program.
 
     mpirun ── guard (this file, about 10 MB, asleep) ── fork ── the program, as ``__main__``
                 │ TCP to hvdliterun                        │ pipes: stdout, stderr, reports
                 └──────────────── select ──────────────────┘
 
-The guard is a process of its own because only a parent learns for certain how a process ended:
-the signal, a stop, ``os._exit``. It also works while the program holds the GIL, loses no output
-that was written before a crash, and leaves nothing running when hvdliterun or mpirun are killed.
-The guard of a failed rank stays until hvdliterun says "end", so that the MPI launcher, which would
-kill the others and bury the reason under its own words, sees no failure before hvdliterun does.
+The guard is a separate process, because only a parent learns for certain how a process ended: by a signal, a stop or
+``os._exit``. The guard also works while the program holds the GIL, loses no output that was written before a crash, and leaves
+nothing running if hvdliterun or mpirun is killed. The guard of a failed rank stays until hvdliterun says "end". Otherwise the
+MPI launcher would see the failure before hvdliterun does, kill the other ranks, and hide the reason behind its own messages.
 
-Run by path (``python .../worker.py train.py``), not with ``-m``: that imports ``hvdlite``, and with
-it NumPy, whose threads and memory have no place in the guard, and it would have the working
-directory shadow the standard library. So what the guard is made of is imported through a package
-that has the same files under another name, and no ``__init__``.
+This file is run by its path (``python .../worker.py train.py``), not with ``-m``. ``-m`` would import ``hvdlite`` and NumPy,
+whose threads and memory do not belong into the guard, and would let files of the working directory hide the standard library.
+So this file imports the parts of the guard through ``_hvdlite``, a package made here: it has the same files, and no
+``__init__``.
 """
 
 from __future__ import annotations
@@ -26,21 +25,23 @@ import types
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hvdlite.launcher_link import link as control
-    from hvdlite.launcher_link import session
+    from hvdlite.launcher_link import link, session
     from hvdlite.worker import guard, orphans, program, rank_environment, shared_memory
 else:
     _FOLDER = os.path.dirname(os.path.abspath(__file__))
     for _name, _folder in (("_hvdlite", os.path.dirname(_FOLDER)), ("_hvdlite.worker", _FOLDER)):
         sys.modules[_name] = types.ModuleType(_name)
         sys.modules[_name].__path__ = [_folder]
-    from _hvdlite.launcher_link import link as control
-    from _hvdlite.launcher_link import session
+    from _hvdlite.launcher_link import link, session
     from _hvdlite.worker import guard, orphans, program, rank_environment, shared_memory
 
 
 def main(arguments: list[str]) -> int:
-    """Guard one rank. ``arguments`` are what would follow ``python``, or ``--exec`` and a command."""
+    """Start one rank, guard it, and return the exit code of the guard.
+
+    Args:
+        arguments: The words that would follow ``python``, or ``--exec`` and a command.
+    """
     rank = rank_environment.own_rank()
     where = f"rank {rank} on {socket.gethostname()}"
     if "HVDLITE_CONTROL" not in os.environ:
@@ -50,11 +51,11 @@ def main(arguments: list[str]) -> int:
             "environment (--verbose shows the command, --mpi-args adds to it)."
         )
     try:
-        address = control.Address.parse(os.environ["HVDLITE_CONTROL"])
+        address = link.Address.parse(os.environ["HVDLITE_CONTROL"])
     except ValueError as error:
         return _refuse(f"{where}: {error}")
     try:
-        connection = control.connect(address)
+        connection = link.connect(address)
     except session.ProtocolError as error:
         return _refuse(f"{where}, at {address.host}:{address.port}: {error}. Do all hosts have the same hvdlite?")
     except OSError as error:
@@ -67,7 +68,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         return _refuse(f"{where}: no directory for MPI's shared memory: {error}")
     threads = rank_environment.share_cores()
-    rank_environment.show_place()
+    rank_environment.set_horovod_variables()
     pipes = [os.pipe(), os.pipe(), os.pipe()]
     guard_pid = os.getpid()
     orphans.adopt()
@@ -80,10 +81,10 @@ def main(arguments: list[str]) -> int:
         program.run(arguments, pipes[2][1])
     for _, write_end in pipes:
         os.close(write_end)
-    with contextlib.suppress(OSError):  # the child does it too: whoever comes first
+    with contextlib.suppress(OSError):  # the child does the same: either may come first
         os.setpgid(child, child)
     own_guard = guard.Guard(connection, child, *(read_end for read_end, _ in pipes))
-    own_guard.finished = arguments[0] == "--exec"  # such a program cannot say so: its exit code has to do
+    own_guard.finished = arguments[0] == "--exec"  # such a program cannot report its end: only its exit code counts
     return own_guard.run(
         {
             "rank": rank,
