@@ -42,7 +42,7 @@ class Execution:
         self._runs = 0  # that all ranks have made, whether a timeline was kept or not
         self._decided = 0  # when the latest plan was known, for the timeline
         self._running: Key = 0
-        self._watching = watch.exchanging(
+        self._watching = watch.guarded(
             lambda: f"its part of {in_flight.describe(self._running)}", members, remember=False, link=link
         )
 

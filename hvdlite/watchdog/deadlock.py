@@ -1,19 +1,24 @@
-"""Ranks that wait for each other, each for something else, so that none of them can go on: two, or a circle of any length.
+"""Finds deadlocks: ranks that wait for each other, each for something else, so that none of them can go on.
 
-Operations of one group of ranks are compared by their controller; this is about waits that no controller sees together: a
-gradient exchange and an operation, exchanges of different gradients, operations of different process sets, `join` and an
-exchange.
+The controller of a group compares the operations of the group. The deadlock detector compares the waits that no controller sees
+together: a gradient exchange and an operation, exchanges of different gradients, operations of different process sets,
+`join` and an exchange.
 
-A rank is stuck if all of its threads that use hvdlite wait, and have for some time. It tells rank 0 what it needs. A rank
-*lacks* what another needs if it has not done its part of it. A set of stuck ranks is deadlocked if whatever a rank of the set
-needs is lacked by another rank of the set: a stuck rank does nothing but what others make it do. Rank 0 looks for such sets::
+A rank is *stuck* if all of its threads that use hvdlite wait, and have waited for some time. A stuck rank tells rank 0 what it
+needs. A rank *lacks* what another rank needs if it has not done its part of it: this is an edge of the wait-for graph. A set of
+stuck ranks is deadlocked if everything that any rank of the set needs is lacked by another rank of the set, for a stuck rank
+does nothing until one of its needs is met. Rank 0 searches for such sets::
 
     ranks       stuck(what I need) ──►             lacks(some of these) ──►
     rank 0                            asked(these) ──►                     deadlock(who waits for whom) ──►
 
-What rank 0 knows is old, so it asks ranks that are all stuck by what it has heard. A rank that has left its state since says so
-before it answers, and is left out. So at the moment of the first question all the others were stuck at once, each in the state
-that rank 0 knows, and lacked what they say. None of them can go on before another one of them does: it is true for good.
+What rank 0 has heard may be out of date. So rank 0 asks all ranks that are stuck as far as it knows. A rank that has left its
+state since then says so before it answers, and rank 0 leaves this rank out. Therefore all other ranks were stuck at once when
+rank 0 asked the first question: each in the state that rank 0 knows, and each lacked what it says. None of them can go on
+before another one of them does, so the deadlock is permanent.
+
+In the terms of E. Knapp, "Deadlock detection in distributed databases", ACM Computing Surveys 19(4), 1987, this is the AND-OR
+model: a need is met by all of its ranks, and a rank can go on when any of its needs is met.
 """
 
 from __future__ import annotations
@@ -25,19 +30,20 @@ from typing import Any, NamedTuple
 from hvdlite.topology import Members
 
 _ROUND_LOOKS = 8
-"""How often rank 0 looks for answers before it asks anew: a rank may be stopped, or dead."""
+"""How often rank 0 looks for answers before it asks again, for a rank may be stopped or dead."""
 
 
 class Need(NamedTuple):
     """What a stuck rank waits for.
 
     Attributes:
-        members: The ranks that must take part, each of them.
-        operation: The key of an operation; None for an exchange of gradients.
-        number: Of an operation: the plans that its controller has followed. Of an exchange: its number among those of
-            the group's channel.
+        members: The ranks that must take part; all of them must.
+        operation: The key of the operation; None if the rank waits for a gradient exchange.
+        number: For an operation, the number of plans that its controller has followed. For a gradient exchange, its number
+            among the exchanges of the channel.
         text: A description for the error message.
-        channel: Of an exchange: which gradients; all ranks exchange those of one channel in the same order.
+        channel: For a gradient exchange, the number of the channel, which stands for certain gradients. All ranks make
+            the exchanges of a channel in the same order.
     """
 
     members: Members
@@ -47,25 +53,25 @@ class Need(NamedTuple):
     channel: int = 0
 
     @property
-    def place(self) -> tuple[int, bool, int]:
-        """Where a rank waits: in which group, and whether in an operation there, or in which exchange."""
+    def sequence(self) -> tuple[int, bool, int]:
+        """The sequence of matching calls in which the rank waits: the group, whether it is an operation, the channel."""
         return self.members.id, self.operation is not None, self.channel
 
 
 Needs = tuple[Need, ...]
 Post = Callable[[int, str, object], None]
-"""Sends a message: to whom, its kind, and what it says."""
+"""``post(rank, kind, content)`` sends a control message to a rank."""
 Blockers = Mapping[Need, Collection[int]]
-"""The ranks that lack what is needed; none lacks what it needs itself."""
+"""The ranks that lack what is needed, by need. No rank lacks what it needs itself."""
 
 
 class DeadlockDetector:
-    """One rank's part in the search.
+    """One rank's part in the search for deadlocks.
 
     Args:
         rank: This rank.
-        post: Sends messages; what arrives is for `receive`.
-        lacks: Whether this rank has not done its part of something that others need.
+        post: Sends a control message. Whoever receives such messages hands them to `receive`.
+        lacks: Returns whether this rank has not done its part of what another rank needs.
     """
 
     KINDS = frozenset({"stuck", "asked", "lacks", "deadlock"})
@@ -81,19 +87,19 @@ class DeadlockDetector:
         self._search = _Search(post) if rank == 0 else None
 
     def look(self, needs: Needs) -> str | None:
-        """Look again.
+        """Take the next step of the search; the watchdog calls this again and again.
 
         Args:
             needs: What this rank needs to go on; empty if it is not stuck.
 
         Returns:
-            Who waits for whom, if this rank can never go on.
+            A text that says which rank waits for which, if this rank is deadlocked; else None.
         """
         if needs != self._needs:
             self._needs, self._number, self._told = needs, next(self._numbers), None
             self._post(0, "stuck", (self._number, needs))
         if self._asked is not None:
-            # After this rank has said that its state is another one, if it is.
+            # The answer comes after the message that this rank has changed its state, if it has.
             (round_number, questions), self._asked = self._asked, None
             self._post(0, "lacks", (round_number, [self._lacks(need) for need in questions]))
         if self._search is not None:
@@ -102,7 +108,7 @@ class DeadlockDetector:
         return told
 
     def receive(self, sender: int, kind: str, content: Any) -> None:
-        """A message of another rank, or of this one."""
+        """Take a control message from another rank, or from this one."""
         if kind == "asked":
             self._asked = content
         elif kind == "deadlock":
@@ -117,12 +123,12 @@ class DeadlockDetector:
 
 
 class _Round:
-    """One set of questions: what each of some stuck ranks lacks of what they need.
+    """One round of questions to stuck ranks: which of the needs does each of them lack?
 
     Args:
-        number: Of the round.
-        stuck: All ranks that are asked, or may be deadlocked: the number of the state of each, and what it needs.
-        questions: What each is asked about.
+        number: The number of the round.
+        stuck: The ranks that may be deadlocked, each with the number of its state and its needs.
+        questions: The needs about which each of these ranks is asked.
     """
 
     def __init__(self, number: int, stuck: Mapping[int, tuple[int, Needs]], questions: Mapping[int, Needs]) -> None:
@@ -133,14 +139,14 @@ class _Round:
         self._looks = 0
 
     def look(self) -> bool:
-        """Look again. Returns whether it is over: all that are still in their states have answered, or it has lasted long."""
+        """Return whether the round is over: all ranks that are still in their states have answered, or it has lasted long."""
         self._looks += 1
         return self._looks > _ROUND_LOOKS or all(
             rank in self.answers for rank, asked in self.questions.items() if asked and rank in self.stuck
         )
 
     def blockers(self) -> Blockers:
-        """Who lacks what, of those that have answered and are still in their states."""
+        """Return who lacks what, among the ranks that have answered and are still in their states."""
         found: dict[Need, list[int]] = {}
         for rank, lacked in self.answers.items():
             if rank in self.stuck:
@@ -151,7 +157,7 @@ class _Round:
 
 
 class _Search:
-    """Rank 0's part: all stuck ranks, and the questions to them."""
+    """Rank 0's part of the search: it knows all stuck ranks, and asks them."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -159,10 +165,10 @@ class _Search:
         self._stuck: dict[int, tuple[int, Needs]] = {}
         self._round: _Round | None = None
         self._is_news = False
-        self._told: dict[int, int] = {}  # in which of its states a rank has been told
+        self._told: dict[int, int] = {}  # the number of the state in which a rank was told of its deadlock
 
     def hear(self, rank: int, number: int, needs: Needs) -> None:
-        """A rank is in another state than before."""
+        """Take the message that a rank is in another state than before."""
         self._is_news = True
         self._stuck.pop(rank, None)
         if needs:
@@ -171,12 +177,12 @@ class _Search:
             self._round.stuck.pop(rank, None)
 
     def hear_answer(self, rank: int, round_number: int, lacked: list[bool]) -> None:
-        """What a rank lacks of what it has been asked about."""
+        """Take the answer of a rank: whether it lacks each need that it was asked about."""
         if self._round is not None and self._round.number == round_number:
             self._round.answers[rank] = lacked
 
     def look(self) -> None:
-        """Judge the answers, or ask."""
+        """Judge the answers of a round that is over, and begin a new round if something has changed."""
         if self._round is not None:
             if not self._round.look():
                 return
@@ -187,12 +193,14 @@ class _Search:
             self._ask()
 
     def _ask(self) -> None:
-        """Ask the ranks that may be deadlocked."""
+        """Begin a round: ask the ranks that may be deadlocked."""
         may_lack = {}
         for need in {need for _, needs in self._stuck.values() for need in needs}:
-            # Who waits at the same place is in the same exchange, or it is their controller's business.
+            # Ranks that wait in the same sequence are in the same exchange, or their controller compares them.
             there = {rank for rank in need.members.ranks if rank in self._stuck}
-            may_lack[need] = {rank for rank in there if all(own.place != need.place for own in self._stuck[rank][1])}
+            may_lack[need] = {
+                rank for rank in there if all(own.sequence != need.sequence for own in self._stuck[rank][1])
+            }
         stuck = _deadlocked(self._stuck, may_lack)
         if stuck:
             needed = {need for _, needs in stuck.values() for need in needs}
@@ -203,7 +211,7 @@ class _Search:
                     self._post(rank, "asked", (self._round.number, asked))
 
     def _tell(self, judged: _Round) -> None:
-        """Tell all ranks that are deadlocked."""
+        """Tell the ranks that are deadlocked by the answers of a round."""
         blockers = judged.blockers()
         stuck = _deadlocked(judged.stuck, blockers)
         if not stuck:
@@ -218,7 +226,7 @@ class _Search:
 
 
 def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> dict[int, tuple[int, Needs]]:
-    """The largest part of `stuck` of which each rank's needs are all lacked by others of that part."""
+    """Return the largest subset of `stuck` in which each need of each rank is lacked by another rank of the subset."""
     left = dict(stuck)
     while True:
         free = [
@@ -233,7 +241,7 @@ def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> d
 
 
 def _circle(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> list[int]:
-    """A shortest circle of deadlocked ranks each of which waits for the next one."""
+    """Return a shortest cycle of the wait-for graph: deadlocked ranks, each of which waits for the next one."""
     next_of = {
         rank: sorted({other for need in needs for other in blockers[need] if other in stuck})
         for rank, (_, needs) in stuck.items()

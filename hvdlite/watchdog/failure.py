@@ -11,12 +11,13 @@ from hvdlite.config import Config
 
 
 def end_job(config: Config, rank: int, text: str) -> None:
-    """Say why (to the launcher, which prints it last; else on stderr) and end all ranks. Does not return.
+    """Report why the job fails, and end all ranks. This function does not return.
 
-    Called from any thread, while another may be inside MPI for ever.
+    The report goes to the launcher, which prints it last, or to stderr if there is no launcher. Any thread may call this,
+    while another thread may be inside MPI for ever.
     """
     from hvdlite.launcher_link.link import (
-        report_failure,  # not at import: it loads sockets and JSON, for this moment alone
+        report_failure,  # imported here: it loads sockets and JSON, which nothing else needs
     )
 
     if not report_failure(config.control, rank, text, 1):
@@ -25,7 +26,7 @@ def end_job(config: Config, rank: int, text: str) -> None:
 
 
 def abort(code: int) -> None:
-    """End all ranks of the MPI job with this exit code. Does not return."""
+    """End all ranks of the MPI job with the exit code `code`. This function does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     mpi = sys.modules.get("mpi4py.MPI")
@@ -35,9 +36,9 @@ def abort(code: int) -> None:
 
 
 def end_job_on_uncaught_exceptions() -> None:
-    """From now on an exception that nobody catches ends the job, after its traceback was printed as ever.
+    """Let an exception that nobody catches end the job, after its traceback was printed as usual.
 
-    What hvdliterun's worker does for its ranks, for those that plain mpirun or srun started.
+    Ranks that mpirun or srun started call this. For ranks that hvdliterun started, its worker does the same.
     """
     previous, rank = sys.excepthook, os.getpid()
 
@@ -46,7 +47,7 @@ def end_job_on_uncaught_exceptions() -> None:
             previous(kind, value, trace)
         except (
             BaseException
-        ):  # of a hook of the program's, or of a signal handler: the reason must be seen nevertheless
+        ):  # raised by a hook of the program or by a signal handler: the first reason must be seen nevertheless
             traceback.print_exception(kind, value, trace)
             traceback.print_exc()
         finally:

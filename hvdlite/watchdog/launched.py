@@ -1,7 +1,7 @@
-"""Watches what groups launch on their GPUs: nobody waits for a launch, so nobody would notice that it can never end.
+"""Watches the work that groups launch on their GPUs, for no thread waits for it and would notice that it can never end.
 
-A rank that leaves the job says how many launches it has made with each group. What another rank has launched beyond that
-can never end, and fails.
+A rank that leaves the job says how many launches it has made with each group. If another rank has launched more than that, its
+work can never end, and fails.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from hvdlite.errors import HvdliteError, PeerLeftError
 from hvdlite.topology import Members
 
 Launcher = tuple[int, int]
-"""The number of a group, and how many times something was made for it before: a name that all of its ranks know."""
+"""The number of a group, and how many launchers were made for the group before: a name that all of its ranks know."""
 
 
 class LaunchedWork(Protocol):
-    """What goes on on a GPU after the calls that began it have returned: `hvdlite.gpu.collectives.DeviceCollectives`."""
+    """Work that goes on on a GPU after the calls that began it have returned.
+
+    `hvdlite.gpu.collectives.DeviceCollectives` is such work.
+    """
 
     @property
     def launched(self) -> int:
-        """How many calls there have been."""
+        """How many calls have launched work so far."""
         ...
 
     def look(self) -> None:
-        """Find out whether something has failed, and if so end it."""
+        """Find out whether some work has failed, and if so end it."""
         ...
 
     def fail(self, error: HvdliteError) -> None:
-        """End all that goes on."""
+        """End all work that goes on; later calls raise `error`."""
         ...
 
 
 class LaunchWatch:
-    """What one rank has launched with its groups, and what the ranks that have left had launched."""
+    """Knows what one rank has launched with its groups, and how much the ranks that have left the job had launched."""
 
     def __init__(self) -> None:
         self._work: dict[Launcher, tuple[Members, LaunchedWork]] = {}
@@ -42,10 +45,10 @@ class LaunchWatch:
         self._launched_by: dict[int, Mapping[Launcher, int]] = {}
 
     def add(self, members: Members, work: LaunchedWork) -> Callable[[], None]:
-        """Watch this rank's end of what a group launches. All its ranks call this, in the same order.
+        """Watch the work that this rank launches with a group. All ranks of the group call this in the same order.
 
         Returns:
-            A function that ends this.
+            A function that ends the watch.
         """
         name = members.id, self._made.get(members.id, 0)
         self._made[members.id] = name[1] + 1
@@ -57,15 +60,15 @@ class LaunchWatch:
         return forget
 
     def counts(self) -> dict[Launcher, int]:
-        """How many launches this rank has made, for its goodbye."""
+        """Return how many launches this rank has made, by launcher. The rank tells this to the others when it leaves."""
         return {name: work.launched for name, (_, work) in list(self._work.items())}
 
     def hear(self, rank: int, counts: Mapping[Launcher, int]) -> None:
-        """A rank has left the job, and had launched so much."""
+        """Take the message that a rank has left the job, with the number of its launches by launcher."""
         self._launched_by[rank] = counts
 
     def check(self) -> None:
-        """End what has failed, and what needs a rank that has left."""
+        """End the work that has failed, and the work that needs a rank which has left."""
         for name, (members, work) in list(self._work.items()):
             work.look()
             for rank in members.ranks:

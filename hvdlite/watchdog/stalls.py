@@ -1,4 +1,4 @@
-"""Waits that have lasted too long: all ranks concerned are asked where they are, and one of them prints the answers."""
+"""Reports waits that have lasted too long: asks all ranks concerned where they are; one of these prints the answers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ANSWER_SECONDS = 1.0
 
 @dataclass
 class _Question:
-    """A report being gathered."""
+    """A question to the ranks of a wait, and the answers so far."""
 
     wait: Wait
     asked: float
@@ -24,12 +24,12 @@ class _Question:
 
 
 class Stalls:
-    """The reports of one rank.
+    """Reports the waits of one rank that last too long.
 
     Args:
         rank: This rank.
-        config: The stall settings.
-        tell: Sends a message: to whom, its kind, and what it says. The answers are for `hear`.
+        config: The configuration, with the stall settings.
+        tell: ``tell(rank, kind, *content)`` sends a control message. Whoever receives an answer hands it to `hear`.
         give_up: Ends a wait that has reached its limit, with a text.
     """
 
@@ -43,7 +43,7 @@ class Stalls:
         self._numbers = itertools.count()
 
     def check(self, wait: Wait, now: float) -> None:
-        """Ask the ranks that a wait needs, if it is time to."""
+        """Ask the ranks of a wait where they are, if the wait has lasted long enough."""
         if not self._enabled or not (now > wait.next_report or 0 < self._end_after < now - wait.since):
             return
         wait.next_report = now + self._report_after
@@ -54,16 +54,16 @@ class Stalls:
                 self._tell(rank, "where", number)
 
     def hear(self, sender: int, number: int, answer: Answer) -> None:
-        """Where another rank, or this one, is."""
+        """Take the answer of a rank: where it is."""
         if number in self._questions:
             self._questions[number].answers[sender] = answer
 
     def look(self, now: float, left: Mapping[int, float]) -> None:
-        """Report what has been answered, or has waited long enough for answers.
+        """Report the waits whose ranks have all answered, or have had enough time to answer.
 
         Args:
-            now: The time (`time.monotonic`).
-            left: When each rank that has left the job did.
+            now: The time of `time.monotonic`.
+            left: The ranks that have left the job, with the time at which each did.
         """
         for number, question in list(self._questions.items()):
             if len(question.answers) == question.wait.members.size or now > question.asked + _ANSWER_SECONDS:

@@ -1,4 +1,4 @@
-"""Which threads of the program may still do something, and which only wait."""
+"""Knows which threads of the program may still do something, and which only wait."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _calls_that_wait: set[CodeType] = set()
 
 
 def waits_in(code: CodeType) -> None:
-    """Tell that a thread whose innermost frame runs `code` waits for threads of a framework, which do its work meanwhile.
+    """Declare that a thread whose innermost frame runs `code` waits for threads of a framework.
 
-    For adapters of frameworks that call hvdlite from threads of their own. Each such thread that waits for other ranks is then
-    taken to be at work for one that is inside of the call.
+    Adapters of frameworks that call hvdlite from threads of their own use this. Each such thread that waits for other ranks
+    then counts as working for one thread that is inside of the call.
     """
     _calls_that_wait.add(code)
 
 
 class Threads:
-    """Threads that have used something, as far as they are still alive.
+    """The threads that have used hvdlite.
 
-    A thread's number is used again when the thread has ended, so the threads themselves are kept. Those that Python did not
-    start (a framework's own) count as ended.
+    A thread's number is used again when the thread has ended, so the threads themselves are kept. Threads that Python did not
+    start (a framework's own threads) count as ended.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, threading.Thread | None] = {}
-        self._noted = threading.local()  # which ends with its thread, as a number does not
+        self._noted = threading.local()  # it ends with its thread; the thread's number does not
 
     def add(self) -> None:
         """Note the calling thread."""
@@ -40,11 +40,11 @@ class Threads:
             self._known[number] = None if isinstance(found, threading._DummyThread) else found
 
     def leave_out(self) -> None:
-        """Never note the calling thread: all that it does, another thread waits for."""
+        """Never note the calling thread, because another thread waits for everything that it does."""
         self._noted.here = True
 
     def are_all_among(self, waiting: Collection[int]) -> bool:
-        """Whether all that are alive are `waiting` (thread numbers), or have a framework's thread wait for them."""
+        """Return whether all live threads are among `waiting` (thread numbers), or a framework's thread waits for them."""
         others = [
             number
             for number, thread in list(self._known.items())

@@ -1,4 +1,4 @@
-"""What the watchdog knows of one wait."""
+"""The record that the watchdog keeps of one wait."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Wait:
     """One wait of this rank.
 
     Attributes:
-        what: What for, in words.
+        what: Returns a description of what this rank waits for.
         members: The ranks that must take part.
-        fail: Ends the wait with an error; called from the watch's thread.
-        since: When it began (`time.monotonic`).
+        fail: Ends the wait with an error. The watchdog's thread calls it.
+        since: The time of `time.monotonic` at which the wait began.
+        next_report: The time at which the wait is reported next.
     """
 
     what: Callable[[], str]
@@ -31,17 +32,17 @@ class Wait:
     since: float = field(default_factory=time.monotonic)
     next_report: float = 0.0
     need: Callable[[], Need | None] | None = None
-    """Gives what the other ranks must do; None if that is not known for certain."""
+    """Returns what the other ranks must do; None if that is not known for certain."""
     thread: int = field(default_factory=threading.get_ident)
     link: Link | None = None
-    """Where it waits, if its ranks may get out of step there."""
+    """The link in which the rank waits, if its ranks may get out of step there."""
     kind: WaitKind = WaitKind.PEER
     one_of: tuple[int, ...] = ()
-    """World ranks of which any one can end the wait, if not all of `members` must take part."""
+    """The world ranks of which any one can end the wait; empty if all of `members` must take part."""
     failed: tuple[float, HvdliteError] | None = None
-    """When and why it was given up. It may go on nevertheless, inside of a library that nothing interrupts."""
+    """The time at which the wait was given up, and why. The wait may go on inside of a library that nothing interrupts."""
 
     def forgive(self, seconds: float) -> None:
-        """The process was stopped for so long, by Ctrl-Z or with its machine: nobody has waited meanwhile."""
+        """Do not count a time in which the process was stopped, by Ctrl-Z or with its machine: nobody waited meanwhile."""
         self.since += seconds
         self.next_report += seconds
