@@ -1,4 +1,4 @@
-"""Bytes of any length, gathered from all ranks of a group."""
+"""An allgather of bytes, of any length on each rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hvdlite.protocols import Array, Collectives
 
 
 def allgather_bytes(collectives: Collectives, data: Array) -> list[Array]:
-    """Every rank's `data`, by rank.
+    """Return the `data` of every rank, in the order of the ranks. All ranks of the group call this together.
 
     Args:
-        collectives: Of the group; all ranks call this.
-        data: uint8, shape ``(n,)``, n of this rank's own.
+        collectives: The collectives of the group.
+        data: The bytes of this rank: uint8, shape ``(n,)``, where n may differ between ranks.
     """
     lengths = np.empty(collectives.size, np.int64)
     collectives.allgather(np.array([data.size], np.int64), lengths, [1] * collectives.size)
