@@ -1,4 +1,4 @@
-"""Smaller numbers on the wire: tensors are compressed before they are exchanged, and what comes back is decompressed.
+"""Compression: tensors are compressed before an exchange, and the results of the exchange are decompressed.
 
 A compressor is a class (or an object) with two methods, so that a program can bring its own. It may have a third,
 `encoded`: see `SizedCompressor`.
@@ -16,37 +16,41 @@ T = TypeVar("T")
 
 
 class Compressor(Protocol):
-    """How tensors are compressed. A class of static or class methods will do, an object too."""
+    """Compresses and decompresses tensors. It may be an object, or a class with static or class methods."""
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Make a tensor smaller.
 
         Returns:
-            The tensor to be exchanged, of a shape and dtype that is the same on all ranks, and whatever `decompress` needs.
+            The tensor to exchange, whose shape and dtype are the same on all ranks, and the context that `decompress` needs.
         """
         ...
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """The result of an exchange as it would be without compression; `ctx` is what `compress` returned."""
+        """Return the result of an exchange in the shape and dtype that it has without compression.
+
+        Args:
+            tensor: The result of the exchange of the compressed tensor.
+            ctx: The context that `compress` returned.
+        """
         ...
 
 
 class SizedCompressor(Compressor, Protocol):
-    """A compressor that says beforehand how large it makes tensors.
+    """A compressor that says beforehand which dtype and shape it gives to a tensor.
 
-    The gradients of an optimizer are exchanged in memory that all ranks make beforehand. So if `encoded` is there, no rank need
-    have had a gradient of a parameter before another one has. `decompress` then gets None for its context on a rank that has
-    not compressed a gradient of the parameter yet.
+    The gradients of an optimizer are exchanged in buffers that all ranks make beforehand. With `encoded`, a rank can make the
+    buffer of a parameter before it has had a gradient of this parameter. On such a rank `decompress` gets None as its context.
     """
 
     def encoded(self, info: TensorInfo) -> TensorInfo:
-        """The dtype and shape of what `compress` makes of a tensor like `info`."""
+        """Return the dtype and shape of the tensor that `compress` makes of a tensor like `info`."""
         ...
 
 
 def encoded_info(compressor: Compressor, info: TensorInfo) -> TensorInfo | None:
-    """What a compressor makes of a tensor like `info`; None if it does not say that."""
-    # Of a class that is derived, and compresses in another way, an inherited `encoded` says nothing.
+    """Return the dtype and shape to which a compressor compresses a tensor like `info`; None if it does not say that."""
+    # If a derived class overrides `compress` but not `encoded`, the inherited `encoded` does not describe it.
     lineage = (compressor if isinstance(compressor, type) else type(compressor)).__mro__
     for where in (getattr(compressor, "__dict__", {}), *map(vars, lineage)):
         if "encoded" in where:
@@ -58,37 +62,37 @@ def encoded_info(compressor: Compressor, info: TensorInfo) -> TensorInfo | None:
 
 
 class NoneCompressor:
-    """Leaves tensors as they are."""
+    """A compressor that leaves tensors as they are."""
 
     @classmethod
     def encoded(cls, info: TensorInfo) -> TensorInfo:
-        """`info`."""
+        """Return `info`: the tensor stays as it is."""
         return info
 
     @classmethod
     def compress(cls, tensor: T) -> tuple[T, None]:
-        """`tensor`, and nothing."""
+        """Return `tensor`, and None as the context."""
         return tensor, None
 
     @classmethod
     def decompress(cls, tensor: T, ctx: Any) -> T:
-        """`tensor`."""
+        """Return `tensor`."""
         return tensor
 
 
 class CastCompressor:
-    """Sends floating-point tensors in a dtype of half their size or less; halves, integers and complex numbers as they are.
+    """A compressor that casts real floating-point tensors of 32 bits or more to 16 bits. All other tensors stay as they are.
 
-    The sum is accumulated as float32 and rounded once, so what is lost is the rounding of each rank's values and of the
-    result. Casts are differentiable where the framework's are.
+    The ranks' values are accumulated as float32 and rounded once. So the loss is one rounding of each rank's values, and one of
+    the result. The casts are differentiable if the framework's casts are.
     """
 
     DTYPE: ClassVar[str]
-    """The dtype on the wire."""
+    """The name of the dtype in which tensors are exchanged."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, str]:
-        """`tensor` as `DTYPE`, and the name of the dtype that it had."""
+        """Return `tensor` as `DTYPE`, and the name of its dtype as the context."""
         adapter = adapter_for(tensor)
         dtype = adapter.dtype(tensor)
         smaller = cls._dtype_for(dtype)
@@ -96,7 +100,7 @@ class CastCompressor:
 
     @classmethod
     def encoded(cls, info: TensorInfo) -> TensorInfo:
-        """`info` with the dtype that `compress` casts to."""
+        """Return `info` with the dtype to which `compress` casts."""
         return info._replace(dtype=cls._dtype_for(info.dtype))
 
     @classmethod
@@ -105,25 +109,25 @@ class CastCompressor:
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: str | None) -> Any:
-        """`tensor` in the dtype `ctx`; as it is if that is None."""
+        """Return `tensor` cast to the dtype `ctx`, or unchanged if `ctx` is None."""
         adapter = adapter_for(tensor)
         return tensor if ctx is None or adapter.dtype(tensor) == ctx else adapter.cast(tensor, ctx)
 
 
 class FP16Compressor(CastCompressor):
-    """float16: 11 bits of precision; values beyond 65504 become infinite."""
+    """Compresses to float16, which has 11 bits of precision. Values beyond 65504 become infinite."""
 
     DTYPE = "float16"
 
 
 class BF16Compressor(CastCompressor):
-    """bfloat16: the range of float32 with 8 bits of precision."""
+    """Compresses to bfloat16, which has the range of float32 and 8 bits of precision."""
 
     DTYPE = "bfloat16"
 
 
 class Compression:
-    """The compressors that hvdlite has."""
+    """The names of hvdlite's compressors: `none`, `fp16` and `bf16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

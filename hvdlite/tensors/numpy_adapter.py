@@ -1,4 +1,4 @@
-"""NumPy's arrays as flat memory."""
+"""The adapter that reads NumPy's arrays as flat memory."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ HALF_DTYPES = frozenset({"float16", "bfloat16"})
 
 @functools.cache  # NumPy works a dtype's name out anew each time, for several microseconds
 def check_dtype(dtype: np.dtype[Any]) -> str:
-    """The contract's name of a NumPy dtype: its own, or ``"bfloat16"`` for the one of ml_dtypes.
+    """Return the name of a NumPy dtype as in `TensorInfo`: NumPy's name, or ``"bfloat16"`` for that of ml_dtypes.
 
     Raises:
-        UnsupportedTensorError: It holds no numbers.
+        UnsupportedTensorError: The dtype holds neither numbers nor bool, or is not in this machine's byte order.
     """
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
         raise UnsupportedTensorError(f"expected numbers or bool; got dtype {dtype}.")
@@ -32,7 +32,7 @@ def check_dtype(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_of(info: TensorInfo) -> np.dtype[Any]:
-    """NumPy's dtype of a tensor: for bfloat16 that of ml_dtypes, or uint16 for its bits where that is not installed."""
+    """Return NumPy's dtype for a tensor. For bfloat16 it is that of ml_dtypes, or uint16 for the bits without ml_dtypes."""
     return _bfloat16() if info.dtype == "bfloat16" else np.dtype(info.dtype)
 
 
@@ -47,12 +47,12 @@ def _bfloat16() -> np.dtype[Any]:
 
 
 def widen_bits(bits: Array) -> Array:
-    """bfloat16, given as uint16 bits, as float32 (exact: it is the upper half of a float32)."""
+    """Return bfloat16 bits in uint16 as float32. This is exact, because bfloat16 is the upper half of a float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class NumpyAdapter:
-    """NumPy arrays and scalars; ml_dtypes' bfloat16 too."""
+    """Reads NumPy's arrays and scalars, and those of ml_dtypes' bfloat16."""
 
     def info(self, tensor: Array) -> TensorInfo:
         return TensorInfo(check_dtype(tensor.dtype), tensor.shape)

@@ -1,4 +1,4 @@
-"""Which adapter reads which tensor: NumPy's and the array API's in this folder, the frameworks' in their own packages.
+"""Finds the adapter that reads a tensor. NumPy's and the array API's adapters are here, the frameworks' in their packages.
 
 A framework's adapter is imported when a tensor of that framework is seen, so that the core never imports one.
 """
@@ -19,10 +19,10 @@ _adapters: dict[type, TensorAdapter[Any]] = {}
 
 
 def adapter_for(tensor: Any) -> TensorAdapter[Any]:
-    """The adapter that reads tensors of the class of `tensor`.
+    """Return the adapter that reads tensors of the class of `tensor`.
 
     Raises:
-        UnsupportedTensorError: It is no tensor that hvdlite knows how to read.
+        UnsupportedTensorError: hvdlite cannot read such an object.
     """
     kind = type(tensor)
     adapter = _adapters.get(kind)
@@ -54,17 +54,17 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
 
 
 def device_kind_of(tensor: Any, adapter: Any) -> str | None:
-    """`Device.kind` of where a tensor lies; None for host memory, which is all that a plain `TensorAdapter` reads."""
+    """Return the `Device.kind` of a tensor; None for host memory. An adapter without `device_kind` reads host memory only."""
     ask = getattr(adapter, "device_kind", None)
     kind: str | None = None if ask is None else ask(tensor)
     return kind
 
 
 def register_adapter(kind: type, adapter: TensorAdapter[Any]) -> None:
-    """Let `adapter` read tensors of class `kind`: how another package plugs its own tensors in.
+    """Let `adapter` read tensors of class `kind`. Other packages use this for their own tensors.
 
     Raises:
-        ArgumentError: `kind` is no class.
+        ArgumentError: `kind` is not a class.
     """
     if not isinstance(kind, type):
         raise ArgumentError(f"expected a class; got {kind!r}.")
