@@ -105,7 +105,8 @@ class CastCompressor:
 
     @classmethod
     def _dtype_for(cls, dtype: str) -> str:
-        return cls.DTYPE if dtype.startswith("float") and dtype not in HALF_DTYPES else dtype
+        is_wide = dtype.startswith("float") and not dtype.startswith("float8") and dtype not in HALF_DTYPES
+        return cls.DTYPE if is_wide else dtype
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: str | None) -> Any:
