@@ -1,4 +1,4 @@
-"""hvdlite next to its peers, in the same run. Starts its own ranks.
+"""Measures hvdlite next to its peers, in the same run. The program starts its own ranks.
 
 Examples:
     python -m benchmarks                        allreduce and steps, in about 20 minutes on two cores
@@ -6,7 +6,7 @@ Examples:
     python -m benchmarks allreduce --kinds float32 --ranks 2
     python -m benchmarks steps --json figures.json --plot steps.png
     python -m benchmarks keras                  steps of Keras' fit on TensorFlow
-    python -m benchmarks scaling --help         how algorithms scale, a program of its own
+    python -m benchmarks scaling --help         what negotiation costs by the number of ranks, a program of its own
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocking allreduce, in place: how long it takes by size, dtype and number of ranks."""
+"""Measures how long a blocking allreduce in place takes, by size, dtype and number of ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.plan import MPI_OWN
 
 
 def measure(kinds: Sequence[str], sizes: Sequence[int], rounds: int, progress: bool) -> dict[str, Any]:
-    """Run all peers on this rank.
+    """Measure all peers on this rank.
 
     Args:
-        kinds: Of `plan.KINDS`.
-        sizes: In bytes.
+        kinds: Names in `plan.KINDS`.
+        sizes: The sizes of the tensor in bytes.
         rounds: How often each peer has its turn.
-        progress: Whether rank 0 shows how far it is.
+        progress: Whether rank 0 shows a progress bar.
 
     Returns:
         ``figures``: one entry for each kind, size and peer; ``skipped``: reasons by peer; ``mpi``.
@@ -54,7 +54,7 @@ def measure(kinds: Sequence[str], sizes: Sequence[int], rounds: int, progress: b
 
 
 def _interleaved(found: Mapping[str, Peer], elements: int, rounds: int, repeats: int) -> dict[str, list[float]]:
-    """This rank's seconds in each call, by peer."""
+    """Let the peers take turns, and return this rank's seconds in each call, by peer."""
     comm = MPI.COMM_WORLD
     times: dict[str, list[float]] = {name: [] for name in found}
     dtypes = {peer.data.dtype for peer in found.values()}

@@ -1,4 +1,4 @@
-"""The peers' own communication, started beside hvdlite's in the same processes."""
+"""Starts the peers' own communication beside hvdlite's in the same processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def start_gloo() -> None:
 
 
 def start_horovod() -> ModuleType | None:
-    """Horovod's torch module, initialised; None where it is not installed."""
+    """Return Horovod's torch module, initialised; None if it is not installed."""
     if importlib.util.find_spec("horovod") is None:
         return None
     # Its background thread looks for work once in a cycle, so a blocking call waits for half a cycle (1 ms unless set).

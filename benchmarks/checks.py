@@ -1,4 +1,4 @@
-"""Figures of a wrong result are worth nothing: each peer's is checked, and one that is wrong ends the run."""
+"""Checks the result of each peer. A wrong result ends the run, because its figures are worth nothing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ WEIGHT_TOLERANCE = 1e-3
 
 
 class WrongResult(Exception):
-    """A peer computed something else than the others."""
+    """A peer has computed a wrong result."""
 
 
 def addend(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank contributes: small whole numbers, exact in any dtype, that differ by rank and by position."""
+    """Return the values of a rank: small whole numbers, exact in any dtype, that differ by rank and by position."""
     import torch
 
     return (torch.arange(elements) % 7 + rank + 1).to(dtype)
 
 
 def true_sum(ranks: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of the addends of ranks 0 … `ranks` - 1, in closed form."""
+    """Return the sum of the addends of ranks 0 … `ranks` - 1, in closed form."""
     import torch
 
     return (torch.arange(elements) % 7 * ranks + ranks * (ranks + 1) // 2).to(dtype)
@@ -35,7 +35,7 @@ def check_sum(peer: str, result: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare a sum with the true one, exactly.
 
     Raises:
-        WrongResult: They differ.
+        WrongResult: The sums differ.
     """
     import torch
 
@@ -48,7 +48,7 @@ def check_weights(deviations: Mapping[str, float]) -> None:
     """Compare deviations of weights from other peers' or other ranks', relative to their training, with what rounding explains.
 
     Raises:
-        WrongResult: One is larger, or not a number.
+        WrongResult: A deviation is larger, or is not a number.
     """
     for peer, deviation in deviations.items():
         if not deviation <= WEIGHT_TOLERANCE:

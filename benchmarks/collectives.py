@@ -27,12 +27,12 @@ NAMED_ALGORITHMS = tuple(name for name in ("mpi", *ALGORITHMS) if name != "param
 
 @dataclass
 class Peer:
-    """One way to sum, with the memory that it sums in.
+    """One way to sum a tensor, with the memory in which it sums.
 
     Attributes:
-        data: Filled before each call; holds the sum after it, if `is_sum`.
-        call: Does it, blocking.
-        is_sum: False for the bound, which only moves bytes.
+        data: The array that is filled before each call, and holds the sum after the call if `is_sum`.
+        call: Sums the array, and returns when the sum is there.
+        is_sum: Whether `call` sums. It is False for the bound, which only moves bytes.
     """
 
     data: torch.Tensor
@@ -41,10 +41,12 @@ class Peer:
 
 
 def peers(kind: str, elements: int, horovod: ModuleType | None) -> tuple[dict[str, Peer], dict[str, str]]:
-    """Who can sum a tensor of `elements` elements of a kind in `plan.KINDS`. Every rank calls this; gloo must be started.
+    """Return the peers that can sum a tensor of `elements` elements of a kind in `plan.KINDS`.
+
+    Every rank calls this. gloo must have been started.
 
     Returns:
-        The peers, and for those that are missing the reason.
+        The peers by name, and the reasons why others are missing.
     """
     comm = MPI.COMM_WORLD
     dtype = DTYPES[kind]
@@ -83,7 +85,7 @@ def _hvdlite_by(algorithm: str, data: torch.Tensor) -> Peer:
 
 
 def _buckets(data: torch.Tensor) -> Peer:
-    """The way of gradients, which are summed in the memory where they lie."""
+    """Return the peer that sums as gradients are summed: in the buffers where they lie."""
     reducer = world().group().reducers.make([ADAPTER.info(data)], hvdlite.Sum)
     memory = torch.from_numpy(reducer.memory_of(0)).view(data.dtype)
     return Peer(memory, lambda: reducer.exchange([True]))

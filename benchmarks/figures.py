@@ -1,4 +1,4 @@
-"""From samples to figures. Only who asks about MPI starts it."""
+"""Makes figures of samples. Only `mpi_in_use` starts MPI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MPI_SETTINGS = ("OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_pml", "OMPI_MCA_btl")
 
 
 def until_all_are_done(seconds: Sequence[float]) -> list[float]:
-    """For each measurement, the time of the rank that took longest. Every rank calls this."""
+    """Return for each measurement the time of the rank that took longest. Every rank calls this."""
     from mpi4py import MPI
 
     longest = np.array(seconds)
@@ -22,12 +22,12 @@ def until_all_are_done(seconds: Sequence[float]) -> list[float]:
 
 
 def summary(seconds: Sequence[float]) -> dict[str, float]:
-    """Median and minimum."""
+    """Return the median and the minimum of samples."""
     return {"median": statistics.median(seconds), "minimum": min(seconds), "samples": len(seconds)}
 
 
 def mpi_in_use() -> dict[str, str]:
-    """The MPI library of this rank, and its settings."""
+    """Return the name of this rank's MPI library, and its settings."""
     from mpi4py import MPI
 
     library = MPI.Get_library_version().split(",")[0].strip("\0\n ")

@@ -1,15 +1,15 @@
-"""Training steps on a GPU: ``python -m benchmarks.gpu``. What hvdlite adds to a step, next to torch's DistributedDataParallel.
+"""Measures what hvdlite adds to a training step on a GPU, next to torch's DDP: ``python -m benchmarks.gpu``.
 
 One rank on one GPU trains a GPT of 124 million parameters, and ResNet-50 (torchvision's, or our own), in turn by each of
 
     no exchange        the optimizer alone
-    DDP                torch's DistributedDataParallel, with NCCL, of one rank
-    hvdlite            of one rank, which it spares all work
-    hvdlite, buckets   not spared: hooks, packing, launching and dividing are what they are with many ranks; NCCL has one
+    DDP                torch's DistributedDataParallel with NCCL and one rank
+    hvdlite            one rank, for which hvdlite has nothing to exchange
+    hvdlite, buckets   hooks, packing, launching and dividing as with many ranks, and an NCCL communicator of one rank
 
-and two ranks train the GPT on the one GPU, where NCCL can be made to do that (`benchmarks.gpu_pair`). Without a GPU it says so
-and ends with code 2. It takes a few minutes; `--json` has all figures, `--trace` a trace of some steps for chrome://tracing.
-No part needs another: what fails is said at the end, with code 1, and figures are written as they come.
+and two ranks train the GPT on the same GPU, if NCCL can be made to do that (`benchmarks.gpu_pair`). Without a GPU the program
+says so and ends with code 2. It takes a few minutes. `--json` writes all figures, `--trace` a trace of some steps for
+chrome://tracing. The parts are independent: figures are written as they come, failures are shown at the end, with code 1.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ WAITS = {
 
 @dataclass(frozen=True)
 class Task:
-    """Something to train.
+    """A model to train.
 
     Attributes:
-        model: Makes it.
+        model: Makes the model.
         batch: Makes inputs and labels from a generator, in host memory.
     """
 
@@ -77,7 +77,7 @@ class Task:
 
 
 def gpt(tiny: bool) -> Task:
-    """GPT-2's smallest size: 124 million parameters, the embedding shared with the last layer."""
+    """Return the smallest GPT-2: 124 million parameters. The embedding is also the last layer."""
     size = GptSize(64, 16, 32, 2, 2) if tiny else GptSize(50257, 1024, 768, 12, 12)
     rows = 2 if tiny else 8
 
@@ -95,7 +95,7 @@ def gpt(tiny: bool) -> Task:
 
 
 def resnet(tiny: bool) -> Task:
-    """ResNet-50: torchvision's, where that can be imported."""
+    """Return a ResNet-50: torchvision's, if it can be imported, else that of `benchmarks.models`."""
     make: Callable[[], nn.Module] = functools.partial(ResNet, (1, 1, 1, 1), 8) if tiny else ResNet
     if not tiny:
         with contextlib.suppress(Exception):  # not the one for this torch
@@ -115,10 +115,10 @@ class Training:
     """One variant of one task.
 
     Args:
-        variant: Of `VARIANTS`.
+        variant: A name in `VARIANTS`.
         initial: The model to begin with.
-        device: Where.
-        half: Compute in bfloat16.
+        device: The device to train on.
+        half: Whether to compute in bfloat16.
     """
 
     def __init__(self, variant: str, initial: nn.Module, device: torch.device, half: bool = True) -> None:
@@ -135,7 +135,7 @@ class Training:
                 hvdlite_torch.DistributedOptimizer(self.optimizer)
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """One step. The host may go on before it is over."""
+        """Make one step. The host may go on before the step is over."""
         inputs, labels = batch
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
@@ -147,7 +147,7 @@ class Training:
 
 @contextlib.contextmanager
 def unspared() -> Iterator[None]:
-    """Let an optimizer that is made inside of it exchange gradients though there is one rank, by NCCL if there is one."""
+    """Let an optimizer that is made in the body exchange gradients although there is one rank, by NCCL if it is there."""
     here, module = world(), hvdlite_torch.sync.device
 
     def connect(device: Device) -> DeviceCollectives:
@@ -182,14 +182,14 @@ def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny
     """Train all variants in turn, on this rank.
 
     Args:
-        device: Where.
-        name: Of `TASKS`.
+        device: The device to train on.
+        name: A name in `TASKS`.
         rounds: How often each variant has its turn.
-        steps: Of a turn, which is timed as one.
-        tiny: A small model.
+        steps: The number of steps in a turn, which are timed together.
+        tiny: Whether to train a small model.
 
     Returns:
-        For each variant, seconds of a step, the ratios to no exchange and to DDP, and the last loss.
+        For each variant, the seconds of a step, the ratios to no exchange and to DDP, and the last loss.
     """
     start_ddp(device)
     task = TASKS[name](tiny)
@@ -214,7 +214,7 @@ def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny
 def _interleaved(
     trainings: dict[str, Training], task: Task, device: torch.device, rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Seconds of a step, by variant."""
+    """Let the variants take turns, and return the seconds of a step by variant."""
     seconds: dict[str, list[float]] = {variant: [] for variant in trainings}
     order = list(trainings)
     generator = torch.Generator().manual_seed(1)
@@ -237,7 +237,7 @@ def check_losses(figures: Sequence[dict[str, Any]]) -> None:
     """Compare the last losses of a task's variants.
 
     Raises:
-        WrongResult: One is not what it is without an exchange.
+        WrongResult: A loss differs from that without an exchange.
     """
     true = next(each["loss"] for each in figures if each["variant"] == NOTHING)
     for each in figures:
@@ -248,13 +248,13 @@ def check_losses(figures: Sequence[dict[str, Any]]) -> None:
 
 
 def check_results(device: torch.device) -> dict[str, float]:
-    """All variants get the same weights where rounding says little: a small model in float32.
+    """Check that all variants get the same weights, with a small model in float32, for which rounding is small.
 
     Returns:
-        How far each is from training without an exchange, relative to the way that this has gone.
+        The distance of each variant's weights from training without an exchange, relative to the way of that training.
 
     Raises:
-        WrongResult: They do not.
+        WrongResult: A variant gets other weights.
     """
     start_ddp(device)
     torch.manual_seed(0)
@@ -280,12 +280,12 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def measure_memory(device: torch.device, mebibytes: int, rounds: int = 10) -> dict[str, float]:
-    """Bytes per second of a copy on the device (read and written), and of NCCL's allreduce of one rank, which is one.
+    """Return bytes per second, read and written, of a copy on the device, and of NCCL's allreduce of one rank (a copy).
 
     Args:
-        device: Where.
-        mebibytes: Of one buffer.
-        rounds: The fastest of so many.
+        device: The device to measure.
+        mebibytes: The size of one buffer in MiB.
+        rounds: The number of repeats, of which the fastest counts.
     """
     source = torch.rand(mebibytes * 2**18, device=device)
     into = torch.empty_like(source)
@@ -316,12 +316,12 @@ def record_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], f
     """Record `TRACED` steps, and one before, for chrome://tracing, compressed.
 
     Args:
-        training: Some steps of it have been done.
-        batch: For the steps.
-        file: To be written.
+        training: The training to trace, of which some steps have been done.
+        batch: The batch of the steps.
+        file: The file to write.
 
     Returns:
-        ``waits``: the calls within these steps by which the host waited for the GPU; `overlap`'s figures; and ``file``.
+        ``waits``: the calls within these steps by which the host waited for the GPU; the figures of `overlap`; and ``file``.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if training.device.type == "cuda":
@@ -344,11 +344,11 @@ def record_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], f
 
 
 def waits_in(annotation: str, events: Sequence[dict[str, Any]]) -> list[str]:
-    """The calls by which the host waited for the GPU, in a profiler's complete events.
+    """Return the calls by which the host waited for the GPU, from a profiler's complete events.
 
     Args:
-        annotation: Within what was recorded by this name.
-        events: Of a trace for Chrome.
+        annotation: The name of the recorded range in which to look.
+        events: The events of a trace for Chrome.
     """
     spans = [
         (event["ts"], event["ts"] + event["dur"])
@@ -362,10 +362,10 @@ def waits_in(annotation: str, events: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def overlap(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How much of what other streams did was done while the busiest stream was busy.
+    """Return how much of the other streams' work was done while the busiest stream was busy.
 
     Args:
-        events: A profiler's complete events, of a trace for Chrome.
+        events: A profiler's complete events, from a trace for Chrome.
 
     Returns:
         ``kernels_by_stream``; ``beside``: microseconds on other streams than the busiest; ``overlapped``: those of them.
@@ -388,7 +388,7 @@ def overlap(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def trace_buckets(device: torch.device, file: Path, tiny: bool) -> dict[str, Any]:
-    """`record_trace` of `BUCKETS`."""
+    """Record the trace of the variant `BUCKETS`."""
     task = gpt(tiny)
     torch.manual_seed(0)
     training = Training(BUCKETS, task.model(), device)
@@ -423,7 +423,7 @@ class Parts:
 
 
 def measure(device: torch.device, rounds: int, steps: int, tiny: bool, trace: Path | None, parts: Parts) -> None:
-    """All that one rank can measure. It is a rank of `on_ranks`, so that no MPI is needed."""
+    """Measure all that one rank can. The rank is one of `on_ranks`, so that no MPI is needed."""
     results = parts.results
     with parts.part("weights"):
         results["weights"] = check_results(device)
@@ -442,7 +442,7 @@ def measure(device: torch.device, rounds: int, steps: int, tiny: bool, trace: Pa
 
 
 def report(results: dict[str, Any]) -> str:
-    """The figures as text."""
+    """Return the figures as text."""
     lines = [f"{'':12} {'':18} {'ms a step':>10} {'least':>8} {'to none':>8} {'to DDP':>8} {'paired':>8}"]
     for each in results["figures"]:
         lines.append(
@@ -482,7 +482,7 @@ def _of_trace(title: str, trace: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """See the module. Returns the exit code."""
+    """Run the program, and return its exit code."""
     parser = argparse.ArgumentParser("python -m benchmarks.gpu", description="Training steps on one GPU.")
     parser.add_argument("--rounds", type=int, default=16, help="turns of each variant (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="training steps in a turn (default: %(default)s)")

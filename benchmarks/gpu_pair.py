@@ -1,4 +1,4 @@
-"""Two ranks on one GPU: the exchange is real, if slow, for NCCL goes through sockets where GPUs are not two."""
+"""Measures two ranks on one GPU. The exchange is real but slow, because NCCL uses sockets between ranks of one GPU."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SIZES = (2**20, 25 * 2**20, 2**28)
 
 
 def measure(tiny: bool, trace: str | None = None) -> dict[str, Any]:
-    """On each of two ranks.
+    """Measure on each of two ranks.
 
     Args:
-        tiny: A small model.
-        trace: Write a profiler's trace of some steps of rank 0 to this file (.json.gz).
+        tiny: Whether to train a small model.
+        trace: A file (.json.gz) for a profiler's trace of some steps of rank 0; None for no trace.
 
     Returns:
         ``steps``: seconds of a training step with and without exchange; ``allreduce``: bytes per second by size; ``trace``.

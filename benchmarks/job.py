@@ -1,6 +1,6 @@
-"""Run a function on several ranks, in a job of their own.
+"""Runs a function on several ranks, in a job of their own.
 
-The other end of a `Job` is this module too: ``python -m benchmarks.job MODULE SETTINGS RESULT`` is what each rank starts.
+Each rank of a `Job` runs this module too: ``python -m benchmarks.job MODULE SETTINGS RESULT``.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _END_SECONDS = 10
 
 
 class JobFailed(Exception):
-    """A job did not come to its end; what it said is on stderr."""
+    """A job has failed or taken too long. Its output is on stderr."""
 
 
 class Job:
     """``measure(**settings)`` of a module of this package, called on each of some ranks. For a with statement, which ends it.
 
     Args:
-        module: Such as "allreduce".
-        ranks: How many; the launcher places them without binding, and lets waiting ranks yield where cores are short.
-        settings: Keyword arguments, as JSON can carry them.
-        environ: More for the environment.
+        module: The name of the module, such as "allreduce".
+        ranks: The number of ranks. The launcher does not bind ranks to cores, and lets waiting ranks yield if cores are few.
+        settings: The keyword arguments, which JSON must be able to carry.
+        environ: Environment variables to add.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        """Whether it has, by itself."""
+        """Return whether the job has ended by itself."""
         return self._process.poll() is not None
 
     def result(self, timeout: float | None = None) -> Any:
-        """What rank 0 returned, by way of JSON.
+        """Return what rank 0 returned, as JSON carries it.
 
         Args:
-            timeout: Seconds that the job may still take.
+            timeout: The seconds that the job may still take.
 
         Raises:
-            JobFailed: A rank failed, or it took too long.
+            JobFailed: A rank has failed, or the job has taken too long.
         """
         try:
             code = self._process.wait(timeout)
@@ -92,7 +92,7 @@ def run(
     environ: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> Any:
-    """The `result` of a `Job`."""
+    """Run a `Job` and return its `result`."""
     with Job(module, ranks, settings, environ) as job:
         return job.result(timeout)
 

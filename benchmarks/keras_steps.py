@@ -1,4 +1,4 @@
-"""`fit` of a Keras model: what exchanging the gradients adds to its steps."""
+"""Measures what the gradient exchange adds to the steps of a Keras model's `fit`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Variant:
     """A model in training.
 
     Attributes:
-        model: Of Keras or tf_keras; compiled.
-        clock: The callback that takes its times.
-        dataset: What it is trained on.
-        passes: Batches of a step.
+        model: The compiled model, of Keras or tf_keras.
+        clock: The callback that takes the times.
+        dataset: The training data.
+        passes: The number of batches in a step.
     """
 
     model: Any
@@ -40,12 +40,12 @@ class Variant:
     passes: int = 1
 
     def fit(self) -> None:
-        """Make `KERAS_STEPS` steps."""
+        """Train for `KERAS_STEPS` steps."""
         options = {"steps_per_epoch": self.passes * KERAS_STEPS, "epochs": 1, "verbose": 0, "shuffle": False}
         self.model.fit(self.dataset, callbacks=[self.clock], **options)
 
     def weights(self) -> np.ndarray[Any, Any]:
-        """All of them, flat."""
+        """Return all weights as one flat array."""
         return _flat(self.model)
 
 
@@ -53,10 +53,10 @@ def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> di
     """Train all variants on this rank.
 
     Args:
-        names: Of `plan.KERAS_WORKLOADS`.
+        names: Names in `plan.KERAS_WORKLOADS`.
         rounds: How often each variant makes `KERAS_STEPS` timed steps.
-        tiny: With few parameters.
-        progress: Whether rank 0 shows how far it is.
+        tiny: Whether to use models with few parameters.
+        progress: Whether rank 0 shows a progress bar.
 
     Returns:
         ``figures``: one entry for each workload and variant; ``skipped``: reasons by variant; ``mpi``.
@@ -102,7 +102,7 @@ def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> di
 
 
 def _start_tensorflow(skipped: dict[str, str]) -> Any:
-    """Start TensorFlow with one thread for each rank; the strategy of its own, which has to be made first of all, or None."""
+    """Start TensorFlow with one thread for each rank. Return its own strategy, which must be made first of all, or None."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     there = importlib.util.find_spec("tf_keras") is not None
     if there:
@@ -125,7 +125,7 @@ def _start_tensorflow(skipped: dict[str, str]) -> Any:
 
 
 def _models(name: str, widths: Sequence[int], strategy: Any) -> tuple[Any, dict[str, Variant], Variant]:
-    """A model with the weights to start from, the variants, and one that is trained on all ranks' batches."""
+    """Return a model with the initial weights, the variants, and a model that is trained on all ranks' batches."""
     import keras
 
     import hvdlite_tf
@@ -171,7 +171,7 @@ def _model(module: Any, widths: Sequence[int], optimizer: Any) -> Any:
 
 def _clock(module: Any) -> Any:
     class Clock(module.callbacks.Callback):  # type: ignore[misc]  # Keras' or tf_keras'
-        """Seconds of each step on this rank; all begin one together."""
+        """Records the seconds of each step on this rank. All ranks begin a step together."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -188,7 +188,7 @@ def _clock(module: Any) -> Any:
 
 
 def _batches(rank: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """What a rank trains on: images of shape ``(KERAS_STEPS, BATCH, 784)`` and their labels."""
+    """Return the training data of a rank: images of shape ``(KERAS_STEPS, BATCH, 784)`` and their labels."""
     random = np.random.default_rng(1 + rank)
     images = random.standard_normal((KERAS_STEPS, BATCH, 784)).astype(np.float32)
     return images, random.integers(10, size=(KERAS_STEPS, BATCH))
@@ -205,6 +205,6 @@ def _flat(model: Any) -> np.ndarray[Any, Any]:
 
 
 def _distance(way: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """How far weights are from others, relative to the way of these; the largest of all ranks."""
+    """Return the distance between weights, relative to the way that training moved them; the largest of all ranks."""
     own = float(np.linalg.norm(way - other) / np.linalg.norm(other))
     return float(np.max(MPI.COMM_WORLD.allgather(own)))

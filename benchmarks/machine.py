@@ -1,4 +1,4 @@
-"""What is to be known about the machine that figures come from."""
+"""Describes the machine that figures come from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("torch", "tensorflow", "keras", "tf_keras", "numpy", "mpi4py", "open
 
 
 def machine() -> dict[str, Any]:
-    """This machine and the software on it, as of now."""
+    """Return a description of this machine and the software on it."""
     versions = {"hvdlite": hvdlite.__version__}
     for package in PACKAGES:
         try:
@@ -46,7 +46,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """The commit of this tree, with a mark if it was changed since; empty outside of git, and without it."""
+    """Return the commit of this tree, with a mark if files have changed since; empty outside of a git repository."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True

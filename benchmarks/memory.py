@@ -1,4 +1,4 @@
-"""Peak memory of training: one variant in a job of its own."""
+"""Measures the peak memory of training, for one variant in a job of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure(name: str, variant: str, tiny: bool) -> dict[str, Any]:
     """Train one variant of a workload for a few steps on this rank.
 
     Returns:
-        In bytes, by rank: ``kept`` and ``peak`` by the training, and ``process_peak``; or ``skipped`` with the reason.
+        The bytes by rank: ``kept`` and ``peak`` of the training, and ``process_peak``; or ``skipped`` with the reason.
     """
     start_gloo()
     horovod = start_horovod()
@@ -46,7 +46,7 @@ def measure(name: str, variant: str, tiny: bool) -> dict[str, Any]:
 
 
 def _train(name: str, variant: str, tiny: bool, horovod: ModuleType | None) -> tuple[int, int]:
-    """Train a model from its start; returns its number of parameters, and `pss` while all of it is there."""
+    """Train a model from its start. Return its number of parameters, and the `pss` at the end of training."""
     workload = workloads(tiny)[name]
     torch.manual_seed(0)
     training = make(variant, workload.model(), workload.optimizer, horovod)
@@ -62,7 +62,7 @@ def _train(name: str, variant: str, tiny: bool, horovod: ModuleType | None) -> t
 
 
 def pss() -> int:
-    """What this process takes of the machine's memory now, in bytes."""
+    """Return the memory of this process in bytes (Pss): what processes share is divided among them."""
     found = re.search(r"^Pss:\s+(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.M)
     assert found is not None
     return int(found[1]) * 1024
@@ -70,7 +70,7 @@ def pss() -> int:
 
 @contextmanager
 def _peak() -> Iterator[list[int]]:
-    """The largest `pss` while the body runs, as the only element of a list: looked at again and again by a thread."""
+    """Give a list whose only element is the largest `pss` that a thread sees while the body runs."""
     largest = [pss()]
     done = threading.Event()
 

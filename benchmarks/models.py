@@ -1,4 +1,4 @@
-"""The models that are trained, each with its optimizer and its data."""
+"""The models that the benchmarks train, each with its optimizer and its data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Workload:
-    """Something to train by cross-entropy.
+    """A model to train by cross-entropy.
 
     Attributes:
-        model: Makes it, by the default random generator.
+        model: Makes the model, with torch's default random generator.
         optimizer: Makes the plain torch optimizer of a model.
-        batch: ``batch(generator)`` is one rank's inputs and labels.
+        batch: ``batch(generator)`` returns one rank's inputs and labels.
     """
 
     model: Callable[[], nn.Module]
@@ -30,7 +30,7 @@ class Workload:
 
 
 def workloads(tiny: bool) -> dict[str, Workload]:
-    """By name, as in `plan.WORKLOADS`. 10 million parameters each, or so few that a step takes a moment."""
+    """Return the workloads by their names in `plan.WORKLOADS`: 10 million parameters each, or few parameters if `tiny`."""
     images, tokens = _images(64), _tokens(4, *((16, 64) if tiny else (32, 4096)))
     mlp = _mlp((784, 16, 10) if tiny else (784, 2048, 2048, 2048, 10))
     gpt = _gpt(GptSize(64, 16, 32, 2, 2) if tiny else GptSize(4096, 32, 320, 5, 6))
@@ -118,8 +118,8 @@ class ResNet(nn.Module):
     """ResNet-50, as torchvision has it: images (batch, 3, height, width) to logits (batch, 1000).
 
     Args:
-        depths: How many blocks there are of each width.
-        width: Channels of the first.
+        depths: The number of blocks of each width.
+        width: The number of channels of the first blocks.
     """
 
     def __init__(self, depths: Sequence[int] = (3, 4, 6, 3), width: int = 64) -> None:
@@ -163,11 +163,11 @@ def _convolution(channels: int, filters: int, size: int, stride: int = 1) -> tup
 
 
 def parameters_of(model: nn.Module) -> int:
-    """The number of trained values."""
+    """Return the number of trained values."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def train(module: nn.Module, batch: Any) -> None:
-    """Forward and backward: leaves gradients."""
+    """Run the forward and the backward pass, which leaves gradients."""
     inputs, labels = batch
     F.cross_entropy(module(inputs), labels).backward()  # type: ignore[no-untyped-call]

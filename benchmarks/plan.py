@@ -1,4 +1,4 @@
-"""What is measured, with whom, and how: all that can be said without importing torch or starting MPI."""
+"""Says what is measured, with which peers, and how. This module imports no torch and starts no MPI."""
 
 from __future__ import annotations
 

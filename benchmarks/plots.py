@@ -1,4 +1,4 @@
-"""Figures as pictures. Below the line at 1 is faster than the reference, above it is a loss, and tinted."""
+"""Draws figures as pictures. Below the line at 1 hvdlite is faster than the reference; above it is a loss, and tinted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALGORITHM_COLOURS = ("#64b5f6", "#ba68c8", "#a1887f", "#dce775", "#f06292")
 
 
 def plot_allreduce(figures: Sequence[Figure], path: Path) -> None:
-    """Ratio of medians to MPI's own by size: a panel for each number of ranks and kind of tensor."""
+    """Draw the ratio of medians to MPI's own by size, in a panel for each number of ranks and kind of tensor."""
     all_ranks = list(dict.fromkeys(f["ranks"] for f in figures))
     kinds = list(dict.fromkeys(f["kind"] for f in figures))
     picture = plt.figure(figsize=(2 + 4 * len(kinds), 1.5 + 3.6 * len(all_ranks)), layout="constrained")
@@ -89,7 +89,7 @@ def _ratios_by_size(panel: Axes, figures: Sequence[Figure]) -> None:
 
 
 def plot_steps(figures: Sequence[Figure], memory: Sequence[Figure], path: Path) -> None:
-    """Ratio of medians to the step without exchange, and memory: bars by workload and variant."""
+    """Draw the ratio of medians to the step without exchange, and memory, as bars by workload and variant."""
     picture = plt.figure(figsize=(15 if memory else 8, 5.5), layout="constrained")
     times, *others = picture.subplots(1, 2 if memory else 1, squeeze=False)[0]
     _bars(times, {(f["workload"], f["variant"]): f["ratio"] for f in figures}, "{:.2f}")

@@ -1,4 +1,4 @@
-"""Figures as text."""
+"""Shows figures as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Figure = Mapping[str, Any]
 
 
 def heading(machine: Figure, mpi: Figure) -> str:
-    """The machine, in a few lines."""
+    """Return a description of the machine in a few lines."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     settings = ", ".join(
         f"{name.removeprefix('OMPI_MCA_')}={value}" for name, value in mpi.items() if name != "library"
@@ -25,12 +25,12 @@ def heading(machine: Figure, mpi: Figure) -> str:
 
 
 def skipped(reasons: Mapping[str, str]) -> str:
-    """Who is missing, and why; a line each."""
+    """Return a line for each peer that is missing, with the reason."""
     return "\n".join(f"without {name}: {reason}" for name, reason in reasons.items())
 
 
 def allreduce_tables(figures: Sequence[Figure]) -> str:
-    """A table for each number of ranks and kind of tensor: peers by size."""
+    """Return a table of peers by size for each number of ranks and kind of tensor."""
     blocks = []
     for ranks, kind in dict.fromkeys((f["ranks"], f["kind"]) for f in figures):
         cells = {(f["peer"], f["bytes"]): f for f in figures if (f["ranks"], f["kind"]) == (ranks, kind)}
@@ -44,7 +44,7 @@ def allreduce_tables(figures: Sequence[Figure]) -> str:
 
 
 def step_table(figures: Sequence[Figure], memory: Sequence[Figure]) -> str:
-    """A table for each workload: variants by time, and by memory where there are figures of it."""
+    """Return a table for each workload: the times of the variants, and their memory if it was measured."""
     held = {(m["workload"], m["variant"]): m for m in memory}
     blocks = []
     for name in dict.fromkeys(f["workload"] for f in figures):
@@ -60,7 +60,7 @@ def step_table(figures: Sequence[Figure], memory: Sequence[Figure]) -> str:
 
 
 def size(nbytes: int) -> str:
-    """4 B, 64 KiB, 1 MiB."""
+    """Return a number of bytes as text, such as "4 B", "64 KiB" or "1 MiB"."""
     for unit, factor in (("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= factor:
             return f"{nbytes / factor:g} {unit}"
@@ -77,12 +77,12 @@ def _ratio(figure: Figure) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """Three digits that count, or more before the point."""
+    """Return a number with three significant digits, or all digits before the point."""
     return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
 def _aligned(rows: Iterable[Sequence[str]]) -> str:
-    """Columns: the first to the left, the others to the right."""
+    """Return a table as text. The first column is aligned to the left, the others to the right."""
     table = list(rows)
     widths = [max(len(row[at]) for row in table if at < len(row)) for at in range(len(table[0]))]
     lines = []

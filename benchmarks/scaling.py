@@ -1,15 +1,15 @@
-"""What agreement costs as the work grows: control messages and bytes for each step and rank, and memory.
+"""Counts what negotiation costs as the work grows: control messages and their bytes by step and rank, and memory.
 
     python -m benchmarks.scaling
     python -m benchmarks.scaling --ranks 2 64 --tensors 1000 --json scaling.json
 
-Ranks are simulated in this process; what is counted is exact and takes no network. All counts are of one step after
-others that were alike. Control messages are what agreement sends; a message counts for the rank that sends it.
+The ranks are simulated in this process, so the counts are exact and need no network. All counts are of one step after equal
+steps. Negotiation sends control messages; a message counts for the rank that sends it.
 
-gradients   A training step through `Reducer`, each rank a thread on a host of its own.
-operations  All tensors submitted by name, in another order on each rank, and waited for. Each rank's `Controller` is driven
-            in turn, children before parents, so that a step is one batch. (An engine begins as soon as something is submitted,
-            so it may make several batches of a step, with messages for each.)
+gradients   A training step through `Reducer`. Each rank is a thread on a host of its own.
+operations  All tensors are submitted by name, in another order on each rank, and waited for. Each rank's `Controller` is
+            driven in turn, children before parents, so that a step is one batch. (In a job, negotiation begins as soon as
+            something is submitted, so there may be several batches in a step, with messages for each.)
 """
 
 from __future__ import annotations
@@ -43,22 +43,24 @@ from hvdlite.watchdog.watchdog import Watchdog
 RANKS = (2, 8, 64, 256, 1024)
 TENSORS = (10, 100, 1000, 10_000)
 MOST_GRADIENTS = 110_000
-"""Ranks × tensors. Larger products are left out: every rank's gradients are in the memory of this process."""
+"""The largest product of ranks and tensors, because every rank's gradients are in the memory of this process."""
 MOST_OPERATIONS = 1_100_000
 MEMORY_RANKS = 8
 
 _WARM_UP = 2
 _FUSED = 500
-"""Tensors that run as one, as an engine would choose by their bytes."""
+"""How many tensors run as one. In a job their bytes decide."""
 _ELEMENTS = 16
 
 
 class Sent(NamedTuple):
-    """What the ranks sent in one step.
+    """What the ranks sent in one step, by rank.
 
     Attributes:
-        control_messages, control_bytes: By rank: of agreement.
-        messages, message_bytes: By rank: of tensors; None if none were exchanged, only agreed on.
+        control_messages: The number of messages of the negotiation.
+        control_bytes: The bytes of these messages.
+        messages: The number of messages with tensors; None if tensors were negotiated but not exchanged.
+        message_bytes: The bytes of the messages with tensors, or None as above.
     """
 
     control_messages: list[int]
@@ -83,7 +85,7 @@ class CountingTransport(LocalTransport):
 
 
 def make_controllers(ranks: int) -> tuple[list[CountingTransport], list[Controller]]:
-    """The controllers of all ranks, without engines."""
+    """Return the transports and the controllers of all ranks. No threads drive the controllers."""
     fabric = LocalFabric(ranks)
     transports = [CountingTransport(fabric, tuple(range(ranks)), rank, channel=()) for rank in range(ranks)]
     return transports, [Controller(transport, _fuse) for transport in transports]
@@ -94,10 +96,10 @@ def _fuse(keys: Sequence[Key]) -> Iterable[Sequence[Key]]:
 
 
 def agree(controllers: Sequence[Controller], tensors: int, draw: random.Random) -> None:
-    """One step: every rank submits all tensors by name, and hears when to run them.
+    """Make one step: every rank submits all tensors by name, and is told when to run them.
 
     Raises:
-        AssertionError: A rank did not hear so, or heard of another order than rank 0.
+        AssertionError: A rank was not told, or was told another order than rank 0.
     """
     order = list(range(tensors))
     for controller in reversed(controllers):
@@ -117,7 +119,7 @@ def _signature(number: int) -> Signature:
 
 
 def operations(ranks: int, tensors: int) -> Sent:
-    """What a step of named operations sends."""
+    """Return what a step of named operations sends."""
     draw = random.Random(0)
     transports, controllers = make_controllers(ranks)
     for _ in range(_WARM_UP):
@@ -133,7 +135,7 @@ def operations(ranks: int, tensors: int) -> Sent:
 
 
 def operations_memory(tensors: int) -> int:
-    """Bytes that agreement holds for each of `MEMORY_RANKS` ranks between steps, names and signatures included."""
+    """Return the bytes that each of `MEMORY_RANKS` ranks holds for negotiation between steps, with names and signatures."""
     agree(make_controllers(MEMORY_RANKS)[1], tensors, random.Random(0))  # whatever is made once, in the whole process
     gc.collect()
     tracemalloc.start()
@@ -150,7 +152,7 @@ def operations_memory(tensors: int) -> int:
 
 
 def _reducer(transport: LocalTransport, tensors: int) -> Reducer:
-    """As a `World` makes it, without the world, whose threads would be two for each rank."""
+    """Return a reducer like that of a `World`. There is no world here, because its threads would be two for each rank."""
 
     def end_job(text: str) -> None:
         transport.fabric.abort(transport.rank, HvdliteError(text))
@@ -167,7 +169,7 @@ def _reducer(transport: LocalTransport, tensors: int) -> Reducer:
 
 
 def gradients(ranks: int, tensors: int) -> Sent:
-    """What a step of a model sends.
+    """Return what a training step of a model sends.
 
     Raises:
         AssertionError: The exchange does not give the mean.
@@ -199,7 +201,7 @@ def gradients(ranks: int, tensors: int) -> Sent:
 
 
 def gradients_memory(tensors: int) -> tuple[int, int]:
-    """Bytes that a reducer of `tensors` gradients holds on a rank: exactly, in arrays; and about, in Python's objects."""
+    """Return the bytes that a reducer of `tensors` gradients holds on a rank: exact for arrays, about for Python objects."""
 
     def make(transport: LocalTransport) -> tuple[int, int]:
         _reducer(transport, 1).exchange([True])
@@ -220,7 +222,7 @@ def gradients_memory(tensors: int) -> tuple[int, int]:
 
 
 def measure(ranks: Sequence[int], tensors: Sequence[int]) -> dict[str, Any]:
-    """All figures, as JSON can carry them."""
+    """Return all figures, in a form that JSON can carry."""
     parts = (("gradients", gradients, MOST_GRADIENTS), ("operations", operations, MOST_OPERATIONS))
     cases = [(name, count, n, t) for name, count, most in parts for n in ranks for t in tensors if n * t <= most]
     figures = []
@@ -246,7 +248,7 @@ def measure(ranks: Sequence[int], tensors: Sequence[int]) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> str:
-    """The figures as text."""
+    """Return the figures as text."""
     lines = ["Sent for each step: mean over the ranks (largest of a rank)"]
     lines.append(
         f"{'':<12}{'ranks':>6}{'tensors':>9}{'control messages':>19}{'control bytes':>22}{'data messages':>19}"

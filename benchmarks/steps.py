@@ -1,4 +1,4 @@
-"""Training steps: what exchanging the gradients adds to them, or takes off. Starts a job for each variant."""
+"""Measures what the gradient exchange adds to a training step. Starts a job for each variant."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bo
     """Train variants next to each other.
 
     Args:
-        names: Of `plan.WORKLOADS`.
-        variants: Of `plan.VARIANTS`. Those that others are compared with take part in any case.
-        rounds: How many timed steps each variant makes.
-        tiny: With few parameters.
-        progress: Whether to show how far it is.
+        names: Names in `plan.WORKLOADS`.
+        variants: Names in `plan.VARIANTS`. The references take part in any case.
+        rounds: The number of timed steps of each variant.
+        tiny: Whether to use models with few parameters.
+        progress: Whether to show a progress bar.
 
     Returns:
         ``figures``: one entry for each workload and variant; ``skipped``: reasons by variant; ``mpi``.
 
     Raises:
-        JobFailed: A variant broke down.
-        WrongResult: One has other weights than the others.
+        JobFailed: The job of a variant has failed.
+        WrongResult: A variant has other weights than the others.
     """
     figures: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
@@ -67,7 +67,7 @@ def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bo
 
 
 def _interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | None) -> dict[str, list[float]]:
-    """Seconds of each step until all ranks were done, by variant."""
+    """Let the variants take turns, and return the seconds of each step until all ranks were done, by variant."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in tqdm(range(WARM_UP + rounds), label, unit="round", leave=False, disable=label is None):
         first = turn % len(names)
@@ -79,7 +79,7 @@ def _interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | 
 
 
 def _compare(jobs: Players, names: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """How far each variant's ranks ended from the reference, and from its own rank 0; relative to the way they went."""
+    """Compare the weights of each variant's ranks with the reference, and with its own rank 0."""
     deviations, spreads = {}, {}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -97,5 +97,5 @@ def _compare(jobs: Players, names: Sequence[str]) -> tuple[dict[str, float], dic
 
 
 def _distance(way: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """How far weights are from others, relative to the way of these."""
+    """Return the distance between weights, relative to the way that training moved them."""
     return float(np.linalg.norm(way - other) / np.linalg.norm(other))

@@ -1,4 +1,4 @@
-"""One variant in training, in a job of its own: what `benchmarks.steps` tells to make a step now and then."""
+"""Trains one variant in a job of its own. `benchmarks.steps` tells it when to make a step."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from benchmarks.variants import Missing, Variant, make
 
 
 def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
-    """Train on this rank as told.
+    """Train on this rank as `benchmarks.steps` tells it, and send the answers back.
 
     Args:
-        name: Of `plan.VARIANTS`.
-        address: Where orders come from.
-        tiny: With few parameters.
+        name: A name in `plan.VARIANTS`.
+        address: The address of the program that gives the orders.
+        tiny: Whether to use models with few parameters.
 
     Returns:
-        Nothing: answers go where the orders come from.
+        None: the answers go to the program that gives the orders.
     """
     comm = MPI.COMM_WORLD
     if name == DDP:
@@ -53,7 +53,7 @@ def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
 
 
 class _Trained:
-    """A variant, its data, and where it began."""
+    """A variant with its data and its initial weights."""
 
     def __init__(self, name: str, workload: Workload, horovod: Any) -> None:
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ class _Trained:
         self._generator = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
 
     def step(self) -> float:
-        """The seconds of a step on this rank; all ranks begin it together."""
+        """Make a step and return its seconds on this rank. All ranks begin the step together."""
         batch = self._batch(self._generator)
         MPI.COMM_WORLD.Barrier()
         start = time.perf_counter()
@@ -73,7 +73,7 @@ class _Trained:
         return time.perf_counter() - start
 
     def way(self) -> np.ndarray[Any, Any]:
-        """What training has added to the weights; flat, float32."""
+        """Return what training has added to the weights, as a flat float32 array."""
         return _weights(self._variant.model) - self._start
 
 

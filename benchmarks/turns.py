@@ -1,6 +1,6 @@
-"""Jobs that take turns: whoever is not told to do something sleeps, so that each has the machine to itself.
+"""Lets several jobs take turns. A job that has no order sleeps, so that each job has the machine to itself.
 
-What a job does stays in it: how it has told the C library to treat memory, which threads it has started, what is in its caches.
+A job does not change the others: how it configures the C library's malloc, which threads it starts, what its caches hold.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Line:
         self._file = connection.makefile("rw")
 
     def say(self, what: Any) -> None:
-        """Send something."""
+        """Send an object that JSON can carry."""
         self._file.write(json.dumps(what) + "\n")
         self._file.flush()
 
     def hear(self) -> Any:
-        """What the other end said. Sleeps until then.
+        """Wait for what the other end sends, and return it.
 
         Raises:
-            EOFError: It is gone.
+            EOFError: The other end is gone.
         """
         line = self._file.readline()
         if not line:
@@ -43,20 +43,20 @@ class Line:
 
 
 class Players:
-    """Some jobs, each of them one peer.
+    """Several jobs, each of which is one peer.
 
     Args:
-        lines: To each rank, by the job's name.
+        lines: The connections to the ranks of each job, by the job's name.
     """
 
     def __init__(self, lines: Mapping[str, Sequence[Line]]) -> None:
         self._lines = lines
 
     def ask(self, name: str, **order: Any) -> list[Any]:
-        """Have all ranks of one job do something; their answers, by rank.
+        """Give an order to all ranks of one job, and return their answers by rank.
 
         Raises:
-            JobFailed: It has ended.
+            JobFailed: The job has ended.
         """
         try:
             for line in self._lines[name]:
@@ -71,12 +71,12 @@ def players(module: str, ranks: int, settings: Mapping[str, Mapping[str, Any]]) 
     """Start a job for each name, and end them with the body of the with statement.
 
     Args:
-        module: As for `Job`. Its ``measure`` gets ``address``, too, and iterates over `orders`.
-        ranks: Of each job.
-        settings: Of each job, by name.
+        module: The module of each `Job`. Its ``measure`` gets an ``address`` too, and iterates over `orders`.
+        ranks: The number of ranks of each job.
+        settings: The settings of each job, by name.
 
     Raises:
-        JobFailed: One of them has ended before all were there.
+        JobFailed: A job has ended before all jobs were ready.
     """
     with ExitStack() as stack:
         address = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "turns")
@@ -109,11 +109,12 @@ def players(module: str, ranks: int, settings: Mapping[str, Mapping[str, Any]]) 
 
 
 def orders(address: str, name: str, rank: int) -> Iterator[tuple[Line, dict[str, Any]]]:
-    """What one rank of a job is told to do, and where to answer. Ends when nothing more is to be done.
+    """Yield each order for one rank of a job, and the connection for the answer, until there are no more orders.
 
     Args:
-        address, name: As `measure` got them.
-        rank: This rank's number.
+        address: The ``address`` that `measure` got.
+        name: The name of the job.
+        rank: This rank.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)

@@ -1,4 +1,4 @@
-"""The peers of the step benchmark: each trains one model on all ranks, in its own way."""
+"""The peers of the step benchmark. Each trains a model on all ranks, in its own way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdlite_torch.tensors.malloc import keep_freed_memory
 
 
 class Missing(Exception):
-    """A variant does not exist here; says why."""
+    """A variant does not exist on this machine. The text says why."""
 
 
 @dataclass
@@ -27,10 +27,10 @@ class Variant:
     """A model in training.
 
     Attributes:
-        model: Whose weights are trained.
-        module: What is called with a batch: the model, or what is wrapped around it.
-        optimizer: Steps on the gradients.
-        exchange: Called between backward and step.
+        model: The model whose weights are trained.
+        module: The module that is called with a batch: the model, or a wrapper of it.
+        optimizer: The optimizer that applies the gradients.
+        exchange: A function that is called between backward and step.
     """
 
     model: nn.Module
@@ -46,10 +46,10 @@ class Variant:
 
 
 def make(name: str, model: nn.Module, make_optimizer: MakeOptimizer, horovod: ModuleType | None) -> Variant:
-    """A variant by its name in `plan.VARIANTS`, to train a model. Every rank calls this. DDP needs gloo started.
+    """Return the variant of a name in `plan.VARIANTS` that trains a model. Every rank calls this. DDP needs gloo started.
 
     Raises:
-        Missing: It does not exist here.
+        Missing: The variant does not exist on this machine.
     """
     if name == DDP:
         # Its best setting: gradients lie in the buckets, which spares two copies of them.
@@ -80,7 +80,7 @@ def make(name: str, model: nn.Module, make_optimizer: MakeOptimizer, horovod: Mo
 
 
 class FlatAllreduce:
-    """What one writes by hand: gradients into one flat array, MPI's allreduce of it, and gradients that are views of it."""
+    """Exchanges gradients as one does by hand: copies them into a flat array, calls MPI's allreduce, and uses views of it."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())

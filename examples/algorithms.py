@@ -1,11 +1,11 @@
-"""Which allreduce algorithm is the fastest, by message size and number of ranks.
+"""Shows which allreduce algorithm is the fastest, by message size and number of ranks.
 
     python examples/algorithms.py
     python examples/algorithms.py --ranks 8,100 --sizes 1K,1M,1G --latency 2e-6 --bandwidth 1e10
     python examples/algorithms.py --plot algorithms.png
 
-The algorithms run for real, each rank in a thread, on a network whose clocks are simulated, and are
-compared with the prediction of the α-β-γ model. Needs the extra ``examples``.
+The algorithms really run, each rank in a thread, on a network with simulated clocks. Their times are
+compared with the prediction of the α-β-γ model. The program needs the extra ``examples``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Costs = dict[tuple[int, int, str], Cost]
 
 
 def simulated(network: Network) -> Measure:
-    """Measurements by the clocks of a simulated network."""
+    """Return a function that measures costs by the clocks of a simulated network."""
 
     def measure(algorithm: str, ranks: int, nbytes: int) -> float:
         # A gigabyte for each of 256 ranks does not fit in memory. The time depends on the bytes
@@ -89,12 +89,12 @@ def collect(measure: Measure, network: Network, ranks: Iterable[int], sizes: Ite
 
 
 def predicted(network: Network, algorithm: str, ranks: int, nbytes: float) -> float:
-    """The cost by the model, in seconds."""
+    """Return the cost by the α-β-γ model, in seconds."""
     return predict(algorithm, ranks, nbytes, network.latency, 1 / network.bandwidth, 1 / network.reduce_bandwidth)
 
 
 def table(costs: Costs) -> str:
-    """The costs as text: measured and, in brackets, predicted; a star at the fastest of each row."""
+    """Return the costs as text: measured and, in brackets, predicted. A star marks the fastest of each row."""
     header = "ranks     size" + "".join(f"{LABELS[name]:>20} " for name in ALGORITHMS)
     lines = [header, "─" * len(header)]
     ranks = 0
@@ -114,7 +114,7 @@ def table(costs: Costs) -> str:
 
 
 def plot(costs: Costs, network: Network, path: Path) -> None:
-    """Draw cost over message size, a panel for each number of ranks: points measured, lines predicted."""
+    """Draw cost over message size in a panel for each number of ranks: points are measured, lines predicted."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -157,7 +157,7 @@ def plot(costs: Costs, network: Network, path: Path) -> None:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds in three digits with a fitting unit."""
+    """Return seconds as text, with three digits and a fitting unit."""
     for factor, unit in ((1e6, "µs"), (1e3, "ms")):
         if seconds * factor < 999.5:
             return f"{seconds * factor:.3g} {unit}"
@@ -165,7 +165,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(nbytes: int) -> str:
-    """A number of bytes with a fitting binary unit."""
+    """Return a number of bytes as text, with a fitting binary unit."""
     value: float = nbytes
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
@@ -175,14 +175,14 @@ def format_bytes(nbytes: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """``"16K"``, ``"4M"``, ``"1G"`` or a plain number of bytes."""
+    """Parse ``"16K"``, ``"4M"``, ``"1G"`` or a plain number of bytes."""
     suffixes = {"K": 1024, "M": 1024**2, "G": 1024**3}
     number, factor = (text[:-1], suffixes[text[-1].upper()]) if text[-1:].upper() in suffixes else (text, 1)
     return int(float(number) * factor)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description="Which allreduce algorithm is the fastest, by message size and number of ranks.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

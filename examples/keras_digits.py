@@ -2,8 +2,8 @@
 
     hvdliterun -np 2 python examples/keras_digits.py
 
-The data is scikit-learn's (1797 images of 8 × 8 pixels; it ships with the package). Each rank trains on its share of it, with
-its share of each batch. What hvdlite adds to an ordinary program is marked with "hvd".
+The data is scikit-learn's (1797 images of 8 × 8 pixels; it ships with the package). Each rank trains on its share of the data,
+with its share of the batch size. What hvdlite adds to an ordinary program is marked with "hvd".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import hvdlite_tf as hvd
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """Images (1797, 8, 8, 1) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
+    """Return images (1797, 8, 8, 1) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     return (images[order] / 16).astype("float32").reshape(-1, 8, 8, 1), labels[order]

@@ -2,8 +2,8 @@
 
     hvdliterun -np 2 python examples/keras_strategy.py
 
-The program is written for one process and its batches; the strategy shares each batch out among the ranks, the last, smaller
-one too, so that the result does not depend on the number of ranks. The data is scikit-learn's (1797 images of 8 × 8 pixels; it
+The program is written for one process and its batches. The strategy divides each batch among the ranks, the smaller last batch
+too, so that the result does not depend on the number of ranks. The data is scikit-learn's (1797 images of 8 × 8 pixels; it
 ships with the package). What hvdlite adds to an ordinary program is marked with "hvd".
 """
 
@@ -23,7 +23,7 @@ import hvdlite_tf as hvd
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """Images (1797, 8, 8, 1) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
+    """Return images (1797, 8, 8, 1) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     return (images / 16).astype("float32").reshape(-1, 8, 8, 1)[order], labels[order]

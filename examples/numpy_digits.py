@@ -2,8 +2,8 @@
 
     hvdliterun -np 2 python examples/numpy_digits.py
 
-The data is scikit-learn's (1797 images of 8 × 8 pixels; it ships with the package). Each batch is shared out among the
-ranks, the last, smaller one too, so that the result does not depend on the number of ranks. What hvdlite adds to an
+The data is scikit-learn's (1797 images of 8 × 8 pixels; it ships with the package). Each batch is divided among the
+ranks, the smaller last batch too, so that the result does not depend on the number of ranks. What hvdlite adds to an
 ordinary program is marked with "hvd".
 """
 
@@ -29,7 +29,7 @@ def initial_weights(random: np.random.Generator) -> Weights:
 
 
 def predict(weights: Weights, images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the hidden layer says of images (n, 64), and the chances of the ten digits (n, 10)."""
+    """Return the outputs of the hidden layer for images (n, 64), and the probabilities of the ten digits (n, 10)."""
     hidden = np.maximum(images @ weights["hidden"] + weights["hidden_bias"], 0)
     scores = hidden @ weights["output"] + weights["output_bias"]
     chances = np.exp(scores - scores.max(1, keepdims=True))
@@ -37,7 +37,7 @@ def predict(weights: Weights, images: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def gradient(weights: Weights, images: np.ndarray, labels: np.ndarray) -> Weights:
-    """The gradient of the mean cross-entropy."""
+    """Return the gradient of the mean cross-entropy."""
     hidden, chances = predict(weights, images)
     wrong = (chances - np.eye(10)[labels]) / max(1, len(labels))
     back = (wrong @ weights["output"].T) * (hidden > 0)

@@ -3,8 +3,8 @@
     hvdliterun -np 2 python examples/tf_custom_loop.py
 
 The data is scikit-learn's (1797 images of 8 × 8 pixels; it ships with the package). Each step is a tf.function, in which the
-gradient tape gives the gradients of all ranks. Each batch is shared out among the ranks, evenly or not, so that the result
-does not depend on their number. What hvdlite adds to an ordinary program is marked with "hvd".
+gradient tape returns the gradients of all ranks. Each batch is divided among the ranks, evenly or not, so that the result
+does not depend on the number of ranks. What hvdlite adds to an ordinary program is marked with "hvd".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import hvdlite_tf as hvd
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
-    """Images (1797, 8, 8, 1) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
+    """Return images (1797, 8, 8, 1) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
     images, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
     return (images / 16).astype("float32").reshape(-1, 8, 8, 1)[order], labels[order].astype("int32")

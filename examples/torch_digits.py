@@ -2,8 +2,8 @@
 
     hvdliterun -np 2 python examples/torch_digits.py
 
-The data is scikit-learn's (1797 images of 8 × 8 pixels; it ships with the package). Each batch is shared out among the
-ranks, the last, smaller one too, so that the result does not depend on the number of ranks. What hvdlite adds to an
+The data is scikit-learn's (1797 images of 8 × 8 pixels; it ships with the package). Each batch is divided among the
+ranks, the smaller last batch too, so that the result does not depend on the number of ranks. What hvdlite adds to an
 ordinary program is marked with "hvd".
 """
 
@@ -21,7 +21,7 @@ import hvdlite_torch as hvd
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (1797, 1, 8, 8) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
+    """Return images (1797, 1, 8, 8) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)[order], torch.tensor(labels)[order]

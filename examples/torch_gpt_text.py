@@ -1,12 +1,12 @@
-"""Train a small GPT on Python's own documentation, byte by byte, and let it write some more of it.
+"""Train a small GPT on Python's own documentation, byte by byte, and let it write a text of its own.
 
     pip install "hvdlite[torch,examples]"
     hvdliterun -np 2 python examples/torch_gpt_text.py
 
-The text ships with Python (what `help("for")` shows, 0.4 MB), so nothing is downloaded. Each step's batch is drawn alike on
-every rank and shared out among them, so more ranks are faster and change nothing else but the rounding; for the same reason
-the learning rate is not scaled. The last twentieth of the text is held out. A model that knows only how frequent each byte is
-cannot get below the text's unigram entropy there: what is below it was learned from context.
+The text ships with Python (what `help("for")` shows, 0.4 MB), so nothing is downloaded. Every rank draws
+the same batch in each step, and the ranks divide it among them. So more ranks are faster and change nothing but the rounding,
+and the learning rate is not scaled. The last twentieth of the text is held out. A model that knows only how frequent each byte
+is cannot get below the text's unigram entropy there. A loss below it was learned from context.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PROMPT = 'The "for" statement'
 
 
 class Trained(NamedTuple):
-    """How a training went.
+    """The results of a training.
 
     Attributes:
-        losses: Of each batch, in nats per byte.
-        tests: On the held-out text, in nats per byte, by the number of steps before.
-        speed: Tokens per second, of all ranks together.
+        losses: The loss of each batch, in nats per byte.
+        tests: The loss on the held-out text, in nats per byte, by the number of steps before.
+        speed: The tokens per second of all ranks together.
     """
 
     losses: list[float]
@@ -57,7 +57,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, time, width) to the same; each position sees itself and those before it."""
+        """Turn (batch, time, width) into the same shape. Each position sees itself and those before it."""
         heads = self.query_key_value(self.before_attention(x)).unflatten(2, (3, self.heads, HEAD_WIDTH))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, time) to logits of the byte that follows each (batch, time, 256)."""
+    """Turns bytes (batch, time) into logits of the byte that follows each of them (batch, time, 256)."""
 
     def __init__(self, layers: int, width: int, context: int) -> None:
         super().__init__()
@@ -82,27 +82,27 @@ class GPT(nn.Module):
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor]:
-    """The text as bytes, int64: what to learn from, and the last twentieth to be tested on."""
+    """Return the text as bytes in int64: the training text, and the last twentieth for tests."""
     text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
     cut = len(text) * 19 // 20
     return text[:cut], text[cut:]
 
 
 def unigram_entropy(text: torch.Tensor) -> float:
-    """The entropy of the frequencies of its bytes, in nats: what the best guess without context loses per byte."""
+    """Return the entropy of the frequencies of the bytes in nats, which is the least loss per byte without context."""
     frequencies = torch.bincount(text).double() / len(text)
     return float(torch.special.entr(frequencies).sum())
 
 
 def summed_loss(model: GPT, windows: torch.Tensor) -> torch.Tensor:
-    """The loss in nats over all predictions in windows (n, context + 1)."""
+    """Return the sum of the losses in nats of all predictions in windows (n, context + 1)."""
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten(), reduction="sum")
 
 
 @torch.no_grad()
 def evaluate(model: GPT, text: torch.Tensor) -> float:
-    """The mean loss over a text, in nats per byte. Each rank reads its share of it; every rank gets the result."""
+    """Return the mean loss over a text in nats per byte, on every rank. Each rank reads its share of the text."""
     windows = text.unfold(0, model.context + 1, model.context)
     mine, at_once = windows[hvd.rank() :: hvd.size()], max(1, 4096 // model.context)
     total = sum(
@@ -113,7 +113,7 @@ def evaluate(model: GPT, text: torch.Tensor) -> float:
 
 @torch.no_grad()
 def write(model: GPT, length: int, seed: int) -> str:
-    """Go on from `PROMPT` for `length` bytes, drawn from the model's predictions, made a little sharper."""
+    """Return `length` bytes that follow `PROMPT`, drawn from the model's predictions, which are made a little sharper."""
     text, chance = torch.tensor([[*PROMPT.encode()]]), torch.Generator().manual_seed(seed)
     for _ in range(length):
         logits = model(text[:, -model.context :])[:, -1] / 0.8
@@ -141,7 +141,7 @@ def plot(losses: list[float], tests: dict[int, float], entropy: float, path: Pat
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """The rate at a step, from 0, as a part of the highest: up in a tenth of the steps, then half a cosine down to 0."""
+    """Return the learning rate at a step relative to the highest: up in a tenth of the steps, then half a cosine to 0."""
     return min((step + 1) / max(1, steps // 10), (1 + math.cos(math.pi * step / steps)) / 2)
 
 
@@ -184,7 +184,7 @@ def train(model: GPT, text: torch.Tensor, test: torch.Tensor, arguments: argpars
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def whole_number(text: str) -> int:
@@ -222,7 +222,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, and show what came of it."""
+    """Train, and show the results."""
     arguments = parse_arguments()
     text, test = load()
     if arguments.context >= len(test):

@@ -3,10 +3,11 @@
     pip install "hvdlite[torch,large-batch,examples]"
     hvdliterun -np 2 python examples/torch_large_batch.py
 
-A large batch is a third of the data (scikit-learn's 1797 images of 8 × 8 pixels): three steps in an epoch. `scale_lr` takes
-the rate of a batch of 32 there, by the linear rule for SGD and LARS and by the square root for LAMB, and `warmup` leads up to
-it. SGD's rate is good for a batch of 32, which the first line shows; those of LARS and LAMB were chosen for the large batch.
-Batches are shared out among the ranks, so their number changes nothing but the rounding. LARS and LAMB are pytorch-optimizer's.
+A large batch is a third of the data (scikit-learn's 1797 images of 8 × 8 pixels): three steps in an epoch. `scale_lr` scales
+the rate of a batch of 32 to this batch, by the linear rule for SGD and LARS and by the square root for LAMB, and `warmup` leads
+up to this rate. SGD's rate is good for a batch of 32, as the first line shows; those of LARS and LAMB were chosen for the
+large batch. Batches are divided among the ranks, so the number of ranks changes nothing but the rounding. LARS and LAMB are
+pytorch-optimizer's.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ RECIPES: dict[str, tuple[Make, str]] = {
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor]:
-    """Images (1797, 1, 8, 8) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
+    """Return images (1797, 1, 8, 8) from 0 to 1, and labels (1797,), in an order that is the same on every rank."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     return torch.tensor(images / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)[order], torch.tensor(labels)[order]
@@ -51,7 +52,7 @@ def network() -> nn.Module:
 
 
 def train(name: str, batch_size: int, epochs: int, images: torch.Tensor, labels: torch.Tensor) -> nn.Module:
-    """A network, after `epochs` epochs with batches of `batch_size` over all ranks."""
+    """Return a network that was trained for `epochs` epochs with batches of `batch_size` over all ranks."""
     make, rule = RECIPES[name]
     model = network()
     hvd.broadcast_parameters(model.state_dict())

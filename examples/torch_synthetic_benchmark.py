@@ -1,11 +1,11 @@
-"""How many images a second a training step takes in: Horovod's well-known benchmark, on random images.
+"""Measure the images per second of training: Horovod's well-known benchmark, on random images.
 
     hvdliterun -np 2 python examples/torch_synthetic_benchmark.py
     hvdliterun -np 2 python examples/torch_synthetic_benchmark.py --model resnet50 --shard
 
 Models are torchvision's classifiers (`pip install torchvision`), or "small", a network of four convolutions that is made here.
-Every rank has a batch of its own, so compare "Img/sec per CPU" on one rank and on several: what is missing there is the price
-of the exchange, and of the memory and cores that ranks share. hvdlite does not take tensors on GPUs yet: --no-cuda there.
+Every rank has a batch of its own, so compare "Img/sec per CPU" on one rank and on several: the difference is the price of the
+exchange, and of the memory and cores that ranks share. Each rank takes one GPU if there are any; --no-cuda keeps it on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMAGE_SIZE = 224
 
 
 def small() -> nn.Module:
-    """Images (n, 3, height, width) to logits (n, 1000)."""
+    """Return a network that turns images (n, 3, height, width) into logits (n, 1000)."""
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 7, stride=4, padding=3), nn.ReLU()),
         *(nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU()),
@@ -38,7 +38,7 @@ def small() -> nn.Module:
 
 
 def builder(name: str) -> Callable[[], nn.Module]:
-    """What makes the model of this name. Raises ValueError if there is none."""
+    """Return the function that makes the model of this name. Raise ValueError if there is none."""
     if name == "small":
         return small
     if importlib.util.find_spec("torchvision") is None:
@@ -52,12 +52,12 @@ def builder(name: str) -> Callable[[], nn.Module]:
 
 
 def summary(values: list[float], scale: float = 1) -> str:
-    """Mean, and 1.96 standard deviations: where 95 % of the values would be, if they were normally distributed."""
+    """Return the mean and 1.96 standard deviations: 95 % of normally distributed values are in this range."""
     return f"{scale * statistics.fmean(values):.1f} +-{scale * 1.96 * statistics.pstdev(values):.1f}"
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line: Horovod's options where it has them."""
+    """Parse the command line, which has Horovod's options and some more."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def whole_number(text: str) -> int:
@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train on the same random images again and again, and say how fast that was."""
+    """Train on the same random images again and again, and print how fast that was."""
     arguments = parse_arguments()
     hvd.init()
     if hvd.rank() == 0:
@@ -108,7 +108,7 @@ def main() -> None:
     )
 
     def train(steps: int) -> float:
-        """Take some steps. Returns their seconds."""
+        """Make some steps, and return their seconds."""
         if cuda:
             torch.cuda.synchronize()
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Write the compatibility table into docs/from_horovod.md, as hvdlite is now.
+"""Write the compatibility table of the present hvdlite into docs/from_horovod.md.
 
 python scripts/compat_table.py
 """

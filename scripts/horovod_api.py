@@ -66,7 +66,7 @@ EXPORTS = {"2": "horovod.torch", "3": "horovod.tensorflow"}
 
 
 def parameters(text: str) -> list[dict[str, str]] | None:
-    """The parameters between the parentheses of a signature; None for an ellipsis."""
+    """Return the parameters between the parentheses of a signature; None for an ellipsis."""
     if text.strip() == "...":
         return None
     arguments = ast.parse(f"def f({text}): pass").body[0].args  # type: ignore[attr-defined]
@@ -101,10 +101,10 @@ _LINE = re.compile(
 
 
 def parse_line(line: str) -> tuple[bool, str, Entry]:
-    """Whether a line belongs to the class before it, its name, and its entry.
+    """Return whether a line belongs to the class before it, its name, and its entry.
 
     Raises:
-        ValueError: It cannot be read.
+        ValueError: The line cannot be parsed.
     """
     code, _, comment = line.partition("   # ")
     match = _LINE.fullmatch(code.rstrip())
@@ -127,7 +127,7 @@ def parse_line(line: str) -> tuple[bool, str, Entry]:
 
 
 def parse_block(lines: list[str]) -> dict[str, Entry]:
-    """The entries of one block of code."""
+    """Return the entries of one block of code."""
     found: dict[str, Entry] = {}
     owner: Entry | None = None
     for line in lines:
@@ -145,7 +145,7 @@ def parse_block(lines: list[str]) -> dict[str, Entry]:
 
 
 def parse_exports(sentence: str) -> list[str]:
-    """The names in "… exports …: size, allreduce[_async][_], …"; each pair of brackets is there or not."""
+    """Return the names in "… exports …: size, allreduce[_async][_], …", with and without the text of each bracket."""
     patterns = sentence.partition(":")[2].partition(".")[0].split(",")  # after the first sentence come remarks
     names = [name for pattern in patterns for name in _expand(pattern.strip())]
     return [name for name in names if name.isidentifier()]
@@ -160,7 +160,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def module_of(section: str, heading: str) -> str:
-    """The module that a heading is about.
+    """Return the module that a heading is about.
 
     Raises:
         ValueError: The heading is not in `MODULES`.
@@ -173,7 +173,7 @@ def module_of(section: str, heading: str) -> str:
 
 
 def make_table(notes: str) -> dict[str, Any]:
-    """The table of the notes' text."""
+    """Return the table made from the text of the notes."""
     source = next(line for line in notes.splitlines() if line.startswith("Horovod "))
     table: dict[str, Any] = {"source": source.partition(". ")[0] + ".", "exports": {}, "modules": {}}
     section, heading, block, inside = "", "", [], False
@@ -197,7 +197,7 @@ def make_table(notes: str) -> dict[str, Any]:
 
 
 def to_json(table: dict[str, Any]) -> str:
-    """The table as JSON with a line for each name, so that changes can be read."""
+    """Return the table as JSON with a line for each name, so that diffs can be read."""
 
     def lines(values: dict[str, Any]) -> str:
         return ",\n".join(f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())

@@ -8,6 +8,7 @@ import tensorflow as tf
 import torch
 
 from hvdlite.errors import UnsupportedTensorError
+from hvdlite.protocols import TensorInfo
 from hvdlite.tensors.compression import Compression, FP16Compressor
 
 WIRE = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -28,6 +29,12 @@ def test_what_is_not_compressed(name: str) -> None:
     x = torch.ones(3)
     assert Compression.none.compress(x) == (x, None)
     assert Compression.none.decompress(x, None) is x
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "complex64", "int32", "bool"])
+def test_what_is_small_already_keeps_its_dtype(dtype: str) -> None:
+    info = TensorInfo(dtype, (3,))
+    assert Compression.fp16.encoded(info) == Compression.bf16.encoded(info) == info
 
 
 def test_one_compression_for_all_frameworks() -> None:

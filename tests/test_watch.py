@@ -301,7 +301,7 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
         mine = world().watch
         holder = Holder()
         gone = weakref.ref(holder)
-        with mine.exchanging(holder, world().group().members, remember=False):
+        with mine.guarded(holder, world().group().members, remember=False):
             for _ in range(2):  # the second look has begun meanwhile
                 assert looked.acquire(timeout=20)
         del holder

@@ -1,10 +1,10 @@
 """Collective operations written on a `Transport`: one idea per file.
 
-- `ring`, `tree`, `butterfly`, `rabenseifner`, `parameter_server`: algorithms for allreduce, with one signature (`ALGORITHMS`).
-- `choose`: chooses one of them by the number of ranks and bytes; `cost`: predicts the time of each.
-- `adasum`: combines vectors by Adasum instead of a sum.
+- Allreduce algorithms, with one signature (`ALGORITHMS`): `ring`, `tree`, `butterfly`, `rabenseifner`, `parameter_server`.
+- `choose`: the rule that selects one of them. `cost`: the time that each takes, in the α-β-γ model.
+- `adasum`: the Adasum reduction, which adapts the sum to the angle between the gradients.
 - `reduce`, `reduce_scatter`, `allgather`, `broadcast`, `alltoall`, `barrier`, `gather_bytes`: the other collectives.
-- `fold`: reduces any number of ranks to a power of two; `slices`: cuts a vector into one slice per rank.
+- `fold`: reduces any number of ranks to a power of two. `slices`: cuts a vector into one slice per rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvdlite.protocols import Array, Combine, Transport
 Algorithm = Callable[[Transport, Array, Combine], None]
 """``algorithm(transport, data, combine)`` reduces the 1-D array `data` over the ranks, in place.
 
-It works for any number of ranks and any length, and gives the same bits on every rank.
+An algorithm works for any number of ranks and any length, and gives the same bits on every rank.
 """
 
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(

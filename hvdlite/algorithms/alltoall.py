@@ -11,19 +11,22 @@ from hvdlite.protocols import Array, Transport
 def pairwise_alltoall(
     transport: Transport, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]
 ) -> None:
-    """Send slice r of `data` to rank r, and put the slice that comes from rank r in slice r of `out`.
+    """Send slice r of `data` to rank r, and receive slice r of `out` from rank r.
 
-    In step s every rank sends to the rank s to its right and receives from the rank s to its left. So a rank never receives
-    from two ranks at once.
+    In step s every rank sends to the rank s to its right and receives from the rank s to its left, so
+    no two ranks send to the same rank at once.
 
     Cost for P ranks and n bytes per pair of ranks: (P-1)(α + nβ).
 
     Args:
-        transport: The ranks.
-        data: Shape ``(sum(send_counts),)``.
+        transport: The transport over the ranks.
+        data: The values to send: shape ``(sum(send_counts),)``, any dtype.
         send_counts: The number of elements for each rank.
-        out: Shape ``(sum(recv_counts),)``; must not overlap `data`.
+        out: The result: shape ``(sum(recv_counts),)``, the dtype of `data`. It must not overlap `data`.
         recv_counts: The number of elements from each rank.
+
+    Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
+    MPICH", Int. J. High Perform. Comput. Appl. 19(1), 2005 (pairwise exchange).
     """
     rank, size = transport.rank, transport.size
     outgoing = [data[s] for s in slices(send_counts)]

@@ -8,10 +8,10 @@ from hvdlite.protocols import Transport
 
 
 def dissemination_barrier(transport: Transport) -> None:
-    """Return when every rank has called it.
+    """Return when every rank has called this function.
 
-    In step k each rank tells the rank 2ᵏ to its right that it is there; after the step it has
-    heard, directly or not, of the 2ᵏ⁺¹ - 1 ranks to its left. No power of two is needed.
+    In step k each rank sends an empty message to the rank 2ᵏ to its right. After the step it knows,
+    directly or not, that the 2ᵏ⁺¹ - 1 ranks to its left have called. P need not be a power of two.
 
     Cost for P ranks: ⌈lg P⌉α.
 

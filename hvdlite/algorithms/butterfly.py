@@ -11,9 +11,9 @@ from hvdlite.protocols import Array, Combine, Transport
 def butterfly(transport: Transport, data: Array, combine: Combine) -> None:
     """Reduce `data` over the ranks, in place: exchange everything with a partner twice as far in each step.
 
-    After step k each rank has the sum over its block of 2ᵏ⁺¹ ranks. The fewest steps possible, so
-    the best for short vectors; the whole vector is sent in each step, so bad for long ones. Where P
-    is no power of two, the ranks too many are folded in beforehand and out afterwards (`Core`).
+    After step k each rank has the sum over its block of 2ᵏ⁺¹ ranks. The number of steps is the least possible,
+    so this algorithm is the best for short vectors. It sends the whole vector in each step, so it is slow for long ones.
+    If P is not a power of two, the extra ranks are folded in beforehand and out afterwards (`Core`).
 
     Cost for P = 2ᵏ ranks and n bytes: k(α + nβ + nγ).
 
@@ -34,9 +34,9 @@ def butterfly(transport: Transport, data: Array, combine: Combine) -> None:
         while distance < core.size:
             partner = core.rank(index ^ distance)
             transport.sendrecv(current, partner, incoming, partner)
-            # All ranks must end with the same bits, although each does the arithmetic for itself. For
-            # sums of two IEEE numbers either order would do, but not for the minimum of +0 and -0, nor
-            # for the payload of NaNs. So the block of lower ranks is always the left operand.
+            # All ranks must end with the same bits, although each computes for itself. For the sum of two
+            # IEEE numbers the order is irrelevant, but not for the minimum of +0 and -0, nor for the payload
+            # of NaNs. So the block of lower ranks is always the left operand.
             if index & distance:
                 current, incoming = incoming, current
             combine(current, incoming)

@@ -1,21 +1,22 @@
-"""Chooses the algorithm of an allreduce."""
+"""The rule that chooses an allreduce algorithm."""
 
 from __future__ import annotations
 
 LATENCY_BYTES = 16 * 1024
-"""α/β: the bytes that a network can carry in the time that a message takes to arrive.
+"""α/β: the bytes that a network carries in the time that a message takes to arrive.
 
-10 µs at 1.6 GB/s, or 2 µs at 8 GB/s: the same order of magnitude on Ethernet, on InfiniBand and
-between processes of one host. Below it steps count, above it bytes do. In the α-β model the
-butterfly is the faster up to 1.3 (256 ranks) to 4 (4 ranks) times as much.
+This is 10 µs at 1.6 GB/s, or 2 µs at 8 GB/s: the same order of magnitude on Ethernet, on InfiniBand and
+between processes of one host. For shorter vectors the number of steps decides, for longer ones the number of bytes.
+In the α-β model the butterfly is the faster up to 1.3 times (256 ranks) to 4 times (4 ranks) as many bytes.
 """
 
 
 def choose(ranks: int, nbytes: int) -> str:
-    """Return the name of the algorithm that should be the fastest for a vector of `nbytes` bytes.
+    """Return the name of the algorithm that should be the fastest for `ranks` ranks and a vector of `nbytes` bytes.
 
-    This is a simple rule and not the minimum of `predict`, because it runs before every allreduce. It never chooses the
-    parameter server: the model makes it look too fast, because it charges nothing for the handling of a short message.
+    The rule is simpler than the minimum of `predict`, because every allreduce applies it. It never
+    chooses the parameter server: the model is too favourable to it, since it charges nothing for the
+    handling of a short message.
     """
     if nbytes <= LATENCY_BYTES:
         return "butterfly"

@@ -1,9 +1,9 @@
-"""Predicts the time of an allreduce in the α-β-γ model.
+"""The time that an allreduce takes, in the α-β-γ model.
 
 A message of n bytes occupies its sender for nβ seconds, and its receiver for nβ seconds that begin α
-after the sender's. A rank sends one message at a time and receives one at a time, but can do both at
-once. Reducing n bytes takes nγ. The formulas say when the last rank is done if all start at time 0;
-they hold exactly on the simulated network of `hvdlite.comm.local`, which follows the same rules.
+seconds after the sender's. A rank sends one message at a time and receives one at a time, but can do both
+at once. To reduce n bytes takes nγ seconds. The formulas give the time at which the last rank is done if all
+start at time 0. They are exact on the simulated network of `hvdlite.comm.local`, which follows the same rules.
 
 Source of the model: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations
 in MPICH", Int. J. High Perform. Comput. Appl. 19(1), 2005, section 3.
@@ -20,11 +20,12 @@ from hvdlite.errors import ArgumentError
 
 
 def predict(name: str, ranks: int, nbytes: float, alpha: float, beta: float, gamma: float) -> float:
-    """Return the time in seconds of the allreduce algorithm `name`.
+    """Return the time in seconds that allreduce algorithm `name` takes.
 
-    Exact for any number of ranks, if the vector can be cut into equal slices: by the number of
-    ranks for the ring, by the largest power of two in it for Rabenseifner's. Otherwise the real time
-    differs by less than the cost of one element for each slice that a rank sends, 2(P-1) at most.
+    The time is exact for any number of ranks, if the vector can be cut into equal slices: into as many as
+    there are ranks for the ring, and into the largest power of two up to that for Rabenseifner's algorithm.
+    Otherwise the real time differs by less than the cost of one element for each of the at most 2(P-1) slices
+    that a rank sends.
 
     Args:
         name: An algorithm, one of `hvdlite.algorithms.ALGORITHMS`.
@@ -45,7 +46,7 @@ def predict(name: str, ranks: int, nbytes: float, alpha: float, beta: float, gam
 
 
 class _Vector(NamedTuple):
-    """The cost in seconds of handling the whole vector once."""
+    """The time in seconds to send and reduce the whole vector once."""
 
     latency: float
     """α"""
@@ -69,7 +70,7 @@ def _tree(ranks: int, vector: _Vector) -> float:
 
 
 def _binomial_reduce(ranks: int, vector: _Vector) -> float:
-    """lg P (α + nβ + nγ); a little less where the last subtree, being smaller, is done early."""
+    """Return the time of a binomial reduce: lg P (α + nβ + nγ), or less where the last subtree is smaller than the others."""
     if ranks == 1:
         return 0.0
     near = 1 << ((ranks - 1).bit_length() - 1)
@@ -78,7 +79,7 @@ def _binomial_reduce(ranks: int, vector: _Vector) -> float:
 
 
 def _binomial_broadcast(ranks: int, vector: _Vector) -> float:
-    """lg P (α + nβ); a little less where the first subtree is smaller."""
+    """Return the time of a binomial broadcast: lg P (α + nβ), or less where the first subtree is smaller than the others."""
     if ranks == 1:
         return 0.0
     near = 1 << ((ranks - 1).bit_length() - 1)
@@ -119,11 +120,11 @@ def _exchange(clocks: list[float], distance: int, latency: float, transfer: floa
 
 
 def _folded(ranks: int, vector: _Vector, steps: Callable[[Core, list[float]], list[float]]) -> float:
-    """Fold in, do `steps` in the core, fold out.
+    """Return the time to fold in, do `steps` in the core, and fold out.
 
-    The core's ranks start at two different times if others are folded into some of them. Then a
-    message from an early rank to a late one has its latency hidden, and the whole is a little faster
-    than the sum of its parts: the clocks are worked out one by one.
+    The core's ranks start at two different times if other ranks are folded into some of them. Then the
+    latency of a message from an early rank to a late one is hidden, and the whole takes a little less time
+    than the sum of its parts. So the clock of each rank is computed.
     """
     core = Core(ranks)
     begin = vector.latency + vector.transfer + vector.reduction

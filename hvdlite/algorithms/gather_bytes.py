@@ -1,4 +1,4 @@
-"""Gathers byte arrays of different lengths from all ranks of a group."""
+"""An allgather of bytes, of any length on each rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hvdlite.protocols import Array, Collectives
 
 
 def allgather_bytes(collectives: Collectives, data: Array) -> list[Array]:
-    """Return for each rank its `data`. All ranks call this.
+    """Return the `data` of every rank, in the order of the ranks. All ranks of the group call this together.
 
     Args:
         collectives: The collectives of the group.
-        data: An array of uint8 and shape ``(n,)``; n may differ between the ranks.
+        data: The bytes of this rank: uint8, shape ``(n,)``, where n may differ between ranks.
     """
     lengths = np.empty(collectives.size, np.int64)
     collectives.allgather(np.array([data.size], np.int64), lengths, [1] * collectives.size)

@@ -12,11 +12,11 @@ from hvdlite.protocols import Array, Combine, Transport
 def rabenseifner(transport: Transport, data: Array, combine: Combine) -> None:
     """Reduce `data` over the ranks, in place, with a ring's bandwidth in a logarithmic number of steps.
 
-    A reduce-scatter by recursive halving: partners split the range that both still work on, and each
-    gives the other its half of it. Then an allgather by recursive doubling: the same exchanges
-    backwards, with finished data. Each element is completed on one rank only, so all ranks get the
-    same bits. Where P is no power of two, the ranks too many are folded in beforehand and out
-    afterwards (`Core`), which costs the bandwidth of two whole vectors: a ring is better for long ones.
+    First comes a reduce-scatter by recursive halving: two partners split the range on which both still work, and
+    each sends the half that it does not keep. Then comes an allgather by recursive doubling: the same exchanges in
+    the reverse order, with complete values. Each element is completed on one rank only, so all ranks get the same
+    bits. If P is not a power of two, the extra ranks are folded in beforehand and out afterwards (`Core`). This
+    sends two more whole vectors, so a ring is faster for long vectors.
 
     Cost for P = 2ᵏ ranks and n bytes: 2kα + 2(P-1)/P·nβ + (P-1)/P·nγ.
 
@@ -35,9 +35,9 @@ def rabenseifner(transport: Transport, data: Array, combine: Combine) -> None:
         #   distance 1     0 1 2 3   0 1 2 3   0 1 2 3   0 1 2 3    0 ↔ 1, 2 ↔ 3 exchange halves
         #   distance 2     0 1 . .   . . 2 3   0 1 . .   . . 2 3    0 ↔ 2, 1 ↔ 3 exchange quarters
         #   complete       0 . . .   . . 2 .   . 1 . .   . . . 3
-        #   and back up, distance 2 and then 1.
+        #   The allgather goes back up: distance 2, then distance 1.
         #
-        # Near partners first, because most is sent in the first step and near ranks may share a host.
+        # Near partners come first, because the first step sends most bytes, and near ranks may share a host.
         bounds = np.concatenate(([0], np.cumsum(split(data.size, core.size)))).tolist()
         first, last = 0, core.size
         exchanges: list[tuple[int, Array, Array]] = []

@@ -8,12 +8,15 @@ from hvdlite.protocols import Array, Combine, Transport
 
 
 def binomial_reduce(transport: Transport, data: Array, root: int, combine: Combine) -> None:
-    """Reduce `data` over the ranks, in place on rank `root`; elsewhere `data` keeps a partial result.
+    """Reduce `data` over the ranks, in place on rank `root`; on other ranks `data` ends as a partial result.
 
-    In step k the ranks whose distance from the root is an odd multiple of 2ᵏ hand what they have
+    In step k the ranks whose distance from the root is an odd multiple of 2ᵏ send their partial result
     to the rank 2ᵏ nearer to the root, and are done.
 
     Cost for P ranks and n bytes: ⌈lg P⌉(α + nβ + nγ).
+
+    Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in
+    MPICH", Int. J. High Perform. Comput. Appl. 19(1), 2005.
     """
     # Time runs down, eight ranks, root 0:
     #

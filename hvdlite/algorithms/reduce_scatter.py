@@ -1,4 +1,4 @@
-"""Reduce-scatter around a ring: afterwards rank r has slice r of the sum."""
+"""Reduce-scatter around a ring: rank r ends with slice r of the sum."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hvdlite.protocols import Array, Combine, Transport
 def ring_reduce_scatter(transport: Transport, data: Array, out: Array, counts: Sequence[int], combine: Combine) -> None:
     """Reduce `data` over the ranks and keep slice `rank` of the result in `out`.
 
-    A partial sum of every slice travels once around the ring and collects each rank's part of it.
-    Each slice is completed on one rank only, so there is one result, whatever the rounding.
+    A partial sum of each slice travels once around the ring, and each rank adds its own values to it.
+    Each slice is completed on one rank only, so the ranks cannot get results that differ by rounding.
 
     Cost for P ranks and n bytes: (P-1)α + (P-1)/P·n(β + γ), the least that any algorithm can send.
 
     Args:
-        transport: The ranks.
-        data: Shape ``(sum(counts),)``. Only read.
-        out: Shape ``(counts[rank],)``: either slice `rank` of `data` itself (in place), or memory
-            that does not overlap `data`.
+        transport: The transport over the ranks.
+        data: The values to reduce: shape ``(sum(counts),)``. They are only read, unless `out` is a slice of them.
+        out: The result: shape ``(counts[rank],)``, the dtype of `data`. It is either slice `rank` of `data`
+            itself (in place), or memory that does not overlap `data`.
         counts: The number of elements in each rank's slice, the same on all ranks.
-        combine: The reduction.
+        combine: Reduces two arrays into the first.
 
     Source: Patarasu & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
     J. Parallel Distrib. Comput. 69(2), 2009.
@@ -43,7 +43,7 @@ def ring_reduce_scatter(transport: Transport, data: Array, out: Array, counts: S
     #   step 1    sends 1:ca sends 2:ab sends 0:bc
     #             has 0:bca  has 1:cab  has 2:abc    a has slice 0, b slice 1, c slice 2
     #
-    # Two buffers take turns: one is sent while the other is received.
+    # There are two buffers: one is sent while the other is received.
     longest = max(counts)
     buffers = (np.empty(longest, data.dtype), np.empty(longest, data.dtype))
     outgoing = parts[(rank - 1) % size]

@@ -11,9 +11,9 @@ from hvdlite.protocols import Array, Combine, Transport
 def ring(transport: Transport, data: Array, combine: Combine) -> None:
     """Reduce `data` over the ranks, in place: a reduce-scatter and an allgather around a ring.
 
-    No rank ever waits for more than one neighbour, and each sends 2(P-1)/P·n bytes, which is the
-    least possible: best for long vectors, for any number of ranks. The 2(P-1) steps make it slow
-    for short ones.
+    No rank ever waits for more than one neighbour. Each rank sends 2(P-1)/P·n bytes, the least possible,
+    so this algorithm is the best for long vectors, for any number of ranks. Its 2(P-1) steps make it slow
+    for short vectors.
 
     Cost for P ranks and n bytes: 2(P-1)α + 2(P-1)/P·nβ + (P-1)/P·nγ.
 

@@ -1,4 +1,4 @@
-"""Cutting a vector into one slice per rank."""
+"""Cuts a vector into one slice per rank."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 
 def split(length: int, parts: int) -> list[int]:
-    """Return the numbers of elements of `parts` nearly equal slices of a vector.
+    """Return the numbers of elements of `parts` nearly equal slices of a vector of `length` elements.
 
-    The first ``length % parts`` slices are one element longer than the others, so slices may be
-    empty where there are fewer elements than parts.
+    The first ``length % parts`` slices are one element longer than the others. If there are fewer elements
+    than parts, some slices are empty.
     """
     count, longer = divmod(length, parts)
     return [count + 1] * longer + [count] * (parts - longer)
 
 
 def slices(counts: Sequence[int]) -> list[slice]:
-    """Return the consecutive slices with ``counts[0]``, ``counts[1]``, … elements."""
+    """Return consecutive slices that hold ``counts[0]``, ``counts[1]``, … elements."""
     result = []
     start = 0
     for count in counts:

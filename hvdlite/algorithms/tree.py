@@ -10,8 +10,8 @@ from hvdlite.protocols import Array, Combine, Transport
 def tree(transport: Transport, data: Array, combine: Combine) -> None:
     """Reduce `data` over the ranks, in place: a reduce to rank 0 and a broadcast from it, on a binomial tree.
 
-    Few messages in all, 2(P-1), and few partners for each rank; but half of the ranks are idle in
-    each step, and the whole vector is sent every time.
+    There are few messages in all, 2(P-1), and few partners for each rank. But most ranks are
+    idle in most steps, and every message is the whole vector.
 
     Cost for P ranks and n bytes: 2⌈lg P⌉(α + nβ) + ⌈lg P⌉nγ.
 

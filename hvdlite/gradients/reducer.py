@@ -91,8 +91,8 @@ class Reducer:
         self._busy = threading.Lock()
         channel = watch.new_channel(members)
         self._link = watch.link(members, channel, collectives.stop)
-        self._watching = watch.exchanging(self._name, members, channel=channel, link=self._link)
-        self.waiting = watch.exchanging(self._name, members, remember=False, channel=channel, link=self._link)
+        self._watching = watch.guarded(self._name, members, channel=channel, link=self._link)
+        self.waiting = watch.guarded(self._name, members, remember=False, channel=channel, link=self._link)
         self._steps = 1
         self._count = len(infos)
         self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
@@ -214,7 +214,7 @@ class Reducer:
         """The sum of a number over all ranks, in step with the exchanges."""
         total = np.array([value], np.float64)
         if not self.alone:
-            with self._watch.exchanging(lambda: f"a sum in step {self._steps - 1}", self._members, link=self._link):
+            with self._watch.guarded(lambda: f"a sum in step {self._steps - 1}", self._members, link=self._link):
                 self._collectives.allreduce(total, ReduceOp.SUM)
         return float(total[0])
 

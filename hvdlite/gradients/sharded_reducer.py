@@ -138,14 +138,12 @@ class ShardedReducer(Reducer):
 
     def meet(self) -> None:
         """Return when all ranks of the host are here: what they wrote to parameters is there."""
-        with self._watch.exchanging(lambda: f"the end of step {self._steps - 1}", self._members, link=self._link):
+        with self._watch.guarded(lambda: f"the end of step {self._steps - 1}", self._members, link=self._link):
             self._bucket.host.meet()
 
     def publish(self) -> None:
         """Every rank has changed its share of the parameters: bring them to all hosts. Afterwards all may read all."""
-        with self._watch.exchanging(
-            lambda: f"the parameters of step {self._steps - 1}", self._members, link=self._link
-        ):
+        with self._watch.guarded(lambda: f"the parameters of step {self._steps - 1}", self._members, link=self._link):
             for memory, parameters in zip(self._bucket.memories, self._parameters, strict=True):
                 self._bucket.publish(memory, parameters)
             self._bucket.host.meet()

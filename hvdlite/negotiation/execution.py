@@ -42,7 +42,7 @@ class Execution:
         self._runs = 0  # the number of runs so far, equal on all ranks; it counts without a timeline too
         self._decided = 0  # the time at which the latest plan was known, for the timeline
         self._running: Key = 0
-        self._watching = watch.exchanging(
+        self._watching = watch.guarded(
             lambda: f"its part of {in_flight.describe(self._running)}", members, remember=False, link=link
         )
 

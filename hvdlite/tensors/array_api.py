@@ -1,4 +1,4 @@
-"""The adapter of arrays of the array API standard, such as those of JAX."""
+"""The adapter that reads arrays of the array API standard as flat memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlite.tensors.numpy_adapter import NumpyAdapter, widen_bits
 
 
 class ArrayApiAdapter:
-    """The adapter of arrays with DLPack and the array API (https://data-apis.org/array-api), in host memory or on a GPU."""
+    """Reads arrays of any library with DLPack and the array API (https://data-apis.org/array-api), on the host or on a GPU."""
 
     def __init__(self) -> None:
         self._numpy = NumpyAdapter()
@@ -44,13 +44,13 @@ class ArrayApiAdapter:
         return device_registry.device_of(tensor)
 
     def to_device(self, tensor: Any) -> Any:
-        return device_registry.borrow(tensor)
+        return device_registry.to_native(tensor)
 
     def from_device(self, native: Any, like: Any) -> Any:
-        return device_registry.lend(native, like)
+        return device_registry.from_native(native, like)
 
     def touch(self, tensor: Any) -> None:
-        """Do nothing: such arrays are never changed in place."""
+        """Do nothing: these arrays are never changed in place."""
 
     def to_array(self, tensor: Any, *, wide: bool) -> Array:
         if self.device_kind(tensor) is not None:
@@ -61,7 +61,7 @@ class ArrayApiAdapter:
         try:
             array = np.from_dlpack(tensor)
         except (BufferError, RuntimeError, ValueError, TypeError) as error:
-            # Through DLPack NumPy cannot import bfloat16, nor memory that is not on the host.
+            # NumPy cannot import bfloat16 through DLPack, nor anything outside of host memory.
             try:
                 array = np.asarray(tensor)
             except Exception:
@@ -85,7 +85,7 @@ class ArrayApiAdapter:
 
 
 def _beside(array: Any, like: Any) -> Any:
-    """Return `array` on the device of `like`, if the library can move arrays. (JAX makes arrays on its default device.)"""
+    """Return `array` on the device of `like`, if the library can move arrays. JAX puts new arrays on its default device."""
     if not hasattr(array, "to_device") or array.device == like.device:
         return array
     return array.to_device(like.device)

@@ -1,7 +1,7 @@
-"""Compressors: they make a tensor smaller before it is exchanged, and decompress the result.
+"""Compression: tensors are compressed before an exchange, and the results of the exchange are decompressed.
 
-A compressor is a class or an object with two methods, so a program can bring its own. It may have a third method, `encoded`:
-see `SizedCompressor`.
+A compressor is a class (or an object) with two methods, so that a program can bring its own. It may have a third,
+`encoded`: see `SizedCompressor`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,41 @@ T = TypeVar("T")
 
 
 class Compressor(Protocol):
-    """A compressor of tensors: an object, or a class with static or class methods."""
+    """Compresses and decompresses tensors. It may be an object, or a class with static or class methods."""
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Make a tensor smaller.
 
         Returns:
-            The tensor to exchange, whose shape and dtype are the same on all ranks, and a context for `decompress`.
+            The tensor to exchange, whose shape and dtype are the same on all ranks, and the context that `decompress` needs.
         """
         ...
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """Return the result of an exchange in the form that it would have without compression.
+        """Return the result of an exchange in the shape and dtype that it has without compression.
 
         Args:
-            tensor: The result of the exchange of compressed tensors.
-            ctx: The context that `compress` has returned on this rank.
+            tensor: The result of the exchange of the compressed tensor.
+            ctx: The context that `compress` returned.
         """
         ...
 
 
 class SizedCompressor(Compressor, Protocol):
-    """A compressor that says beforehand how large a compressed tensor is.
+    """A compressor that says beforehand which dtype and shape it gives to a tensor.
 
-    The gradients of an optimizer are exchanged in memory that all ranks allocate beforehand. With `encoded`, a rank can
-    allocate the memory for a parameter before it has had a gradient of it. A rank that has compressed no gradient of the
-    parameter yet passes None to `decompress` as the context.
+    The gradients of an optimizer are exchanged in buffers that all ranks make beforehand. With `encoded`, a rank can make the
+    buffer of a parameter before it has had a gradient of this parameter. On such a rank `decompress` gets None as its context.
     """
 
     def encoded(self, info: TensorInfo) -> TensorInfo:
-        """Return the dtype and shape that `compress` gives to a tensor of dtype and shape `info`."""
+        """Return the dtype and shape of the tensor that `compress` makes of a tensor like `info`."""
         ...
 
 
 def encoded_info(compressor: Compressor, info: TensorInfo) -> TensorInfo | None:
-    """Return the dtype and shape that `compressor` gives to a tensor like `info`; None if it does not say so."""
-    # If a derived class has another `compress`, then an inherited `encoded` says nothing about it.
+    """Return the dtype and shape to which a compressor compresses a tensor like `info`; None if it does not say that."""
+    # If a derived class overrides `compress` but not `encoded`, the inherited `encoded` does not describe it.
     lineage = (compressor if isinstance(compressor, type) else type(compressor)).__mro__
     for where in (getattr(compressor, "__dict__", {}), *map(vars, lineage)):
         if "encoded" in where:
@@ -63,16 +62,16 @@ def encoded_info(compressor: Compressor, info: TensorInfo) -> TensorInfo | None:
 
 
 class NoneCompressor:
-    """The compressor that leaves tensors unchanged."""
+    """A compressor that leaves tensors as they are."""
 
     @classmethod
     def encoded(cls, info: TensorInfo) -> TensorInfo:
-        """Return `info`."""
+        """Return `info`: the tensor stays as it is."""
         return info
 
     @classmethod
     def compress(cls, tensor: T) -> tuple[T, None]:
-        """Return `tensor` and None."""
+        """Return `tensor`, and None as the context."""
         return tensor, None
 
     @classmethod
@@ -82,18 +81,18 @@ class NoneCompressor:
 
 
 class CastCompressor:
-    """A compressor that casts float32 and float64 tensors to a 16-bit dtype. It leaves all other dtypes unchanged.
+    """A compressor that casts real floating-point tensors of 32 bits or more to 16 bits. All other tensors stay as they are.
 
-    The sum is accumulated in float32 and rounded once. So precision is lost twice: when a rank casts its values, and when the
-    result is rounded. The casts are differentiable if the casts of the framework are.
+    The ranks' values are accumulated as float32 and rounded once. So the loss is one rounding of each rank's values, and one of
+    the result. The casts are differentiable if the framework's casts are.
     """
 
     DTYPE: ClassVar[str]
-    """The name of the dtype that is sent."""
+    """The name of the dtype in which tensors are exchanged."""
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, str]:
-        """Return `tensor` cast to `DTYPE`, and the name of its original dtype."""
+        """Return `tensor` as `DTYPE`, and the name of its dtype as the context."""
         adapter = adapter_for(tensor)
         dtype = adapter.dtype(tensor)
         smaller = cls._dtype_for(dtype)
@@ -106,7 +105,8 @@ class CastCompressor:
 
     @classmethod
     def _dtype_for(cls, dtype: str) -> str:
-        return cls.DTYPE if dtype.startswith("float") and dtype not in HALF_DTYPES else dtype
+        is_wide = dtype.startswith("float") and not dtype.startswith("float8") and dtype not in HALF_DTYPES
+        return cls.DTYPE if is_wide else dtype
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: str | None) -> Any:
@@ -116,19 +116,19 @@ class CastCompressor:
 
 
 class FP16Compressor(CastCompressor):
-    """The compressor that casts to float16: it has 11 bits of precision, and values beyond 65504 become infinite."""
+    """Compresses to float16, which has 11 bits of precision. Values beyond 65504 become infinite."""
 
     DTYPE = "float16"
 
 
 class BF16Compressor(CastCompressor):
-    """The compressor that casts to bfloat16: it has the range of float32, and 8 bits of precision."""
+    """Compresses to bfloat16, which has the range of float32 and 8 bits of precision."""
 
     DTYPE = "bfloat16"
 
 
 class Compression:
-    """The compressors that hvdlite has."""
+    """The names of hvdlite's compressors: `none`, `fp16` and `bf16`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

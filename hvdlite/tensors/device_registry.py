@@ -1,4 +1,4 @@
-"""Finds the `Device` for arrays on a GPU: that of CuPy for CuPy's arrays, that of torch or CuPy for other arrays by DLPack."""
+"""Finds the `Device` that works on an array: CuPy's for CuPy's arrays, torch's or CuPy's for others (JAX), by DLPack."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from hvdlite.tensors.cupy_device import cupy_device_of
 from hvdlite.tensors.frameworks import framework_adapter
 
 _ON_GPU = {2, 10, 13}
-"""DLPack's numbers of CUDA, ROCm and managed CUDA memory (dlpack.h, ``DLDeviceType``)."""
+"""DLPack's numbers for CUDA, ROCm and managed CUDA memory (dlpack.h, ``DLDeviceType``)."""
 
 
 def device_kind(array: Any) -> str | None:
-    """Return the `Device.kind` of the memory of an array with DLPack; None for host memory."""
+    """Return the `Device.kind` of an array with DLPack; None if the array is in host memory."""
     return "cuda" if int(array.__dlpack_device__()[0]) in _ON_GPU else None
 
 
 def device_of(array: Any) -> Device:
-    """Return the device of an array whose `device_kind` is not None.
+    """Return the device that works on an array for which `device_kind` is not None.
 
     Raises:
-        DeviceError: No library that can work on the array is installed.
+        DeviceError: Neither torch nor CuPy is installed.
     """
     index = int(array.__dlpack_device__()[1])
     if type(array).__module__.partition(".")[0] == "cupy":
@@ -39,10 +39,10 @@ def device_of(array: Any) -> Device:
 
 
 def find_device(kind: str) -> Device:
-    """Return the GPU that this process has chosen, as a device of the library that it uses.
+    """Return the current GPU of torch or CuPy, whichever this process uses.
 
     Raises:
-        DeviceError: There is no GPU, or no library that can use one.
+        DeviceError: There is no GPU, or neither torch nor CuPy is installed.
     """
     if _library() == "cupy":
         cupy = importlib.import_module("cupy")
@@ -53,7 +53,7 @@ def find_device(kind: str) -> Device:
 
 @functools.cache
 def _library() -> str:
-    """Return "torch" or "cupy": the one that this process has loaded at the first call; else the one that is installed."""
+    """Return "torch" or "cupy": the one that was loaded at the first call; if none was, the one that is installed."""
     for present in (sys.modules.__contains__, lambda name: importlib.util.find_spec(name) is not None):
         for name in ("torch", "cupy"):
             if present(name):
@@ -64,15 +64,15 @@ def _library() -> str:
     )
 
 
-def borrow(array: Any) -> Any:
-    """Return an array as a tensor of its `device_of`, sharing the memory."""
+def to_native(array: Any) -> Any:
+    """Return an array as a tensor of its device (`device_of`), which shares the memory of the array."""
     if type(array).__module__.partition(".")[0] == "cupy":
         return array
     return importlib.import_module(_library()).from_dlpack(array)
 
 
-def lend(native: Any, like: Any) -> Any:
-    """Return a tensor of a device as an array of the type of `like`, sharing the memory: the reverse of `borrow`."""
+def from_native(native: Any, like: Any) -> Any:
+    """Return a tensor of a device as an array of the library of `like`. This is the reverse of `to_native`."""
     if type(native) is type(like):
         return native
     return like.__array_namespace__().from_dlpack(native)

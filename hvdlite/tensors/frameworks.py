@@ -1,4 +1,4 @@
-"""Imports the adapters of frameworks by name when a framework is in use, so that the core never imports a framework."""
+"""Imports the frameworks' adapters by name when a framework is in use, so that the core never imports an adapter itself."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 ADAPTERS = {"torch": "hvdlite_torch.tensors.adapter", "tensorflow": "hvdlite_tf.tensor"}
-"""For the top-level package of a tensor's class, the module whose ``ADAPTER`` reads such tensors."""
+"""The module whose ``ADAPTER`` reads a tensor, by the top-level package that defines the tensor's class."""
 
 
 def framework_adapter(framework: str) -> Any:
-    """Import the adapter of a framework and return it."""
+    """Return the adapter of a framework, and import it if need be."""
     return importlib.import_module(ADAPTERS[framework]).ADAPTER
 
 

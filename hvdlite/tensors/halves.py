@@ -1,6 +1,6 @@
-"""Arithmetic on float16, and on bfloat16 as its bits in uint16, by way of float32.
+"""Converts float16, and bfloat16 as bits in uint16, to float32 and back.
 
-torch has vector instructions for this. It is used if the process has loaded it. NumPy gives the same bits, more slowly.
+torch does this with vector instructions, and is used if the process has loaded it. NumPy gives the same bits, slowly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ from hvdlite.tensors.numpy_adapter import widen_bits
 
 
 class NumpyHalf:
-    """The `HalfConverter` for float16, or for bfloat16 as bits, by NumPy alone."""
+    """The `HalfConverter` that needs NumPy alone.
+
+    Args:
+        dtype: "float16", or "bfloat16" for arrays that hold bfloat16 as bits in uint16.
+    """
 
     def __init__(self, dtype: str) -> None:
         self._bits = dtype == "bfloat16"
@@ -30,12 +34,12 @@ class NumpyHalf:
         if self._bits:
             np.copyto(half, narrow_to_bits(wide))
         else:
-            with np.errstate(over="ignore"):  # values that are too large become infinite, as in torch
+            with np.errstate(over="ignore"):  # to infinity, as torch does
                 np.copyto(half, wide, casting="same_kind")
 
 
 def narrow_to_bits(wide: Array) -> Array:
-    """Return float32 values as bfloat16 bits in uint16, rounded to the nearest value (halfway cases to the even one)."""
+    """Return float32 as bfloat16 bits in uint16, rounded to the nearest value, and halfway cases to the even one."""
     bits = wide.view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
     result: Array = np.where(np.isnan(wide), np.uint16(0x7FC0), rounded.astype(np.uint16))
@@ -43,7 +47,7 @@ def narrow_to_bits(wide: Array) -> Array:
 
 
 def half_converter(dtype: str) -> HalfConverter:
-    """Return the converter of torch if this process has loaded torch; else that of NumPy."""
+    """Return torch's converter if this process has loaded torch; else NumPy's."""
     adapter = loaded_adapter("torch")
     make: Callable[[str], HalfConverter] = NumpyHalf if adapter is None else adapter.half_converter
     return make(dtype)

@@ -1,4 +1,4 @@
-"""Keeps tensors until a device has used their memory."""
+"""Keeps memory until a device has used it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,21 @@ from typing import Any
 
 
 class Held:
-    """Tensors whose memory a device still uses, for libraries that have no call to say so."""
+    """Holds tensors whose memory must not be reused yet, for libraries that have no call to say so."""
 
     def __init__(self) -> None:
         self._held: deque[tuple[Any, Any]] = deque()
         self._lock = threading.Lock()
 
     def until(self, event: Any, tensor: Any, is_over: Any) -> None:
-        """Keep `tensor` at least until `event`, and drop the tensors whose events are over. Any thread may call this."""
-        free = []  # dropped after the lock is released, because dropping a tensor may call foreign code
+        """Hold `tensor` until a later call finds that `event` is over. Any thread may call this.
+
+        Args:
+            event: The event after which the device no longer uses the tensor.
+            tensor: The tensor to hold.
+            is_over: Returns whether an event is over. Tensors whose events are over are released, oldest first.
+        """
+        free = []  # released after the lock is: their destructors run code that is not hvdlite's
         with self._lock:
             self._held.append((event, tensor))
             while self._held and is_over(self._held[0][0]):

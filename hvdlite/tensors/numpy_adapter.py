@@ -1,4 +1,4 @@
-"""The adapter of NumPy's arrays, and the names of dtypes."""
+"""The adapter that reads NumPy's arrays as flat memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
 
 HALF_DTYPES = frozenset({"float16", "bfloat16"})
-"""The 16-bit floating-point dtypes, which are accumulated in float32."""
+"""The dtypes that are reduced as float32."""
 
 
-@functools.cache  # NumPy computes the name of a dtype each time, which takes several microseconds
+@functools.cache  # NumPy works a dtype's name out anew each time, for several microseconds
 def check_dtype(dtype: np.dtype[Any]) -> str:
-    """Return the name of a NumPy dtype, as in `TensorInfo`; ``"bfloat16"`` for the dtype of ml_dtypes.
+    """Return the name of a NumPy dtype as in `TensorInfo`: NumPy's name, or ``"bfloat16"`` for that of ml_dtypes.
 
     Raises:
-        UnsupportedTensorError: The dtype holds no numbers.
+        UnsupportedTensorError: The dtype holds neither numbers nor bool, or is not in this machine's byte order.
     """
     if dtype.kind not in "biufc" and dtype.name != "bfloat16":
         raise UnsupportedTensorError(f"expected numbers or bool; got dtype {dtype}.")
@@ -32,7 +32,7 @@ def check_dtype(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_of(info: TensorInfo) -> np.dtype[Any]:
-    """Return NumPy's dtype for a tensor. For bfloat16 it is that of ml_dtypes, or uint16 if ml_dtypes is not installed."""
+    """Return NumPy's dtype for a tensor. For bfloat16 it is that of ml_dtypes, or uint16 for the bits without ml_dtypes."""
     return _bfloat16() if info.dtype == "bfloat16" else np.dtype(info.dtype)
 
 
@@ -47,12 +47,12 @@ def _bfloat16() -> np.dtype[Any]:
 
 
 def widen_bits(bits: Array) -> Array:
-    """Return bfloat16 values, given as their bits in uint16, as float32. This is exact: the bits are the upper half."""
+    """Return bfloat16 bits in uint16 as float32. This is exact, because bfloat16 is the upper half of a float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 class NumpyAdapter:
-    """The `TensorAdapter` of NumPy's arrays and scalars, with the bfloat16 of ml_dtypes."""
+    """Reads NumPy's arrays and scalars, and those of ml_dtypes' bfloat16."""
 
     def info(self, tensor: Array) -> TensorInfo:
         return TensorInfo(check_dtype(tensor.dtype), tensor.shape)

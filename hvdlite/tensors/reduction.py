@@ -1,12 +1,12 @@
-"""A `Reduction` says how the values of the ranks become one. The code that moves the data carries it out.
+"""A `Reduction` describes how the values of the ranks become one. The collectives that move the data apply it.
 
-An operation chooses a `Reduction` by the dtype of its tensors, its op and its factors. These are the steps::
+An operation makes a `Reduction` from the dtype of its tensors, its op and its factors. These are the steps, and who does them::
 
     operation   scale(x) by `before`                                   x of `dtype`, or of `wide` if it is scaled
-    mover       combine(x of several ranks) → finish() → narrow()      `dtype` → `wide`: ÷ `divide_by`, × `after` → `dtype`
+    collective  combine(x of several ranks) → finish() → narrow()      `dtype` → `wide`: ÷ `divide_by`, × `after` → `dtype`
 
 float16 and bfloat16 are accumulated as float32 and rounded once, to the nearest even number, at the end. Averages of integers
-are accumulated in 64 bits and rounded down, as ``//`` does.
+are accumulated in 64 bits and rounded down, as ``//`` does (uint64 as uint64).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hvdlite.tensors.halves import half_converter
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 
 NCCL_WITH_FLOAT8 = 22400
-"""NCCL 2.24.0, the first version that adds 8-bit floating-point numbers."""
+"""The number of NCCL 2.24.0, the first version that adds floating-point numbers of 8 bits."""
 
 _INTEGERS = ("int", "uint")
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the values of the ranks become one. The function `reduction` makes such objects.
+    """Describes how the values of the ranks become one. The function `reduction` makes such objects.
 
     Attributes:
-        op: The op that the caller asked for.
+        op: The op that the caller has chosen.
         dtype: The name of the dtype of the values, as in `TensorInfo`.
-        wide: The name of the dtype in which the values are accumulated.
-        before: A factor for the values of each rank.
-        after: A factor for the result.
+        wide: The name of the dtype in which they are accumulated.
+        before: The factor of each rank's values.
+        after: The factor of the result.
         divide_by: The divisor of the result, applied before `after`: the number of ranks if `op` is AVERAGE, else 1.
     """
 
@@ -51,37 +51,37 @@ class Reduction:
 
     @functools.cached_property
     def storage(self) -> np.dtype[Any]:
-        """The dtype of the arrays that hold the values. It is uint16 for bfloat16, and uint8 for bool."""
+        """The dtype of the arrays that hold the values. bfloat16 is held as bits in uint16, bool as uint8."""
         return np.dtype({"bfloat16": "uint16", "bool": "uint8"}.get(self.dtype, self.dtype))
 
     @functools.cached_property
     def wide_dtype(self) -> np.dtype[Any]:
-        """The dtype of the arrays in which the values are accumulated."""
+        """The dtype of the arrays in which the values are accumulated: `wide` as a NumPy dtype."""
         return np.dtype(self.wide)
 
     @property
     def wide_bytes(self) -> int:
-        """The number of bytes of a value in the wide dtype."""
+        """The size in bytes of one value while it is accumulated."""
         return 1 if self.wide.startswith("float8") else self.wide_dtype.itemsize
 
     @functools.cached_property
     def exact(self) -> bool:
-        """True if `storage` and `wide_dtype` are the same: then a result can be accumulated in place."""
+        """Whether `storage` and `wide_dtype` are the same, so that a result can be accumulated in place."""
         return self.dtype not in HALF_DTYPES and self.storage == self.wide_dtype
 
     @functools.cached_property
     def combining(self) -> ReduceOp:
-        """The op that combines the values: SUM for an AVERAGE, which is divided later; else `op`."""
+        """The op that combines the values: an average is a sum that is divided."""
         return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
 
     @functools.cached_property
     def finishes(self) -> bool:
-        """True if `finish` changes the values."""
+        """Whether `finish` changes the values."""
         return self.divide_by != 1 or self.after != 1.0
 
     @functools.cached_property
     def widened(self) -> Reduction:
-        """The same reduction for values that have the wide dtype already, so that they are rounded only once."""
+        """The same reduction for values that are in the wide dtype already, so that they are rounded only once."""
         return replace(self, dtype=self.wide)
 
     def among(self, size: int) -> Reduction:
@@ -100,11 +100,11 @@ class Reduction:
             _multiply(values, self.before)
 
     def combine(self, sources: Sequence[Array], into: Array) -> None:
-        """Reduce arrays elementwise, in their order.
+        """Reduce arrays in their order.
 
         Args:
-            sources: Arrays of dtype `storage` and equal length, at least one.
-            into: The array for the result, of dtype `wide_dtype`. If `exact`, it may be one of the first two sources.
+            sources: One or more 1-D arrays of dtype `storage` and equal length.
+            into: The result, of dtype `wide_dtype` and the same length. It may be one of the first two sources, if `exact`.
         """
         if not self.exact:
             self._combine_wide(sources, into)
@@ -130,7 +130,7 @@ class Reduction:
                 half.accumulate(ufunc_of(self.combining), into, source)
 
     def finish(self, wide: Array) -> None:
-        """Divide the combined values by `divide_by` and multiply them by `after`, in place."""
+        """Turn the combined values into the result, in place: divide by `divide_by`, then multiply by `after`."""
         if self.divide_by != 1:
             (np.floor_divide if wide.dtype.kind in "iu" else np.divide)(wide, self.divide_by, out=wide)
         if self.after != 1.0:
@@ -144,9 +144,9 @@ class Reduction:
             self._half.narrow(wide, into)
 
     def neutral(self) -> float:
-        """Return the value that changes no result: 0, 1, or an end of the range of the dtype.
+        """Return the neutral element of `op`: 0 or 1, or for MIN and MAX the far end of the range of the dtype.
 
-        For Adasum this is 0: it leaves out vectors of zeros (arXiv:2006.02924).
+        For Adasum it is 0: the combination of a vector and zeros is the vector (arXiv:2006.02924).
         """
         if self.op is ReduceOp.PRODUCT:
             return 1
@@ -158,22 +158,22 @@ class Reduction:
         return math.inf if self.op is ReduceOp.MIN else -math.inf
 
     def neutralize(self, values: Array) -> None:
-        """Overwrite an array of dtype `storage` with `neutral`."""
+        """Overwrite an array of dtype `storage` with the neutral element."""
         if self.exact:
             values[...] = self.neutral()
         else:
             self.narrow(np.full(values.size, self.neutral(), self.wide_dtype), values)
 
     def on_device(self, nccl_version: int) -> str | None:
-        """Return the name of the dtype in which NCCL reduces the values, or None if it cannot.
+        """Return the name of the dtype in which NCCL reduces the values, or None if they go by way of the host.
 
-        Complex numbers are added as pairs of real numbers. 16-bit integers travel as 32 bits, and wrap around when they are
-        cast back. For bool, the values are bytes that are 0 or 1: MIN and PRODUCT mean "all", and MAX means "any". Averages of
-        integers are summed in 64 bits, as on the host. MIN and MAX of floating-point numbers go through the host: those of NCCL
-        lose a NaN, as CUDA's fmin and fmax do. Integers with a factor go through the host too.
+        Complex numbers are added as pairs of real numbers. 16-bit integers are exchanged as 32 bits, and wrap around as usual
+        when they are cast back. For bool, Min, Max and Product of bytes that are 0 or 1 mean "all", "any" and "all". Averages
+        of integers are summed in 64 bits, as on the host. Min and Max of floating-point numbers go by way of the host, because
+        NCCL's lose a NaN, as CUDA's fmin and fmax do. Integers with a factor go by way of the host, too.
 
         Args:
-            nccl_version: NCCL's number of its version, 22809 for 2.28.9.
+            nccl_version: The version as NCCL numbers it: 22809 is 2.28.9.
         """
         dtype, op = self.dtype, self.op
         is_integer = dtype.startswith(_INTEGERS)
@@ -193,23 +193,23 @@ class Reduction:
 
     @property
     def casts_on_device(self) -> bool:
-        """Say whether the values are cast to the dtype of `on_device`, and back. If not, the same bytes are viewed as that
-        dtype.
+        """Whether values are cast to the dtype of `on_device` and back. If not, the same bytes are viewed as that dtype.
 
-        NCCL has no averages of integers: hvdlite divides their sum.
+        NCCL does not average integers, so their sum is divided after NCCL has computed it.
         """
         is_average = self.op is ReduceOp.AVERAGE and self.dtype.startswith(_INTEGERS)
         return is_average or self.dtype in ("int16", "uint16")
 
 
-@functools.lru_cache(maxsize=4096)  # a program makes the same few calls again and again
+@functools.lru_cache(maxsize=4096)  # a program asks for the same few again and again
 def reduction(dtype: str, op: ReduceOp, before: float = 1.0, after: float = 1.0, size: int = 1) -> Reduction:
-    """Return the reduction for values of a dtype.
+    """Return the reduction of values of a dtype.
 
     Args:
         dtype: The name of the dtype, as in `TensorInfo` or `Device`.
-        op: The op.
-        before, after: The factors, see `Reduction`.
+        op: How the values become one.
+        before: The factor of each rank's values.
+        after: The factor of the result.
         size: The number of ranks, by which an average is divided.
     """
     wide = dtype
@@ -223,7 +223,7 @@ def reduction(dtype: str, op: ReduceOp, before: float = 1.0, after: float = 1.0,
 
 
 def nbytes_of(info: TensorInfo) -> int:
-    """Return the number of bytes of a tensor."""
+    """Return the size of a tensor in bytes."""
     return math.prod(info.shape) * reduction(info.dtype, ReduceOp.SUM).storage.itemsize
 
 

@@ -1,6 +1,6 @@
-"""Finds the adapter that reads a tensor: an adapter of this folder, or that of a framework, in a package of its own.
+"""Finds the adapter that reads a tensor. NumPy's and the array API's adapters are here, the frameworks' in their packages.
 
-The adapter of a framework is imported when the first tensor of that framework is seen. So the core never imports a framework.
+A framework's adapter is imported when a tensor of that framework is seen, so that the core never imports one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def adapter_for(tensor: Any) -> TensorAdapter[Any]:
     """Return the adapter that reads tensors of the class of `tensor`.
 
     Raises:
-        UnsupportedTensorError: hvdlite has no adapter for this class.
+        UnsupportedTensorError: hvdlite cannot read such an object.
     """
     kind = type(tensor)
     adapter = _adapters.get(kind)
@@ -54,14 +54,14 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
 
 
 def device_kind_of(tensor: Any, adapter: Any) -> str | None:
-    """Return the `Device.kind` of a tensor's memory; None for host memory. A plain `TensorAdapter` reads only host memory."""
+    """Return the `Device.kind` of a tensor; None for host memory. An adapter without `device_kind` reads host memory only."""
     ask = getattr(adapter, "device_kind", None)
     kind: str | None = None if ask is None else ask(tensor)
     return kind
 
 
 def register_adapter(kind: type, adapter: TensorAdapter[Any]) -> None:
-    """Let `adapter` read tensors of class `kind`. With this, another package makes its tensors known to hvdlite.
+    """Let `adapter` read tensors of class `kind`. Other packages use this for their own tensors.
 
     Raises:
         ArgumentError: `kind` is not a class.

@@ -1,8 +1,15 @@
-"""What every rank did and when: written by each rank as it goes, merged into one Chrome trace.
+"""The timeline records what every rank did and when, and becomes one Chrome trace of all ranks.
 
-`recorder` keeps what `records` note on `rows`, and `writer` writes it into the rank's file (training loads no more than that).
-`clocks` aligns the ranks' clocks; `rank_file` says what a rank's file looks like, and reads it; `merge` makes one trace of the
-files, with the shares of each step (`steps`); `summary` says who was late.
+While a job runs, each rank writes a file of its own (training imports no more of this folder than these modules):
+
+- `recorder`: the `Timeline` of a rank, a queue of events, and the thread that writes them.
+- `rows`: the rows of the picture, and the record of an operation. `records`: the records of a run and of a bucket.
+- `writer`: the writer of the rank's file. `clocks`: how far the clocks of the ranks are apart.
+
+When the recording ends, or in ``hvdlite timeline``, the files become one trace:
+
+- `rank_file`: the format of a rank's file, and its reader. `merge`: one trace from the files of all ranks.
+- `steps`: how the time of a step divides into computing, waiting and exchange. `summary`: tables that say who was late.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How far the clocks of the ranks are apart, and short texts that all ranks need to start and stop a timeline."""
+"""Measures how far the clocks of the ranks are apart, and shares the short texts that start and stop a timeline."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from hvdlite.protocols import Transport
 
 Clock = Callable[[], int]
-"""Nanoseconds since some moment; never goes back."""
+"""A monotonic clock: it returns nanoseconds since an arbitrary moment."""
 
 ROUNDS = 32
-"""Questions per rank. The fastest answer counts, so that one which met a busy rank does no harm."""
+"""How often a rank asks rank 0 for the time. The fastest answer counts, so a question that met a busy rank does no harm."""
 
 
 class Offset(NamedTuple):
-    """What a rank's clock must be corrected by.
+    """The difference between a rank's clock and rank 0's, with its error bound.
 
     Attributes:
-        at: Time of the measurement on the rank's own clock, nanoseconds.
-        offset: What to add to the rank's clock to get rank 0's, nanoseconds.
-        error: The true offset is no farther than this from `offset`, nanoseconds.
+        at: The time of the measurement on the rank's own clock, in nanoseconds.
+        offset: The nanoseconds to add to the rank's clock to get rank 0's.
+        error: The true offset differs from `offset` by at most this many nanoseconds.
     """
 
     at: int
@@ -38,8 +38,8 @@ def measure(transport: Transport, clock: Clock) -> Offset:
     round trip is the one that counts (F. Cristian, Probabilistic clock synchronization, Distributed Computing 3, 1989).
 
     Args:
-        transport: Nothing else may be sent on it meanwhile.
-        clock: This rank's.
+        transport: The transport over all ranks. Nothing else may be sent on it meanwhile.
+        clock: The clock of this rank.
     """
     stamp = np.zeros(1, np.int64)
     if transport.rank == 0:
@@ -61,10 +61,10 @@ def measure(transport: Transport, clock: Clock) -> Offset:
 
 
 def share_texts(transport: Transport, text: str) -> list[str]:
-    """Give every rank the texts of all, by way of rank 0. All ranks of `transport` call this together.
+    """Give every rank the texts of all ranks, by way of rank 0. All ranks of `transport` call this together.
 
     Returns:
-        The texts by rank. When it returns, every rank has called it.
+        The texts in the order of the ranks. The function returns only after every rank has called it.
     """
     if transport.size == 1:
         return [text]

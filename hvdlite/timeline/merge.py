@@ -1,6 +1,6 @@
-"""The files of all ranks become one Chrome trace: one process per rank, one row per kind of event, one clock.
+"""Merges the files of all ranks into one Chrome trace: one process per rank, one row per kind of event, one clock.
 
-Written as the Trace Event Format's JSON object, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
+The trace is a JSON object in Google's Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from hvdlite.timeline.rows import Row
 from hvdlite.timeline.steps import Interval, divide
 
 _LANES = 100_000
-"""Numbers of rows that one `Row` may become: events that overlap in time cannot share one."""
+"""The most lanes of one `Row`. Events that overlap in time cannot share a lane."""
 _LARGEST_BYTES = 2**26
-"""Files that are merged while all ranks wait for it: ten seconds or so."""
+"""The largest total size of files that are merged while all ranks wait. Such a merge takes about ten seconds."""
 _BATCH = 1000
-"""Events that become text at a time: json.dump, which needs no such thing, takes several times as long."""
+"""How many events are encoded in one call. json.dump needs no batches, but takes several times as long."""
 
 
 def merge_files(paths: Iterable[Path], out: Path) -> dict[str, Any]:
-    """Merge the files (or folders of files) of ranks, and write the trace to `out`, whole or not at all.
+    """Merge the files of ranks (or folders of files), and write the trace to `out`, whole or not at all.
 
     Returns:
-        The trace.
+        The trace, as `merge` returns it.
 
     Raises:
-        ArgumentError: See `load`.
-        OSError: It cannot be written.
+        ArgumentError: A path does not exist, or is not the file of a rank; or the files are not of one recording.
+        OSError: The trace cannot be written.
     """
     trace = merge([rank_file.read(path) for path in rank_file.find(paths)])
     partial = out.with_name(f"{out.name}.{os.getpid()}.partial")
@@ -60,18 +60,19 @@ def _write(trace: Mapping[str, Any], file: TextIO) -> None:
 
 
 def conclude(trace: Path, size: int, job: str) -> str:
-    """At the end of a recording: merge the files of the ranks, and remove them, if all are there and it takes no minutes.
+    """Merge the files of the ranks at the end of a recording and remove them, if all are there and not too large.
 
     Args:
-        trace: What to write.
-        size: The number of ranks.
-        job: The recording.
+        trace: The path of the merged trace.
+        size: The number of ranks in the job.
+        job: The identifier of the recording, as in `RankFile.job`.
 
     Returns:
-        If they were not merged, what the user has to do; else nothing.
+        A text that tells the user what to do if the files were not merged; the empty string if they were.
 
     Raises:
-        ArgumentError, OSError: See `merge_files`.
+        ArgumentError: See `merge_files`.
+        OSError: See `merge_files`.
     """
     folder = rank_file.folder_of(trace)
     paths = [folder / rank_file.name_of_file(rank) for rank in range(size)]
@@ -91,10 +92,11 @@ def conclude(trace: Path, size: int, job: str) -> str:
 
 
 def load(paths: Sequence[Path]) -> dict[str, Any]:
-    """A merged trace from its file, or from the files of the ranks.
+    """Load a merged trace from its file, or make it from the files of the ranks.
 
     Raises:
-        ArgumentError: There is no such file, or it is neither; or the files are not of one recording.
+        ArgumentError: A path does not exist, or is neither a merged trace nor the file of a rank; or the files are not of
+            one recording.
     """
     if len(paths) == 1 and paths[0].is_file() and rank_file.read_header(paths[0]) is None:
         try:
@@ -108,14 +110,14 @@ def load(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def merge(files: Sequence[RankFile]) -> dict[str, Any]:
-    """Make one trace of what the ranks have written.
+    """Make one trace from the files of ranks. The events of `files` are changed.
 
     Args:
-        files: Of some or all ranks of one recording.
+        files: The files of some or all ranks of one recording.
 
     Returns:
-        The trace as a JSON object: "traceEvents", times in microseconds since its first event; and "otherData", which has
-        under "hvdlite" how exact the clocks are, and which ranks there are.
+        The trace as a JSON object. Its "traceEvents" have times in microseconds since the first event; its "otherData"
+        holds under "hvdlite" which ranks there are, and how exact their clocks are.
 
     Raises:
         ArgumentError: There are no files; or they are not of one recording, or of one rank twice.
@@ -153,9 +155,9 @@ def merge(files: Sequence[RankFile]) -> dict[str, Any]:
 
 
 def correction(clocks: Sequence[ClockLine]) -> Callable[[float], float]:
-    """The function from a rank's time to rank 0's, both in microseconds.
+    """Return the function that turns a rank's time into rank 0's, both in microseconds.
 
-    Between two measurements the offset is taken to change evenly; before the first and after the last, to stay.
+    The offset is interpolated linearly between two measurements, and is constant before the first and after the last.
     """
     times = [clock.at for clock in clocks]
 
@@ -173,7 +175,7 @@ def correction(clocks: Sequence[ClockLine]) -> Callable[[float], float]:
 
 
 def _rank_events(file: RankFile) -> list[Event]:
-    """The events of one rank, each in a row where it overlaps no other, with the names of the rows."""
+    """Return the events of one rank and the names of its rows. No two events of a row overlap."""
     file.events += _unfinished(file.events)
     marks = [event for event in file.events if event["cat"] == "STEP"]
     events = [event for event in file.events if event["cat"] != "STEP"]
@@ -201,16 +203,16 @@ def _rank_events(file: RankFile) -> list[Event]:
 
 
 def _spread(events: list[Event]) -> int:
-    """Give each event of a row a lane (as "tid") in which it overlaps no other. Returns how many lanes there are."""
+    """Give each event of a row a lane (as "tid") in which it overlaps no other. Return the number of lanes."""
     events.sort(key=lambda event: event["ts"])
-    free: list[tuple[float, int]] = []  # when each lane is free again
+    free: list[tuple[float, int]] = []  # a heap of lanes: the time at which each is free again, and its number
     for event in events:
         end = round(event["ts"] + event.get("dur", 0.0), 3)
-        if free and free[0][0] <= event["ts"]:  # the lane that was free first
+        if free and free[0][0] <= event["ts"]:  # this lane has been free for longest
             lane = free[0][1]
             heapreplace(free, (end, lane))
         elif "dur" not in event and free:
-            lane = 0  # a moment takes no room
+            lane = 0  # a moment has no length, so it overlaps nothing
         else:
             lane = len(free)
             heappush(free, (end, lane))
@@ -219,7 +221,7 @@ def _spread(events: list[Event]) -> int:
 
 
 def _unfinished(events: Sequence[Event]) -> list[Event]:
-    """What was submitted and never done, until the end of what the rank has written."""
+    """Return an event for each operation that was submitted and never done: it lasts until the rank's last event."""
     done = {
         event["args"]["operation"] for event in events if "operation" in event.get("args", {}) and event["ph"] == "X"
     }
@@ -238,7 +240,7 @@ def _unfinished(events: Sequence[Event]) -> list[Event]:
 
 
 def _steps(rank: int, marks: Sequence[float], events: Sequence[Event]) -> list[Event]:
-    """A step from each mark to the next; without marks, all that the rank has written counts as one stretch."""
+    """Return an event for each step, from one mark to the next. Without marks, the whole recording is one interval."""
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if "dur" in event]
     if not spans:
         return []

@@ -1,4 +1,6 @@
-"""The file of one rank: a Chrome trace as an open JSON array, one event a line, so that a killed rank leaves it readable.
+"""The format of a rank's file, and its reader.
+
+The file is a Chrome trace: an open JSON array with one event per line, so that it can be read even if the rank was killed::
 
     [
     {"name": "hvdlite_rank", "ph": "M", "pid": 1, …, "args": {"job": "9f0c…", "rank": 1, "size": 3, …}},
@@ -6,7 +8,8 @@
     {"name": "allreduce.loss", "cat": "NEGOTIATE_ALLREDUCE", "ph": "X", "ts": …, "dur": …, "pid": 1, "tid": 2, "args": {…}},
 
 Times are microseconds on the rank's own clock; the lines named "hvdlite_clock" say what to add to them. The closing bracket
-is never written: the format (Trace Event Format, Google, "JSON Array Format") does without it. The last line may be torn.
+is never written: the format (Trace Event Format, Google, "JSON Array Format") does not require it. The last line may be
+incomplete.
 """
 
 from __future__ import annotations
@@ -23,32 +26,32 @@ RANK_LINE = "hvdlite_rank"
 CLOCK_LINE = "hvdlite_clock"
 
 Event = dict[str, Any]
-"""One event as the Trace Event Format has it."""
+"""One event of the Trace Event Format, as a JSON object."""
 
 
 def folder_of(trace: Path) -> Path:
-    """Where the ranks' files of a trace are."""
+    """Return the folder that holds the ranks' files of a trace."""
     return trace.with_name(trace.name + ".ranks")
 
 
 def name_of_file(rank: int) -> str:
-    """The name of a rank's file in the folder."""
+    """Return the name of a rank's file in its folder."""
     return f"rank.{rank}.json"
 
 
 def metadata(name: str, rank: int, row: int, args: dict[str, Any]) -> Event:
-    """A metadata event."""
+    """Return a metadata event: it describes a rank or a row instead of something that happened."""
     return {"name": name, "ph": "M", "pid": rank, "tid": row, "ts": 0, "args": args}
 
 
 def line(event: Event) -> str:
-    """An event as a line of a rank's file."""
+    """Return an event as a line of a rank's file."""
     return json.dumps(event, separators=(",", ":")) + ",\n"
 
 
 @dataclass(frozen=True)
 class ClockLine:
-    """A measurement of a rank's clock, in microseconds: at `at`, `offset` was to be added, give or take `error`."""
+    """A measurement of a rank's clock, in microseconds: at time `at` its offset to rank 0's was `offset` ± `error`."""
 
     at: float
     offset: float
@@ -57,17 +60,17 @@ class ClockLine:
 
 @dataclass
 class RankFile:
-    """What a rank has written.
+    """The contents of a rank's file.
 
     Attributes:
-        path: The file.
-        rank: Whose it is.
+        path: The path of the file.
+        rank: The rank that wrote the file.
         size: The number of ranks in the job.
-        job: A number that all files of one recording share, and no others.
+        job: The identifier of the recording. All files of one recording have it, and no others.
         host: The name of the rank's host.
-        epoch: Seconds since 1970 at the start, on that host's clock of the day.
-        clocks: Measurements, in order.
-        events: Everything that is no metadata, in the order in which it was written.
+        epoch: The start of the recording in seconds since 1970, on the host's wall clock.
+        clocks: The measurements of the rank's clock, in the order of time.
+        events: The events but for metadata, in the order in which they were written.
     """
 
     path: Path
@@ -81,10 +84,10 @@ class RankFile:
 
 
 def find(paths: Iterable[Path]) -> list[Path]:
-    """The ranks' files that `paths` (files, and folders with such files) name.
+    """Return the ranks' files that `paths` name: files, and folders with such files.
 
     Raises:
-        ArgumentError: A path does not exist, or a folder has none.
+        ArgumentError: A path does not exist, or a folder holds no file of a rank.
     """
     found: list[Path] = []
     for path in paths:
@@ -101,7 +104,7 @@ def find(paths: Iterable[Path]) -> list[Path]:
 
 
 def read_header(path: Path) -> RankFile | None:
-    """What the first lines of a rank's file say, without its events; None if this is no rank's file."""
+    """Read the first lines of a rank's file, without its events. Return None if this is not the file of a rank."""
     try:
         with path.open(encoding="utf-8") as file:
             file.readline()
@@ -115,10 +118,10 @@ def read_header(path: Path) -> RankFile | None:
 
 
 def read(path: Path) -> RankFile:
-    """Read a rank's file, whole or torn.
+    """Read a rank's file. Its last line may be incomplete.
 
     Raises:
-        ArgumentError: It is not the file of a rank, or has a line in the middle that is no event.
+        ArgumentError: The file is not that of a rank, or another line than the last is not an event.
     """
     found = read_header(path)
     if found is None:
@@ -140,7 +143,7 @@ def read(path: Path) -> RankFile:
 
 
 def _parse(text: str) -> Event | None:
-    """The event on a line, or None if it has none, as the last line of a killed rank."""
+    """Return the event on a line, or None if there is none, as on the incomplete last line of a killed rank."""
     try:
         event = json.loads(text.rstrip().removesuffix(","))
     except ValueError:
@@ -152,7 +155,7 @@ def check_together(files: Sequence[RankFile]) -> None:
     """Check that files are of one recording.
 
     Raises:
-        ArgumentError: They are not, or a rank is there twice.
+        ArgumentError: The files are of several recordings, or two of them are of the same rank.
     """
     jobs = {file.job: file for file in files}
     if len(jobs) > 1:

@@ -1,7 +1,7 @@
-"""What a rank notes while it works, and the thread that writes it down.
+"""Records the events of a rank, and the thread that writes them to the rank's file.
 
-Noting something appends a tuple to a queue. A thread writes what is in the queue twice a second, so that a rank which is
-killed has lost half a second, and what it had written is readable.
+To record an event is to append a tuple to a queue. A thread writes the queue to the file every `_WRITE_SECONDS`, so a rank that
+is killed loses no more than the events of that time, and the rest of its file is readable.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _WRITE_SECONDS = 0.05
 class Timeline:
     """The timeline of one rank, between `start` and `stop`.
 
-    Whoever has something to note looks at `on` first, and that is all that it costs while no timeline is kept. Named
-    operations are noted by the engine. An exchange of gradients is noted like this::
+    Callers look at `on` before they record an event, so while no timeline is kept an event costs one look. The controller
+    of a group records named operations. A gradient exchange is recorded like this::
 
-        with timeline.span(Row.PROGRAM, "WAIT", "gradients"):              # where the program waits for it
+        with timeline.span(Row.PROGRAM, "WAIT", "gradients"):              # where the program waits for the exchange
             record = BucketRecord(timeline, "bucket 3", step, nbytes, ranks) if timeline.on else None
             self._host.meet()
             if record is not None:
@@ -43,17 +43,18 @@ class Timeline:
                 record.done()
         timeline.step()                                                    # a step ends here
 
-    and anything else by `add`, `mark` or `span`. What has an equal name and ``args["number"]`` belongs together on all
-    ranks: by that it is found who was late.
+    Anything else is recorded by `add`, `mark` or `span`. Events of several ranks with equal names and ``args["number"]``
+    belong together: they show which rank was late.
 
     Args:
-        rank, size: This rank, and how many there are.
+        rank: This rank.
+        size: The number of ranks in the job.
 
     Attributes:
-        on: Whether this rank notes events now.
-        started: Whether the ranks keep a timeline, the same on all.
-        mark_cycles: Whether each plan of the controller is to be marked.
-        clock: Nanoseconds; tests put another one here before `start`.
+        on: Whether this rank records events now.
+        started: Whether the ranks keep a timeline; equal on all ranks.
+        mark_cycles: Whether each plan of the controller is marked.
+        clock: The clock of the events, in nanoseconds. Tests set another one before `start`.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -75,26 +76,32 @@ class Timeline:
     def add(
         self, row: Row, category: str, name: str, begin: int, end: int | None = None, args: dict[str, Any] | None = None
     ) -> None:
-        """Note what lasted from `begin` to `end` (now, if None), nanoseconds of `clock`. `args` must not change later."""
+        """Record what lasted from `begin` to `end` in nanoseconds of `clock`; None is now. `args` must not change later."""
         self._events.append((row, category, name, begin, self.clock() if end is None else end, args))
 
     def mark(self, row: Row, category: str, name: str, args: dict[str, Any] | None = None) -> None:
-        """Note a moment: now."""
+        """Record that something happens now and has no duration."""
         self._events.append((row, category, name, self.clock(), None, args))
 
     def span(self, row: Row, category: str, name: str, **args: Any) -> contextlib.AbstractContextManager[None]:
-        """Note how long the body of a with statement lasts; does nothing while no timeline is kept."""
+        """Record how long the body of a with statement lasts. Nothing is recorded while no timeline is kept."""
         return _Span(self, row, category, name, args) if self.on else _NOTHING
 
     def step(self) -> None:
-        """A training step ends here, and the next one begins; does nothing while no timeline is kept."""
+        """Record that a training step ends and the next one begins. Nothing is recorded while no timeline is kept."""
         if not self.on:
             return
         self._steps += 1
         self.mark(Row.STEP, "STEP", f"end of step {self._steps}", {"number": self._steps})
 
     def submitted(self, kind: str, key: str | int, nbytes: int) -> OperationRecord:
-        """An operation was submitted; `key` is its name, or its number if it has none, or -1 if there is only one such."""
+        """Record that an operation was submitted.
+
+        Args:
+            kind: The kind of the operation, such as "allreduce".
+            key: The name of the operation; the number of an unnamed one, or -1 for a kind that needs no number.
+            nbytes: The bytes of this rank's tensors.
+        """
         if isinstance(key, int):
             key = f"noname.{key}" if key >= 0 else ""
         self._submitted += 1
@@ -104,7 +111,7 @@ class Timeline:
         return record
 
     def settled(self, record: OperationRecord, error: BaseException | None = None) -> None:
-        """An operation is over without having run to its end: it needed nothing but agreement, or it failed."""
+        """Record that an operation is over which has not run to its end: it needed negotiation only, or it failed."""
         args: dict[str, Any] = {"operation": record.number}
         if error is not None:
             args["error"] = str(error)
@@ -119,12 +126,12 @@ class Timeline:
         """Begin to record. All ranks of `transport` call this together; rank 0's arguments count.
 
         Args:
-            transport: Nothing else may be sent on it meanwhile.
-            path: Of the trace; the ranks' files are in the folder ``<path>.ranks`` until they are merged.
-            mark_cycles: Mark each plan of the controller by a moment "CYCLE_START".
+            transport: The transport over all ranks. Nothing else may be sent on it meanwhile.
+            path: The path of the trace. The ranks' files are in the folder ``<path>.ranks`` until they are merged.
+            mark_cycles: Whether to mark each plan of the controller by a moment "CYCLE_START".
 
         Raises:
-            ArgumentError: Recording already; or a rank cannot write its file. Raised on all ranks.
+            ArgumentError: A timeline is kept already, or a rank cannot write its file. All ranks raise it.
         """
         if self.started:
             raise ArgumentError(f"a timeline is being written to {self._path} already: call stop_timeline() first.")
@@ -147,7 +154,7 @@ class Timeline:
         """End the recording, and merge the files of all ranks if rank 0 can read them. All ranks call this together.
 
         Raises:
-            HvdliteError: The merged trace could not be written. Raised on all ranks.
+            HvdliteError: Rank 0 could not write the merged trace. All ranks raise it.
         """
         self.started = False
         self._end_thread()
@@ -159,13 +166,13 @@ class Timeline:
             raise HvdliteError(problem)
 
     def abandon(self) -> None:
-        """Write what there is: this rank goes on without the others."""
+        """End the recording on this rank alone: write the remaining events, and merge nothing."""
         self._end_thread()
         self._writer.close()
 
     def _merge(self) -> str:
-        """On rank 0: make the trace of the ranks' files. Returns what went wrong, or nothing."""
-        from hvdlite.timeline.merge import conclude  # not before a timeline is at its end
+        """Merge the ranks' files (on rank 0). Return what went wrong; the empty string if nothing did."""
+        from hvdlite.timeline.merge import conclude  # imported only when a timeline ends: training does not need it
 
         try:
             remark = conclude(self._path, self.size, self._job)
@@ -200,7 +207,7 @@ class Timeline:
 
 
 class _Span:
-    """For `Timeline.span`."""
+    """The context manager of `Timeline.span`: it records how long the body of the with statement lasts."""
 
     __slots__ = ("_args", "_begin", "_category", "_name", "_row", "_timeline")
 

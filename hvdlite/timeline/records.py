@@ -1,4 +1,4 @@
-"""What is noted of one thing from its begin to its end: operations that run as one, a bucket of gradients."""
+"""Records of what takes some time: operations that run as one, and the exchange of a bucket of gradients."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from hvdlite.timeline.rows import OperationRecord, Row
 
 
 def _part(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
-    """What says that some ranks only take part."""
+    """Return the argument of an event that names its ranks, if not all ranks take part in it."""
     return {} if len(ranks) == timeline.size else {"ranks": list(ranks)}
 
 
 class RunRecord:
-    """Operations that run as one, from the moment that they begin to run.
+    """The record of one or several operations that run as one, made when they begin to run.
 
     Args:
-        timeline: Where it is noted.
-        operations: None stands for one that was submitted before the timeline began, or by other ranks only.
-        decided: When this rank heard that all are ready, on `Timeline.clock`.
-        number: The number of this run, on all ranks alike.
-        ranks: Which ranks take part.
+        timeline: The timeline that receives the events.
+        operations: The records of the operations. None stands for an operation that was submitted before the timeline began,
+            or by other ranks only.
+        decided: The time at which this rank heard that all ranks are ready, in nanoseconds of `Timeline.clock`.
+        number: The number of this run, equal on all ranks.
+        ranks: The ranks that take part.
     """
 
     def __init__(
@@ -51,11 +52,11 @@ class RunRecord:
             timeline.add(Row.QUEUE, "QUEUE", record.name, decided, self._begin, args)
 
     def timed(self, collectives: Any) -> Any:
-        """Stands for `collectives` while the operations run, and takes the time of what they call."""
+        """Return an object to use instead of `collectives` while the operations run: it takes the time of each call."""
         return _Timed(collectives, self._calls, self._timeline.clock)
 
     def done(self) -> None:
-        """They have run: what was copying in it, and what was exchange?"""
+        """Record that the operations have run, and how their time divides into copies and exchange."""
         if not self._records:
             return
         timeline, end = self._timeline, self._timeline.clock()
@@ -77,7 +78,7 @@ _COLLECTIVES = frozenset({"allreduce", "adasum", "allgather", "broadcast", "allt
 
 
 class _Timed:
-    """Collectives whose calls are timed; everything else is the original's."""
+    """Collectives that take the time of each collective call, and are otherwise those that they wrap."""
 
     def __init__(self, collectives: Any, calls: list[tuple[int, int]], clock: Clock) -> None:
         self._collectives, self._calls, self._clock = collectives, calls, clock
@@ -98,14 +99,14 @@ class _Timed:
 
 
 class BucketRecord:
-    """The exchange of a bucket of gradients, from the moment that this rank is ready for it.
+    """The record of the exchange of a bucket of gradients, made when this rank is ready for the exchange.
 
     Args:
-        timeline: Where it is noted.
-        name: Of the bucket, the same on all ranks.
-        number: Of the step, the same on all ranks.
-        nbytes: Bytes of this rank's gradients.
-        ranks: Which ranks take part.
+        timeline: The timeline that receives the events.
+        name: The name of the bucket, equal on all ranks.
+        number: The number of the step, equal on all ranks.
+        nbytes: The bytes of this rank's gradients.
+        ranks: The ranks that take part.
     """
 
     __slots__ = ("_args", "_begin", "_name", "_ready", "_timeline")
@@ -116,10 +117,10 @@ class BucketRecord:
         self._begin = self._ready = timeline.clock()
 
     def ready(self) -> None:
-        """All ranks are ready."""
+        """Record that all ranks are ready."""
         self._ready = self._timeline.clock()
 
     def done(self) -> None:
-        """The exchange is over."""
+        """Record that the exchange is over."""
         self._timeline.add(Row.NEGOTIATION, "NEGOTIATE_GRADIENTS", self._name, self._begin, self._ready, self._args)
         self._timeline.add(Row.EXCHANGE, "GRADIENTS", self._name, self._ready, None, self._args)

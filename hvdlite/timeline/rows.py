@@ -1,4 +1,4 @@
-"""What belongs together in a trace, and what is noted of an operation when it is submitted."""
+"""The rows of a trace, and the record that an operation gets when it is submitted."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import enum
 
 
 class Row(enum.IntEnum):
-    """What belongs together in the picture of a rank."""
+    """A row of the picture of one rank: events of one kind."""
 
     STEP = 1
-    """From the end of one gradient exchange to that of the next, with its shares."""
+    """A step: from the end of one gradient exchange to the end of the next, with the parts of its time."""
     PROGRAM = 2
-    """Where the program waits for an operation or an exchange; between these it computes."""
+    """The program waits for an operation or a gradient exchange. Between these events the program computes."""
     NEGOTIATION = 3
-    """From the moment that this rank is ready for something until all are."""
+    """Negotiation: from the moment at which this rank is ready for something until all ranks are."""
     QUEUE = 4
-    """From the moment that something may run until it does."""
+    """The queue: from the moment at which an operation may run until it runs."""
     COPY = 5
-    """Copies between tensors and the memory that is exchanged."""
+    """Copies between tensors and the buffers of an exchange."""
     EXCHANGE = 6
-    """Data of all ranks becomes one."""
+    """A collective runs: the ranks exchange data."""
 
 
 class OperationRecord:
-    """One named operation, from its submission on."""
+    """The record of one named operation, made when the operation is submitted."""
 
     __slots__ = ("kind", "name", "nbytes", "number", "runs", "submitted")
 

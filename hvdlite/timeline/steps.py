@@ -1,7 +1,7 @@
-"""How the time of a training step divides: computing, waiting for other ranks, exchanging.
+"""Divides the time of a training step into computing, waiting for other ranks, and exchange.
 
-What counts is where the program is. It either waits for an exchange, or computes; while it waits, data is being moved, or it
-is not, because another rank is not ready::
+At every moment the program either computes or waits for an exchange. While the program waits, either data is being moved
+(exchange), or another rank is not ready (waiting)::
 
     program    ──── computes ────┤ waits                 ├── computes ──
     exchange       ├─ hidden ─┤          ├── exchange ───┤
@@ -16,11 +16,11 @@ from itertools import pairwise
 from typing import NamedTuple
 
 Interval = tuple[float, float]
-"""Begin and end, microseconds."""
+"""The begin and the end of an interval, in microseconds."""
 
 
 class Step(NamedTuple):
-    """One step of one rank. All times in microseconds; computing, waiting and exchange add up to ``end - begin``."""
+    """One step of one rank, in microseconds. Computing, waiting and exchange add up to ``end - begin``."""
 
     begin: float
     end: float
@@ -30,12 +30,12 @@ class Step(NamedTuple):
 
 
 def divide(bounds: Sequence[float], waits: Iterable[Interval], exchanges: Iterable[Interval]) -> list[Step]:
-    """The steps between `bounds`, ascending.
+    """Return the steps between `bounds`. All times are in microseconds.
 
     Args:
-        bounds: Where a step ends and the next one begins.
-        waits: When the program waited. May overlap (several threads).
-        exchanges: When data was moved, by whichever thread. May overlap.
+        bounds: The times at which a step ends and the next one begins, ascending.
+        waits: The intervals in which the program waited. They may overlap, for a program may have several threads.
+        exchanges: The intervals in which any thread moved data. They may overlap.
     """
     waiting = union(waits)
     exchanging = _common(waiting, union(exchanges))
@@ -58,7 +58,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def _common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What lies in both; each ascending and apart."""
+    """Return the intersection of two sets of intervals. Each set is ascending and without overlaps."""
     found, i, j = [], 0, 0
     while i < len(one) and j < len(other):
         begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
@@ -72,7 +72,7 @@ def _common(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval
 
 
 def _length_within(intervals: Sequence[Interval], begin: float, end: float) -> float:
-    """How much of [begin, end] the intervals cover; they are ascending and apart."""
+    """Return how much of [begin, end] the intervals cover. The intervals are ascending and without overlaps."""
     index = max(0, bisect_left(intervals, (begin, begin)) - 1)
     total = 0.0
     while index < len(intervals) and intervals[index][0] < end:

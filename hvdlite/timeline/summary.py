@@ -1,4 +1,4 @@
-"""Who was late, by how much, and where the time of the steps went: what a merged trace says, as tables."""
+"""Tables from a merged trace: which rank was late, by how much, and where the time of the steps went."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _ENOUGH_UNFINISHED = 10
 
 @dataclass(frozen=True)
 class Meeting:
-    """One operation or bucket for which the ranks were ready at different times.
+    """One operation or bucket, and when each rank was ready for it.
 
     Attributes:
-        name: Of the operation or bucket.
-        ready: When each rank was ready, microseconds.
+        name: The name of the operation or bucket.
+        ready: The time at which each rank was ready, in microseconds, by rank.
         last: The rank that was ready last.
     """
 
@@ -32,35 +32,36 @@ class Meeting:
 
     @property
     def lateness(self) -> float:
-        """Microseconds from the first rank to the last."""
+        """The microseconds between the first rank that was ready and the last."""
         return max(self.ready.values()) - min(self.ready.values())
 
     @property
     def delay(self) -> float:
-        """Microseconds by which the last rank alone made the others wait: from the last but one to the last."""
+        """The microseconds for which the last rank alone made the others wait: from the last but one to the last."""
         times = sorted(self.ready.values())
         return times[-1] - times[-2]
 
 
 def meetings(events: Iterable[Event]) -> list[Meeting]:
-    """What at least two ranks were ready for, by the events of the negotiation."""
+    """Return the operations and buckets for which at least two ranks were ready, from the events of the negotiation."""
     ready: dict[tuple[tuple[Any, ...], int], dict[int, float]] = defaultdict(dict)
-    again: Counter[tuple[Any, ...]] = Counter()  # a set that was removed and added counts its operations anew
+    # A process set that was removed and added again numbers its operations from the start.
+    repeats: Counter[tuple[Any, ...]] = Counter()
     for event in events:
         args = event.get("args", {})
         if event.get("cat", "").startswith("NEGOTIATE") and event["ph"] == "X" and "number" in args:
             key = event["name"], args["number"], tuple(args.get("ranks", ()))
-            again[key, event["pid"]] += 1
-            ready[key, again[key, event["pid"]]][event["pid"]] = event["ts"]
+            repeats[key, event["pid"]] += 1
+            ready[key, repeats[key, event["pid"]]][event["pid"]] = event["ts"]
     return [Meeting(key[0], times) for (key, _), times in ready.items() if len(times) > 1]
 
 
 def summarize(trace: dict[str, Any], top: int = 20) -> str:
-    """The summary of a merged trace.
+    """Return the summary of a merged trace as text.
 
     Args:
-        trace: See `hvdlite.timeline.merge.merge`.
-        top: How many operations and buckets to name.
+        trace: A trace that `hvdlite.timeline.merge.merge` or `load` returned.
+        top: The largest number of operations and buckets to name.
     """
     events: list[Event] = trace["traceEvents"]
     met = meetings(events)
@@ -149,7 +150,7 @@ def _shares(events: Sequence[Event]) -> str:
 
 
 def _pending(trace: dict[str, Any]) -> str:
-    """What was never done: after a job that was killed, who waited for whom."""
+    """Return the operations that never finished, and which ranks submitted them. A job that was killed has some."""
     names: dict[str, list[int]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("cat") == "UNFINISHED":
@@ -168,7 +169,7 @@ def _pending(trace: dict[str, Any]) -> str:
 
 
 def _family(name: str) -> str:
-    """Unnamed operations have numbers, which are of no use in a table."""
+    """Return the name under which a table counts an operation. All unnamed operations of a kind are one line."""
     start, noname, number = name.rpartition(".noname.")
     return f"{start} (unnamed)" if noname and number.isdecimal() else name
 
@@ -180,7 +181,7 @@ def _time(microseconds: float) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as need be; the first to the left, the others to the right."""
+    """Return a table as text. The first column is aligned to the left, the others to the right."""
     widths = [max(len(row[column]) for row in [heads, *rows]) for column in range(len(heads))]
     lines = []
     for row in [heads, *rows]:

@@ -1,4 +1,4 @@
-"""A rank's own file of the timeline, while it is written; `rank_file` says what it looks like."""
+"""Writes a rank's own file of the timeline. `rank_file` describes the format."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from hvdlite.timeline.clocks import Offset
 from hvdlite.timeline.rows import Row
 
 Event = tuple[Row, str, str, int, int | None, Any]
-"""Row, category, name, begin and end in nanoseconds (no end for a moment), and more about it."""
+"""The row, category and name of an event, its begin and end in nanoseconds (end None: a moment), and its arguments."""
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make an encoder for each event
 
 
 class RankFileWriter:
-    """Writes the events of one rank. Any thread may call it.
+    """Writes the events of one rank. Any thread may call its methods.
 
     Args:
-        rank, size: This rank, and how many there are.
+        rank: This rank.
+        size: The number of ranks in the job.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -39,11 +40,11 @@ class RankFileWriter:
         """Begin the file of a new timeline.
 
         Args:
-            trace: Where the ranks' files will be merged; rank 0's is seen there too meanwhile.
-            job: What tells this timeline from earlier ones in the same folder.
+            trace: The path of the merged trace. Until the merge, rank 0's file is visible there too.
+            job: The identifier of this recording, which tells its files from those of earlier ones in the same folder.
 
         Returns:
-            What went wrong; empty if nothing did.
+            What went wrong; the empty string if nothing did.
         """
         folder = rank_file.folder_of(trace)
         path = folder / rank_file.name_of_file(self._rank)
@@ -92,10 +93,10 @@ class RankFileWriter:
                 self._file.flush()
 
     def write(self, events: deque[Event]) -> str:
-        """Take these events out of their queue and write them; without a file they stay there.
+        """Take the events out of their queue and write them. Without an open file they stay in the queue.
 
         Returns:
-            What went wrong; empty if nothing did. The file is closed then.
+            What went wrong, and then the file is closed; the empty string if nothing did.
         """
         with self._lock:
             if self._file is None:
@@ -115,7 +116,7 @@ class RankFileWriter:
         return ""
 
     def close(self) -> None:
-        """End the file."""
+        """Close the file, if it is open."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
@@ -137,9 +138,9 @@ class RankFileWriter:
 
 
 def _show(path: Path, trace: Path) -> None:
-    """Let rank 0's file be seen under the name of the trace too, until that takes its place: programs read it meanwhile."""
+    """Make rank 0's file visible under the name of the trace, so that programs can read it until the merge replaces it."""
     trace.unlink(missing_ok=True)
     try:
         os.link(path, trace)
-    except OSError:  # a file system that has no second names
+    except OSError:  # a file system without hard links
         trace.symlink_to(path)

@@ -1,11 +1,11 @@
-"""Every wait has an owner who says who is missing.
+"""The watchdog owns every wait of a rank, and says which rank is missing.
 
-- `watchdog`: the watchdog of one rank, with the thread that looks at its waits.
-- `waits`: the description of one wait.
-- `links`: a link connects the ranks that do the same in the same order; all of them learn if one gets out of step.
-- `launched`: work on GPUs that goes on after the call that launched it has returned.
-- `deadlock`: finds ranks that wait for each other for ever, two or a circle of any length.
-- `stalls`: reports waits that have lasted too long; `stall_report`: the texts of these reports.
-- `threads`: the threads of the program that may still do something.
-- `failure`: ends the whole job.
+- `watchdog`: the thread that looks at the waits of this rank.
+- `waits`: the record of one wait.
+- `links`: sequences of matching calls. If one rank gets out of step in such a sequence, all of its ranks are told.
+- `launched`: work that goes on on GPUs after the calls that began it have returned.
+- `deadlock`: the search for ranks that wait for each other for ever.
+- `stalls`: waits that have lasted too long. `stall_report`: the text that says where each rank is.
+- `threads`: which threads of the program may still do something.
+- `failure`: how a rank ends the whole job.
 """

@@ -1,19 +1,24 @@
-"""Finds deadlocks: ranks that wait for each other, so that none of them can go on, two or a circle of any length.
+"""Finds deadlocks: ranks that wait for each other, each for something else, so that none of them can go on.
 
-The controller of a group compares the operations of that group. This file is about waits that no controller sees together: a
-gradient exchange and an operation, exchanges of different gradients, operations of different groups, `join` and an exchange.
+The controller of a group compares the operations of the group. The deadlock detector compares the waits that no controller sees
+together: a gradient exchange and an operation, exchanges of different gradients, operations of different process sets,
+`join` and an exchange.
 
-A rank is *stuck* if all its threads that use hvdlite have waited for some time. A stuck rank tells rank 0 what it needs. A rank
-*lacks* what another rank needs if it has not done its own part of it. A set of stuck ranks is deadlocked if every need of each
-rank of the set is lacked by another rank of the set: for a stuck rank does nothing by itself. Rank 0 looks for such sets::
+A rank is *stuck* if all of its threads that use hvdlite wait, and have waited for some time. A stuck rank tells rank 0 what it
+needs. A rank *lacks* what another rank needs if it has not done its part of it: this is an edge of the wait-for graph. A set of
+stuck ranks is deadlocked if everything that any rank of the set needs is lacked by another rank of the set, for a stuck rank
+does nothing until one of its needs is met. Rank 0 searches for such sets::
 
     ranks       stuck(what I need) ──►             lacks(some of these) ──►
     rank 0                            asked(these) ──►                     deadlock(who waits for whom) ──►
 
-The messages at rank 0 may be out of date. So it asks all ranks that are stuck as far as it knows. A rank that is in another
-state by then says so before it answers, and rank 0 leaves it out. So the remaining ranks were all stuck at the moment of the
-first question, each in the state that rank 0 knows, and lacked what they answered. None of them can go on before another one
-does. So the deadlock lasts for ever.
+What rank 0 has heard may be out of date. So rank 0 asks all ranks that are stuck as far as it knows. A rank that has left its
+state since then says so before it answers, and rank 0 leaves this rank out. Therefore all other ranks were stuck at once when
+rank 0 asked the first question: each in the state that rank 0 knows, and each lacked what it says. None of them can go on
+before another one of them does, so the deadlock is permanent.
+
+In the terms of E. Knapp, "Deadlock detection in distributed databases", ACM Computing Surveys 19(4), 1987, this is the AND-OR
+model: a need is met by all of its ranks, and a rank can go on when any of its needs is met.
 """
 
 from __future__ import annotations
@@ -25,19 +30,20 @@ from typing import Any, NamedTuple
 from hvdlite.topology import Members
 
 _ROUND_LOOKS = 8
-"""How often rank 0 looks for answers before it asks again: a rank that does not answer may be stopped, or dead."""
+"""How often rank 0 looks for answers before it asks again, for a rank may be stopped or dead."""
 
 
 class Need(NamedTuple):
-    """One thing that a stuck rank waits for.
+    """What a stuck rank waits for.
 
     Attributes:
-        members: The ranks that must take part, all of them.
-        operation: The key of the operation; None for an exchange of gradients.
-        number: For an operation, the number of plans that its controller has followed. For an exchange, its number among the
-            exchanges of its channel.
+        members: The ranks that must take part; all of them must.
+        operation: The key of the operation; None if the rank waits for a gradient exchange.
+        number: For an operation, the number of plans that its controller has followed. For a gradient exchange, its number
+            among the exchanges of the channel.
         text: A description for the error message.
-        channel: For an exchange, the number of the channel. All ranks make the exchanges of a channel in the same order.
+        channel: For a gradient exchange, the number of the channel, which stands for certain gradients. All ranks make
+            the exchanges of a channel in the same order.
     """
 
     members: Members
@@ -47,25 +53,25 @@ class Need(NamedTuple):
     channel: int = 0
 
     @property
-    def place(self) -> tuple[int, bool, int]:
-        """The place of the wait: the group, whether it is an operation, and the channel of an exchange."""
+    def sequence(self) -> tuple[int, bool, int]:
+        """The sequence of matching calls in which the rank waits: the group, whether it is an operation, the channel."""
         return self.members.id, self.operation is not None, self.channel
 
 
 Needs = tuple[Need, ...]
 Post = Callable[[int, str, object], None]
-"""A function that sends a message, called with the receiver, the kind, and the content."""
+"""``post(rank, kind, content)`` sends a control message to a rank."""
 Blockers = Mapping[Need, Collection[int]]
-"""For each need the ranks that lack it. A rank never lacks what it needs itself."""
+"""The ranks that lack what is needed, by need. No rank lacks what it needs itself."""
 
 
 class DeadlockDetector:
     """One rank's part in the search for deadlocks.
 
     Args:
-        rank: The number of this rank.
-        post: A function that sends a message. Messages that arrive are passed to `receive`.
-        lacks: A function that says whether this rank has not done its part of a need of another rank.
+        rank: This rank.
+        post: Sends a control message. Whoever receives such messages hands them to `receive`.
+        lacks: Returns whether this rank has not done its part of what another rank needs.
     """
 
     KINDS = frozenset({"stuck", "asked", "lacks", "deadlock"})
@@ -81,19 +87,19 @@ class DeadlockDetector:
         self._search = _Search(post) if rank == 0 else None
 
     def look(self, needs: Needs) -> str | None:
-        """Tell rank 0 about a new state, and look for a verdict. The watchdog calls this again and again.
+        """Take the next step of the search; the watchdog calls this again and again.
 
         Args:
-            needs: The needs of this rank; empty if it is not stuck.
+            needs: What this rank needs to go on; empty if it is not stuck.
 
         Returns:
-            The text that says who waits for whom, if this rank is deadlocked; else None.
+            A text that says which rank waits for which, if this rank is deadlocked; else None.
         """
         if needs != self._needs:
             self._needs, self._number, self._told = needs, next(self._numbers), None
             self._post(0, "stuck", (self._number, needs))
         if self._asked is not None:
-            # An answer comes after the message about a new state of this rank, if there is one.
+            # The answer comes after the message that this rank has changed its state, if it has.
             (round_number, questions), self._asked = self._asked, None
             self._post(0, "lacks", (round_number, [self._lacks(need) for need in questions]))
         if self._search is not None:
@@ -102,7 +108,7 @@ class DeadlockDetector:
         return told
 
     def receive(self, sender: int, kind: str, content: Any) -> None:
-        """Handle a message from another rank, or from this one."""
+        """Take a control message from another rank, or from this one."""
         if kind == "asked":
             self._asked = content
         elif kind == "deadlock":
@@ -117,12 +123,12 @@ class DeadlockDetector:
 
 
 class _Round:
-    """One round of questions of rank 0: which needs of the stuck ranks does each stuck rank lack?
+    """One round of questions to stuck ranks: which of the needs does each of them lack?
 
     Args:
         number: The number of the round.
-        stuck: For each rank of the round the number of its state, and its needs.
-        questions: For each rank the needs that it is asked about.
+        stuck: The ranks that may be deadlocked, each with the number of its state and its needs.
+        questions: The needs about which each of these ranks is asked.
     """
 
     def __init__(self, number: int, stuck: Mapping[int, tuple[int, Needs]], questions: Mapping[int, Needs]) -> None:
@@ -133,14 +139,14 @@ class _Round:
         self._looks = 0
 
     def look(self) -> bool:
-        """Say whether the round is over: all ranks that are still in their states have answered, or it has lasted too long."""
+        """Return whether the round is over: all ranks that are still in their states have answered, or it has lasted long."""
         self._looks += 1
         return self._looks > _ROUND_LOOKS or all(
             rank in self.answers for rank, asked in self.questions.items() if asked and rank in self.stuck
         )
 
     def blockers(self) -> Blockers:
-        """Return who lacks what, of the ranks that have answered and are still in their states."""
+        """Return who lacks what, among the ranks that have answered and are still in their states."""
         found: dict[Need, list[int]] = {}
         for rank, lacked in self.answers.items():
             if rank in self.stuck:
@@ -151,7 +157,7 @@ class _Round:
 
 
 class _Search:
-    """Rank 0's part in the search: the stuck ranks, and the questions to them."""
+    """Rank 0's part of the search: it knows all stuck ranks, and asks them."""
 
     def __init__(self, post: Post) -> None:
         self._post = post
@@ -159,10 +165,10 @@ class _Search:
         self._stuck: dict[int, tuple[int, Needs]] = {}
         self._round: _Round | None = None
         self._is_news = False
-        self._told: dict[int, int] = {}  # for each rank the number of the state for which it was told of a deadlock
+        self._told: dict[int, int] = {}  # the number of the state in which a rank was told of its deadlock
 
     def hear(self, rank: int, number: int, needs: Needs) -> None:
-        """Record that a rank is in a new state, with this number and these needs."""
+        """Take the message that a rank is in another state than before."""
         self._is_news = True
         self._stuck.pop(rank, None)
         if needs:
@@ -171,12 +177,12 @@ class _Search:
             self._round.stuck.pop(rank, None)
 
     def hear_answer(self, rank: int, round_number: int, lacked: list[bool]) -> None:
-        """Record the answer of a rank: for each question, whether the rank lacks that need."""
+        """Take the answer of a rank: whether it lacks each need that it was asked about."""
         if self._round is not None and self._round.number == round_number:
             self._round.answers[rank] = lacked
 
     def look(self) -> None:
-        """Judge the answers of a round that is over, or begin a new round."""
+        """Judge the answers of a round that is over, and begin a new round if something has changed."""
         if self._round is not None:
             if not self._round.look():
                 return
@@ -190,9 +196,11 @@ class _Search:
         """Begin a round: ask the ranks that may be deadlocked."""
         may_lack = {}
         for need in {need for _, needs in self._stuck.values() for need in needs}:
-            # Ranks at the same place wait in the same exchange, or their controller compares their operations.
+            # Ranks that wait in the same sequence are in the same exchange, or their controller compares them.
             there = {rank for rank in need.members.ranks if rank in self._stuck}
-            may_lack[need] = {rank for rank in there if all(own.place != need.place for own in self._stuck[rank][1])}
+            may_lack[need] = {
+                rank for rank in there if all(own.sequence != need.sequence for own in self._stuck[rank][1])
+            }
         stuck = _deadlocked(self._stuck, may_lack)
         if stuck:
             needed = {need for _, needs in stuck.values() for need in needs}
@@ -203,7 +211,7 @@ class _Search:
                     self._post(rank, "asked", (self._round.number, asked))
 
     def _tell(self, judged: _Round) -> None:
-        """Tell all ranks that are deadlocked after this round."""
+        """Tell the ranks that are deadlocked by the answers of a round."""
         blockers = judged.blockers()
         stuck = _deadlocked(judged.stuck, blockers)
         if not stuck:
@@ -218,7 +226,7 @@ class _Search:
 
 
 def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> dict[int, tuple[int, Needs]]:
-    """Return the largest subset of `stuck` in which every need of each rank is lacked by another rank of the subset."""
+    """Return the largest subset of `stuck` in which each need of each rank is lacked by another rank of the subset."""
     left = dict(stuck)
     while True:
         free = [
@@ -233,7 +241,7 @@ def _deadlocked(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> d
 
 
 def _circle(stuck: Mapping[int, tuple[int, Needs]], blockers: Blockers) -> list[int]:
-    """Return a shortest circle of deadlocked ranks in which each rank waits for the next one."""
+    """Return a shortest cycle of the wait-for graph: deadlocked ranks, each of which waits for the next one."""
     next_of = {
         rank: sorted({other for need in needs for other in blockers[need] if other in stuck})
         for rank, (_, needs) in stuck.items()

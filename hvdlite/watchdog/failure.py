@@ -1,4 +1,4 @@
-"""Ends the whole job after a failure of one rank, so that the other ranks do not wait for this rank for ever."""
+"""How a rank ends the whole job, so that its peers do not wait for it for ever."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hvdlite.config import Config
 
 
 def end_job(config: Config, rank: int, text: str) -> None:
-    """Report `text` and end all ranks. This does not return.
+    """Report why the job fails, and end all ranks. This function does not return.
 
-    The text goes to the launcher, which prints it last, or to stderr if there is no launcher. Any thread may call this, even
-    while another thread hangs inside MPI.
+    The report goes to the launcher, which prints it last, or to stderr if there is no launcher. Any thread may call this,
+    while another thread may be inside MPI for ever.
     """
     from hvdlite.launcher_link.link import (
-        report_failure,  # not at the top: it loads sockets and JSON, which only a failure needs
+        report_failure,  # imported here: it loads sockets and JSON, which nothing else needs
     )
 
     if not report_failure(config.control, rank, text, 1):
@@ -26,7 +26,7 @@ def end_job(config: Config, rank: int, text: str) -> None:
 
 
 def abort(code: int) -> None:
-    """End all ranks of the MPI job with the exit code `code`. This does not return."""
+    """End all ranks of the MPI job with the exit code `code`. This function does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     mpi = sys.modules.get("mpi4py.MPI")
@@ -36,9 +36,9 @@ def abort(code: int) -> None:
 
 
 def end_job_on_uncaught_exceptions() -> None:
-    """Let an uncaught exception end the job from now on, after its traceback was printed as usual.
+    """Let an exception that nobody catches end the job, after its traceback was printed as usual.
 
-    This is for ranks that plain mpirun or srun has started. For its own ranks hvdliterun does the same in its worker.
+    Ranks that mpirun or srun started call this. For ranks that hvdliterun started, its worker does the same.
     """
     previous, rank = sys.excepthook, os.getpid()
 
@@ -47,11 +47,11 @@ def end_job_on_uncaught_exceptions() -> None:
             previous(kind, value, trace)
         except (
             BaseException
-        ):  # an error in a hook of the program, or in a signal handler: the traceback must be printed all the same
+        ):  # raised by a hook of the program or by a signal handler: the first reason must be seen nevertheless
             traceback.print_exception(kind, value, trace)
             traceback.print_exc()
         finally:
-            if os.getpid() == rank:  # a forked child ends without ending the job
+            if os.getpid() == rank:  # a forked child ends alone
                 abort(1)
 
     sys.excepthook = hook

@@ -1,7 +1,7 @@
-"""Watches the work that groups launch on their GPUs. Nobody waits for a launch, so nobody would notice that it never ends.
+"""Watches the work that groups launch on their GPUs, for no thread waits for it and would notice that it can never end.
 
-A rank that leaves the job tells how many launches it has made in each group. If another rank of the group has launched more,
-then its later launches can never end, and they fail.
+A rank that leaves the job says how many launches it has made with each group. If another rank has launched more than that, its
+work can never end, and fails.
 """
 
 from __future__ import annotations
@@ -13,28 +13,31 @@ from hvdlite.errors import HvdliteError, PeerLeftError
 from hvdlite.topology import Members
 
 Launcher = tuple[int, int]
-"""The name of a `LaunchedWork` that all ranks know: the number of its group, and how many were made in that group before."""
+"""The number of a group, and how many launchers were made for the group before: a name that all of its ranks know."""
 
 
 class LaunchedWork(Protocol):
-    """Something that launches work on a GPU which goes on after the call: `hvdlite.gpu.collectives.DeviceCollectives`."""
+    """Work that goes on on a GPU after the calls that began it have returned.
+
+    `hvdlite.gpu.collectives.DeviceCollectives` is such work.
+    """
 
     @property
     def launched(self) -> int:
-        """The number of launches so far."""
+        """How many calls have launched work so far."""
         ...
 
     def look(self) -> None:
-        """End the launched work if it has failed."""
+        """Find out whether some work has failed, and if so end it."""
         ...
 
     def fail(self, error: HvdliteError) -> None:
-        """End all launched work with `error`."""
+        """End all work that goes on; later calls raise `error`."""
         ...
 
 
 class LaunchWatch:
-    """The launched work of one rank in its groups, and the counts of the ranks that have left the job."""
+    """Knows what one rank has launched with its groups, and how much the ranks that have left the job had launched."""
 
     def __init__(self) -> None:
         self._work: dict[Launcher, tuple[Members, LaunchedWork]] = {}
@@ -42,10 +45,10 @@ class LaunchWatch:
         self._launched_by: dict[int, Mapping[Launcher, int]] = {}
 
     def add(self, members: Members, work: LaunchedWork) -> Callable[[], None]:
-        """Watch the launches of this rank in a group. All ranks of the group call this, in the same order.
+        """Watch the work that this rank launches with a group. All ranks of the group call this in the same order.
 
         Returns:
-            A function that stops watching `work`.
+            A function that ends the watch.
         """
         name = members.id, self._made.get(members.id, 0)
         self._made[members.id] = name[1] + 1
@@ -57,15 +60,15 @@ class LaunchWatch:
         return forget
 
     def counts(self) -> dict[Launcher, int]:
-        """Return the number of launches of this rank by name. The rank sends them when it leaves the job."""
+        """Return how many launches this rank has made, by launcher. The rank tells this to the others when it leaves."""
         return {name: work.launched for name, (_, work) in list(self._work.items())}
 
     def hear(self, rank: int, counts: Mapping[Launcher, int]) -> None:
-        """Record that a rank has left the job with these numbers of launches."""
+        """Take the message that a rank has left the job, with the number of its launches by launcher."""
         self._launched_by[rank] = counts
 
     def check(self) -> None:
-        """End work that has failed, and work that needs a rank that has left the job."""
+        """End the work that has failed, and the work that needs a rank which has left."""
         for name, (members, work) in list(self._work.items()):
             work.look()
             for rank in members.ranks:

@@ -1,4 +1,4 @@
-"""The report of a wait that lasts too long: which ranks take part, which do not, and what those do instead."""
+"""The report of a wait that lasts too long: which ranks take part, which do not, and where those are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hvdlite.errors import ranks_text
 
 _OUTER_FRAMES, _INNER_FRAMES = 4, 12
-"""How many of the outermost and of the innermost calls of a deep stack are shown."""
+"""How many calls of a deep stack are shown: the outer ones say where the program is, the inner ones where it is stuck."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MESSAGES = tuple(os.path.join(_PACKAGE, "comm", name) for name in ("mpi.py", "mpi_collectives.py", "local.py"))
 _STARTERS = ("<frozen runpy>", f"{os.sep}runpy.py")
@@ -22,9 +22,10 @@ class Answer:
     """The answer of a rank to the question where it is.
 
     Attributes:
-        waits: The waits of the rank: what each waits for, in words, and for how many seconds.
-        stack: The stack of its program.
-        last: The last operation that the rank has completed, in words, and how many seconds ago; None if there is none.
+        waits: A description of each thing for which the rank waits, and for how many seconds it has waited.
+        stack: The stack of the rank's main thread, as text.
+        last: A description of the operation that the rank has completed last, and how many seconds ago that was; None if
+            it has completed none.
     """
 
     waits: tuple[tuple[str, float], ...]
@@ -32,19 +33,19 @@ class Answer:
     last: tuple[str, float] | None
 
     def seconds(self, what: str) -> float | None:
-        """Return for how many seconds the rank has waited for `what`; None if it does not wait for it."""
+        """Return for how many seconds the rank has waited for `what`; None if it does not wait for that."""
         return next((seconds for other, seconds in self.waits if other == what), None)
 
 
 def reporter(what: str, answers: Mapping[int, Answer], limit: float) -> int | None:
-    """Return the rank that reports a wait for `what`: the lowest rank that has waited for about `limit` seconds or longer.
+    """Return the rank that reports a wait for `what`: the lowest that has waited for about `limit` seconds.
 
-    Every waiting rank asks this, and exactly one of them must report. Rank 0 does not always: it may be the missing one.
+    One rank must report, and every waiting rank asks. It is not always rank 0, for rank 0 may be missing.
     """
-    patience = max(1.0, 0.1 * limit)  # without a margin, two ranks that began at nearly the same time would both report
+    tolerance = max(1.0, 0.1 * limit)  # without it two ranks that began at nearly the same time would both report
     waited = {rank: answer.seconds(what) for rank, answer in answers.items()}
     return min(
-        (rank for rank, seconds in waited.items() if seconds is not None and seconds + patience > limit), default=None
+        (rank for rank, seconds in waited.items() if seconds is not None and seconds + tolerance > limit), default=None
     )
 
 
@@ -55,11 +56,11 @@ def report(
 
     Args:
         rank: The rank that reports.
-        what: What it waits for, in words.
-        seconds: For how long it has waited, in seconds.
+        what: A description of what the rank waits for.
+        seconds: For how long the rank has waited.
         ranks: The ranks that must take part.
-        answers: The answers of the ranks, that of `rank` among them.
-        left: For each rank that has left the job the time at which it left.
+        answers: The answers of the ranks to the question where they are; `rank`'s own answer must be among them.
+        left: The ranks that have left the job.
     """
     lines = [f"hvdlite: rank {rank} has waited {seconds:.0f} s for {what}."]
     lines += ["  It is here:", answers[rank].stack.rstrip("\n")]
@@ -88,14 +89,14 @@ def _absent(rank: int, answer: Answer) -> list[str]:
 
 
 def last_words(last: tuple[str, float] | None) -> str:
-    """Return a sentence about `Answer.last`."""
+    """Return `Answer.last` as a sentence."""
     if last is None:
         return "It has not completed any operation."
     return f"Its last completed operation, {last[1]:.0f} s ago: {last[0]}"
 
 
 def left_text(rank: int, what: str, farewell: str) -> str:
-    """Return the text about a rank that has left the job while another rank waits for it."""
+    """Return the error text for a wait for `what` that needs a rank which has left the job."""
     if what.startswith("gradient"):
         hint = (
             "Every rank must take the same number of steps. Different numbers of batches? Call hvd.join() at the end of an "
@@ -110,13 +111,13 @@ def left_text(rank: int, what: str, farewell: str) -> str:
 
 
 def is_in_messages(thread: int) -> bool:
-    """Say whether a thread is inside of a call that sends or receives a message. Nothing can interrupt such a call."""
+    """Return whether a thread is inside of a call that sends or receives a message. Nothing can interrupt such a call."""
     frame = sys._current_frames().get(thread)
     return frame is not None and frame.f_code.co_filename in _MESSAGES
 
 
 def stack_of(thread: int) -> str:
-    """Return the current stack of a thread, innermost call last, without frames of hvdlite and of the program's starter."""
+    """Return the stack of a thread, innermost call last, without hvdlite's frames and those that started the program."""
     frame = sys._current_frames().get(thread)
     frames = [
         entry

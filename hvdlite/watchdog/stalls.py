@@ -1,4 +1,4 @@
-"""Waits that have lasted too long: a rank asks all ranks concerned where they are, and one of them prints the answers."""
+"""Reports waits that have lasted too long: asks all ranks concerned where they are; one of these prints the answers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Question:
 
 
 class Stalls:
-    """The reports of one rank about its long waits.
+    """Reports the waits of one rank that last too long.
 
     Args:
-        rank: The number of this rank.
-        config: The settings of the stall check.
-        tell: A function that sends a message: called with the receiver, the kind, and the content. Answers go to `hear`.
-        give_up: A function that ends a wait at its time limit. It is called with the wait and a text.
+        rank: This rank.
+        config: The configuration, with the stall settings.
+        tell: ``tell(rank, kind, *content)`` sends a control message. Whoever receives an answer hands it to `hear`.
+        give_up: Ends a wait that has reached its limit, with a text.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Stalls:
         self._numbers = itertools.count()
 
     def check(self, wait: Wait, now: float) -> None:
-        """Ask the ranks that a wait needs where they are, if the wait has lasted long enough."""
+        """Ask the ranks of a wait where they are, if the wait has lasted long enough."""
         if not self._enabled or not (now > wait.next_report or 0 < self._end_after < now - wait.since):
             return
         wait.next_report = now + self._report_after
@@ -54,16 +54,16 @@ class Stalls:
                 self._tell(rank, "where", number)
 
     def hear(self, sender: int, number: int, answer: Answer) -> None:
-        """Record the answer of a rank (this one too) to question `number`."""
+        """Take the answer of a rank: where it is."""
         if number in self._questions:
             self._questions[number].answers[sender] = answer
 
     def look(self, now: float, left: Mapping[int, float]) -> None:
-        """Report each wait whose question has all its answers, or has waited long enough for them.
+        """Report the waits whose ranks have all answered, or have had enough time to answer.
 
         Args:
-            now: The time by `time.monotonic`, in seconds.
-            left: For each rank that has left the job the time at which it left.
+            now: The time of `time.monotonic`.
+            left: The ranks that have left the job, with the time at which each did.
         """
         for number, question in list(self._questions.items()):
             if len(question.answers) == question.wait.members.size or now > question.asked + _ANSWER_SECONDS:
@@ -74,7 +74,7 @@ class Stalls:
         wait, what = question.wait, question.wait.what()
         limit, end_after = self._report_after, self._end_after
         if self._rank != reporter(what, question.answers, min(limit, end_after) if end_after > 0 else limit):
-            return  # the wait is over, or another rank reports it
+            return  # over meanwhile, or another rank's to report
         text = report(self._rank, what, now - wait.since, wait.members.ranks, question.answers, left)
         if 0 < end_after < now - wait.since:
             self._give_up(wait, f"{text}\nIt waits no longer: the limit for one wait is {end_after:g} s.")

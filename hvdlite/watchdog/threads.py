@@ -1,4 +1,4 @@
-"""Finds out whether any thread of the program may still do something, or whether all of them wait."""
+"""Knows which threads of the program may still do something, and which only wait."""
 
 from __future__ import annotations
 
@@ -13,42 +13,38 @@ _calls_that_wait: set[CodeType] = set()
 def waits_in(code: CodeType) -> None:
     """Declare that a thread whose innermost frame runs `code` waits for threads of a framework.
 
-    Adapters call this if their framework calls hvdlite from its own threads. A thread of the framework that waits for other
-    ranks then counts as working for a thread that is inside of `code`.
+    Adapters of frameworks that call hvdlite from threads of their own use this. Each such thread that waits for other ranks
+    then counts as working for one thread that is inside of the call.
     """
     _calls_that_wait.add(code)
 
 
 class Threads:
-    """The living threads that have used an object.
+    """The threads that have used hvdlite.
 
-    The class keeps the threads themselves, because the number of a thread is used again when the thread has ended. Threads that
-    Python did not start, such as those of a framework, count as ended.
+    A thread's number is used again when the thread has ended, so the threads themselves are kept. Threads that Python did not
+    start (a framework's own threads) count as ended.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, threading.Thread | None] = {}
-        self._noted = threading.local()  # a thread-local value ends with its thread; a thread number does not
+        self._noted = threading.local()  # it ends with its thread; the thread's number does not
 
     def add(self) -> None:
         """Note the calling thread."""
         if not hasattr(self._noted, "here"):
             self._noted.here = True
             number = threading.get_ident()
-            # Not current_thread(): that would enter a framework's thread in Python's list of threads for ever.
+            # Not current_thread(): that would enter a framework's thread in Python's list for good.
             found = next((each for each in threading.enumerate() if each.ident == number), None)
             self._known[number] = None if isinstance(found, threading._DummyThread) else found
 
     def leave_out(self) -> None:
-        """Never note the calling thread: another thread waits for everything that it does."""
+        """Never note the calling thread, because another thread waits for everything that it does."""
         self._noted.here = True
 
     def are_all_among(self, waiting: Collection[int]) -> bool:
-        """Say whether all noted threads that are alive wait.
-
-        A thread waits if its number is in `waiting`, or if it is in a call of `waits_in` and a framework's thread is in
-        `waiting`.
-        """
+        """Return whether all live threads are among `waiting` (thread numbers), or a framework's thread waits for them."""
         others = [
             number
             for number, thread in list(self._known.items())

@@ -1,4 +1,4 @@
-"""The watchdog's description of one wait."""
+"""The record that the watchdog keeps of one wait."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class Wait:
     """One wait of this rank.
 
     Attributes:
-        what: A function that says in words what the rank waits for.
+        what: Returns a description of what this rank waits for.
         members: The ranks that must take part.
-        fail: A function that ends the wait with an error. The watchdog's thread calls it.
-        since: The time at which the wait began, by `time.monotonic`, in seconds.
+        fail: Ends the wait with an error. The watchdog's thread calls it.
+        since: The time of `time.monotonic` at which the wait began.
+        next_report: The time at which the wait is reported next.
     """
 
     what: Callable[[], str]
@@ -31,17 +32,17 @@ class Wait:
     since: float = field(default_factory=time.monotonic)
     next_report: float = 0.0
     need: Callable[[], Need | None] | None = None
-    """A function that returns what the other ranks must do, or None if that is not certain. None if it is never known."""
+    """Returns what the other ranks must do; None if that is not known for certain."""
     thread: int = field(default_factory=threading.get_ident)
     link: Link | None = None
-    """The link on which the rank waits, if its ranks may get out of step; else None."""
+    """The link in which the rank waits, if its ranks may get out of step there."""
     kind: WaitKind = WaitKind.PEER
     one_of: tuple[int, ...] = ()
-    """World ranks of which any one can end the wait; empty if all of `members` must take part."""
+    """The world ranks of which any one can end the wait; empty if all of `members` must take part."""
     failed: tuple[float, HvdliteError] | None = None
-    """The time and the error with which the wait was given up. It may last longer, inside a library that nothing interrupts."""
+    """The time at which the wait was given up, and why. The wait may go on inside of a library that nothing interrupts."""
 
     def forgive(self, seconds: float) -> None:
-        """Do not count `seconds` as waiting: the process was stopped for that time, by Ctrl-Z or with its machine."""
+        """Do not count a time in which the process was stopped, by Ctrl-Z or with its machine: nobody waited meanwhile."""
         self.since += seconds
         self.next_report += seconds

@@ -1,8 +1,9 @@
-"""The owner of every wait: one thread per rank that knows the waits, asks for the missing ranks, and reports them.
+"""The watchdog owns every wait of a rank. It is one quiet thread that finds out which rank is missing, and says so.
 
-Every wait that lasts is registered here. The thread looks at the waits four times a second. If a rank that a wait needs has
-left the job, then the wait can never end, and fails. If a wait has lasted longer than the limit, then the thread asks each rank
-concerned where it is. The lowest waiting rank prints the answers, with the stacks of the missing ranks.
+Whoever waits for other ranks registers the wait with the watchdog. Four times a second its thread looks at each wait. If a rank
+that the wait needs has left the job, the wait can never end, and fails. If the wait has lasted longer than the limit, the
+watchdog asks each rank concerned where it is; then the lowest waiting rank (rank 0 itself may be missing) prints the answers,
+with the stacks of the ranks that are missing.
 """
 
 from __future__ import annotations
@@ -29,20 +30,19 @@ from hvdlite.watchdog.waits import Wait
 
 _PERIOD = 0.25
 _LEFT_SECONDS = 1.0
-"""The time after a peer's goodbye, in seconds, after which a wait that needs the peer fails: the peer took no part in it."""
+"""If a wait still lasts so long after a peer has left, the peer did not take part in it before it left."""
 _BUSY_SECONDS = 30.0
-"""How long a wait that was given up may go on, in seconds. It ends when the thread has finished a step, such as a copy."""
+"""How long a wait that was given up may go on: it ends when its thread has finished what it does, such as copying."""
 _GAVE_UP_SECONDS = 5.0
-"""How long a rank that has given up a wait stays at its end, in seconds, for the ranks for which it has waited."""
+"""How long a rank that has given up a wait stays at its end, until the ranks for which it has waited leave too."""
 _SUSPENDED_SECONDS = 5.0
-"""If the thread did not run for so many seconds, then the process was stopped. That time does not count as waiting."""
+"""If the watchdog's thread did not run for so long, the process was stopped. That time does not count as waiting."""
 
 
-class Exchanging:
-    """The context manager of `Watchdog.exchanging`. It is used again and again: every exchange enters it, so it does little.
+class Guard:
+    """The context manager of `Watchdog.guarded`.
 
-    Args:
-        watch, what, members, remember, channel, link: See `Watchdog.exchanging`.
+    It may be used in several with statements, one after the other. It stands around every exchange, so it does little.
     """
 
     __slots__ = ("_channel", "_link", "_members", "_number", "_remember", "_watch", "_what")
@@ -78,7 +78,7 @@ class Exchanging:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._watch.end(self._number)
-        # All ranks raise an error of hvdlite alike. Other errors (no memory, Ctrl-C) leave the other ranks waiting.
+        # All ranks raise hvdlite's errors alike. After other errors (no memory, Ctrl-C) the other ranks still wait inside.
         if error is not None and self._link is not None and not isinstance(error, HvdliteError):
             self._link.break_off(self._what(), error)
         if self._remember and kind is None:
@@ -90,9 +90,9 @@ class Watchdog:
     """Watches the waits of one rank.
 
     Args:
-        transport: A transport over all ranks of the job, for questions and answers. Nobody else may post on it.
-        config: The settings, with those of the stall check.
-        end_job: A function that ends the whole job with an error text.
+        transport: A transport over all ranks of the job, for the watchdog's control messages. Nobody else may post on it.
+        config: The configuration, with the stall settings.
+        end_job: Ends the whole job with an error text.
     """
 
     def __init__(self, transport: Transport, config: Config, end_job: Callable[[str], None]) -> None:
@@ -104,11 +104,11 @@ class Watchdog:
         """The threads of the program that use hvdlite."""
         self.users.add()
         self.lacks: dict[int, Callable[[str | int, int], bool]] = {}
-        """For the number of each group a function that says whether this rank lacks an operation, given its key and number."""
-        self._exchanges: dict[tuple[int, int], int] = {}  # numbers begun, by group and channel
+        """By the number of each group: returns whether this rank lacks the operation with this key and number."""
+        self._exchanges: dict[tuple[int, int], int] = {}  # of gradients, begun; by group and channel
         self._channels: dict[int, int] = {}  # by group
         self._is_searching = False
-        """True while the ranks search for a deadlock."""
+        """Whether messages of the deadlock detector came or went since the last look."""
         self._deadlocks = DeadlockDetector(transport.rank, self._search, self._lacks)
         self._waits: dict[int, Wait] = {}
         self._numbers = itertools.count()
@@ -130,7 +130,7 @@ class Watchdog:
             self._thread.start()
 
     def new_channel(self, members: Members) -> int:
-        """Return a new number for exchanges of the same gradients. All ranks of the group call this, in the same order."""
+        """Return a new number for exchanges of the same gradients. All ranks of the group call this in the same order."""
         number = self._channels[members.id] = self._channels.get(members.id, 0) + 1
         return number
 
@@ -139,61 +139,61 @@ class Watchdog:
             if wait.link is link:
                 wait.failed = wait.failed or (time.monotonic(), error)
 
-    def exchanging(
+    def guarded(
         self,
         what: Callable[[], str],
         members: Members,
         remember: bool = True,
         channel: int = 0,
         link: Link | None = None,
-    ) -> Exchanging:
-        """Return a context manager that watches its body, which is inside of a collective.
+    ) -> Guard:
+        """Return a context manager that watches the body of a with statement, which is inside of a collective.
 
         Args:
-            what: A function that says in words what the body does.
+            what: Returns a description of what the body does.
             members: The ranks that must take part.
-            remember: True if the body is an exchange of its own, and not part of an operation: `completed` is called at its
-                end. All ranks make the same such exchanges, in the same order.
-            channel: The number from `new_channel` for these gradients. With `remember=False` it means that this thread waits
-                for another thread of its rank, which exchanges these gradients.
-            link: The link of the exchange. Without a link no error can reach the body, so only the end of the job ends it.
+            remember: Whether the body is an exchange of its own, not a part of an operation. Then `completed` is called at
+                its end. All ranks make the same such exchanges in the same order.
+            channel: The number that `new_channel` gave for these gradients. If `remember` is false and there is a channel,
+                this thread waits for another thread of its rank, which makes the exchange.
+            link: The link in which the body runs. Without a link no exception reaches the body, and a failure ends the job.
         """
-        return Exchanging(self, what, members, remember, channel, link)
+        return Guard(self, what, members, remember, channel, link)
 
     def completed(self, what: Callable[[], str]) -> None:
-        """Record that this rank has completed `what`. A report names the latest, and only then calls `what` for its words."""
+        """Note that this rank has completed something. Reports name the latest; only then `what` is called for its text."""
         self._completed = (what, time.monotonic())
 
     def fail(self, error: HvdliteError) -> None:
-        """End the job with `error`: a wait inside of a collective can never end."""
+        """End the job, because a wait within a collective can never end."""
         self._end_job(str(error))
 
     def exchanges_begun(self, members: Members, channel: int) -> int:
-        """Return the number of exchanges that this rank has begun in a channel of a group."""
+        """Return how many exchanges of a group's channel this rank has begun."""
         return self._exchanges.get((members.id, channel), 0)
 
     def begin_exchange(self, members: Members, channel: int) -> int:
-        """Record that this thread begins an exchange of gradients. Return the number of such exchanges in this channel."""
+        """Note that this thread begins a gradient exchange. Return its number in this channel of the group, from 1."""
         self.users.add()
         number = self._exchanges[members.id, channel] = self._exchanges.get((members.id, channel), 0) + 1
         return number
 
     def begin(self, wait: Wait) -> int:
-        """Start to watch `wait`, and return its number, for `end`."""
+        """Start to watch `wait`. Return its number, for `end`."""
         wait.next_report = wait.since + self._config.stall_check_time_seconds
         number = next(self._numbers)
         self._waits[number] = wait
         return number
 
     def end(self, number: int) -> None:
-        """Stop watching the wait `number`: it is over."""
+        """Stop to watch the wait with this number: it is over."""
         del self._waits[number]
 
     def leave(self, how: str) -> None:
-        """Say goodbye to the other ranks, and stay to answer their questions until all have said goodbye.
+        """Tell the other ranks that this rank leaves the job, and answer their questions until all of them leave.
 
         Args:
-            how: The reason why this rank leaves, for their messages, such as "it has come to the end of its program".
+            how: Why this rank leaves, for the others' error texts, such as "it has come to the end of its program".
         """
         if self._thread is None:
             return
@@ -202,12 +202,12 @@ class Watchdog:
         for rank in range(self._transport.size):
             self._tell(rank, "left", launched, farewell)
         self._wake.set()
-        patience = _GAVE_UP_SECONDS if self._gave_up else float("inf")
+        limit = _GAVE_UP_SECONDS if self._gave_up else float("inf")
         began = time.monotonic()
         while not self._all_left.wait(1.0):
             if not self._thread.is_alive():
                 return
-            if time.monotonic() > began + patience:
+            if time.monotonic() > began + limit:
                 missing = sorted(set(range(self._transport.size)) - set(self._left))
                 self._end_job(
                     f"this rank has given up a wait before, and {ranks_text(missing)} did not come to an end since."
@@ -216,12 +216,12 @@ class Watchdog:
         self._thread.join()
 
     def become_child(self, error: HvdliteError) -> None:
-        """Let every exchange raise `error`: this process was forked from the rank and takes no part in the job."""
+        """Note that this process was forked from the rank: whoever begins an exchange in this process gets `error`."""
         self._waits.clear()
         self._links.fail_all(error)
 
     def abandon(self) -> None:
-        """Stop without a goodbye: the job is over already."""
+        """Stop at once and tell nobody: the job is over already."""
         self._stopped = True
         self._wake.set()
 
@@ -229,15 +229,15 @@ class Watchdog:
         try:
             self._look_after()
         except PeerLeftError:
-            return  # the transport is closing: it raises in every wait itself
-        except BaseException:  # without this thread nobody would report missing ranks, or learn that all have left
+            return  # the transport is being torn down, and itself tells whoever waits on it
+        except BaseException:  # without this thread nobody would be told who is missing, nor that all have left
             self._end_job(f"the thread that watches over the waits of this rank has failed:\n{traceback.format_exc()}")
 
     def _look_after(self) -> None:
         period = _PERIOD
         before = time.monotonic()
         while not self._stopped:
-            if self._wake.wait(period):  # this rank leaves: the last goodbyes come soon, so look more often for a while
+            if self._wake.wait(period):  # this rank leaves, and the others soon too: look more often for a while
                 self._wake.clear()
                 period = _PERIOD / 256
             period = min(2 * period, _PERIOD)
@@ -246,11 +246,11 @@ class Watchdog:
             now = time.monotonic()
             self._look(now, now - before)
             before = now
-            if self._is_searching:  # more messages of the search will come soon
+            if self._is_searching:  # more messages will come soon
                 period = _PERIOD / 16
 
     def _look(self, now: float, passed: float) -> None:
-        # This is a method of its own: a loop variable would keep the last wait alive, and the memory of its exchange.
+        # This is a method of its own: in the loop of the thread, a variable would keep the last wait and its buffers alive.
         self._launches.check()
         for wait in list(self._waits.values()):
             if passed > _SUSPENDED_SECONDS:
@@ -289,17 +289,17 @@ class Watchdog:
         self._tell(dest, kind, content)
 
     def _needs(self, now: float) -> Needs:
-        """Return the needs of this rank if it is stuck. Return none if it is not stuck, or if that is not certain."""
+        """Return what this rank needs to go on, if it is stuck; empty if it is not, or if that is not certain."""
         waits = list(self._waits.values())
         if not waits or any(now < wait.since + self._config.deadlock_time_seconds for wait in waits):
             return ()
         if not self.users.are_all_among({wait.thread for wait in waits}):
-            return ()  # a thread does not wait: it may do what the other ranks wait for
+            return ()  # another thread of the program may still do what the other ranks wait for
         needs = [None if wait.need is None else wait.need() for wait in waits]
         return () if None in needs else tuple(dict.fromkeys(need for need in needs if need is not None))
 
     def _lacks(self, need: Need) -> bool:
-        """Say whether this rank has not done its part of a need of another rank."""
+        """Return whether this rank has not done its part of what another rank needs."""
         if need.operation is None:
             begun = self.exchanges_begun(need.members, need.channel)
             return self._transport.rank in need.members.ranks and begun < need.number

@@ -97,7 +97,7 @@ class OptimizerContext:
 
     def waiting_for(self, what: str) -> contextlib.AbstractContextManager[object]:
         """For a with statement, which may be entered often: this rank waits for the others; `what` is for messages."""
-        return self._world.watch.exchanging(lambda: what, self.group.members, remember=False)
+        return self._world.watch.guarded(lambda: what, self.group.members, remember=False)
 
     def check_in_effect(self) -> None:
         """Raise if the ranks that take part are no process set of the present world."""

@@ -103,7 +103,7 @@ class AnnouncedReducer(Reducer):
 
     def _finish(self, gradients: Sequence[Any], said: Header, device: Device | None) -> DeviceReducer:
         if self._on_device is None:
-            with self._watch.exchanging(lambda: f"the memory of {self._about}", self._members, link=self._link):
+            with self._watch.guarded(lambda: f"the memory of {self._about}", self._members, link=self._link):
                 self._on_device = self._make(device)
         reducer = self._on_device[0]
         reducer.finish(gradients, said)
