@@ -1,4 +1,4 @@
-"""``hvdlite``: what is done with a job's files, outside of any job. (Jobs are started by ``hvdliterun``.)"""
+"""``hvdlite`` merges and summarizes the timeline files of a job. (``hvdliterun`` starts jobs.)"""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _summarize(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns the exit code of ``hvdlite``."""
+    """Run ``hvdlite`` with these arguments, by default those of the process, and return its exit code."""
     options = _parser().parse_args(arguments)
     try:
         options.action(options)

@@ -1,4 +1,4 @@
-"""The settings of one process, and the only place that reads ``os.environ`` for them."""
+"""The settings of one process. Only this file reads them from ``os.environ``."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ class Config:
     """Settings, each read from ``HVDLITE_<FIELD>`` or else from ``HOROVOD_<FIELD>``.
 
     Attributes:
-        fusion_threshold: Bytes; tensors that are ready together share one exchange up to this size.
-        bucket_bytes: Bytes of gradients that go between hosts at a time.
-        overlap: Exchange gradients while the backward pass goes on: "on", "off", or "auto": where ranks have a core to spare.
-        autotune: Search for the fastest way to exchange gradients in the first steps.
-        autotune_log: A file to record that search in, as CSV.
-        advice: Warn, at the first step, of ranks that start with other weights or read the same data.
+        fusion_threshold: Tensors that are ready together share one exchange of at most so many bytes.
+        bucket_bytes: So many bytes of gradients go between hosts at a time.
+        overlap: Exchange gradients during the backward pass: "on", "off", or "auto", which does so if ranks have a core to
+            spare.
+        autotune: Search in the first steps for the fastest way to exchange gradients.
+        autotune_log: The path of a CSV file that records this search; empty for none.
+        advice: Warn at the first step of ranks that start with different weights or read the same data.
         keep_memory: Tell the C library to keep freed memory for the next step (see `hvdlite_torch.tensors.malloc`).
-        shared_memory: Let the ranks of a host share memory; if not, all goes by messages.
-        algorithm: How ``allreduce`` works where the call does not say.
-        timeline: Write a timeline to this file; with "DYNAMIC", Horovod's word for it, not before `start_timeline` is called.
-        timeline_mark_cycles: Mark in it when the ranks agreed on what to run.
-        stall_check_disable: Do not watch for ranks that wait on each other.
-        stall_check_time_seconds: After so many seconds in one wait, print who is missing and where.
+        shared_memory: Let the ranks of a host exchange data through shared memory; if false, they send messages.
+        algorithm: The algorithm of ``allreduce`` if the call names none.
+        timeline: The path of the timeline to write; empty for none. With "DYNAMIC", Horovod's word, the program starts the
+            timeline by `start_timeline`.
+        timeline_mark_cycles: Mark the moments in the timeline at which the ranks agreed on the operations to run.
+        stall_check_disable: Do not look for ranks that wait for each other.
+        stall_check_time_seconds: After so many seconds in one wait, print which ranks are missing, and where they are.
         stall_shutdown_time_seconds: After so many seconds in one wait, end the job; 0 means never.
-        deadlock_time_seconds: Seconds after which ranks that all wait, each for an operation that
-            another rank has not submitted, are told so by an error.
-        nccl: Exchange GPU tensors by NCCL (or RCCL) where it is installed; if not, through host memory.
-        nccl_library: A file to load it from, in place of what is found.
-        nccl_start_seconds: How long the ranks try to connect by it.
+        deadlock_time_seconds: If all ranks wait for so many seconds, each for an operation that another rank has not
+            submitted, raise an error on them.
+        nccl: Exchange GPU tensors by NCCL (or RCCL) if it is installed; if false, exchange them through host memory.
+        nccl_library: The path of the NCCL library; empty to search for it.
+        nccl_start_seconds: The ranks try for so many seconds to connect by NCCL.
         share_gpu: Several ranks may use one GPU.
-        control: ``host:port:secret`` of the launcher that started this process; set by hvdliterun.
+        control: ``host:port:secret`` of the launcher that started this process; hvdliterun sets it.
+
+    Raises:
+        ArgumentError: `overlap` has another value.
     """
 
     fusion_threshold: int = 64 * 2**20
@@ -68,10 +73,10 @@ class Config:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
-        """Read the settings of this process.
+        """Read the settings from environment variables, by default those of this process.
 
         Raises:
-            ArgumentError: A variable is set to something that is not of its type, or its setting does not exist any more.
+            ArgumentError: The value of a variable is not of its type, or its setting does not exist any more.
         """
         for variable, advice in _REMOVED.items():
             if environ.get(variable, "").lower() not in _FALSE | {""}:

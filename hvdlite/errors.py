@@ -1,8 +1,7 @@
-"""Every exception that hvdlite raises on purpose.
+"""The exceptions that hvdlite raises on purpose.
 
-All derive from `HvdliteError`, so one ``except`` clause catches them. Where Python has a
-built-in that callers already expect (``ValueError``, ``TypeError``), the class derives from
-that one too.
+All derive from `HvdliteError`, so one ``except`` clause catches them all. If callers expect an exception that Python has
+(``ValueError``, ``TypeError``), the class derives from that one too.
 """
 
 from __future__ import annotations
@@ -13,23 +12,22 @@ from typing import Any
 
 
 class HvdliteError(RuntimeError):
-    """Base of all errors of this package."""
+    """The base class of all errors of hvdlite."""
 
 
-# TensorFlow makes exceptions that pass through a function which it has translated anew, with the lines of the function in their
-# text; of classes that are made like this. Others come out as its own StagingError.
+# When an exception passes through a function that TensorFlow has translated, TensorFlow makes the exception again, and adds the
+# lines of the function to its text. It does so only if the class has this __init__. Others become TensorFlow's StagingError.
 HvdliteError.__init__ = Exception.__init__  # type: ignore[method-assign]
 
 
 class NotInitializedError(HvdliteError, ValueError):
-    """A call that needs ``hvdlite.init()`` came before it, or after ``shutdown()``."""
+    """A call that needs ``hvdlite.init()`` came before ``init()``, or after ``shutdown()``."""
 
     @classmethod
     def of(cls, call: str) -> NotInitializedError:
-        """The error of such a call, given as ``"rank()"``.
+        """Return the error for a call, given in the form ``"rank()"``.
 
-        Exceptions are made again of their text alone: by pickle, by Keras, which adds the arguments of a layer to it, by
-        TensorFlow. So no constructor makes the text.
+        This is no constructor, because pickle, Keras and TensorFlow make exceptions again from their text alone.
         """
         text = f"hvdlite.{call} needs hvdlite.init() first: call it once at the start of the program."
         if "horovod" in sys.modules:  # whose programs look for its words
@@ -38,7 +36,7 @@ class NotInitializedError(HvdliteError, ValueError):
 
 
 class WorldSizeError(HvdliteError):
-    """The environment says that there are several processes, and MPI says that there is one."""
+    """The environment says that the job has several processes, but MPI says that it has one."""
 
 
 class ThreadLevelError(HvdliteError):
@@ -46,27 +44,27 @@ class ThreadLevelError(HvdliteError):
 
 
 class ArgumentError(HvdliteError, ValueError):
-    """An argument whose type is right and whose value is not."""
+    """An argument has a value that is not allowed."""
 
 
 class DistributedAlreadyError(ArgumentError):
-    """An optimizer or a tape that exchanges gradients by itself is to be made distributed again."""
+    """The program makes an optimizer or a tape distributed that exchanges gradients already."""
 
 
 class UnsupportedTensorError(HvdliteError, TypeError):
-    """A tensor (or its dtype) that the requested operation cannot take."""
+    """The requested operation cannot take this tensor, or its dtype."""
 
 
 class CommunicationError(HvdliteError):
-    """The ranks could not do together what they were asked to. Under Horovod's name: ``HorovodInternalError``."""
+    """The ranks could not complete an operation together. Horovod's name for it is ``HorovodInternalError``."""
 
 
 class MismatchError(CommunicationError):
-    """The ranks submitted operations that do not belong together. Raised on every rank alike."""
+    """The ranks submitted operations that do not match. Every rank raises this error."""
 
 
 class OutOfSyncError(HvdliteError):
-    """Ranks that should hold the same weights do not. Raised on every rank alike."""
+    """The ranks should hold the same weights, and do not. Every rank raises this error."""
 
 
 class DuplicateNameError(HvdliteError, ValueError):
@@ -78,40 +76,41 @@ class PeerLeftError(CommunicationError):
 
 
 class DeviceError(HvdliteError):
-    """A GPU, or the library by which GPUs speak to each other, is not there or cannot be used as it was asked to."""
+    """A GPU or the library for communication between GPUs is missing, or cannot be used as requested."""
 
 
 class NcclError(CommunicationError):
-    """A call of NCCL (or RCCL) failed, or what it had started did; the text has its own words."""
+    """A call of NCCL (or RCCL) failed, or an operation that it had started failed. The text holds NCCL's own message."""
 
 
 class MissingPackageError(HvdliteError, ModuleNotFoundError):
-    """A package that an extra of hvdlite brings is not installed."""
+    """A package is not installed that an extra of hvdlite would install, as in ``pip install 'hvdlite[torch]'``."""
 
     def __init__(self, text: str, name: str | None = None) -> None:
         ModuleNotFoundError.__init__(self, text, name=name)
 
 
 class WorkerError(HvdliteError):
-    """A function started by ``hvdlite.run`` failed on a rank; the rank's traceback is in the text."""
+    """A rank of ``hvdlite.run`` failed, or has no result. The text holds the rank's traceback, if there is one."""
 
 
 class LaunchError(HvdliteError):
-    """A job could not be started: bad options, no MPI, a host that cannot be reached."""
+    """A job could not be started: an option is wrong, MPI is missing, or a host cannot be reached."""
 
 
 class NotYetError(HvdliteError, NotImplementedError):
-    """A name that Horovod has, for something that hvdlite does not do yet."""
+    """Horovod has a feature that hvdlite does not have yet."""
 
 
 def not_yet(name: str) -> type[Any]:
-    """What stands for a name of Horovod's that hvdlite does not have yet, so that programs can import it.
+    """Make a class for a name of Horovod whose feature hvdlite does not have yet, so that programs can import the name.
 
     Args:
-        name: With the module that it is in, such as "hvdlite_tf.elastic.run".
+        name: The name with its module, such as "hvdlite_tf.elastic.run".
 
     Returns:
-        A class, which can be subclassed; called, as a class or as a function, it raises `NotYetError`.
+        A class, which can be subclassed. A call of it raises `NotYetError`, whether the program takes it for a class or for a
+        function.
     """
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +125,7 @@ def not_yet(name: str) -> type[Any]:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 5``."""
+    """Write a list of ranks in words: ``rank 3``, or ``ranks 0-2, 5``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

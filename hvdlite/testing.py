@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: no MPI, no processes, milliseconds. For tests of programs that use hvdlite."""
+"""Tests of programs that use hvdlite can run ranks as threads of one process: without MPI, and within milliseconds."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ def on_ranks(
     config: Config | None = None,
     timeout: float = 60.0,
 ) -> list[T]:
-    """Call ``fn(*args)`` on n ranks at once, each a thread in which the functions of `hvdlite` work as after `init`.
+    """Call ``fn(*args)`` on n ranks at once. Each rank is a thread in which the functions of `hvdlite` work as after `init`.
 
     Args:
         n: The number of ranks.
-        fn: What a rank does.
-        args: Its arguments, the same on every rank.
-        hosts: For each rank, the number of its pretended host; one host by default.
+        fn: The function that each rank calls.
+        args: The arguments of the function, the same on every rank.
+        hosts: For each rank, the number of its pretended host; by default all ranks are on one host.
         network: A simulated network between the ranks (see `Network`); an ideal one by default.
-        config: Settings; the defaults, whatever the environment says.
+        config: The settings of the ranks; by default the default settings, whatever the environment says.
         timeout: Seconds after which all ranks are given up.
 
     Returns:
-        What each rank returned, by rank.
+        What the function returned on each rank, by rank.
 
     Raises:
-        TimeoutError: Some ranks were not done; the text says which.
-        Exception: What `fn` raised on the rank that failed first. The others are stopped.
+        TimeoutError: Some ranks were not done in time. The text names them.
+        Exception: The exception that `fn` raised on the rank that failed first. The other ranks are stopped.
     """
-    places = [0] * n if hosts is None else list(hosts)
-    fabric = LocalFabric(n, network, places)
+    hosts = [0] * n if hosts is None else list(hosts)
+    fabric = LocalFabric(n, network, hosts)
 
     def work(transport: LocalTransport) -> T:
         def end_job(text: str) -> None:
             fabric.abort(transport.rank, HvdliteError(text))
 
         settings = config or Config()
-        if network is not None:  # all that the ranks say to each other is to take its time
+        if network is not None:  # then all communication goes over the simulated network
             settings = dataclasses.replace(settings, shared_memory=False)
-        here = World(transport, PointToPointCollectives, places, settings, end_job)
+        here = World(transport, PointToPointCollectives, hosts, settings, end_job)
         try:
             with in_world(here):
                 result = fn(*args)

@@ -1,4 +1,4 @@
-"""Which ranks there are: the members of a group, which ranks share a host, and who stands at the same place on other hosts."""
+"""The ranks of a job: the members of a group, and the position of a rank among the hosts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 
 class Members(NamedTuple):
-    """The ranks of a group, and what tells the group apart from another one of equal ranks.
+    """The ranks of a group, and a number that tells the group from another one of the same ranks.
 
     Attributes:
-        id: The number of the group, the same on all its ranks and never used twice in a job: 0 for all ranks of the job.
-        ranks: The world ranks, ascending.
+        id: The number of the group. It is the same on all ranks of the group, and a job uses it only once; 0 is the group of
+            all ranks of the job.
+        ranks: The world ranks of the group, ascending.
     """
 
     id: int
@@ -26,15 +27,15 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of one rank.
+    """The position of one rank in its job.
 
     Attributes:
-        rank: This rank, 0 … size - 1.
-        size: Number of ranks.
-        local_rank: This rank among those of its host.
-        local_size: Number of ranks on this host.
-        cross_rank: This host among the hosts that have a rank of this local rank.
-        cross_size: Number of these hosts.
+        rank: The number of the rank, 0 … size - 1.
+        size: The number of ranks in the job.
+        local_rank: The number of the rank among the ranks of its host, 0 … local_size - 1.
+        local_size: The number of ranks on its host.
+        cross_rank: The number of its host among the hosts that have a rank with the same local rank, 0 … cross_size - 1.
+        cross_size: The number of these hosts.
         is_homogeneous: All hosts have the same number of ranks.
     """
 
@@ -48,7 +49,7 @@ class Topology:
 
     @classmethod
     def of(cls, rank: int, hosts: Sequence[int]) -> Topology:
-        """The place of `rank`, where ``hosts[r]`` is some number of the host that rank r runs on."""
+        """Return the position of `rank` if rank r runs on the host with the number ``hosts[r]``. The numbers are arbitrary."""
         members: dict[int, list[int]] = {}
         for other, host in enumerate(hosts):
             members.setdefault(host, []).append(other)

@@ -25,7 +25,7 @@ from hvdlite.compat import finder, status
 from hvdlite.compat.common import util
 from hvdlite.compat.report import markdown
 from hvdlite.compat.runner import run
-from hvdlite.compat.settings_table import FLAGS, PLACE_VARIABLES, VARIABLES
+from hvdlite.compat.settings_table import FLAGS, RANK_VARIABLES, VARIABLES
 from hvdlite.compat.table import MODULES, NOTES, RAISES, RESULTS
 from hvdlite.errors import ArgumentError, CommunicationError, LaunchError, MissingPackageError, NotYetError
 from hvdlite.job.hosts import Host
@@ -294,7 +294,7 @@ def place(rank: int, counts: str, local_rank: int, local_size: int) -> dict[str,
     environ = {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank)}
     environ |= {"OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size), "HVDLITE_HOROVOD": counts}
     set_horovod_variables(environ)
-    return {name.removeprefix("HOROVOD_"): value for name, value in environ.items() if name in PLACE_VARIABLES}
+    return {name.removeprefix("HOROVOD_"): value for name, value in environ.items() if name in RANK_VARIABLES}
 
 
 def test_place_on_several_hosts() -> None:

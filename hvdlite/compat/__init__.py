@@ -1,4 +1,4 @@
-"""Programs written for Horovod, as they are: ``import horovod`` means hvdlite in this process and in its children.
+"""Programs written for Horovod run unchanged: ``import horovod`` means hvdlite in this process and in its children.
 
     python -m hvdlite.compat train.py      hvdliterun --horovod -np 4 train.py      python -m hvdlite.compat --report train.py
               │                                     │                                          │
@@ -6,9 +6,10 @@
                                     │            (every Python below, by PYTHONPATH)           │     what a file uses
               import horovod.torch  ▼                                                          ▼
                                 modules.py  makes the module ◀─ table.py ─▶ status.py  supported, changed or missing
-                                    │
-                                    ▼
-                     hvdlite_torch, hvdlite_tf, and here: common/, runner.py
+                                    │                                          ▲
+                                    ▼                                settings_table.py  variables, and flags of horovodrun
+                     hvdlite_torch, hvdlite_tf, and here: common/, environment.py, runner.py
 
-Nothing on disk is changed, and a Horovod that is installed is left alone: ours is found first.
+``python -m hvdlite.compat`` runs __main__.py, which calls cli.py. Nothing on disk is changed, and an installed Horovod is
+left alone: the finder comes before the installed package.
 """

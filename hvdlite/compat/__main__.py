@@ -1,4 +1,4 @@
-"""``python -m hvdlite.compat``."""
+"""``python -m hvdlite.compat`` runs this file, which calls `hvdlite.compat.cli.main`."""
 
 from __future__ import annotations
 

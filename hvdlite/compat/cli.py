@@ -1,4 +1,4 @@
-"""``python -m hvdlite.compat``: run a program written for Horovod, or say what of Horovod it uses."""
+"""``python -m hvdlite.compat`` runs a program written for Horovod, or reports which parts of Horovod it uses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,15 @@ USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line, given without the program's name.
+    """Run ``python -m hvdlite.compat`` with these arguments.
 
     Returns:
-        The exit code, of a program that came to its end or of a report.
+        The exit code: 0 if the program came to its end, 1 if it raised an exception; 2 if the arguments are wrong. For
+        ``--report`` see `hvdlite.compat.report.main`.
 
     Raises:
-        BaseException: What the program raised, where somebody else is to print it (a SystemExit, or under hvdliterun).
+        BaseException: The program raised a SystemExit or KeyboardInterrupt; or any exception under hvdliterun, which prints
+            it.
     """
     words = list(arguments)
     first = words[0] if words else ""
@@ -68,7 +70,7 @@ def _run(program: list[str]) -> int:
     try:
         run_python(program)
     except Exception as error:
-        if Config.from_env().control:  # hvdliterun's worker takes it from here
+        if Config.from_env().control:  # hvdliterun's worker reports the exception
             raise
         sys.excepthook(type(error), error.with_traceback(user_frames(error)), error.__traceback__)
         return 1

@@ -1,4 +1,4 @@
-"""``horovod.runner.common.util.env``: a rank's place, told before `init` by the variables of its launcher."""
+"""``horovod.runner.common.util.env`` reads a process's rank, even before `init`, from the variables of its launcher."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from hvdlite.errors import ArgumentError
 
-_PLACES = (
+_RANK_AND_SIZE = (
     ("HOROVOD_RANK", "HOROVOD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
@@ -14,12 +14,12 @@ _PLACES = (
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as the variables of the launcher say; (0, 1) if there are none.
+    """Return this process's rank and the number of ranks, as the variables of the launcher say; (0, 1) if none is set.
 
     Raises:
-        ArgumentError: Only one variable of a pair is set, or it is no number.
+        ArgumentError: Only one variable of a pair is set, or one of them is no whole number.
     """
-    for rank, size in _PLACES:
+    for rank, size in _RANK_AND_SIZE:
         if rank in os.environ and size in os.environ:
             try:
                 return int(os.environ[rank]), int(os.environ[size])

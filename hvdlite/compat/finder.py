@@ -1,7 +1,7 @@
-"""Who answers ``import horovod``: a finder that comes before all others.
+"""A finder that answers ``import horovod``. It comes before all other finders of Python.
 
-The standard library only, and no import of the package at the top: every Python process of a job loads this file at its start
-(see startup/sitecustomize.py), whether it goes on to import Horovod or not.
+This file imports only the standard library at its top, and nothing of the package: every Python process of a job loads it at
+its start (see startup/sitecustomize.py), whether the process imports Horovod later or not.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class HorovodFinder:
-    """Finds ``horovod`` and all below it, as modules and as an installed distribution, and nothing else."""
+    """Finds ``horovod`` and its submodules, and the installed distribution "horovod". It finds nothing else."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The spec of a module of Horovod's; None for other modules.
+        """Return the spec of a module of Horovod; None for other modules.
 
         Raises:
-            ModuleNotFoundError: hvdlite has no such module of Horovod's; the text says what to do.
+            ModuleNotFoundError: hvdlite does not have this module of Horovod. The error says what to do.
         """
         if fullname.partition(".")[0] != "horovod":
             return None
@@ -33,18 +33,18 @@ class HorovodFinder:
 
     @staticmethod
     def find_distributions(context: Any) -> Iterator[Distribution]:
-        """For ``importlib.metadata.version("horovod")``."""
+        """Yield the distribution "horovod" if it is asked for: ``importlib.metadata.version("horovod")`` works."""
         if context.name is not None and context.name.lower() == "horovod":
             yield _modules().HorovodDistribution()
 
     @staticmethod
     def invalidate_caches() -> None:
-        """There are none."""
+        """Do nothing: the finder has no caches. Python calls this on every finder."""
 
 
 def install() -> None:
     """Let ``import horovod`` mean hvdlite in this process. Modules of a real Horovod that are loaded already stay."""
-    # By name: sitecustomize.py loads this file apart from the package, so that the class may be there twice.
+    # Classes are compared by name: sitecustomize.py loads this file apart from the package, so the class may exist twice.
     if not any(getattr(finder, "__name__", "") == HorovodFinder.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, HorovodFinder)
 
@@ -55,6 +55,6 @@ def _modules() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "hvdlite":
             raise
-    # hvdlite is not installed where this process looks: use it from where this file is.
+    # hvdlite is not on the path of this process: add the folder from which this file was loaded.
     sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     return importlib.import_module("hvdlite.compat.modules")

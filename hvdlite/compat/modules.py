@@ -1,6 +1,6 @@
-"""The modules that ``import horovod…`` gives: plain module objects whose attributes are ours.
+"""This file makes the modules that ``import horovod…`` returns: plain module objects whose attributes are those of hvdlite.
 
-Each is filled when it is imported, so that ``import horovod.torch`` loads torch and not TensorFlow.
+A module is filled when it is imported, so ``import horovod.torch`` loads torch and not TensorFlow.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ _WHERE = "See docs/from_horovod.md, or: python -m hvdlite.compat --table"
 
 
 def spec_of(name: str) -> ModuleSpec:
-    """The spec of a module of Horovod's.
+    """Return the spec of a module of Horovod.
 
     Args:
-        name: With all its packages, such as "horovod.torch.mpi_ops".
+        name: The full name of the module, such as "horovod.torch.mpi_ops".
 
     Raises:
-        ModuleNotFoundError: hvdlite has no such module; also where a name is imported that a module does not have.
+        ModuleNotFoundError: hvdlite has no such module. ``from horovod.torch import x`` raises this too if hvdlite has no x.
     """
     if f"{name}.".startswith("horovod.run."):
         raise ModuleNotFoundError(
             f"{name}: horovod.run was a module before Horovod 0.20, and is a function now: `from horovod import run`. {_WHERE}"
         )
     if name not in MODULES:
-        # Without `name=`: ``from horovod import x`` would drop this error and raise one that says nothing.
+        # The error gets no `name=`: with it ``from horovod import x`` would replace this error by one without an explanation.
         raise ModuleNotFoundError(f"{missing(name)} {_WHERE}")
-    loader: Any = _Loader()  # typeshed wants a subclass of an abstract class that would bring nothing
+    loader: Any = _Loader()  # typeshed wants a subclass of an abstract class, which would add nothing
     spec = ModuleSpec(name, loader, origin=_file_of(MODULES[name]), is_package=True)
     spec.has_location = True  # so that it has a __file__: programs print it
     return spec
 
 
 def missing(name: str) -> str:
-    """What to say of a name that Horovod has, or is thought to have, and hvdlite has not."""
+    """Return a sentence about a name that hvdlite does not have. Horovod has it, or the program thinks so."""
     note = note_on(name)
     reason = f": {note.text}" if note is not None and note.status == "missing" else ""
     return f"{name} is not in hvdlite{reason}."
 
 
 def note_on(name: str) -> Note | None:
-    """The note on a name, or else on what it is in."""
+    """Return the note on a full name, or else on the innermost module around it that has a note; None if none has."""
     while name:
         if name in NOTES:
             return NOTES[name]
@@ -57,13 +57,13 @@ def note_on(name: str) -> Note | None:
 
 
 class _Loader:
-    """Fills a module from our own."""
+    """Fills a module of Horovod with the names of hvdlite's modules."""
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """Python's ordinary module will do."""
+        """Return None, so that Python makes an ordinary module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give it its names.
+        """Give the module its names, and import the submodules that Horovod loads with it.
 
         Raises:
             MissingPackageError: The framework is not installed.
@@ -78,7 +78,7 @@ class _Loader:
 
 
 def contents(entry: Module) -> dict[str, Any]:
-    """What a module of Horovod's has here, by name."""
+    """Return the names that hvdlite has of a module of Horovod, with their values."""
     found: dict[str, Any] = {}
     for source in map(importlib.import_module, entry.sources):
         names = {*entry.names, *(getattr(source, "__all__", ()) if entry.whole else ())}
@@ -96,21 +96,24 @@ def _explain(module: str) -> Callable[[str], Any]:
 
 
 def _file_of(entry: Module) -> str:
-    """A file to show as the module's: our module's own, without loading it (its framework may be slow, or not there)."""
+    """Return the path of hvdlite's module behind it, as ``__file__``.
+
+    The path is made without importing that module: its framework may load slowly, or may not be installed.
+    """
     root = Path(__file__).parent.parent.parent
     path = root.joinpath(*(entry.sources[0] if entry.sources else __package__ or "").split("."))
     return str(path / "__init__.py" if path.is_dir() else path.with_suffix(".py"))
 
 
 class HorovodDistribution(Distribution):
-    """What `importlib.metadata` is told of Horovod: that it is there, and which version."""
+    """The distribution "horovod" for `importlib.metadata`: it has a name and a version, and no files."""
 
     def read_text(self, filename: str) -> str | None:
-        """The metadata; no other file."""
+        """Return the text of "METADATA"; None for any other file."""
         if filename != "METADATA":
             return None
         return f"Metadata-Version: 2.1\nName: horovod\nVersion: {HOROVOD_VERSION}\nSummary: hvdlite, under this name\n"
 
     def locate_file(self, path: Any) -> Path:
-        """Where a file would be."""
+        """Return the path that a file of the distribution would have."""
         return Path(__file__).parent.joinpath(path)

@@ -1,4 +1,4 @@
-"""The report on programs (``--report``), and the table of all that there is (``--table``)."""
+"""This file prints the report on programs (``--report``), and the table of everything that Horovod has (``--table``)."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHELLS = ("sh", "bash", "zsh", "ksh", "dash")
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that a file uses.
+    """One row of a report: a name, an argument, a variable or a flag of Horovod that a file uses.
 
     Attributes:
-        name: As the program would write it in full.
-        lines: Where, ascending, from 1.
-        status: Whether it is here.
+        name: The full name.
+        lines: The numbers of the lines that use it, ascending; the first line is 1.
+        status: Whether hvdlite has it.
     """
 
     name: str
@@ -41,10 +41,10 @@ def main(paths: Sequence[str]) -> int:
     """Print the report on some programs.
 
     Args:
-        paths: Python files, shell scripts, and folders of such.
+        paths: Python files, shell scripts, and folders of such files.
 
     Returns:
-        0 if nothing is missing, 1 if something is, 2 if a path cannot be read.
+        The exit code: 0 if nothing is missing in hvdlite, 1 if something is missing, 2 if a path cannot be read.
     """
     try:
         reports = {path: rows_of(path) for path in _files(paths)}
@@ -61,10 +61,12 @@ def main(paths: Sequence[str]) -> int:
 
 
 def rows_of(path: Path) -> list[Row]:
-    """What a file uses, in the order of its lines.
+    """Return what a file uses of Horovod, in the order of its lines.
+
+    A Python file that this version of Python cannot parse gets one row with the status "missing", if it mentions Horovod.
 
     Raises:
-        ArgumentError: It cannot be read, or is neither Python of this version nor a shell script.
+        ArgumentError: The file cannot be read, or is no text.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -89,7 +91,7 @@ def _rows(uses: Iterable[Use]) -> list[Row]:
         name, state = use.name, _status(use)
         if use.kind == "argument":
             if state.kind == "supported" or status.of_name(use.name).kind == "missing":
-                continue  # goes without saying
+                continue  # only arguments that are missing get a row, and only if the function itself is not missing
             name = f"{use.name}({use.argument}=)"
         states[name] = state
         if use.line not in lines.setdefault(name, []):
@@ -141,7 +143,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def markdown() -> str:
-    """All that Horovod has, and what of it is here, as Markdown for docs/from_horovod.md."""
+    """Return tables of everything that Horovod has, and of what hvdlite has of it, as Markdown for docs/from_horovod.md."""
     names = [
         (module, {f"{module}.{name}": status.of_name(f"{module}.{name}") for name in entry.names})
         for module, entry in MODULES.items()
@@ -160,13 +162,13 @@ def markdown() -> str:
 
 
 def _settings() -> list[str]:
-    """Horovod's variables that are settings here too."""
+    """Return the environment variables of Horovod that are settings of hvdlite too."""
     known = ("FUSION_THRESHOLD", "TIMELINE", "TIMELINE_MARK_CYCLES", "AUTOTUNE", "AUTOTUNE_LOG", "STALL_CHECK_DISABLE")
     return [f"HOROVOD_{name}" for name in (*known, "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS")]
 
 
 def _section(states: dict[str, Status], module: str) -> str:
-    """A table: a row for each status and note, and the names that share it."""
+    """Return a table with a row for each status and note: the names that share them."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, state in states.items():
         groups.setdefault((state.kind, state.note), []).append(name[len(module) + 1 :] if module else name)

@@ -1,4 +1,4 @@
-"""``horovod.run``: `hvdlite.run` with Horovod's arguments."""
+"""``horovod.run`` is `hvdlite.run` with the arguments of Horovod's function."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[T]:
-    """Run a function in several ranks, and return what it returned in each, rank 0's first.
+    """Run a function in several ranks, and return what it returned in each, rank 0's result first.
 
-    Ranks speak by MPI, whatever `use_gloo` and `use_mpi` say. Nothing is cached, so `disable_cache` changes nothing. The other
-    arguments are those of `hvdlite.run`; `np` and `network_interface` are old names of `num_proc` and `network_interfaces`.
+    The ranks use MPI, whatever `use_gloo` and `use_mpi` say. Nothing is cached, so `disable_cache` changes nothing. The other
+    arguments are those of `hvdlite.run`, except that `num_proc` is 1 if not given. `np` and `network_interface` are old names
+    of `num_proc` and `network_interfaces`. All exceptions of `hvdlite.run` can be raised too.
 
     Raises:
         NotYetError: An argument for elastic jobs was given.
-        ArgumentError: `use_gloo` and `use_mpi` are both true, or two names of one argument are given.
-        Others: As `hvdlite.run`.
+        ArgumentError: `use_gloo` and `use_mpi` are both true, or `network_interface` and `network_interfaces` are both given.
     """
     elastic = {
         "min_num_proc": min_num_proc,

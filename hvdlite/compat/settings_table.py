@@ -1,6 +1,6 @@
-"""Horovod's environment variables and the flags of horovodrun: what to know of those that are not here under their name.
+"""Notes on the environment variables of Horovod and the flags of horovodrun that hvdlite does not have under their names.
 
-Data only; `hvdlite.compat.status` reads it, and looks for itself which are here.
+This file holds data only. `hvdlite.compat.status` reads it, and finds out by itself which names hvdlite has.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from hvdlite.compat.table import Note, words
 from hvdlite.launch import horovod_flags
 
-PLACE_VARIABLES = words("""
+RANK_VARIABLES = words("""
     HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME
 """)
-"""What hvdliterun --horovod sets for each rank."""
+"""The variables that hvdliterun --horovod sets for each rank."""
 
 _NO_CYCLE = Note("changed", "no effect: there is no cycle, operations run when all ranks are ready")
 _NO_GLOO = Note("changed", "no effect: there is no Gloo, ranks speak by MPI")
@@ -29,10 +29,9 @@ _ELASTIC = Note("missing", "no elastic jobs yet")
 VARIABLES: dict[str, Note] = {
     **{
         name: Note("changed", "set by hvdliterun --horovod; under other launchers use hvd.rank() and the like")
-        for name in PLACE_VARIABLES
+        for name in RANK_VARIABLES
     },
     "HOROVOD_CYCLE_TIME": _NO_CYCLE,
-    "HOROVOD_TIMELINE_MARK_CYCLES": _NO_CYCLE,
     "HOROVOD_CACHE_CAPACITY": Note("changed", "no effect: what was agreed once is remembered without limit"),
     "HOROVOD_HIERARCHICAL_ALLREDUCE": _HIERARCHICAL,
     "HOROVOD_HIERARCHICAL_ALLGATHER": _HIERARCHICAL,
@@ -74,12 +73,17 @@ VARIABLES: dict[str, Note] = {
        """)
     },
 }
-"""Environment variables that are no setting here (`hvdlite.config` knows those that are)."""
+"""The notes on environment variables of Horovod that are no settings in `hvdlite.config`."""
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of horovodrun's: whether a value follows, and what to know where hvdliterun has none of that name."""
+    """A flag of horovodrun.
+
+    Attributes:
+        takes_value: A value follows the flag.
+        note: What the user should know if hvdliterun has no flag of this name, or has one with another meaning.
+    """
 
     takes_value: bool
     note: Note
@@ -110,4 +114,4 @@ FLAGS: dict[str, Flag] = {
         for name, flag in horovod_flags.FLAGS.items()
     },
 }
-"""The flags of horovodrun."""
+"""The flags of horovodrun by their spelling."""

@@ -1,4 +1,4 @@
-"""What of Horovod a shell script uses: flags of horovodrun, and environment variables."""
+"""This file finds what a shell script uses of Horovod: flags of horovodrun, and environment variables."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ _VARIABLE = re.compile(r"\bHOROVOD_[A-Z0-9_]+\b")
 
 
 def of_shell(text: str) -> list[Use]:
-    """What a shell script uses, in the order of its lines; a command that goes over several lines counts as on its first.
+    """Return what a shell script uses of Horovod, in the order of its lines.
+
+    A command that goes over several lines counts as written on its first line.
 
     Args:
-        text: The script.
+        text: The text of the script.
     """
     uses = []
     for number, line in _commands(text):
@@ -28,7 +30,7 @@ def of_shell(text: str) -> list[Use]:
 
 
 def _commands(text: str) -> list[tuple[int, str]]:
-    """Lines without comments, those that end in a backslash joined, with the number of the first."""
+    """Return the commands of a script with their line numbers. Comments are left out, and continued lines are joined."""
     commands: list[tuple[int, str]] = []
     goes_on = False
     for number, line in enumerate(text.splitlines(), 1):
@@ -54,7 +56,7 @@ def _words(line: str) -> list[str]:
 
 
 def _flags(words: list[str]) -> list[str]:
-    """The flags of a command line of horovodrun's, which end where the program begins."""
+    """Return the flags of horovodrun in the words that follow it. The flags end where the program begins."""
     found = []
     while words and words[0].startswith("-"):
         flag, _, value = words.pop(0).partition("=")

@@ -1,4 +1,4 @@
-"""Whether something of Horovod's works here: seen by looking at hvdlite as it is, with the notes of the table."""
+"""This file tells whether hvdlite has something of Horovod. It looks the name up in hvdlite, and adds the tables' notes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdlite.errors import MissingPackageError
 from hvdlite.launch import cli
 
 _RENAMED_FLAGS = {"--mpi"}
-"""Flags that hvdliterun and horovodrun both have, for different things."""
+"""Flags that hvdliterun and horovodrun both have, with different meanings."""
 
 
 Kind = Literal["supported", "changed", "missing"]
@@ -25,11 +25,12 @@ Kind = Literal["supported", "changed", "missing"]
 
 @dataclass(frozen=True)
 class Status:
-    """What is to be said of one thing that a program uses.
+    """Whether hvdlite has one thing that a program uses of Horovod.
 
     Attributes:
-        kind: "supported": as in Horovod. "changed": it is there and works in another way, or has no effect. "missing".
-        note: In what way, or what to do instead; empty if supported.
+        kind: "supported": it works as in Horovod. "changed": it works in another way, or has no effect. "missing": hvdlite
+            does not have it.
+        note: How it differs, or what to do instead; empty if supported.
     """
 
     kind: Kind
@@ -41,9 +42,9 @@ SUPPORTED = Status("supported")
 
 @functools.cache
 def of_name(name: str) -> Status:
-    """The status of a module, function, class or constant, by its name with all its packages.
+    """Return the status of a module, function, class or constant, given by its full name.
 
-    What a framework's function returns can follow: "horovod.torch.DistributedOptimizer().synchronize".
+    "()" in a name means what a function returns: "horovod.torch.DistributedOptimizer().synchronize" is a method of it.
     """
     note = note_on(name)
     module = _module_of(name)
@@ -60,7 +61,7 @@ def of_name(name: str) -> Status:
 
 
 def _module_of(name: str) -> str:
-    """The module that a name is in: the longest part that is one."""
+    """Return the module that a full name is in: the longest beginning of the name that is a module. Empty if there is none."""
     part = name
     while part not in MODULES:
         part = part.rpartition(".")[0]
@@ -70,23 +71,23 @@ def _module_of(name: str) -> str:
 
 
 def _find(name: str) -> Any:
-    """Ours, under one of Horovod's names.
+    """Return the object of hvdlite that has this full name of Horovod.
 
     Raises:
-        MissingPackageError: Its framework is not installed.
-        AttributeError: There is none.
+        MissingPackageError: The framework of the name is not installed.
+        AttributeError: hvdlite has no such object.
     """
     call, dot, attribute = name.partition("().")
     if dot:
-        module, _, found = RESULTS[call][0].rpartition(".")
-        return getattr(getattr(importlib.import_module(module), found), attribute)
+        module, _, result = RESULTS[call][0].rpartition(".")
+        return getattr(getattr(importlib.import_module(module), result), attribute)
     module = _module_of(name)
     if not module:
         raise AttributeError(name)
-    place: Any = SimpleNamespace(**_contents(module))
+    found: Any = SimpleNamespace(**_contents(module))
     for part in filter(None, name[len(module) + 1 :].split(".")):
-        place = getattr(place, part)
-    return place
+        found = getattr(found, part)
+    return found
 
 
 @functools.cache
@@ -95,10 +96,10 @@ def _contents(module: str) -> dict[str, Any]:
 
 
 def of_argument(function: str, argument: str) -> Status:
-    """The status of an argument given by its name, of a function whose own status is not "missing"."""
+    """Return the status of a keyword argument of a function. The status of the function itself must not be "missing"."""
     try:
         parameters = inspect.signature(_find(function)).parameters
-    except (TypeError, ValueError):  # no function, or one of C code, which does not tell
+    except (TypeError, ValueError):  # it is no function, or a function in C, which does not tell its arguments
         return SUPPORTED
     if argument in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return SUPPORTED
@@ -106,7 +107,7 @@ def of_argument(function: str, argument: str) -> Status:
 
 
 def of_variable(name: str) -> Status:
-    """The status of an environment variable, such as "HOROVOD_FUSION_THRESHOLD"."""
+    """Return the status of an environment variable, such as "HOROVOD_FUSION_THRESHOLD"."""
     if name.removeprefix("HOROVOD_").lower() in {field.name for field in fields(Config)}:
         return SUPPORTED
     if name not in VARIABLES:
@@ -116,7 +117,7 @@ def of_variable(name: str) -> Status:
 
 
 def of_flag(flag: str) -> Status:
-    """The status of a flag of horovodrun, such as "--fusion-threshold-mb"."""
+    """Return the status of a flag of horovodrun, such as "--fusion-threshold-mb"."""
     if flag in cli.flags() - _RENAMED_FLAGS:
         return SUPPORTED
     if flag not in FLAGS:

@@ -1,7 +1,8 @@
-"""What Horovod has, what of it differs here, and where ours is. Data only; `hvdlite.compat.status` reads it.
+"""A table of Horovod's modules and names, of hvdlite's modules behind them, and of the differences.
 
-The names are those of Horovod 0.28.1 (its public ones, and those that other projects are known to import). That a name works
-is not said here: that is seen by looking whether ours is there.
+This file holds data only; `hvdlite.compat.modules` and `hvdlite.compat.status` read it. The names are those of Horovod 0.28.1:
+its public names, and those that other projects are known to import. The table does not say whether a name works:
+`hvdlite.compat.status` finds that out by looking for the name in hvdlite.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Module:
-    """A module of Horovod's.
+    """A module of Horovod.
 
     Attributes:
-        sources: Our modules that have its names; the first that has a name gives it.
-        names: Horovod's names, those of submodules not among them.
-        whole: It also has all other public names of `sources`.
-        loads: Submodules that are loaded with it.
+        sources: The modules of hvdlite that have its names. The first one that has a name provides it.
+        names: The names that Horovod's module has, without its submodules.
+        whole: The module also gets all other public names of `sources`.
+        loads: The submodules that are imported together with the module.
     """
 
     sources: tuple[str, ...]
@@ -29,11 +30,12 @@ class Module:
 
 @dataclass(frozen=True)
 class Note:
-    """What a user of something should know.
+    """A note for the users of one thing of Horovod.
 
     Attributes:
-        status: "changed": it is there and works in another way, or has no effect. "missing": what to say where there is none.
-        text: In what way, or what to do instead.
+        status: "changed": it works in another way in hvdlite, or has no effect. "missing": the note holds only if hvdlite
+            does not have it.
+        text: How it differs, or what to do instead.
     """
 
     status: Literal["changed", "missing"]
@@ -41,7 +43,7 @@ class Note:
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a text."""
+    """Split a text into its words."""
     return tuple(text.split())
 
 
@@ -99,7 +101,7 @@ _UTIL = words("""
 """)
 _HERE = "hvdlite.compat"
 HOROVOD_VERSION = __version__ = "0.28.1"
-"""The release whose API this is: what programs compare with."""
+"""The release of Horovod whose API this is. Programs read it as ``horovod.__version__``."""
 
 MODULES: dict[str, Module] = {
     "horovod": Module((f"{_HERE}.runner", f"{_HERE}.table"), ("run", "__version__")),
@@ -214,7 +216,7 @@ RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
         for name in words("DistributedGradientTape PartialDistributedGradientTape")
     },
 }
-"""What the results of calls have that Horovod adds: by function, our class and the names."""
+"""For each function of Horovod, the class of hvdlite that it returns, and the names that Horovod adds to the result."""
 
 _ELASTIC = Note("missing", "no elastic jobs yet: the name is there, and raises when used. A failed rank ends the job")
 
@@ -264,7 +266,8 @@ NOTES: dict[str, Note] = {
     "horovod.spark": Note("missing", "Spark is not supported: use hvdlite.run"),
     "horovod.ray": Note("missing", "Ray is not supported: use hvdlite.run"),
 }
-"""By name; a note also holds for all below its name. A note that says "missing" yields where ours is there, but for elastic."""
+"""The notes by full name. A note also holds for all names below its name. A note "missing" is not used for a name that hvdlite
+has, except for elastic jobs."""
 
 RAISES = frozenset(name for name, note in NOTES.items() if note is _ELASTIC)
-"""Modules whose names are there and do not work."""
+"""The modules whose names exist in hvdlite, and raise when they are used."""

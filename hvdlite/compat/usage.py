@@ -1,7 +1,7 @@
-"""What of Horovod a Python file uses, seen in its text: nothing of it is run.
+"""This file finds what a Python file uses of Horovod. It reads the file's text, and runs nothing of it.
 
-Names are followed from the imports on: through ``import … as``, ``from … import …``, assignments (``self.hvd = hvd`` too),
-``importlib.import_module``, attributes and ``getattr``. What a program makes up while it runs is not seen.
+It follows names from the imports on: through ``import … as``, ``from … import …``, assignments (also ``self.hvd = hvd``),
+``importlib.import_module``, attributes and ``getattr``. It does not see names that a program composes while it runs.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from hvdlite.compat.table import RESULTS
 
 _VARIABLE = re.compile(r"HOROVOD_[A-Z0-9_]+")
 _IMPORTERS = {"importlib.import_module", "import_module", "__import__"}
-_PASSES = 4  # over chains of assignments; more than programs have
+_PASSES = 4  # each pass follows one more link of a chain of assignments; programs have fewer links
 
 
 @dataclass(frozen=True)
 class Use:
-    """One thing that a file uses.
+    """One thing of Horovod that a file uses.
 
     Attributes:
-        kind: A name of Horovod's, a named argument of a function of Horovod's, an environment variable, a flag of horovodrun.
-        name: With all its packages. What a function returns has "()": "horovod.torch.DistributedOptimizer().synchronize".
-        line: Where, from 1.
-        argument: The argument's name, if it is one; `name` is the function then.
+        kind: "name": a name of Horovod. "argument": a keyword argument of a function of Horovod. "variable": an environment
+            variable. "flag": a flag of horovodrun.
+        name: The full name. "()" in it means what a function returns: "horovod.torch.DistributedOptimizer().synchronize".
+        line: The number of the line; the first line is 1.
+        argument: The name of the argument if `kind` is "argument"; then `name` is the function.
     """
 
     kind: Literal["name", "argument", "variable", "flag"]
@@ -38,24 +39,24 @@ class Use:
 
 
 def of_python(text: str) -> list[Use]:
-    """What a Python program uses, in the order of its lines.
+    """Return what a Python program uses of Horovod, in the order of its lines.
 
     Args:
-        text: The program.
+        text: The text of the program.
 
     Raises:
-        SyntaxError: It is no Python of this version.
+        SyntaxError: The text is no program for this version of Python.
     """
     tree = ast.parse(text)
     collector = _Collector()
-    for _ in range(_PASSES):  # functions may use what is assigned further down
+    for _ in range(_PASSES):  # functions may use variables that are assigned further down
         collector.uses.clear()
         collector.visit(tree)
     return sorted(set(collector.uses), key=lambda use: (use.line, use.name, use.argument))
 
 
 class _Collector(ast.NodeVisitor):
-    """Keeps, for each scope, what its variables may hold of Horovod's; and what is used."""
+    """Visits a program. It notes which names of Horovod each variable of each scope may hold, and which names are used."""
 
     def __init__(self) -> None:
         self.uses: list[Use] = []
@@ -71,7 +72,7 @@ class _Collector(ast.NodeVisitor):
         return next((scope[variable] for scope in reversed(self._path) if variable in scope), set())
 
     def _value(self, node: ast.expr) -> set[str]:
-        """What an expression may be, of Horovod's."""
+        """Return the names of Horovod that an expression may mean."""
         match node:
             case ast.Name(id=variable):
                 return self._held(variable)
@@ -149,7 +150,7 @@ class _Collector(ast.NodeVisitor):
         self._path.append(self._scopes.setdefault(node, {}))
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
         for argument in filter(None, every):
-            self._bind(argument.arg, set())  # may hold anything: hides the outer variable
+            self._bind(argument.arg, set())  # an argument may hold anything, and hides the outer variable
         yield
         self._path.pop()
 
@@ -158,7 +159,7 @@ class _Collector(ast.NodeVisitor):
     def _use(self, name: str, line: int) -> None:
         function, call, attribute = name.rpartition("().")
         if "()" in name and not (call and function in RESULTS and attribute in RESULTS[function][1]):
-            return  # of what a function returned, only what Horovod adds to it is Horovod's
+            return  # of the names of a function's result, only those that Horovod adds belong to Horovod
         self.uses.append(Use("name", name, line))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -183,7 +184,7 @@ class _Collector(ast.NodeVisitor):
                 self.uses += [Use("argument", name, node.lineno, argument) for argument in arguments]
         asked = self._value(node)
         if isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) == 2:
-            for name in asked:  # with a third argument the program knows what to do without
+            for name in asked:  # with a third argument the program can do without the name
                 self._use(name, node.lineno)
         elif _is_importer(node.func):
             for name in asked:

@@ -68,7 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--mpi", choices=tuple(PROGRAMS), help="which MPI to use, where both are installed")
     add("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, in quotes")
     add("--horovod", action="store_true", help="the program is written for Horovod: its `import horovod` means hvdlite")
-    add("--binding-args", metavar="ARGS", default="", help="the same as --mpi-args, placed before them")
+    add(
+        "--binding-args", metavar="ARGS", default="", help="arguments for mpirun that bind the ranks, before --mpi-args"
+    )
     add("--verbose", action="store_true", help="show the mpirun command, and all that mpirun prints")
     add("--no-tag-output", action="store_true", help='no "[rank] " before each line (there is none with -np 1)')
     stamp = "-prefix-timestamp", "--prefix-output-with-timestamp"

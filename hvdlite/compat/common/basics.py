@@ -1,4 +1,4 @@
-"""``horovod.common.basics``: the functions that every framework's module has, as the methods of one object."""
+"""``horovod.common.basics`` has the functions that every framework's module has, as the methods of one object."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hvdlite.adapter import capabilities
 
 
 class HorovodBasics:
-    """Where a process is in its job, and what it can use. All objects are alike: the job is the process's.
+    """The rank of this process, and what hvdlite can use here. All objects of this class behave alike.
 
     Args:
-        pkg_path: Ignored, with all that follows: Horovod looks for its compiled library there, and here is none.
+        pkg_path: Ignored, like all further arguments: Horovod looks for its compiled library there, and hvdlite has none.
     """
 
     def __init__(self, pkg_path: str, *args: Any) -> None:

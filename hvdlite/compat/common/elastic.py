@@ -1,4 +1,4 @@
-"""``horovod.common.elastic``: the names, so that programs which only may use them run. Using one raises."""
+"""``horovod.common.elastic`` has the names only, so that programs can import them. Using one raises `NotYetError`."""
 
 from __future__ import annotations
 

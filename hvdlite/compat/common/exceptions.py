@@ -1,18 +1,18 @@
-"""``horovod.common.exceptions``."""
+"""``horovod.common.exceptions`` has the exceptions of hvdlite under Horovod's names, and those that only programs name."""
 
 from __future__ import annotations
 
 from hvdlite.errors import CommunicationError
 
 HorovodInternalError = CommunicationError
-"""Raised where the ranks could not do together what they were asked to."""
+"""The ranks could not complete an operation together."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of an elastic job have changed. (Nothing here raises it yet; programs name it in their handlers.)
+    """The hosts of an elastic job have changed. hvdlite does not raise it yet; programs name it in their handlers.
 
     Args:
-        skip_sync: The state need not be synchronized, since hosts have only left.
+        skip_sync: The state need not be synchronized, because hosts have only left.
     """
 
     def __init__(self, skip_sync: bool) -> None:
@@ -21,12 +21,12 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 class HorovodVersionMismatchError(ImportError):
-    """A framework has another version than the one that Horovod was built with. (Here nothing is built, so nothing raises it.)
+    """A framework has another version than the one that Horovod was built with. hvdlite never raises it: it builds nothing.
 
     Args:
-        name: The framework.
-        version: The version that it was built with.
-        installed_version: The version that is there.
+        name: The name of the framework.
+        version: The version of the framework that Horovod was built with.
+        installed_version: The version of the framework that is installed.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
@@ -37,5 +37,5 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """The text of `HorovodVersionMismatchError`; arguments as there."""
+    """Return the text of `HorovodVersionMismatchError`, which describes the arguments."""
     return f"{name} {installed_version} is installed, and {name} {version} was expected: the build was made with that version."

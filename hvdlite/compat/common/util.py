@@ -1,4 +1,4 @@
-"""``horovod.common.util``: small functions that other projects use. ``…_built``: see `hvdlite.adapter.capabilities`."""
+"""``horovod.common.util`` has small functions that other projects use. `hvdlite.adapter.capabilities` describes ``…_built``."""
 
 from __future__ import annotations
 
@@ -21,36 +21,30 @@ __all__ = ["HorovodVersionMismatchError"]
 T = TypeVar("T")
 
 _cache = functools.cache
-"""A decorator: call the function once for each list of arguments. Other projects import it."""
+"""A decorator that calls the function only once for each list of arguments. Other projects import it."""
 
 _FRAMEWORKS = {"torch": "torch", "tensorflow": "tensorflow", "keras": "keras"}
 
 
 def get_ext_suffix() -> str:
-    """The end of the names of compiled Python modules, such as ".cpython-311-x86_64-linux-gnu.so"."""
+    """Return the suffix of compiled Python modules' file names, such as ".cpython-311-x86_64-linux-gnu.so"."""
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Raises: there is no compiled module whose path could be told.
-
-    Raises:
-        NotYetError: Always.
-    """
+    """Raise NotYetError always: hvdlite has no compiled module whose path could be returned."""
     raise NotYetError(f"hvdlite has no compiled modules, so none of {'/'.join(args) or pkg_path}: remove the call.")
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Pass if the framework of a Horovod module can be used. Nothing is compiled, so it needs to be installed and no more.
+    """Check that the framework of a module of Horovod is installed. hvdlite compiles nothing, so that is enough.
 
     Args:
-        ext_name: Such as "horovod.torch".
-        ext_env_var: Ignored, as what follows.
-        pkg_path: Ignored.
-        args: Ignored.
+        ext_name: The name of the module, such as "horovod.torch".
+        ext_env_var: Ignored, like `pkg_path` and `args`.
 
     Raises:
-        MissingPackageError: An ImportError: the framework is not installed, or is not one of hvdlite's.
+        MissingPackageError: The framework is not installed, or hvdlite does not support it. This is an ImportError.
     """
     framework = ext_name.rpartition(".")[2]
     if not extension_available(framework):
@@ -60,10 +54,10 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether a framework ("torch", "tensorflow" or "keras") is installed. Others, such as "mxnet", are not supported.
+    """Tell whether a framework is installed. For frameworks that hvdlite does not support, such as "mxnet", it is False.
 
     Args:
-        ext_base_name: The framework.
+        ext_base_name: The framework, "torch", "tensorflow" or "keras".
         verbose: Print the answer too.
     """
     name = _FRAMEWORKS.get(ext_base_name)
@@ -74,32 +68,37 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether tensors in the memory of a GPU can be exchanged, of a framework that is there; arguments as above."""
+    """Tell whether a framework is installed and hvdlite can exchange tensors in the memory of a GPU.
+
+    Args:
+        ext_base_name: The framework, "torch", "tensorflow" or "keras".
+        verbose: Print whether the framework is installed.
+    """
     return extension_available(ext_base_name, verbose) and (capabilities.cuda_built() or capabilities.rocm_built())
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether MPI can be used; `verbose` changes nothing here and below."""
+    """Tell whether MPI can be used. `verbose` changes nothing, here and in the functions below."""
     return capabilities.mpi_built()
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """False: Gloo is not used."""
+    """Return False: hvdlite does not use Gloo."""
     return capabilities.gloo_built()
 
 
 def nccl_built(verbose: bool = False) -> bool:
-    """Whether NCCL is used."""
+    """Tell whether NCCL can be used."""
     return bool(capabilities.nccl_built())
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """False: IBM's DDL is not used."""
+    """Return False: hvdlite does not use IBM's DDL."""
     return capabilities.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """False: oneCCL is not used."""
+    """Return False: hvdlite does not use oneCCL."""
     return capabilities.ccl_built()
 
 
@@ -108,7 +107,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
     """Change environment variables while the body runs.
 
     Args:
-        kwargs: Values by name; None removes a variable.
+        kwargs: The value of each variable, by its name; None removes the variable.
     """
     before = {name: os.environ.get(name) for name in kwargs}
     _set_variables(kwargs)
@@ -127,13 +126,14 @@ def _set_variables(values: dict[str, str | None]) -> None:
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, bool | None], Any]:
-    """A function ``(op, average)`` that gives the reduction meant by a program that passes one of both, or none.
+    """Return a function ``(op, average)`` that chooses the reduction of a program that passes one of them, or none.
 
     Args:
-        reduce_ops: Whatever has the attributes ``Average`` and ``Sum``.
+        reduce_ops: An object with the attributes ``Average`` and ``Sum``.
 
     Returns:
-        The function. It raises ArgumentError, a ValueError, where both are given.
+        The function. It returns `op` if it is given, ``Sum`` if `average` is False, and else ``Average``. If both are given,
+        it raises ArgumentError, which is a ValueError.
     """
 
     def handle_average(op: Any, average: bool | None) -> Any:
@@ -153,32 +153,31 @@ def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741  # Ho
 
 
 def check_installed_version(name: str, version: str, exception: Exception | None = None) -> None:
-    """Pass: nothing is built against a framework's version, so none is wrong.
+    """Do nothing: hvdlite is not built against a version of a framework, so no version is wrong.
 
     Args:
-        name: The framework.
-        version: Its version.
-        exception: What made the caller look.
+        name: The name of the framework.
+        version: The version of the framework.
+        exception: The exception because of which the caller asks.
     """
 
 
 def is_iterable(x: Any) -> bool:
-    """Whether one can loop over it."""
+    """Tell whether `x` is iterable, by its class."""
     return isinstance(x, Iterable)
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Compare versions by their three numbers; what follows them ("rc1", "+cpu") does not count.
+    """Tell whether the version `ver` is `target` or a later one.
+
+    Versions are compared by their three numbers; a suffix ("rc1", "+cpu") does not count.
 
     Args:
-        ver: Such as "2.13.0+cpu".
-        target: Such as "2.6.0".
-
-    Returns:
-        Whether `ver` is `target` or later.
+        ver: A version, such as "2.13.0+cpu".
+        target: A version, such as "2.6.0".
 
     Raises:
-        ArgumentError: One of them does not begin with three numbers.
+        ArgumentError: A version does not begin with three numbers.
     """
     return _numbers(ver) >= _numbers(target)
 

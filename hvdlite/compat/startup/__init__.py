@@ -1,1 +1,1 @@
-"""A folder for PYTHONPATH, see sitecustomize.py."""
+"""This folder is put on PYTHONPATH, so that every Python process runs sitecustomize.py at its start."""

@@ -1,8 +1,8 @@
-"""Python runs this at its start where this folder is on PYTHONPATH: so children of a program know the finder too.
+"""Python runs this file at its start if this folder is on PYTHONPATH, so the children of a program have the finder too.
 
-Children made by multiprocessing's "spawn" and by subprocess begin as a new interpreter, of which only the environment is
-ours. The folder leaves ``sys.path`` at once, so that programs see the path that they would see without it; the machine's own
-sitecustomize, which this one hides, is run.
+Children made by multiprocessing's "spawn" and by subprocess begin as a new interpreter; hvdlite controls only their
+environment. This file removes its folder from ``sys.path``, so that programs see the path that they would see without it. It
+also runs the sitecustomize of the machine, which it hides.
 """
 
 from __future__ import annotations
