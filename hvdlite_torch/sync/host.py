@@ -192,7 +192,7 @@ class HostSync:
         if here.reducer.told.odd_passes:
             context.advice.odd_passes(said.passes)
         if joined == 0:  # a rank that has joined counts no steps, so it could not follow another plan
-            plan = self._planner.exchanged(seconds, 0 if here.overlap is None else here.overlap.lost)
+            plan = self._planner.exchanged(seconds, 0 if here.overlap is None else here.overlap.failed)
             if plan is not None:
                 self._follow(plan, self._parameters)
 
