@@ -111,7 +111,7 @@ class Bucket:
         own = sum(memory.gradients[rank].nbytes * (2 if self._separate else 1) for memory in self.memories)
         return int(own + self._headers[0].nbytes + self._sum.nbytes)
 
-    def stays(self, index: int) -> bool:
+    def reduces_in_place(self, index: int) -> bool:
         """Return whether the combined gradient of tensor `index` is afterwards in the array given to `place`."""
         return index in self.ownership.in_place
 

@@ -1,4 +1,4 @@
-"""`Planner`: how one model's gradients are exchanged. It learns a plan in the first steps, and searches for one if configured."""
+"""`Planner`: how one model's gradients are exchanged. It learns a plan in the first steps, or searches for one."""
 
 from __future__ import annotations
 

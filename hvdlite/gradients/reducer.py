@@ -1,4 +1,4 @@
-"""`Reducer`: gradients in buckets of flat memory. This is the hot path: all ranks have the same layout and negotiate nothing."""
+"""`Reducer`: gradients in buckets of flat memory, the hot path. All ranks have the same layout and negotiate nothing."""
 
 from __future__ import annotations
 

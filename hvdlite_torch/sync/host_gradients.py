@@ -87,7 +87,7 @@ class HostGradients:
             gradient = parameter.grad
             if gradient is not None and self.overlap.may_copy(index) and slot.copy(gradient):
                 self.overlap.ready(index, weight)
-        elif not (slot.stays or slot.apart or slot.alone):
+        elif not (slot.reduced_in_place or slot.apart or slot.alone):
             slot.take(parameter)
 
     def _choose_buffer(self, number: int) -> None:

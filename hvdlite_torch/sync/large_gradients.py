@@ -85,7 +85,7 @@ class LargeGradients:
             if gradient is None:
                 used[slot.index] = False
                 continue
-            if slot.stays and not slot.alone:
+            if slot.reduced_in_place and not slot.alone:
                 slot.show(gradient if slot.where is Where.OWN else None)
             if slot.where is Where.AWAY or (slot.where is Where.HOME and buffer):
                 dense = check(slot, gradient)
@@ -116,7 +116,7 @@ class LargeGradients:
         Args:
             anywhere: Whether any rank has a gradient, by the number of the slot.
         """
-        for some, do in ((self._pairs, Slot.give), (self._met, Slot.settle)):
+        for some, do in ((self._pairs, Slot.give), (self._met, Slot.separate)):
             for slot, parameter in some:
                 if anywhere[slot.index]:
                     do(slot, parameter)

@@ -44,7 +44,7 @@ class Slot:
         pool: The buffers of the bucket; its `number` says which of them this rank uses.
         large: Whether the gradient is so large that avoiding a copy pays.
         compressed: Whether a compressed gradient travels instead.
-        stays: Whether no other rank reads anything of the gradient.
+        reduced_in_place: Whether no other rank reads anything of the gradient.
         apart: Whether the gradient is never at home: it is compressed, or has other strides than the flat memory
             (``channels_last``), or results do not lie where gradients do.
         where: Where the gradient of the present step is.
@@ -52,7 +52,7 @@ class Slot:
 
     __slots__ = (
         *("_bucket", "_encoded", "_home", "_like", "_memory", "_strides", "alone", "apart"),
-        *("compressed", "dtype", "index", "large", "pool", "shape", "stays", "where"),
+        *("compressed", "dtype", "index", "large", "pool", "shape", "reduced_in_place", "where"),
     )
 
     def __init__(
@@ -75,7 +75,7 @@ class Slot:
         self._memory = self._tensor(memory)
         self._home = Lent(self._memory if in_place else self._tensor(result))
         self.apart = encoded is not None or self._strides is not None or not in_place
-        self.stays = bucket.stays(index) and encoded is None
+        self.reduced_in_place = bucket.reduces_in_place(index) and encoded is None
         self.where = Where.NOWHERE
 
     def _tensor(self, memory: Array) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Slot:
         elif not self.apart and gradient.data_ptr() == self._home.address:
             self.where = Where.HOME
             return False
-        elif self.stays and is_exclusive(gradient):
+        elif self.reduced_in_place and is_exclusive(gradient):
             self.where = Where.OWN
             return False
         else:
@@ -166,7 +166,7 @@ class Slot:
         return self._home.is_held
 
     def show(self, gradient: torch.Tensor | None) -> None:
-        """Let a gradient that `stays` be summed where it lies; in the reducer's memory, if `gradient` is None."""
+        """Let a gradient that is `reduced_in_place` be summed where it lies; in the reducer's memory, if `gradient` is None."""
         flat = None if gradient is None else ADAPTER.to_array(gradient.view(-1), wide=False)
         self._bucket.place(self.index, flat)
 
@@ -212,7 +212,7 @@ class Slot:
             gradient = parameter.grad = torch.empty_strided(self.shape, self._strides, dtype=self.dtype)
         write(parameter, gradient, self._decoded())
 
-    def settle(self, parameter: torch.Tensor) -> None:
+    def separate(self, parameter: torch.Tensor) -> None:
         """Give the gradient memory of its own if another gradient was written over it, in memory that both share."""
         result = self._decoded()
         if parameter.grad is not None and not same_bits(parameter.grad.contiguous(), result.contiguous()):

@@ -94,14 +94,14 @@ class SmallGradients:
                 self._deliver_each(anywhere)
         else:
             self._deliver_each(anywhere)
-        self._settle()
+        self._separate()
 
     def _deliver_each(self, anywhere: Sequence[bool]) -> None:
         for slot, parameter, result in zip(self.slots, self._parameters, self._results, strict=True):
             if anywhere[slot.index]:
                 write(parameter, parameter.grad, result)
 
-    def _settle(self) -> None:
+    def _separate(self) -> None:
         """Give gradients that share memory a memory each, where the shared memory cannot hold both results."""
         there = [(n, g) for n, parameter in enumerate(self._parameters) if (g := parameter.grad) is not None]
         sizes = self._nbytes if len(there) == len(self._nbytes) else [self._nbytes[n] for n, _ in there]
