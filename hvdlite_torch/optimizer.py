@@ -1,7 +1,7 @@
-"""The one-line wrap: an optimizer that averages gradients over the ranks before it steps.
+"""`DistributedOptimizer`: an optimizer that combines the gradients of all ranks before it steps.
 
-The optimizer stays the object that it was. A step hook exchanges the gradients first; where `step` gets a closure, the
-closure is replaced by one that exchanges after each evaluation::
+The optimizer stays the same object. A step hook combines the gradients first. If `step` gets a closure, the closure is replaced
+by one that combines after each evaluation::
 
     backward ─▶ p.grad ─▶ shared memory ─▶ sum over the ranks ─▶ p.grad = view of that memory ─▶ the optimizer's own step
 """
@@ -28,7 +28,7 @@ from hvdlite_torch.step.step_guard import guarded
 from hvdlite_torch.step.typed import typed
 from hvdlite_torch.step.wrapped import Aggregating, Distributed, Opt, Sharded, add_to_class
 from hvdlite_torch.sync.adasum import AdasumSync
-from hvdlite_torch.sync.catch_up import StandIn
+from hvdlite_torch.sync.catch_up import OptimizerMember
 from hvdlite_torch.sync.device import DeviceSync
 from hvdlite_torch.sync.host import HostSync
 from hvdlite_torch.tensors.device import device_kind
@@ -55,42 +55,43 @@ def DistributedOptimizer(
 ) -> Opt:
     """Make `optimizer` step with the gradients of all ranks. Every rank calls this, at the same point.
 
-    Call `backward` as often as you like before `step`. A parameter that has a gradient on some ranks counts as zero on the
-    others; one that has none anywhere keeps ``grad=None``, so that weight decay leaves it alone. After `step`, ``p.grad``
-    holds the combined gradient. A closure passed to `step` is exchanged after each evaluation, its loss too. torch's fused
-    step is used where the choice is left to torch. What else the optimizer can do from now on is in `Distributed`.
+    A program may call `backward` any number of times before `step`. A parameter that has a gradient on some ranks counts as
+    zero on the others. One that has a gradient on no rank keeps ``grad=None``, so that weight decay leaves it alone. After
+    `step`, ``p.grad`` holds the combined gradient. A closure passed to `step` is replaced by one that combines gradients and
+    loss after each evaluation. torch's fused step is used where the program leaves the choice to torch. `Distributed` has the
+    methods that the optimizer gets.
 
     Args:
-        optimizer: Any torch optimizer; it is changed and returned.
-        named_parameters: ``model.named_parameters()``, or the model itself; checked if given: names unique, every parameter of
-            `optimizer` there, in the same order on all ranks.
-        compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of yours whose results may
+        optimizer: An optimizer of torch. It is changed and returned.
+        named_parameters: ``model.named_parameters()``, or the model itself. If given, it is checked: names are unique, every
+            parameter of `optimizer` is there, and the order is the same on all ranks.
+        compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of yours whose results can
             be averaged.
-        backward_passes_per_step: How often `backward` is called before `step`, at most: more is an error. 1 allows any number.
-            Gradients add up over the passes, so divide the loss.
+        backward_passes_per_step: The largest number of calls of `backward` before `step`; more raise an error. 1 allows any
+            number. Gradients add up over the passes, so divide the loss.
         op: Average, Sum, or Adasum (see `hvdlite_torch.sync.adasum`).
         gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
-            multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it makes no difference.
-        num_groups: As an int for `groups`.
-        groups: Horovod's, checked and otherwise without effect: all gradients travel together anyway.
-        sparse_as_dense: Exchange sparse gradients as dense ones; if not, their rows alone travel.
+            multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it changes nothing.
+        num_groups: The same as an int for `groups`.
+        groups: An argument of Horovod's. It is checked and has no effect: all gradients travel together anyway.
+        sparse_as_dense: Whether sparse gradients travel as dense ones; if False, only their rows travel.
         process_set: The ranks that take part; all by default.
-        shard: Let each rank step its share of the parameters only, and hold only that share of the optimizer's state: less
-            time, less memory, the same result. See `hvdlite_torch.sync.host_sharded` for what differs. True for an optimizer
-            of torch; "parameters" for any other that steps each parameter by itself, as if there were no others.
-        overlap: Exchange gradients while the backward pass goes on (see `hvdlite.gradients.overlap`). By default where each
-            rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". Of parameters on a GPU: by default always,
-            if nothing changes them between the last backward pass and `step`; see docs/gpu.md.
-        max_grad_norm: Clip the combined gradients so that their norm over all parameters is at most this.
-        aggregator: Combines gradients in a way of yours: `hvdlite_torch.Aggregator` has the one method that it needs. If it has
-            ``state_dict()``, its state is in that of the optimizer. For parameters in host memory.
+        shard: Whether each rank steps its shard of the parameters only, and holds only that shard of the optimizer's state:
+            less time, less memory, the same result. `hvdlite_torch.sync.host_sharded` says what differs. Use True for an
+            optimizer of torch, and "parameters" for any other that steps each parameter by itself, as if there were no others.
+        overlap: Whether gradients travel while the backward pass goes on (see `hvdlite.gradients.overlap`). None means: where
+            each rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". For parameters on a GPU, None means:
+            always, if nothing changes gradients between the last backward pass and `step`; see docs/gpu.md.
+        max_grad_norm: The combined gradients are clipped, so that their norm over all parameters is at most this.
+        aggregator: Combines gradients in your way: `hvdlite_torch.Aggregator` has the one method that it needs. If it has
+            ``state_dict()``, its state is a part of the optimizer's. The parameters must be in host memory.
 
     Returns:
         `optimizer`, still an instance of its class, with its state.
 
     Raises:
-        ArgumentError: It is wrapped already, or has no parameters, or the arguments do not fit.
-        MismatchError: The ranks have different parameters. Raised on all of them.
+        ArgumentError: The optimizer is wrapped already, or has no parameters, or the arguments do not fit together.
+        MismatchError: The ranks have different parameters. The error is raised on all ranks.
     """
     _check_optimizer(optimizer)
     if isinstance(named_parameters, torch.nn.Module):
@@ -117,20 +118,24 @@ def DistributedOptimizer(
     kind = Sharded if shard else Distributed if aggregator is None else Aggregating
     add_to_class(optimizer, kind, step=guarded(plain.step))
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        # One that never called torch's constructor, as Lookahead of many programs: torch completes those that it unpickles.
+        # It never called torch's constructor, as some versions of Lookahead: torch completes it as one that it unpickles.
         vars(optimizer).setdefault("defaults", {})
         torch.optim.Optimizer.__setstate__(optimizer, {})
     optimizer._hvdlite_driver = driver  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     optimizer._hvdlite_aggregator = aggregator  # type: ignore[attr-defined]
     driver.attach()
-    world().group(process_set).add(StandIn(driver, not shard, broadcast_optimizer_state))
+    world().group(process_set).add(OptimizerMember(driver, not shard, broadcast_optimizer_state))
     teach_grad_scaler()
     return optimizer
 
 
 def _make_sync(context: OptimizerContext, sharding: Sharding | None) -> GradientSync:
-    """What combines gradients where the parameters lie; or what combines steps."""
+    """Return the object that combines gradients where the parameters lie, or that combines steps (Adasum).
+
+    Raises:
+        ArgumentError: ``aggregator=`` is given, and the parameters are on a GPU.
+    """
     if context.options.steps_with is StepsWith.OWN:
         return AdasumSync(context)
     on_device = any([device_kind(parameter) is not None for parameter in context.trained()])

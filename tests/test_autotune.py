@@ -109,11 +109,11 @@ def test_without_a_core_to_spare_nothing_overlaps() -> None:
     assert len(forced.buckets) == 2
 
 
-def test_bets_that_are_lost_again_and_again_are_given_up() -> None:
+def test_speculation_that_fails_again_and_again_is_given_up() -> None:
     plans = planner(Config(overlap="on"), [([], 4e-3, False)])
     learn(plans, 5e-3)
-    assert plans.exchanged(1e-3, lost=1) is None
-    plan = plans.exchanged(1e-3, lost=2)
+    assert plans.exchanged(1e-3, failed=1) is None
+    plan = plans.exchanged(1e-3, failed=2)
     assert plan == Plan()
 
 

@@ -1,16 +1,14 @@
-"""A model's gradients in flat buffers, and how they become those of all ranks.
+"""A model's gradients in flat buffers, and how they become the combined gradients of all ranks.
 
-- `layout`: which gradient lies where in which buffer.
-- `header`: what each rank says of its gradients, summed with them.
+- `sync`: the contract between a framework's step and the object that combines gradients.
+- `layout`: where each gradient lies in flat memory; `header`: what each rank says with its gradients, summed over the ranks.
 - `bucket`: one flat buffer on all ranks of a host, and its exchange.
-- `ownership`: what a rank sums of it; `segments`: that, with the memory of all ranks; `weighted_sum`: how it is summed.
+- `ownership`: which elements a rank sums; `segments`: these elements in the memory of all ranks; `weighted_sum`: the sum.
 - `result_buffers`: where gradients and results lie.
-- `reducer`: all buckets of an optimizer; `sharded_reducer`: each rank gets its shard of the sums.
-- `reducers`: those of one group of ranks, which its ranks make together.
-- `shared_reducers`: reducers that ranks which have joined make as well.
+- `reducer`: all buckets of a model; `sharded_reducer`: each rank gets its shard of the sums.
+- `reducers`: makes the reducers of a group of ranks; `shared_reducers`: those that ranks which have joined make as well.
 - `aggregator`: a program's own way to combine a bucket.
-- `sync`: what a framework's step asks of whatever combines gradients.
-- `overlap`: buckets that travel while the backward pass runs.
-- `device`: the same on a device, in a folder of its own.
-- `plan`, `planner`: how many buckets, and whether they travel early; `autotune`: found by trying.
+- `overlap`: exchanges buckets while the backward pass runs.
+- `plan`, `planner`: how many buckets there are, and whether they travel early; `autotune`: searches for the fastest plan.
+- `device`: the same on the memory of a GPU, in a folder of its own.
 """

@@ -1,8 +1,8 @@
-"""How the gradients of a bucket are combined, where a program says it: one method.
+"""`Aggregator`: a program's own way to combine the gradients of a bucket, in one method.
 
-The plain way is the weighted sum in shared memory (`hvdlite.gradients.bucket`). An `Aggregator` does anything else: it sends
-less (signs, the largest elements, a low rank), remembers what it has left out, or combines otherwise than by a mean. It sees a
-whole bucket and does the communication itself, as the compressor of PowerSGD has to (Vogels et al., arXiv:1905.13727).
+By default a bucket is combined by a weighted sum in shared memory (`hvdlite.gradients.bucket`). An `Aggregator` does anything
+else: it sends less (signs, the largest elements, a low rank), remembers what it has not sent, or combines otherwise than by a
+mean. It sees a whole bucket and communicates by itself, as the compressor of PowerSGD must (Vogels et al., arXiv:1905.13727).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hvdlite.protocols import Array, Collectives, TensorInfo
 
 
 class FlatBucket(NamedTuple):
-    """The gradients of one rank, and the place of the combined ones. All ranks have the same layout.
+    """The gradients of one rank, which become the combined ones. All ranks have the same layout.
 
-    float16 and bfloat16 gradients are float32 here, and are rounded once, afterwards.
+    float16 and bfloat16 gradients are float32 here. They are rounded once, afterwards.
 
     Attributes:
-        arrays: One array of shape ``(n,)`` for each dtype of the model, with all gradients of that dtype. Where this rank has
-            no gradient, there are zeros. `Aggregator.aggregate` overwrites them.
-        tensors: By the number of the parameter: the part of `arrays` that is its gradient, in its shape.
+        arrays: One array of shape ``(n,)`` for each dtype of the model, with all gradients of that dtype. A gradient that this
+            rank does not have is zeros. `Aggregator.aggregate` overwrites the arrays.
+        tensors: For the number of each parameter: the part of `arrays` that is its gradient, a view in its shape.
     """
 
     arrays: list[Array]
@@ -32,11 +32,11 @@ class FlatBucket(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """How many samples gradients are the mean of; 1 for each rank if the program has not said it.
+    """How many samples gradients are the mean of; 1 for each rank if the program has not set it.
 
     Attributes:
-        own: Those of this rank; 0 if it has none.
-        total: Those of all ranks.
+        own: The samples of this rank; 0 if it has none.
+        total: The samples of all ranks.
     """
 
     own: float
@@ -46,17 +46,17 @@ class Weights(NamedTuple):
 class Aggregator(Protocol):
     """Combines the gradients of the ranks. Every rank makes one, with equal settings.
 
-    It may have ``state_dict()`` and ``load_state_dict(state)``; then its state is part of the optimizer's.
+    It may have ``state_dict()`` and ``load_state_dict(state)``. Then its state is a part of the optimizer's state.
     """
 
     def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: Collectives) -> None:
         """Combine the gradients of one step. All ranks call this once in each step in which any rank has a gradient.
 
         Args:
-            bucket: With this rank's gradients, zeros if it has no data; afterwards with the combined ones. These must be the
-                same on all ranks, bit for bit, or parameters come apart.
-            weights: By what a mean is weighted.
-            collectives: What the ranks do together. All ranks make the same calls, in the same order.
+            bucket: This rank's gradients, zeros if it has no data. Afterwards the combined ones, which must be the same on all
+                ranks, bit for bit; if not, the parameters of the ranks differ from then on.
+            weights: The weights for a weighted mean.
+            collectives: The operations of all ranks. All ranks call the same ones, in the same order.
         """
         ...
 
@@ -72,19 +72,19 @@ def run_aggregator(
     """Let an aggregator combine what is in the memory of this rank's buffer.
 
     Args:
-        aggregator: The program's.
-        memories: One for each dtype, with results where gradients are.
+        aggregator: The program's aggregator.
+        memories: One for each dtype. Results lie where gradients lie.
         rank: This rank's number on its host.
         infos: Dtype and shape of each tensor of the model.
-        weights: As for `Aggregator.aggregate`.
-        collectives: Over all ranks, for this bucket alone.
+        weights: See `Aggregator.aggregate`.
+        collectives: The operations of all ranks, for this bucket alone.
     """
     here = [memory.gradients[rank] for memory in memories]
     arrays: list[Array] = []
     tensors: dict[int, Array] = {}
     for memory, flat in zip(memories, here, strict=True):
         how, wide = memory.how, flat
-        if weights.own == 0:  # who has no samples may hold anything
+        if weights.own == 0:  # the gradients of a rank without samples may be anything
             flat[:] = 0
         if not how.exact:
             wide = np.empty(flat.size, how.wide_dtype)

@@ -1,7 +1,7 @@
-"""The search for the fastest way to exchange gradients, while training goes on.
+"""`Autotune`: a search for the fastest way to exchange gradients, while training goes on.
 
-Each plan is tried for some steps, all plans one after the other, in several rounds, since the speed of a machine drifts. A
-plan wins only if it is clearly faster than the one that is used without a search; if none is, that one stays.
+Each plan is tried for some steps, one plan after the other, in several rounds, because the speed of a machine drifts. A plan
+wins only if it is clearly faster than the default plan. If no plan is, the default stays.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import NamedTuple
 from hvdlite.protocols import Plan
 
 SETTLE_STEPS, MEASURED_STEPS, ROUNDS = 2, 8, 3
-"""A trial: steps after a change of plans that are not counted, and those that are."""
+"""The steps after a change of plans that are not measured, the steps that are, and the rounds."""
 CLEARLY = 0.98
-"""What share of the default's time is a win and not noise."""
+"""A plan wins if its time is below this fraction of the default's."""
 
 
 class Candidate(NamedTuple):
-    """A plan with a name for people."""
+    """A plan, and its name for messages."""
 
     name: str
     plan: Plan
@@ -32,12 +32,12 @@ class Candidate(NamedTuple):
 def candidates(
     default: Plan, bucketings: Sequence[tuple[tuple[int, ...], ...]], several_hosts: bool
 ) -> list[Candidate]:
-    """What is worth a trial.
+    """Return the plans that are worth a trial.
 
     Args:
         default: The plan that is used without a search; the first candidate.
-        bucketings: Ways to cut the gradients to buckets, to overlap their exchange with the backward pass.
-        several_hosts: There are hosts to exchange with.
+        bucketings: Ways to deal the gradients out to buckets, which overlap with the backward pass.
+        several_hosts: Whether gradients travel between hosts.
     """
     found = [Candidate("default", default)]
     if several_hosts:
@@ -58,11 +58,14 @@ class Autotune:
     """A search, on one rank. All ranks make one with the same plans, and call `step` at each step.
 
     Args:
-        plans: The first is the default.
-        agree: Makes one number of those of all ranks: the largest.
-        log: Where to record what was tried, as CSV; nowhere if empty. On one rank only.
-        talks: Print the outcome. On one rank only.
-        clock: Seconds.
+        plans: The first one is the default.
+        agree: Returns the largest of the numbers of all ranks.
+        log: The path of a CSV file for what was tried; nothing is written if it is empty. Set on one rank only.
+        talks: Whether to print the outcome. Set on one rank only.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        current: The plan to use now.
     """
 
     def __init__(
@@ -89,11 +92,11 @@ class Autotune:
 
     @property
     def done(self) -> bool:
-        """The search is over."""
+        """Whether the search is over."""
         return self._trial == len(self._trials)
 
     def step(self) -> bool:
-        """A step has come to its exchange. Returns whether `current` is another plan now."""
+        """Note that a step begins its exchange. Return whether `current` is another plan now."""
         if self.done:
             return False
         now = self._clock()

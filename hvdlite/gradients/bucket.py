@@ -1,20 +1,20 @@
-"""Some of a model's gradients in flat memory, and their sum over the ranks.
+"""`Bucket`: some of a model's gradients in flat memory, and their sum over the ranks.
 
-Gradients lie in memory that the other ranks of the host can read. Each rank answers for a part of it: it sums that part of
-everybody's memory, a chunk at a time so that the chunk stays in its cache, divides, and writes it where it is needed::
+Gradients lie in memory that the other ranks of the host can read. Each rank owns a part of the elements. It sums that part of
+all ranks' memory, divides it, and writes it where it is needed, a chunk at a time so that the chunk stays in its cache::
 
     memory of rank 0   ├── part 0 ──┼── part 1 ──┤      rank 0 reads both parts 0, writes both
     memory of rank 1   ├── part 0 ──┼── part 1 ──┤      rank 1 reads both parts 1, writes both
 
-Nobody else reads a rank's own part of its own gradients. On one host such a part of a large tensor may therefore be summed
-where the framework left it (`Bucket.place`), which spares the copy. On several hosts, what a host has summed of a part is
-then summed over the hosts by the ranks of equal number (see `hvdlite.comm.hierarchy`).
+No other rank reads a rank's own part of its own gradients. So on one host this part of a large tensor may be summed where the
+framework left it (`Bucket.place`), without a copy. With several hosts, the ranks of equal number then sum over the hosts what
+each host has summed of a part (see `hvdlite.comm.hierarchy`).
 
-What may differ between ranks is told first, in a short header (`hvdlite.gradients.header`): which tensors have a gradient, and
-how many samples they are the mean of. The weighted sum of the gradients divided by the sum of the weights is the gradient of
-the joined batch whatever the shares of the ranks, nothing included.
+What may differ between ranks travels first, in a short header (`hvdlite.gradients.header`): which tensors have a gradient, and
+how many samples the gradients are the mean of. The weighted sum of the gradients, divided by the sum of the weights, is the
+gradient of the joint batch, whatever number of samples each rank has, even 0.
 
-Where results lie: see `hvdlite.gradients.result_buffers`.
+`hvdlite.gradients.result_buffers` says where results lie.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.timeline import BucketRecord
 
 LARGE_BYTES = 2**14
-"""A smaller tensor is sooner copied than looked at: those lie side by side, and are summed together."""
+"""A smaller tensor is always copied. Small tensors lie side by side and are summed together."""
 
 
 class Bucket:
@@ -43,20 +43,20 @@ class Bucket:
 
     Args:
         infos: Dtype and shape of each tensor of the model.
-        tensors: The numbers of those that are in this bucket, in the order in which they are to lie.
-        collectives: Whose memory and messages are used.
-        average: Divide by the sum of the weights.
-        chunk_bytes: What is summed at a time: as many bytes of each rank as stay in a core's cache.
-        message_bytes: Bytes that are exchanged between hosts at a time.
-        separate: Keep results apart from gradients, so that an exchange can be repeated.
-        lend: In how many buffers there are results to be lent.
-        spare: Each rank has a second buffer.
+        tensors: The numbers of the tensors in this bucket, in the order in which they shall lie.
+        collectives: The memory and messages of the ranks.
+        average: Whether the sum is divided by the sum of the weights.
+        chunk_bytes: The bytes of each rank that are summed at a time; so many stay in a core's cache.
+        message_bytes: The bytes that travel between hosts at a time.
+        separate: Whether results lie apart from gradients, so that an exchange can be repeated.
+        lend: The number of result buffers that are given to the framework; see `Plan.lend`.
+        spare: Whether each rank has a second buffer.
         aggregator: Combines the gradients; None for their weighted sum.
 
     Attributes:
-        tensors: In the order in which they lie.
-        large: Those of at least `LARGE_BYTES`.
-        ownership: What this rank sums of it.
+        tensors: The numbers of the tensors, in the order in which they lie: large ones first.
+        large: The numbers of the tensors of at least `LARGE_BYTES`.
+        ownership: Which elements this rank sums.
         pool: Where gradients and results lie.
     """
 
@@ -98,7 +98,7 @@ class Bucket:
 
     @property
     def memories(self) -> list[Memory]:
-        """Where the gradients, and the results of the last exchange, lie."""
+        """The memory of the gradients, and of the results of the last exchange."""
         return self.pool.now.memories
 
     def _parts(self) -> int:
@@ -106,21 +106,22 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank holds for the exchange."""
+        """The bytes that this rank holds for the exchange."""
         rank = self.host.rank
         own = sum(memory.gradients[rank].nbytes * (2 if self._separate else 1) for memory in self.memories)
         return int(own + self._headers[0].nbytes + self._sum.nbytes)
 
-    def stays(self, index: int) -> bool:
-        """Whether the combined gradient of tensor `index` is afterwards in the array given to `place`, all of it."""
+    def reduces_in_place(self, index: int) -> bool:
+        """Return whether the combined gradient of tensor `index` is afterwards in the array given to `place`."""
         return index in self.ownership.in_place
 
     def place(self, index: int, gradient: Array | None) -> None:
-        """Say where this rank's own part of its gradient of tensor `index` is: in this array, or, if None, in `memory_of`.
+        """Set where the part of tensor `index` lies that this rank owns of its own gradient.
 
         Args:
-            index: A tensor that has a part of its own.
-            gradient: Shape ``(stop - start,)`` of `Ownership.part_of`, of the dtype of `memory_of`.
+            index: The number of a tensor of which this rank owns a part.
+            gradient: An array of shape ``(stop - start,)`` of `Ownership.part_of`, of the dtype of `BufferPool.memory_of`; None
+                if the part lies in that memory.
         """
         if gradient is None:
             self._placed.pop(index, None)
@@ -136,7 +137,10 @@ class Bucket:
         Args:
             used: For each tensor of the model, whether this rank has a gradient of it.
             said: What else this rank says.
-            record: Is told when all ranks are ready.
+            record: Notes in the timeline when all ranks are ready; None if there is no timeline.
+
+        Returns:
+            The sum of the headers of all ranks. If it is `stopped`, gradients are as before.
         """
         told = self._tell([used[index] for index in self.tensors], said)
         if record is not None:
@@ -152,12 +156,12 @@ class Bucket:
         return told
 
     def alone(self, used: Sequence[bool]) -> None:
-        """What `exchange` does if there is one rank only."""
+        """Do what `exchange` does, if there is one rank only."""
         self.pool.choose([self.pool.number], self.pool.in_use)
         for index in self.tensors:
             if not used[index]:
                 self._forget(index)
-            elif self._separate:  # one rank answers for all of it
+            elif self._separate:  # a single rank owns the whole tensor
                 now = self.pool.now
                 now.result_of[index][:] = self._placed.get(index, now.gradient_of[index])
 

@@ -1,9 +1,9 @@
-"""What the ranks tell each other with their gradients: a few numbers that are summed over the ranks.
+"""`Header`: what the ranks tell each other with their gradients, in a few numbers that are summed over the ranks.
 
 A header has a number for each tensor of a bucket (whether this rank has a gradient of it), and then the words of `Header`.
-Nobody sends anything else in a step, so whatever must be noticed at once is said here.
+Nothing else is sent in a step, so a rank says here whatever all ranks must know at once.
 
-Some numbers must be the same on all ranks. A sum can tell: n ranks have said the same x if and only if n · Σx² = (Σx)²
+Some numbers must be the same on all ranks. A sum can show that: n ranks have sent the same x if and only if n · Σx² = (Σx)²
 (Cauchy-Schwarz). For whole numbers below 2^16 this is exact in float64 for up to two million ranks.
 """
 
@@ -25,17 +25,17 @@ _HALF = 2**16
 
 
 class Header(NamedTuple):
-    """What a rank says to the others with its gradients.
+    """What a rank says to the other ranks with its gradients.
 
     Attributes:
-        weight: Its share in an average: the number of samples that its gradients are the mean of.
-        again: What it has sent early has changed since. In host memory it asks all ranks to repeat their exchanges; on a
-            device, where no rank waits for an answer, the step has failed.
-        news: It asks all ranks to put this exchange off. Gradients stay as they are.
-        joined: It has run out of data.
-        weighted: Whether the program said the weight, rather than to leave it at 1; None if nobody is to look.
-        state: `digest` of what must be the same on all ranks.
-        passes: How many backward passes its gradients are from, as far as it knows; 0 if it does not.
+        weight: The number of samples that its gradients are the mean of.
+        again: Whether gradients that it has sent early have changed since. In host memory, all ranks then repeat their
+            exchanges. On a device, where no rank waits for an answer, the step has failed.
+        news: Whether all ranks must put this exchange off. Gradients stay as they are.
+        joined: Whether it has run out of data.
+        weighted: Whether the program has set the weight; None if this is not to be compared.
+        state: The `digest` of what must be the same on all ranks.
+        passes: The number of backward passes that its gradients are from; 0 if it is not known.
     """
 
     weight: float = 1.0
@@ -48,17 +48,17 @@ class Header(NamedTuple):
 
 
 class HeaderSum(NamedTuple):
-    """What ranks have told each other.
+    """The sum of the headers of all ranks.
 
     Attributes:
         anywhere: For each tensor of the bucket, whether any rank has a gradient of it.
         divisor: The sum of the weights.
-        again: Some rank asks for a repetition; on a device, some rank's gradients have changed after they were sent.
-        news: Some rank has to say something first: nothing was exchanged.
+        again: Whether gradients of some rank have changed after they were sent early.
+        news: Whether some rank has put the exchange off, so that nothing was exchanged.
         joined: The number of ranks that have run out of data.
-        odd_weights: A rank said a weight above 1, and another rank said none: nothing was exchanged.
-        odd_states: What must be the same on all ranks is not: nothing was exchanged.
-        odd_passes: Ranks have made different numbers of backward passes.
+        odd_weights: Whether a rank has set a weight above 1 and another rank has set none, so that nothing was exchanged.
+        odd_states: Whether the ranks have different `state`, so that nothing was exchanged.
+        odd_passes: Whether the ranks have made different numbers of backward passes.
     """
 
     anywhere: list[bool]
@@ -72,17 +72,17 @@ class HeaderSum(NamedTuple):
 
     @property
     def stopped(self) -> bool:
-        """Nothing was exchanged."""
+        """Whether nothing was exchanged."""
         return self.news or self.odd_weights or self.odd_states
 
 
 def digest(*values: object) -> int:
-    """A number below 2^32 that stands for `values`, by their texts. Those that are equal have the same; others nearly never."""
+    """Return a number below 2^32 for the texts of `values`. Equal values have the same number; others nearly never have."""
     return zlib.crc32(repr(values).encode())
 
 
 def words(said: Header) -> tuple[float, ...]:
-    """What a rank puts into its header after the tensors."""
+    """Return the words that a rank puts into its header after the tensors."""
     weight, again, news, joined, weighted, state, passes = said
     passes = min(passes, _HALF - 1)
     return (
@@ -102,27 +102,27 @@ def words(said: Header) -> tuple[float, ...]:
 
 
 def tail_words(said: Header) -> tuple[float, ...]:
-    """What a rank puts into its header after the tensors where the header travels on a device: no more than is read there."""
+    """Return the words for a header that travels on a device: only those that are read there."""
     return said.weight, said.again, said.joined, *state_words(said.state)
 
 
 def read_tail(tail: Sequence[float]) -> HeaderSum:
-    """What the ranks have said on a device.
+    """Return the sum of the headers that have travelled on a device.
 
     Args:
-        tail: For each tensor, how many ranks have a gradient of it; then the `tail_words` of all ranks, added up.
+        tail: For each tensor, how many ranks have a gradient of it; then the sum of the `tail_words` of all ranks.
     """
     *sums, weight, again, joined, _, _, _, _ = tail
     return HeaderSum([each > 0 for each in sums], weight, again=again > 0, joined=round(joined))
 
 
 def check_divisor(average: bool, divisor: float, anywhere: bool) -> None:
-    """Let gradients pass that have an average, if that is wanted.
+    """Raise if gradients are to be averaged and no rank has a weight.
 
     Args:
-        average: The sum of the gradients is divided by `divisor`.
+        average: Whether the sum of the gradients is divided by `divisor`.
         divisor: The sum of the weights of all ranks.
-        anywhere: Some rank has a gradient.
+        anywhere: Whether some rank has a gradient.
 
     Raises:
         HvdliteError: The weights of all ranks are 0, so there is no average.
@@ -134,28 +134,28 @@ def check_divisor(average: bool, divisor: float, anywhere: bool) -> None:
 
 
 def state_words(state: int) -> tuple[int, int, int, int]:
-    """The words of a `digest`."""
+    """Return the words of a `digest`."""
     high, low = divmod(state, _HALF)
     return high, high * high, low, low * low
 
 
 def are_odd(active: float, summed: Sequence[float]) -> bool:
-    """Whether ranks have said different digests.
+    """Return whether ranks have sent different digests.
 
     Args:
-        active: How many have said one.
-        summed: Their `state_words`, added up.
+        active: The number of ranks that have sent one.
+        summed: The sum of their `state_words`.
     """
     high, highs, low, lows = summed
     return not (_all_equal(active, high, highs) and _all_equal(active, low, lows))
 
 
 def read(anywhere: list[bool], total: Sequence[float]) -> HeaderSum:
-    """What the ranks have said.
+    """Return the sum of the headers of all ranks.
 
     Args:
         anywhere: For each tensor, whether any rank has a gradient of it.
-        total: Their `words`, added up.
+        total: The sum of the `words` of all ranks.
     """
     weight, _, again, news, joined, weighted, unweighted, active, *state, ranks, passes, squares = total
     return HeaderSum(

@@ -1,4 +1,4 @@
-"""Where tensors lie in flat memory, and which rank answers for which part of it."""
+"""Where tensors lie in flat memory, and which rank owns which part of it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import TensorInfo
 
 ALIGNMENT = 16
-"""Elements. Tensors and parts begin at multiples, so that vector instructions work on whole cache lines."""
+"""In elements. Tensors and parts begin at multiples, so that vector instructions work on whole cache lines."""
 
 
 class Span(NamedTuple):
-    """Where a tensor lies in its block."""
+    """The elements of a block that are a tensor: the first one, and the one after the last."""
 
     start: int
     stop: int
 
 
 class Block(NamedTuple):
-    """The tensors of one dtype, one after the other.
+    """The tensors of one dtype, one after the other in flat memory.
 
     Attributes:
-        dtype: Their dtype.
-        length: In elements.
+        dtype: The dtype of the tensors.
+        length: The number of elements, gaps included.
         spans: Where each tensor lies, by its number.
-        bounds: Part p is ``bounds[p]`` to ``bounds[p + 1]``.
+        bounds: Part p is the elements ``bounds[p]`` to ``bounds[p + 1]``.
     """
 
     dtype: str
@@ -40,7 +40,7 @@ class Block(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a tensor that one rank answers for: elements `start` to `stop` of it, flattened."""
+    """The part of a tensor that one rank owns: elements `start` to `stop` of the flattened tensor."""
 
     tensor: int
     start: int
@@ -50,17 +50,17 @@ class Piece(NamedTuple):
 def lay_out(
     infos: Sequence[TensorInfo], parts: int, whole: bool = False, tensors: Sequence[int] | None = None
 ) -> list[Block]:
-    """Lay out tensors in one block per dtype.
+    """Lay out tensors in one block for each dtype.
 
     Args:
-        infos: The tensors of a model.
-        parts: The number of parts.
-        whole: Never cut a tensor in two: the largest are dealt out first, each to the part that has least. If not, the
+        infos: The dtype and shape of each tensor of a model.
+        parts: The number of parts of each block.
+        whole: Never cut a tensor in two: the largest are dealt out first, each to the part that has least. If False, the
             parts are as equal as can be.
-        tensors: The numbers of those to lay out, in this order; all by default.
+        tensors: The numbers of the tensors to lay out, in this order; all by default.
 
     Raises:
-        UnsupportedTensorError: A dtype that has no gradients.
+        UnsupportedTensorError: A dtype is neither floating-point nor complex.
     """
     by_dtype: dict[str, list[int]] = {}
     for index in range(len(infos)) if tensors is None else tensors:
@@ -90,10 +90,10 @@ def lay_out(
 
 
 def with_equal_parts(block: Block) -> Block:
-    """A block in parts of equal length, which suit libraries best: what the last ones have too much belongs to no tensor.
+    """Return a block with parts of equal length, which suit libraries best. The end of the last parts belongs to no tensor.
 
     Args:
-        block: Of `lay_out`, not with `whole`.
+        block: The result of `lay_out` without `whole`.
     """
     parts = len(block.bounds) - 1
     each = -(-block.length // (parts * ALIGNMENT)) * ALIGNMENT
@@ -101,7 +101,7 @@ def with_equal_parts(block: Block) -> Block:
 
 
 def pieces(block: Block, part: int) -> list[Piece]:
-    """What part `part` of a block holds of its tensors; nothing of those that are empty."""
+    """Return the pieces of tensors in part `part` of a block, without empty ones."""
     begin, end = block.bounds[part], block.bounds[part + 1]
     found = []
     for index, span in block.spans.items():
@@ -112,10 +112,10 @@ def pieces(block: Block, part: int) -> list[Piece]:
 
 
 def digest_of(layout: object) -> str:
-    """What stands for a layout where ranks compare theirs: 12 digits that nearly never are the same for two layouts.
+    """Return 12 hexadecimal digits, by which ranks compare layouts. Different layouts nearly never have the same.
 
     Args:
-        layout: Made of values whose `repr` says all of them.
+        layout: An object whose `repr` shows all of it.
     """
     return hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
 

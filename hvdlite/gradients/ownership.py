@@ -1,4 +1,4 @@
-"""Which elements of a bucket each rank of a host sums."""
+"""`Ownership`: which elements of a bucket each rank of a host sums."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hvdlite.protocols import TensorInfo
 
 
 class Ownership:
-    """What this rank sums of a bucket.
+    """The elements of a bucket that this rank owns, so that it sums them.
 
     Args:
         infos: Dtype and shape of each tensor of the model.
-        tensors: The numbers of those that are in the bucket, in the order in which they lie.
-        large: Those that are looked at one by one.
-        collectives: The ranks.
-        parts: Into how many parts each block is cut.
+        tensors: The numbers of the tensors in the bucket, in the order in which they lie.
+        large: The numbers of the tensors that are looked at one by one.
+        collectives: The ranks of the group.
+        parts: The number of parts of each block.
         whole: Never cut a tensor between ranks.
-        in_place: A result may lie where the gradient is.
+        in_place: Whether a result may lie where the gradient lies.
 
     Attributes:
         blocks: The layout of the bucket: one block for each dtype.
-        owned: For each block, what this rank sums of it.
-        in_place: The tensors whose combined gradient may lie where this rank's gradient is, all of it.
+        owned: For each block, the elements that this rank owns.
+        in_place: The tensors that this rank owns as a whole, and whose result may lie where its gradient lies.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Ownership:
         self.in_place = {tensor for span, owned, tensor in alone if in_place and span == owned[:2]}
 
     def part_of_block(self, block: Block) -> tuple[int, int]:
-        """Start and stop of what this rank sums of a block."""
+        """Return start and stop of the elements of a block that this rank owns."""
         number, owners = self._collectives.host.rank, self._collectives.owners
         if number >= owners:
             return 0, 0
@@ -61,9 +61,9 @@ class Ownership:
         return block.bounds[number * each], block.bounds[(number + 1) * each]
 
     def part_of(self, index: int) -> tuple[int, int]:
-        """Start and stop of the elements of tensor `index` that only this rank reads of its own gradient.
+        """Return start and stop of the elements of tensor `index` that only this rank reads of its own gradient.
 
-        There are none of a small tensor, nor on several hosts: (0, 0).
+        A small tensor has no such elements, and no tensor has some with several hosts: then they are (0, 0).
         """
         return self._parts_of.get(index, (0, 0))
 

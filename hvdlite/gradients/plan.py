@@ -1,4 +1,4 @@
-"""How many buckets, and whether they travel while the backward pass runs."""
+"""How many buckets there are, and whether they travel while the backward pass runs."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import os
 from collections.abc import Sequence
 
 BUCKET_SECONDS = 1e-3
-"""What a bucket's exchange should take: long against the meetings around it (0.1 ms), short against a backward pass."""
+"""The seconds that a bucket's exchange should take: long against its meetings (0.1 ms), short against a backward pass."""
 
 
-PATIENCE = 2
-"""After so many lost bets overlapping is given up."""
+MAX_FAILED = 2
+"""After so many failed speculations, buckets do not travel early any more."""
 
 
 def has_free_core(local_size: int) -> bool:
-    """Whether each rank of this host can have a second core to itself."""
+    """Return whether each rank of this host can have a second core to itself."""
     return len(os.sched_getaffinity(0)) >= 2 * local_size
 
 
 def longest(orders: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The order that all ranks follow, of those that each has seen: some rank may have had no samples, and so no gradients."""
+    """Return the order that all ranks follow: the longest, because a rank without samples has seen no gradients."""
     return max(orders, key=len)
 
 
@@ -29,13 +29,14 @@ def plan_buckets(
     """Deal tensors out to buckets.
 
     Args:
-        order: Tensors in the order in which the backward pass has their gradients, each once; maybe not all.
-        nbytes: Bytes of each tensor of the model.
-        bucket_bytes: Of a bucket, about: no tensor is cut.
-        first_bytes: Of the first bucket, if it is to be of another size.
+        order: The tensors in the order in which the backward pass has their gradients, each once; some may be missing.
+        nbytes: The bytes of each tensor of the model.
+        bucket_bytes: The bytes of a bucket, about: no tensor is cut.
+        first_bytes: The bytes of the first bucket; None for `bucket_bytes`.
 
     Returns:
-        Buckets in the order of their exchanges. What is not in `order` is in the last one. Empty if one bucket is all.
+        The buckets in the order of their exchanges. The last one has the tensors that are not in `order`. The tuple is empty if
+        one bucket is enough.
     """
     buckets: list[list[int]] = [[]]
     held, wanted = 0, bucket_bytes if first_bytes is None else first_bytes

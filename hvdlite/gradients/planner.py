@@ -1,4 +1,4 @@
-"""How one model's gradients are exchanged: learned in the first steps, and searched for if that is wanted."""
+"""`Planner`: how one model's gradients are exchanged. It learns a plan in the first steps, or searches for one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hvdlite.config import Config
 from hvdlite.gradients.autotune import Autotune, candidates
-from hvdlite.gradients.plan import BUCKET_SECONDS, PATIENCE, has_free_core, longest, plan_buckets
+from hvdlite.gradients.plan import BUCKET_SECONDS, MAX_FAILED, has_free_core, longest, plan_buckets
 from hvdlite.protocols import Plan
 
 LEARNED_STEPS = 2
@@ -16,21 +16,21 @@ _TRIED_BUCKETS = 2, 4, 8
 
 
 class Planner:
-    """Plans for one reducer, on one rank. Those of all ranks are asked at the same steps, and answer the same.
+    """The plans for one reducer, on one rank. All ranks ask their planners at the same steps, and get the same answers.
 
     Args:
-        nbytes: Bytes of each gradient.
-        plan: To begin with.
-        config: Its settings `overlap`, `autotune` and `autotune_log`; the same on all ranks.
-        local_size: Ranks on this host.
-        several_hosts: There are hosts to exchange with.
-        gather: Makes a list of the objects of all ranks.
-        first: This rank writes the log and talks.
-        adapts: The caller says when it has a gradient (by `ready`), and can follow another plan.
+        nbytes: The bytes of each gradient.
+        plan: The first plan.
+        config: The settings `overlap`, `autotune` and `autotune_log`, the same on all ranks.
+        local_size: The number of ranks on this host.
+        several_hosts: Whether gradients travel between hosts.
+        gather: Returns the objects of all ranks.
+        first: Whether this rank writes the log and prints messages.
+        adapts: Whether the caller calls `ready` for each gradient, and can follow another plan.
 
     Attributes:
-        plan: The present one.
-        learning: `ready` is to be called.
+        plan: The present plan.
+        learning: Whether `ready` must be called.
     """
 
     def __init__(
@@ -61,33 +61,33 @@ class Planner:
 
     @property
     def settings(self) -> list[tuple[str, Any]]:
-        """What must be the same on all ranks."""
+        """The settings that must be the same on all ranks, by name."""
         return [("overlap", self._config.overlap), ("autotune", self._config.autotune)]
 
     def ready(self, index: int) -> None:
-        """A backward pass has a gradient."""
+        """Note that a backward pass has gradient `index`."""
         self._order[index] = None
 
-    def exchanged(self, seconds: float, lost: int = 0) -> Plan | None:
-        """A step has exchanged its gradients.
+    def exchanged(self, seconds: float, failed: int = 0) -> Plan | None:
+        """Note that a step has exchanged its gradients.
 
         Args:
-            seconds: How long that took.
-            lost: The bets that `Overlap` has lost since the last change of plans.
+            seconds: How long the exchange took.
+            failed: `Overlap.failed`: the failed speculations since the last change of plans.
 
         Returns:
-            The plan for the next steps, if it is another one.
+            The plan for the next steps, if it is another one; None if the plan stays.
         """
         if self.learning:
             self._steps += 1
             if self._steps < LEARNED_STEPS:
-                self._order.clear()  # the first step is not like the others
+                self._order.clear()  # the first step differs from the later ones
                 return None
             self.learning = False
             return self._change(self._learned(seconds))
         if self._tuner is not None and not self._tuner.done:
             return self._change(self._tuner.current) if self._tuner.step() else None
-        if lost >= PATIENCE and self.plan.buckets:
+        if failed >= MAX_FAILED and self.plan.buckets:
             return self._change(self.plan._replace(buckets=()))
         return None
 
@@ -100,7 +100,7 @@ class Planner:
     def _learned(self, seconds: float) -> Plan:
         everybody = self._gather((list(self._order), seconds, has_free_core(self._local_size)))
         order = longest([answer[0] for answer in everybody])
-        seconds = min(answer[1] for answer in everybody)  # who came last has not waited
+        seconds = min(answer[1] for answer in everybody)  # the rank that came last has not waited for others
         total = sum(self._nbytes)
         plan = self.plan
         if self._overlaps and len(everybody) > 1:

@@ -1,4 +1,4 @@
-"""Gradients in buckets of flat memory: the hot path. Every rank has the same layout, so nothing is negotiated."""
+"""`Reducer`: gradients in buckets of flat memory, the hot path. All ranks have the same layout and negotiate nothing."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hvdlite.topology import Members
 from hvdlite.watchdog.watchdog import Watchdog
 
 _CLOSE_SECONDS = 1.0
-"""How long a thread may take to notice that its exchange is given up."""
+"""The seconds that a thread may take to notice that its exchange was stopped."""
 
 
 class Postponed(Exception):
-    """Nothing was exchanged, for the reason that `told` has. Raised on all ranks.
+    """Raised on all ranks if nothing was exchanged.
 
     Attributes:
-        told: `HeaderSum.stopped` is set.
+        told: The sum of the headers. `HeaderSum.stopped` is true.
     """
 
     def __init__(self, told: HeaderSum) -> None:
@@ -36,10 +36,10 @@ class Postponed(Exception):
 
 
 def check_combinable(op: ReduceOp) -> None:
-    """Let an operation pass by which gradients can be combined.
+    """Raise unless gradients can be combined by `op`.
 
     Raises:
-        ArgumentError: It is neither SUM nor AVERAGE.
+        ArgumentError: `op` is neither SUM nor AVERAGE.
     """
     if op not in (ReduceOp.SUM, ReduceOp.AVERAGE):
         raise ArgumentError(f"op={op!r}: gradients are combined by Average or Sum.")
@@ -50,24 +50,25 @@ class Reducer:
 
     Args:
         infos: Dtype and shape of each tensor.
-        collectives: For this reducer alone.
+        collectives: The memory and messages of the ranks, for this reducer alone.
         op: SUM or AVERAGE.
-        plan: How to exchange. With several buckets, results are kept apart from gradients (see `hvdlite.gradients.overlap`).
+        plan: How gradients are exchanged. With several buckets, results lie apart from gradients (see
+            `hvdlite.gradients.overlap`).
         members: The ranks that take part.
-        watch: Is told while an exchange lasts.
-        timeline: Is told of every exchange.
+        watch: Watches each exchange.
+        timeline: Records each exchange.
         aggregator: Combines the gradients, in one bucket; None for their weighted sum.
 
     Attributes:
-        buckets: What is exchanged together, in this order.
-        timeline: As given.
+        buckets: The buckets, in the order of their exchanges.
+        timeline: Records each exchange.
         waiting: For a with statement, while another thread of this rank exchanges.
-        told: What the ranks have said in the last exchange: in its last bucket, for weights and the like.
-        stood_in: How many exchanges of others this rank has taken part in with nothing.
+        told: The sum of the headers of the last bucket, in the last exchange.
+        stood_in: In how many exchanges of other ranks this rank has taken part without data.
 
     Raises:
-        ArgumentError: Another `op`.
-        UnsupportedTensorError: A dtype that has no gradients.
+        ArgumentError: `op` is neither SUM nor AVERAGE.
+        UnsupportedTensorError: A dtype is neither floating-point nor complex.
     """
 
     def __init__(
@@ -121,62 +122,62 @@ class Reducer:
         ]
 
     def bucket_of(self, index: int) -> Bucket:
-        """The bucket that tensor `index` is in."""
+        """Return the bucket of tensor `index`."""
         return self._bucket_of[index]
 
     def memory_of(self, index: int, number: int = 0) -> Array:
-        """The flat memory where this rank's gradient is expected. Of the tensor's dtype; bfloat16 as its bits in uint16.
+        """Return the flat memory for this rank's gradient. It has the tensor's dtype; bfloat16 is its bits in uint16.
 
         Args:
             index: The number of the tensor.
-            number: Where this rank uses the buffer of this number (see `BufferPool.number`).
+            number: The number of the buffer that this rank uses (see `BufferPool.number`).
         """
         return self._bucket_of[index].pool.memory_of(index, number)
 
     def result_of(self, index: int, number: int = 0) -> Array:
-        """The flat memory where the combined gradient of tensor `index` is after an exchange; `memory_of` if it is in place.
+        """Return the flat memory of the combined gradient after an exchange; the same as `memory_of` if results are in place.
 
-        With ``plan.lend`` see `BufferPool.result_of`, and ask for it after each exchange.
+        With ``plan.lend``, ask for it after each exchange: see `BufferPool.result_of`.
         """
         return self._bucket_of[index].pool.result_of(index, number)
 
     def is_lent(self, index: int) -> bool:
-        """Whether the combined gradient of tensor `index` may be kept where it is. See `BufferPool.lent`."""
+        """Return whether a framework may keep the combined gradient of tensor `index` where it lies: see `BufferPool.lent`."""
         return self._bucket_of[index].pool.lent
 
     def close(self) -> None:
-        """Release the memory and the channels. Every rank does this; the reducer is not used again."""
+        """Release the memory and the channels. Every rank calls this. The reducer must not be used afterwards."""
         self._collectives.stop()
-        # A thread may be in the middle of an exchange that never ends, since no step came after a backward pass.
+        # A thread may be in an exchange that never ends, because no step came after a backward pass.
         if self._busy.acquire(timeout=_CLOSE_SECONDS):
             self.buckets, self._bucket_of = [], {}
             self._collectives.close()
-            # They refer to this object: memory is to go now, not when Python looks for such cycles.
+            # They refer to this object. Without this cycle the memory is released now, and not by the garbage collector.
             del self._watching, self.waiting
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank holds for the exchange."""
+        """The bytes that this rank holds for the exchange."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
     def alone(self) -> bool:
-        """There is one rank only, whose gradients are their own results."""
+        """Whether there is one rank only, whose gradients are their own results."""
         return self._collectives.size == 1 and self._aggregator is None
 
     @property
     def exchanges(self) -> int:
-        """How many exchanges there have been, those that were put off too. The same on all ranks, with data or without."""
+        """The number of exchanges, including postponed ones. It is the same on all ranks, with data or without."""
         return self._steps - 1
 
     @property
     def divisor(self) -> float:
-        """The sum of the weights of all ranks, in the last exchange."""
+        """The sum of the weights of all ranks in the last exchange."""
         return self.told.divisor
 
     @property
     def joined(self) -> int:
-        """How many ranks had run out of data in the last exchange."""
+        """The number of ranks without data in the last exchange."""
         return self.told.joined
 
     def exchange(self, used: Sequence[bool], said: Header = Header()) -> list[bool]:  # noqa: B008  # it cannot change
@@ -184,14 +185,14 @@ class Reducer:
 
         Args:
             used: For each tensor, whether this rank has a gradient of it in `memory_of`.
-            said: What else this rank tells the others.
+            said: What else this rank says.
 
         Returns:
-            For each tensor, whether any rank has a gradient of it; if none has, its result is zeros.
+            For each tensor, whether any rank has a gradient of it. If no rank has one, the result is zeros.
 
         Raises:
-            Postponed: Some rank has news, or the ranks have said what cannot be.
-            HvdliteError: The weights of all ranks are 0, so there is no average. Raised on all of them.
+            Postponed: Some rank has news, or the headers do not fit together. Raised on all ranks.
+            HvdliteError: The weights of all ranks are 0, so there is no average. Raised on all ranks.
         """
         if self.alone:
             told = [
@@ -207,11 +208,11 @@ class Reducer:
         return self.outcome(told)
 
     def works_for_another(self) -> None:
-        """Say that the program's thread waits for whatever the calling one does (`waiting`)."""
+        """Mark the calling thread as one for which the program's thread waits (`waiting`)."""
         self._watch.users.leave_out()
 
     def sum_over_ranks(self, value: float) -> float:
-        """The sum of a number over all ranks, in step with the exchanges."""
+        """Return the sum of a number over all ranks. Every rank calls this at the same point between exchanges."""
         total = np.array([value], np.float64)
         if not self.alone:
             with self._watch.guarded(lambda: f"a sum in step {self._steps - 1}", self._members, link=self._link):
@@ -219,16 +220,16 @@ class Reducer:
         return float(total[0])
 
     def stand_in(self) -> list[bool] | None:
-        """Take part in an exchange of the others with nothing: this rank has run out of data.
+        """Take part in an exchange of the other ranks without data.
 
         Returns:
-            As `exchange`; None if all ranks have run out of data.
+            For each tensor, whether any rank has a gradient of it; None if all ranks have run out of data.
 
         Raises:
-            As `exchange`.
+            Postponed, HvdliteError: See `exchange`.
         """
         nothing = [False] * self._count
-        for bucket in self.buckets if self._spare else ():  # the program may hold something of the other buffer
+        for bucket in self.buckets if self._spare else ():  # the program may hold views of the first buffer
             bucket.pool.number = 1
         said = Header(0.0, joined=True)
         with self._collectives.host.patiently(VERY_PATIENT):  # it may take the others a whole step
@@ -242,19 +243,19 @@ class Reducer:
         return self.outcome(told)
 
     def try_to_stand_in(self) -> list[bool] | None:
-        """As `stand_in`; empty if the exchange fails, which the others raise too, or is put off, which they settle."""
+        """Do as `stand_in`, but return an empty list if the exchange fails or is postponed: the other ranks handle that."""
         try:
             return self.stand_in()
         except (HvdliteError, Postponed):
             return []
 
     def next_step(self) -> None:
-        """The exchanges from now on are those of another step."""
+        """Count a step: the exchanges from now on belong to the next one."""
         self.timeline.step()
         self._steps += 1
 
     def exchange_bucket(self, number: int, used: Sequence[bool], said: Header) -> HeaderSum:
-        """One bucket's share of an exchange. All ranks go through the buckets in order."""
+        """Exchange one bucket. All ranks exchange the buckets in order."""
         bucket, record = self.buckets[number], None
         if self.timeline.on:
             record = BucketRecord(self.timeline, f"bucket {number}", self._steps, bucket.nbytes, self._members.ranks)
@@ -265,14 +266,14 @@ class Reducer:
         return told
 
     def exchange_buckets(self, used: Sequence[bool], said: Header) -> list[HeaderSum]:
-        """A whole exchange, with the same words in all headers."""
+        """Exchange all buckets, with the same words in all headers."""
         return [self.exchange_bucket(number, used, said) for number in range(len(self.buckets))]
 
     def _name(self) -> str:
         return f"gradient exchange {self._steps} of {self._about}"
 
     def outcome(self, told: Sequence[HeaderSum]) -> list[bool]:
-        """What `exchange` returns and raises, from what each bucket has told."""
+        """Return and raise what `exchange` does, from the header sums of all buckets."""
         self.told = told[-1]
         for each in told:
             if each.stopped:

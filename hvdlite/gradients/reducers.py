@@ -1,4 +1,4 @@
-"""The reducers of one group, on one rank: all ranks of the group make them together, or hear what they disagree on."""
+"""`Reducers`: the reducers of one group of ranks. All ranks of the group make them together, or raise a mismatch together."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ R = TypeVar("R", bound=Reducer)
 
 
 class Reducers:
-    """Makes reducers, and knows which there are.
+    """Makes the reducers of one group on one rank, and closes them.
 
     Args:
         run: Runs an operation with the other ranks of the group.
         members: The ranks of the group.
-        watch: Is told while an exchange lasts.
-        timeline: Is told of every exchange.
-        plan: How gradients are exchanged if nothing more is known about them.
-        devices: This rank's.
+        watch: Watches each exchange.
+        timeline: Records each exchange.
+        plan: The plan of a reducer that is made without one.
+        devices: The devices of this rank.
 
     Attributes:
-        plan: As given.
-        shared: Reducers that are found again by their layouts.
+        plan: The plan of a reducer that is made without one.
+        shared: The reducers that are found again by their layouts.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class Reducers:
         settings: Sequence[tuple[str, Any]] = (),
         aggregator: Aggregator | None = None,
     ) -> Reducer:
-        """Flat memory for the gradients of tensors like `infos`. All ranks of the group call this, with equal arguments.
+        """Make flat memory for the gradients of tensors. All ranks of the group call this, with equal arguments.
 
         Args:
             infos: Dtype and shape of each tensor.
             op: SUM or AVERAGE.
-            plan: How to exchange them; `self.plan` if None.
+            plan: How gradients are exchanged; `self.plan` if None.
             settings: What else must be the same on all ranks, by name.
             aggregator: Combines the gradients; None for their weighted sum.
 
         Raises:
-            MismatchError: The ranks have different tensors.
+            MismatchError: The ranks have different arguments. Raised on all ranks.
         """
         how = plan or self.plan
 
@@ -88,14 +88,16 @@ class Reducers:
         plan: Plan | None = None,
         whole: bool = False,
     ) -> ShardedReducer:
-        """As `make`, for gradients and parameters of which each rank owns a shard.
+        """Make flat memory for gradients and parameters, of which each rank owns a shard. All ranks of the group call this.
 
         Args:
-            infos, op, plan: As for `make`.
+            infos: Dtype and shape of each tensor.
+            op: SUM or AVERAGE.
+            plan: How gradients are exchanged; `self.plan` if None.
             whole: Never cut a tensor between ranks.
 
         Raises:
-            MismatchError: The ranks have different tensors.
+            MismatchError: The ranks have different arguments. Raised on all ranks.
         """
         how = plan or self.plan
 
@@ -141,12 +143,12 @@ class Reducers:
 
     @property
     def stood_in(self) -> int:
-        """How many exchanges of other ranks this rank has taken part in with nothing, by way of any reducer."""
+        """In how many exchanges of other ranks this rank has taken part without data, with all reducers."""
         return sum(reducer.stood_in for reducer in self._open)
 
     @property
     def nbytes(self) -> int:
-        """How much memory they hold."""
+        """The bytes that the reducers hold on this rank."""
         return sum(reducer.nbytes for reducer in self._open)
 
     def release(self, reducer: Reducer) -> None:
@@ -155,6 +157,6 @@ class Reducers:
         reducer.close()
 
     def close(self) -> None:
-        """Close all of them. All ranks of the group do this."""
+        """Close all reducers. All ranks of the group do this."""
         while self._open:
             self._open.pop(0).close()

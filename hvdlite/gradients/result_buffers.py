@@ -1,12 +1,12 @@
-"""Where the gradients and the results of a bucket lie on one host: buffers that the program may still look at, and others.
+"""`BufferPool`: where the gradients and the results of a bucket lie on one host.
 
-Results lie where the gradients do; or apart from them, so that an exchange can be repeated. Each rank may have a second buffer
-for them, for a program may still hold what it was given of the first one. The header tells which of its buffers a rank uses.
-The pages of a buffer that is never used are never there.
+Results lie where the gradients lie, or apart from them, so that an exchange can be repeated. Each rank may have a second
+buffer, because a program may still hold views of the first. The header says which buffer a rank uses. The pages of a buffer
+that is never used are never allocated.
 
-Or results lie in memory that is lent to a framework, which reads it without a copy for as long as it likes. All ranks of a host
-read the same lent memory, so each writes its part once. There are a few such buffers. The header tells which of them somebody
-on this rank still looks at, and all ranks take the first that is free everywhere.
+Results may also lie in memory that is lent to a framework, which reads it without a copy as long as it likes. All ranks of a
+host read the same lent memory, so each rank writes its part once. There are a few such buffers. The header says which of them
+are still referenced on this rank, and all ranks take the first one that is free everywhere.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hvdlite.tensors.reduction import reduction
 
 
 class ResultBuffers:
-    """A choice of places for all ranks of a host.
+    """The memory of one choice of buffers, for all ranks of a host.
 
     Args:
-        memories: Of each block.
-        segments: What this rank answers for.
+        memories: The memory of each block.
+        segments: What this rank sums.
         rank: This rank's number on the host.
-        lent: Arrays of results are views of these; empty if results are not lent. Whoever holds such a view holds a reference
-            to the array behind it, as NumPy leads the view of a view back to that.
+        lent: The arrays that lent results are views of; empty if results are not lent. A view holds a reference to its array,
+            because NumPy resolves a view of a view to that array.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ResultBuffers:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody holds an array of these. First asked before one is given away."""
+        """Whether the program holds an array of these results. It must be asked once before an array is given away."""
         references = sum(map(sys.getrefcount, self._lent))
         if self._own is None:
             self._own = references
@@ -63,18 +63,18 @@ class BufferPool:
 
     Args:
         host: The ranks of the host, whose memory is used.
-        ownership: What lies in the bucket, and what this rank sums of it.
-        chunk_bytes: What is summed at a time.
-        separate: Results lie apart from gradients.
-        repeatable: They lie in memory of each rank, so that an exchange can be repeated.
-        lend: In how many buffers there are results to be lent.
-        spare: Each rank has a second buffer.
-        shares: Each rank gets the results that other ranks sum.
+        ownership: The layout of the bucket, and what this rank sums of it.
+        chunk_bytes: The bytes of each rank that are summed at a time.
+        separate: Whether results lie apart from gradients.
+        repeatable: Whether separate results lie in memory of each rank, so that an exchange can be repeated.
+        lend: The number of buffers with results to be lent.
+        spare: Whether each rank has a second buffer.
+        shares: Whether each rank gets the results that other ranks sum.
 
     Attributes:
-        now: Those of the present exchange, or of the last one.
+        now: The buffers of the present exchange, or of the last one.
         number: The number of the buffer that this rank uses, if results are not lent.
-        lent: Nobody writes into the results of the last exchange as long as somebody holds them (see `result_of`).
+        lent: Whether nobody writes into the results of the last exchange as long as the program holds them (see `result_of`).
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class BufferPool:
         self._gradients = [self._allocate() for _ in range(1 if separate else count)]
         self._results = [self._allocate() for _ in range(count)] if repeatable else self._gradients
         self._chosen: dict[tuple[int, ...], ResultBuffers] = {}
-        # Those to be lent, and one more, for copies, if all are in use.
+        # The buffers to be lent, and one more for copies, if all are in use.
         self._lendable = [self._make_lendable() for _ in range(lend + 1)] if lend else []
         self.now = self._lendable[0] if lend else self._at(0)
         self.number = 0
@@ -104,46 +104,47 @@ class BufferPool:
 
     @property
     def lends(self) -> bool:
-        """Whether results are lent."""
+        """Whether results are lent to the framework."""
         return bool(self._lendable)
 
     @property
     def in_use(self) -> list[bool]:
-        """For each buffer to be lent, whether somebody on this rank looks at it."""
+        """For each buffer to be lent, whether the program holds an array of it on this rank."""
         return [buffers.in_use for buffers in self._lendable[:-1]]
 
     @property
     def largest_chunk(self) -> int:
-        """Bytes of the largest chunk that this rank sums, in the dtype in which it is summed."""
+        """The bytes of the largest chunk that this rank sums, in the dtype in which it is summed."""
         segments = self.now.segments
         return max((each.how.wide_dtype.itemsize * each.cuts[0].part.stop for each in segments), default=0)
 
     def memory_of(self, index: int, number: int) -> Array:
-        """The flat memory where this rank's gradient of tensor `index` is expected.
+        """Return the flat memory for this rank's gradient of tensor `index`.
 
         Args:
             index: The number of the tensor.
-            number: Where this rank uses the buffer of this number.
+            number: The number of the buffer that this rank uses.
         """
         return (self.now if self.lends else self._at(number)).gradient_of[index]
 
     def result_of(self, index: int, number: int) -> Array:
-        """The flat memory where the combined gradient of tensor `index` is after an exchange.
+        """Return the flat memory of the combined gradient of tensor `index` after an exchange.
 
-        If results are lent: after the last exchange, in an array that is counted. The memory is left alone while this array, or
-        a view of it, is there, if `lent`; until the next exchange, if not.
+        If results are lent, it is that of the last exchange, in an array that is counted. If `lent`, the memory is not
+        overwritten while this array or a view of it exists; if not, it stays until the next exchange.
 
         Args:
-            index, number: As for `memory_of`.
+            index: The number of the tensor.
+            number: The number of the buffer that this rank uses.
         """
         return self.now.result_of[index][:] if self.lends else self._at(number).result_of[index]
 
     def choose(self, numbers: Sequence[float], in_use: Sequence[float]) -> None:
-        """Put results where no rank looks; in the last buffer, which is never lent, if all others are in use.
+        """Choose buffers that no rank holds. If all lendable ones are held, choose the last one, which is never lent.
 
         Args:
-            numbers: The buffer that each rank of the host uses; empty if all use the first one.
-            in_use: For each buffer to be lent, how many ranks look at it.
+            numbers: The buffer that each rank of the host uses; empty if all ranks use the first one.
+            in_use: For each buffer to be lent, how many ranks hold it.
         """
         if self.lends:
             number = next((number for number, ranks in enumerate(in_use) if not ranks), len(in_use))
@@ -153,7 +154,7 @@ class BufferPool:
             self.now = self._of_ranks(tuple(map(int, numbers))) if numbers else self._at(0)
 
     def _allocate(self) -> list[list[Array]]:
-        """Memory for each block, of each rank."""
+        """Allocate memory for each block, on each rank."""
         return [
             [piece.view(storage) for piece in self._host.allocate(block.length * storage.itemsize)]
             for block in self._ownership.blocks
@@ -161,11 +162,11 @@ class BufferPool:
         ]
 
     def _at(self, number: int) -> ResultBuffers:
-        """Those of this number, of all ranks."""
+        """Return the buffers with this number, on all ranks."""
         return self._of_ranks((number,) * self._host.size)
 
     def _of_ranks(self, numbers: tuple[int, ...]) -> ResultBuffers:
-        """Those that each rank of the host uses, by its number."""
+        """Return the buffers that the ranks of the host use. `numbers` has one number for each rank."""
         if numbers not in self._chosen:
             gradients, results = (
                 [
@@ -194,12 +195,12 @@ class BufferPool:
         return ResultBuffers(memories, segments, rank, lent)
 
     def _make_lendable(self) -> ResultBuffers:
-        """One memory for all ranks of the host, which each of them can give away by itself."""
+        """Make one result memory for all ranks of the host, which each rank can lend by itself."""
         results, lent = [], []
         for block in self._ownership.blocks:
             storage = reduction(block.dtype, ReduceOp.SUM).storage
             memory = self._host.allocate_together(block.length * storage.itemsize)
-            # A view of this array refers to it and not to what is behind it, as that is a memoryview and no array.
+            # A view of this array refers to the array itself, because its base is a memoryview and no array.
             counted = np.frombuffer(memoryview(memory), storage)  # type: ignore[arg-type]
             lent.append(counted)
             results.append([counted] * self._host.size)

@@ -1,4 +1,4 @@
-"""What one rank sums of a bucket, with the memory of all ranks of the host."""
+"""`Segment`: what one rank sums of a bucket, with the memory of all ranks of the host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hvdlite.tensors.reduction import Reduction
 class Memory:
     """One block of the layout, on all ranks of the host.
 
-    Attributes:
-        gradients: Of each rank: what it contributes.
-        results: Of each rank: where it gets the result. The same arrays, or others.
+    Args:
+        block: The layout.
+        how: How values are summed.
+        gradients: For each rank of the host, its gradients.
+        results: For each rank of the host, where it gets the result: the same list of arrays, or another one.
     """
 
     def __init__(self, block: Block, how: Reduction, gradients: list[Array], results: list[Array]) -> None:
@@ -26,7 +28,7 @@ class Memory:
 
 
 class Cut(NamedTuple):
-    """A chunk of a segment."""
+    """A chunk of a segment, without this rank's own gradient."""
 
     part: slice
     before: tuple[Array, ...]
@@ -37,7 +39,7 @@ class Cut(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A chunk, with what this rank contributes where it is now."""
+    """A chunk of a segment: the sources of all ranks, this rank's result, and the results of the other ranks."""
 
     sources: tuple[Array, ...]
     result: Array
@@ -45,11 +47,12 @@ class Chunk(NamedTuple):
 
 
 class Owned(NamedTuple):
-    """Neighbouring elements that a rank answers for.
+    """Consecutive elements of a block that one rank owns.
 
     Attributes:
-        start, stop: In the block.
-        tensor: The large tensor that they belong to, or None: they are of any number of tensors.
+        start: The first element, counted in the block.
+        stop: The element after the last one.
+        tensor: The number of the large tensor that the elements belong to; None if they belong to any number of tensors.
     """
 
     start: int
@@ -58,18 +61,18 @@ class Owned(NamedTuple):
 
 
 class Segment:
-    """What this rank sums, with the memory of all ranks.
+    """Elements that this rank sums, with the memory of all ranks.
 
     Args:
-        memory: The block that it lies in.
-        owned: Where.
+        memory: The block that the elements lie in.
+        owned: The elements.
         rank: This rank's number on the host.
-        length: Of a chunk, in elements.
+        length: The number of elements of a chunk.
         share: Whether the other ranks get the result.
 
     Attributes:
-        how: How it is summed.
-        tensor: As in `Owned`.
+        how: How the elements are summed.
+        tensor: See `Owned`.
     """
 
     def __init__(self, memory: Memory, owned: Owned, rank: int, length: int, share: bool) -> None:
@@ -88,11 +91,11 @@ class Segment:
         self._home_chunks = self._chunks(views[rank], self._result)
 
     def chunks(self, placed: Array | None, keep: bool) -> tuple[list[Chunk], bool]:
-        """What to sum, and where to put it.
+        """Return what to sum, and where to put it.
 
         Args:
-            placed: Where this rank's gradient is, if it is not where it is expected.
-            keep: Leave the result there too.
+            placed: Where this rank's gradient lies, if it is not in the bucket's memory; else None.
+            keep: Whether the result shall lie there too.
 
         Returns:
             The chunks; and whether results overwrite this rank's gradients.

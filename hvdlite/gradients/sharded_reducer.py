@@ -1,7 +1,8 @@
-"""Gradients of which each rank gets only its own share, and the parameters of a host in one shared memory.
+"""`ShardedReducer`: each rank gets only its own shard of the combined gradients.
 
-Every rank of every host answers for a share; the shares of the ranks of equal number lie side by side in the part of that
-number, so that hosts exchange a part by one reduce-scatter of gradients and one allgather of parameters::
+The parameters of a host lie in one shared memory. Every rank of every host owns a shard. The shards of the ranks of equal
+number lie side by side in the part of that number, so hosts exchange a part by one reduce-scatter of gradients and one
+allgather of parameters::
 
     part 0: ├ host 0, rank 0 ┼ host 1, rank 0 ┤ part 1: ├ host 0, rank 1 ┼ host 1, rank 1 ┤
 """
@@ -25,7 +26,7 @@ from hvdlite.watchdog.watchdog import Watchdog
 
 
 class _ShardedBucket(Bucket):
-    """All gradients, each rank's share of which only that rank gets."""
+    """A bucket with all gradients, in which each rank gets only its own shard of the sums."""
 
     _shares_results = False
 
@@ -33,10 +34,10 @@ class _ShardedBucket(Bucket):
         self._whole = whole
         super().__init__(*args, **kwargs)
         collectives = self.collectives
-        self.share: int | None = None
+        self.shard: int | None = None
         if self.host.rank < collectives.owners:
             cross = collectives.between_hosts
-            self.share = self.host.rank * collectives.hosts + (0 if cross is None else cross.rank)
+            self.shard = self.host.rank * collectives.hosts + (0 if cross is None else cross.rank)
 
     def _parts(self) -> int:
         return self.collectives.owners * self.collectives.hosts
@@ -45,22 +46,22 @@ class _ShardedBucket(Bucket):
         return True
 
     def publish(self, memory: Memory, parameters: Array) -> None:
-        """Bring this rank's share of the parameters to all hosts, and theirs here."""
+        """Send this rank's shard of the parameters to all hosts, and receive theirs."""
         cross, bounds = self.collectives.between_hosts, memory.block.bounds
-        if cross is not None and self.share is not None:
-            own = parameters[bounds[self.share] : bounds[self.share + 1]].copy()
+        if cross is not None and self.shard is not None:
+            own = parameters[bounds[self.shard] : bounds[self.shard + 1]].copy()
             begin, end = self.ownership.part_of_block(memory.block)
             cross.allgather(own, parameters[begin:end], self._counts(memory.block))
 
     def _counts(self, block: Block) -> list[int]:
-        """How much of this rank's part each host answers for."""
+        """Return how many elements of this rank's part each host owns."""
         first = self.host.rank * self.collectives.hosts
         return [block.bounds[n + 1] - block.bounds[n] for n in range(first, first + self.collectives.hosts)]
 
     def _reduce(self) -> None:
         if self.collectives.hosts == 1:
             super()._reduce()
-        elif self.share is not None:
+        elif self.shard is not None:
             segments = iter(self.pool.now.segments)
             for memory in self.memories:
                 begin, end = self.ownership.part_of_block(memory.block)
@@ -72,7 +73,7 @@ class _ShardedBucket(Bucket):
     def _reduce_between_hosts(self, memory: Memory, part: Array, cuts: Sequence[Any]) -> None:
         cross = self.collectives.between_hosts
         assert cross is not None
-        assert self.share is not None
+        assert self.shard is not None
         bounds, own = memory.block.bounds, memory.gradients[self.host.rank]
         begin, _ = self.ownership.part_of_block(memory.block)
         for cut in cuts:
@@ -80,7 +81,7 @@ class _ShardedBucket(Bucket):
             wide = self._sum.sum(memory.how, (*cut.before, mine, *cut.after), part[cut.part], False)
             if wide.base is not part:
                 np.copyto(part[cut.part], wide)
-        lo, hi = bounds[self.share], bounds[self.share + 1]
+        lo, hi = bounds[self.shard], bounds[self.shard + 1]
         share = np.empty(hi - lo, memory.how.wide_dtype)
         cross.reduce_scatter(part, share, self._counts(memory.block), ReduceOp.SUM)
         self._sum.divide(share)
@@ -88,14 +89,14 @@ class _ShardedBucket(Bucket):
 
 
 class ShardedReducer(Reducer):
-    """See the module.
+    """A reducer that gives each rank its shard of the combined gradients.
 
     Args:
-        infos, collectives, op, plan, members, watch, timeline: As for `Reducer`, with one bucket.
+        infos, collectives, op, plan, members, watch, timeline: See `Reducer`. There is one bucket.
         whole: Never cut a tensor between ranks.
 
     Attributes:
-        pieces: What this rank answers for.
+        pieces: What this rank owns.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class ShardedReducer(Reducer):
         self._parameters: list[Array] = []
         self._parameters_of: dict[int, Array] = {}
         for memory in bucket.memories:
-            if bucket.share is not None:
-                self.pieces += pieces(memory.block, bucket.share)
+            if bucket.shard is not None:
+                self.pieces += pieces(memory.block, bucket.shard)
             dtype = memory.how.storage
             parameters = bucket.host.allocate_together(memory.block.length * dtype.itemsize).view(dtype)
             self._parameters.append(parameters)
@@ -133,16 +134,16 @@ class ShardedReducer(Reducer):
         return [self._bucket]
 
     def parameters_of(self, index: int) -> Array:
-        """The flat memory of parameter `index`, shared by all ranks of the host. Of the dtype of `memory_of`."""
+        """Return the flat memory of parameter `index`, which all ranks of the host share. It has the dtype of `memory_of`."""
         return self._parameters_of[index]
 
     def meet(self) -> None:
-        """Return when all ranks of the host are here: what they wrote to parameters is there."""
+        """Wait until all ranks of the host are here. Then what they wrote to parameters can be read."""
         with self._watch.guarded(lambda: f"the end of step {self._steps - 1}", self._members, link=self._link):
             self._bucket.host.meet()
 
     def publish(self) -> None:
-        """Every rank has changed its share of the parameters: bring them to all hosts. Afterwards all may read all."""
+        """Send this rank's shard of the parameters, which it has changed, to all hosts. Then all ranks may read all."""
         with self._watch.guarded(lambda: f"the parameters of step {self._steps - 1}", self._members, link=self._link):
             for memory, parameters in zip(self._bucket.memories, self._parameters, strict=True):
                 self._bucket.publish(memory, parameters)

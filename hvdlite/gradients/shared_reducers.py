@@ -1,8 +1,8 @@
-"""Reducers that ranks which have joined make as well.
+"""`SharedReducers`: reducers that ranks which have joined make as well.
 
-A rank that has run out of data submits nothing. If the others need memory for gradients that they have not exchanged before
-(a second optimizer makes its first step; a function is traced again), it makes the same from what they have agreed on, and a
-thread of it takes part in their exchanges with nothing::
+A rank that has run out of data submits nothing. The others may need memory for gradients that they have not exchanged before: a
+second optimizer makes its first step, or a function is traced again. Then the rank makes the same memory from the agreement of
+the others, and one of its threads takes part in their exchanges without data::
 
     the others: get() ─▶ agreement, with the whole layout in its signature ─▶ reducer
     a rank that has joined:          make_late() ─▶ reducer, a thread that stands in ─▶ get(), when its program asks for it
@@ -25,14 +25,15 @@ Make = Callable[[Sequence[TensorInfo], ReduceOp, Plan, str, HierarchicalCollecti
 
 
 class SharedReducers:
-    """Those of one group of ranks, on one rank.
+    """The shared reducers of one group of ranks, on one rank.
 
     Args:
         run: Runs an operation with the other ranks.
         make: Makes a reducer.
 
     Attributes:
-        late: What was made while this rank had joined, and nobody here has asked for yet; in the order of all ranks.
+        late: The reducers that were made while this rank had joined, and that its program has not asked for yet, in the order
+            in which all ranks made them.
     """
 
     def __init__(self, run: Callable[[Operation], Reducer], make: Make) -> None:
@@ -42,14 +43,14 @@ class SharedReducers:
         self.late: dict[Layout, Reducer] = {}
 
     def get(self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, device: str = "") -> Reducer:
-        """A reducer of this layout. Every rank that has not joined calls this; one that had then, later if ever.
+        """Return a reducer of this layout. Every rank calls this; a rank that has joined calls it later, if ever.
 
         Args:
             infos, op, device: See `Layout`.
             plan: How to exchange.
 
         Raises:
-            MismatchError: The ranks have different layouts. Raised on all of them.
+            MismatchError: The ranks have different layouts. The error is raised on all ranks.
         """
         layout = (tuple(infos), op, device)
         if layout in self.late:
@@ -60,7 +61,7 @@ class SharedReducers:
         return self._run(agreement)
 
     def make_late(self, signature: Signature) -> Operation:
-        """What this rank, which has joined, does when the others call `get`."""
+        """Return what this rank, which has joined, must run when the other ranks call `get`."""
         _, tensors, given = signature
         arguments = dict(given)
         infos = [TensorInfo(dtype, tuple(length or 0 for length in shape)) for dtype, shape in tensors]
@@ -75,13 +76,13 @@ class SharedReducers:
         return Agreement(SHARED_BUCKETS, given, create)
 
     def wait(self) -> None:
-        """All ranks have joined: let the threads come to their ends."""
+        """Wait for the threads to end, after all ranks have joined."""
         while self._threads:
             self._threads.pop().join()
 
 
 def stand_in(reducer: Reducer) -> None:
-    """Take part in the exchanges of the others with nothing, until all ranks have joined."""
+    """Take part in the exchanges of the other ranks without data, until all ranks have joined."""
     while reducer.try_to_stand_in() is not None:
         pass
 

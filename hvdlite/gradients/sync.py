@@ -1,8 +1,8 @@
-"""The contract between "a backward pass has gradients" and "all ranks step with the same".
+"""`GradientSync`: the contract between "a backward pass has gradients" and "all ranks step with the same".
 
-One object on each rank does it for one model: it combines gradients before a step, or changes of parameters after it. It
-knows nothing of closures, clipping, scaled losses or skipped steps: that is what drives it, a framework's step. So a new way
-to train on several ranks is one class with these methods, of which most do nothing::
+One object on each rank implements it for one model. It combines gradients before a step, or changes of parameters after it. It
+knows nothing of closures, clipping, scaled losses or skipped steps: the framework's step knows them, and drives this object. So
+a new way to train on several ranks is one class with these methods, most of which do nothing::
 
                         ready           combine              before_step        after_step
     gradients           copy early      sum over ranks       –                  –
@@ -27,17 +27,17 @@ class StepsWith(enum.Enum):
 
 
 class Results(Protocol):
-    """The combined gradients that one rank steps with: of all parameters, or of its shard.
+    """The combined gradients that one rank steps with: those of all parameters, or of its shard.
 
     Attributes:
-        total_weight: The sum of the weights of all ranks, in the last step in which this rank stood in.
+        total_weight: The sum of the weights of all ranks, in the last step in which this rank had no data.
     """
 
     @property
     def total_weight(self) -> float: ...
 
     def gradients(self) -> list[Any]:
-        """The gradients that the step will use."""
+        """Return the gradients that the step will use."""
         ...
 
     def clip(self, max_norm: float) -> None:
@@ -45,15 +45,15 @@ class Results(Protocol):
         ...
 
     def give(self, there: Sequence[bool]) -> None:
-        """Let what is stepped have its gradients.
+        """Give what is stepped its combined gradients.
 
         Args:
-            there: For each parameter, whether any rank has a gradient of it; where none has, there is none.
+            there: For each parameter, whether any rank has a gradient of it. Where none has, the gradient becomes None.
         """
         ...
 
     def publish(self) -> None:
-        """The optimizer has made its step: let all ranks have what it has made. Every rank calls this."""
+        """Let all ranks have what the step has made. Every rank calls this, after its optimizer has made its step."""
         ...
 
 
@@ -64,7 +64,8 @@ class GradientSync(Protocol):
 
     Attributes:
         results: What the optimizer steps with.
-        missed: Some rank has missed a step since all had the same state, as far as this is known: then all ranks know the same.
+        missed: Whether some rank has missed a step since all ranks had the same state, as far as this is known. All ranks have
+            the same answer.
     """
 
     @property
@@ -78,50 +79,50 @@ class GradientSync(Protocol):
         ...
 
     def make_hooks(self) -> None:
-        """Have a framework call `ready`: after each backward pass, for all parameters if the step has to count all."""
+        """Have the framework call `ready` after backward passes: for all parameters, if the step counts all."""
         ...
 
     def ready(self, index: int, parameter: Any) -> None:
-        """A backward pass has added to the gradient of parameter `index`."""
+        """Note that a backward pass has added to the gradient of parameter `index`."""
         ...
 
     def combine(self) -> None:
-        """Let each parameter that is stepped have its combined gradient, or none if no rank has one."""
+        """Give each parameter that is stepped its combined gradient, or None if no rank has one."""
         ...
 
     def leave_out(self) -> None:
-        """A step is made without `combine`, as the program wants it."""
+        """Note that the program makes a step without `combine`."""
         ...
 
     def changed_unseen(self, how: str) -> None:
-        """This rank's gradients have been changed in a way that a framework does not tell.
+        """Note that this rank's gradients have been changed, in a way that the framework does not show.
 
         Args:
-            how: In words, for messages.
+            how: The change in words, for messages.
         """
         ...
 
     def before_step(self) -> None:
-        """The optimizer is about to step."""
+        """Run before the optimizer steps."""
         ...
 
     def after_step(self) -> None:
-        """The optimizer has made its step."""
+        """Run after the optimizer has stepped."""
         ...
 
     def stand_in(self) -> list[bool] | None:
-        """This rank has no data: take part in one step of the others with nothing.
+        """Take part in one step of the other ranks without data.
 
         Returns:
-            For each parameter, whether any rank has a gradient of it; empty if the others' step has failed, or is put off; None
-            if all ranks have run out of data.
+            For each parameter, whether any rank has a gradient of it; an empty list if the others' step has failed or is
+            postponed; None if all ranks have run out of data.
         """
         ...
 
     def have_same_state(self) -> None:
-        """All ranks have been given the same parameters and state."""
+        """Note that all ranks have been given the same parameters and state."""
         ...
 
     def leave(self) -> None:
-        """Hold nothing of the world any more: it has ended. `begin` is called in the next one."""
+        """Drop what belongs to the world that has ended. `begin` is called in the next world."""
         ...

@@ -1,4 +1,4 @@
-"""The weighted sum of one chunk over the ranks of a host, and its division."""
+"""`WeightedSum`: the weighted sum of one chunk over the ranks of a host, and its division."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hvdlite.tensors.reduction import Reduction
 
 
 class WeightedSum:
-    """Adds up chunks, with memory for what cannot be summed where it lies.
+    """Sums chunks, with scratch memory for what cannot be summed where it lies.
 
     Args:
-        chunk_bytes: The most bytes that a chunk has in the dtype in which it is summed.
-        average: Divide by the sum of the weights.
+        chunk_bytes: The largest number of bytes of a chunk, in the dtype in which it is summed.
+        average: Whether sums are divided by the sum of the weights.
 
     Attributes:
-        factors: The weight of each rank of the host; None if all are 1.
+        factors: The weight of each rank of the host; None if all weights are 1.
         divisor: The sum of the weights of all ranks.
     """
 
@@ -30,17 +30,20 @@ class WeightedSum:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank holds for it."""
+        """The bytes of scratch memory that this rank holds."""
         return self._scratch.nbytes
 
     def sum(self, how: Reduction, sources: Sequence[Array], result: Array, in_place: bool) -> Array:
-        """The weighted sum of a chunk over the ranks of the host: in `result` if that can be, or in scratch memory.
+        """Sum a chunk over the ranks of the host, with weights.
 
         Args:
             how: How values are added.
             sources: The chunk of each rank, in the order of `factors`.
             result: Where the sum is wanted.
-            in_place: `result` is one of the sources.
+            in_place: Whether `result` is one of the sources.
+
+        Returns:
+            The sum: `result` itself if it could be summed there, or scratch memory of the wider dtype.
         """
         if self.factors is None:
             direct = how.exact and not (in_place and len(sources) > 2)
@@ -51,13 +54,13 @@ class WeightedSum:
         term = self._scratch[1].view(how.wide_dtype)[: result.size]
         wide[:] = 0
         for source, factor in zip(sources, self.factors, strict=True):
-            if factor:  # whoever has no samples may hold anything
+            if factor:  # the gradients of a rank without samples may be anything
                 how.combine((source,), term)
                 np.multiply(term, factor, out=term)
                 np.add(wide, term, out=wide)
         return wide
 
     def divide(self, wide: Array) -> None:
-        """Make the average of a sum over all ranks, if that is wanted, in place."""
+        """Divide a sum over all ranks in place, if an average is wanted."""
         if self._average:
             np.divide(wide, self.divisor, out=wide)

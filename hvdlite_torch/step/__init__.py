@@ -1,13 +1,14 @@
-"""What happens around an optimizer's step.
+"""What happens around the step of a distributed optimizer.
 
-- `driver`: what goes on before and after a step, in time; it has a `GradientSync` (`hvdlite_torch.sync`) and, if this rank
-  steps a shard of the parameters, a `sharding`.
-- `context`: what the parts of one optimizer share: its parameters, its ranks, its settings; `pending`: the step that comes;
-  `batch_weight`: how many samples a rank has.
-- `wrapped`: what is added to an optimizer's class; `typed`: what type checkers are told of it.
-- `options`, `codec`: the arguments, checked; how gradients are compressed.
-- `step_guard`, `closures`, `amp`, `fused`: steps within steps, closures, scaled losses, torch's fused steps.
-- `sharding`, `shards`, `shard_state`, `shardable`: each rank steps its shard of the parameters, and has its state.
+- `driver`: `StepDriver` runs before and after each step. It has a `GradientSync` (`hvdlite_torch.sync`) and, if this rank steps
+  a shard of the parameters, a `Sharding`.
+- `context`: what the parts of one optimizer share; `pending`: what the program has done for the next step; `batch_weight`: the
+  number of samples of this rank.
+- `wrapped`: the methods that an optimizer's class gets; `typed`: the types that type checkers see.
+- `options`: the checked arguments; `codec`: how gradients are compressed.
+- `step_guard`: steps within steps; `closures`: closures; `amp`: scaled losses; `fused`: torch's fused steps.
+- `sharding`: when this rank steps its shard; `shards`: the pieces of the shard; `shard_state`: their optimizer state;
+  `shardable`: which optimizers can be sharded.
 - `own_parameters`: other weights for a while, on one rank.
-- `lease`: what an optimizer holds beyond itself.
+- `lease`: memory, channels, hooks and a thread that can outlive an optimizer.
 """

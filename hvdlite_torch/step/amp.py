@@ -1,8 +1,8 @@
-"""torch's GradScaler on several ranks: all of them must find the same overflows, and skip the same steps.
+"""torch's GradScaler on several ranks: all ranks must find the same overflows and skip the same steps.
 
-`GradScaler.unscale_` looks for infinities in ``p.grad``. It must see the combined gradients, which are the same everywhere,
-so those of a distributed optimizer are exchanged before. torch offers no hook there; this is the one place where hvdlite
-changes a class of torch, and optimizers that are not distributed do not notice.
+`GradScaler.unscale_` looks for infinities in ``p.grad``. It must see the combined gradients, which are the same on all ranks.
+So the gradients of a distributed optimizer are combined before. torch has no hook there. This is the only place where hvdlite
+changes a class of torch; optimizers that are not distributed behave as before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdlite import ProcessSet
 
 
 def teach_grad_scaler() -> None:
-    """Let every GradScaler of this process ask distributed optimizers before and after. More calls do nothing."""
+    """Let each GradScaler of this process call distributed optimizers before and after it unscales. Do that once."""
     scaler = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
     if hasattr(unscale, "_hvdlite"):
@@ -37,7 +37,7 @@ def teach_grad_scaler() -> None:
             return unscale(self, optimizer, inv_scale, found_inf, *args, **kwargs)
         optimizer._hvdlite_before_unscale()  # type: ignore[attr-defined]
         infinities = unscale(self, optimizer, inv_scale, found_inf, *args, **kwargs)
-        if not infinities:  # not a gradient, where others may have some
+        if not infinities:  # this rank has no gradient, and other ranks may have some
             infinities[found_inf.device] = found_inf
         optimizer._hvdlite_after_unscale(infinities.values())  # type: ignore[attr-defined]
         return infinities
@@ -47,11 +47,11 @@ def teach_grad_scaler() -> None:
 
 
 def finish_unscaling(optimizer: torch.optim.Optimizer, gradients: Sequence[torch.Tensor]) -> None:
-    """Do now what a GradScaler has left to the fused step of an optimizer that was made with ``fused=True``.
+    """Unscale the gradients now, if a GradScaler has left that to the fused step of an optimizer made with ``fused=True``.
 
     Args:
-        optimizer: It may have been told the scale, and is told now that there is nothing left to do.
-        gradients: All that it will use, dense; overwritten.
+        optimizer: Its attribute ``grad_scale`` is set to None when the gradients are unscaled.
+        gradients: All gradients that the step uses. They are dense, and are overwritten.
     """
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
@@ -61,10 +61,10 @@ def finish_unscaling(optimizer: torch.optim.Optimizer, gradients: Sequence[torch
 
 
 def share_infinities(found: Iterable[torch.Tensor], process_set: ProcessSet) -> None:
-    """Let all ranks skip a step if one of them does, where each looked at gradients of its own.
+    """Let all ranks skip a step if one of them does, where each rank looked at its own gradients.
 
     Args:
-        found: What a GradScaler has counted on this rank, for each device; overwritten.
+        found: The numbers of infinities that a GradScaler has counted on this rank, one tensor for each device. Overwritten.
         process_set: The ranks that step together.
     """
     for count in found:

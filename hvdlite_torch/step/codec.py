@@ -1,4 +1,4 @@
-"""What gradients become before they are exchanged, and afterwards."""
+"""`Codec`: what gradients become before they travel, and afterwards."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hvdlite.tensors.compression import Compression, Compressor, encoded_info
 
 
 class Codec:
-    """What gradients become before they are exchanged, and afterwards.
+    """Encodes the gradients of one optimizer before they travel, and decodes the combined ones.
 
     Args:
-        compressor: Makes them smaller.
+        compressor: Makes gradients smaller.
         divisor: Gradients are divided by it before they are compressed, and multiplied by it afterwards, so that sums stay
             within the range of a small dtype.
 
     Attributes:
-        compressor, divisor: As given.
-        name: That of the compressor, for messages.
-        repeatable: Compressing a gradient twice gives the same, and changes nothing else.
+        compressor: Makes gradients smaller.
+        divisor: The divisor of gradients.
+        repeatable: Whether compressing a gradient twice gives the same result and has no other effect.
     """
 
     def __init__(self, compressor: Compressor, divisor: float) -> None:
@@ -35,15 +35,15 @@ class Codec:
         return compressor.__name__ if isinstance(compressor, type) else type(compressor).__name__
 
     def encoded(self, info: TensorInfo) -> TensorInfo | None:
-        """The dtype and shape of what travels for gradients like `info`; None if the compressor cannot say it."""
+        """Return the dtype and shape of what travels for gradients like `info`; None if the compressor cannot say it."""
         return encoded_info(self.compressor, info)
 
     def encode(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A gradient as it is exchanged, and what `decode` needs."""
+        """Return a gradient as it travels, and the context that `decode` needs."""
         encoded, context = self.compressor.compress(gradient if self.divisor == 1.0 else gradient / self.divisor)
         return encoded, context
 
     def decode(self, result: torch.Tensor, context: Any) -> torch.Tensor:
-        """A combined gradient as the optimizer wants it."""
+        """Return a combined gradient, decompressed."""
         decoded: torch.Tensor = self.compressor.decompress(result, context)
         return decoded if self.divisor == 1.0 else decoded * self.divisor

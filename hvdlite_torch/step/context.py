@@ -1,4 +1,4 @@
-"""What the parts of one distributed optimizer have in common, on one rank."""
+"""`OptimizerContext`: what the parts of one distributed optimizer share, on one rank."""
 
 from __future__ import annotations
 
@@ -23,20 +23,19 @@ from hvdlite_torch.step.pending import PendingStep
 
 
 class OptimizerContext:
-    """One optimizer's parameters, ranks and settings, and what this rank tells the others with its gradients.
+    """The parameters, ranks and settings of one optimizer, and the header that this rank sends with its gradients.
 
     Args:
-        optimizer: The program's.
-        options: What the program asked for.
-        lease: What is held beyond the optimizer.
+        optimizer: The optimizer of the program.
+        options: The checked arguments of the program.
+        lease: What can outlive the optimizer.
 
     Attributes:
-        optimizer, options, lease: As given.
         process_set: The ranks that take part.
-        step: The step that comes.
-        in_step: What must be the same on all ranks.
-        advice: What the program is told of what goes wrong quietly.
-        sparse: Parameters that have sparse gradients on some rank.
+        step: What the program has done and said for the next step.
+        in_step: Compares what must be the same on all ranks.
+        advice: Warns of common mistakes that raise no error.
+        sparse: The parameters that have sparse gradients on some rank.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options, lease: Lease) -> None:
@@ -51,11 +50,11 @@ class OptimizerContext:
         self._world = world("DistributedOptimizer()")
 
     def enter(self) -> None:
-        """Begin in the present world. Every rank calls this.
+        """Begin in the present world: compare the ranks' parameters and arguments. Every rank calls this.
 
         Raises:
-            ArgumentError: There is nothing to train.
-            MismatchError: The ranks have different parameters or arguments. Raised on all of them.
+            ArgumentError: No parameter requires a gradient.
+            MismatchError: The ranks have different parameters or arguments. The error is raised on all ranks.
         """
         self._world = world("DistributedOptimizer()")
         self.sparse = []
@@ -78,7 +77,7 @@ class OptimizerContext:
 
     @property
     def group(self) -> Group:
-        """The ranks that take part, in the present world."""
+        """The group of the ranks that take part, in the present world."""
         return self._world.group(self.process_set)
 
     @property
@@ -92,15 +91,18 @@ class OptimizerContext:
         return self._world.config
 
     def gather(self, value: Any) -> list[Any]:
-        """The objects of all ranks that take part. Every rank calls this."""
+        """Return the objects of all ranks that take part, in the order of `ranks`; None for a rank that has joined.
+
+        Every rank calls this.
+        """
         return hvdlite.allgather_object(value, "optimizer.plan", process_set=self.process_set)
 
     def waiting_for(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """For a with statement, which may be entered often: this rank waits for the others; `what` is for messages."""
+        """For a with statement that may be entered often: this rank waits for the other ranks. Messages use `what`."""
         return self._world.watch.guarded(lambda: what, self.group.members, remember=False)
 
     def check_in_effect(self) -> None:
-        """Raise if the ranks that take part are no process set of the present world."""
+        """Raise an error unless the ranks that take part are a process set of the present world."""
         if self._world.over:
             refuse_to_step(self.process_set)
         self._world.engine(self.process_set)
@@ -108,11 +110,11 @@ class OptimizerContext:
     # The parameters
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that are trained."""
+        """Return the parameters that require a gradient."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def dense(self) -> list[torch.Tensor]:
-        """The parameters that are trained, without those that have sparse gradients."""
+        """Return the parameters that require a gradient, without those in `sparse`."""
         parameters = self.trained()
         if self.sparse:
             apart = set(map(id, self.sparse))
@@ -120,48 +122,51 @@ class OptimizerContext:
         return parameters
 
     def set_aside(self, parameters: Sequence[torch.Tensor]) -> None:
-        """These have sparse gradients on some rank."""
+        """Note that these parameters have sparse gradients on some rank."""
         self.sparse = [*self.sparse, *parameters]
 
-    # What the ranks tell each other with their gradients
+    # The header that travels with the gradients
 
     def take_weight(self) -> float:
-        """The weight of this step. That of the next is to be said anew."""
+        """Return the weight of this step. The program has to say that of the next step anew."""
         return self.step.weight.take(first_step=self.in_step.steps == 0)
 
     def header(self, news: bool, changed: bool | None = None) -> Header:
-        """What this rank says with its gradients.
+        """Return what this rank says with its gradients.
 
         Args:
-            news: It has something to tell before gradients can be combined.
-            changed: Whether the program has changed parameters in place since the last step, where that is a change for all
-                ranks of the host; else None.
+            news: Whether this rank must tell something before gradients can be combined.
+            changed: Whether the program has changed parameters in place since the last step; None if parameters are not shared
+                between ranks.
         """
         weight, state = self.step.weight, self.in_step.digest(changed=changed)
-        return Header(weight.value, False, news, False, weight.said, state, self.step.passes)
+        return Header(weight.value, False, news, False, weight.is_set, state, self.step.passes)
 
     def refuse(self, told: HeaderSum, changed: bool | None = None) -> NoReturn:
-        """The ranks have said what cannot be. Every rank calls this.
+        """Raise on all ranks, because their headers do not fit together. Every rank calls this.
 
         Args:
-            told: What they have said.
-            changed: As for `header`.
+            told: The sum of the headers.
+            changed: The same as for `header`.
 
         Raises:
             MismatchError: The text has each rank's value.
         """
-        weight = self.step.weight.value if self.step.weight.said else None
+        weight = self.step.weight.value if self.step.weight.is_set else None
         self.take_weight()
         if told.odd_weights:
             self.in_step.refuse_weights(weight)
         self.in_step.refuse(changed)
 
     def check_step(self, anywhere: bool, divisor: float) -> None:
-        """Raise on all ranks if a step has nothing to do though there were samples.
+        """Raise on all ranks if no rank has a gradient though there were samples.
 
         Args:
-            anywhere: Some rank has a dense gradient.
+            anywhere: Whether some rank has a dense gradient.
             divisor: The sum of the weights.
+
+        Raises:
+            ArgumentError: The step has nothing to do.
         """
         if not self.sparse and not anywhere and divisor > 0:
             raise ArgumentError(

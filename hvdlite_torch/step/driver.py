@@ -1,8 +1,8 @@
-"""What goes on around a step of a distributed optimizer, wherever its gradients lie.
+"""`StepDriver`: what happens around each step of a distributed optimizer, wherever its gradients lie.
 
-The optimizer calls this before and after each step; the program says what there is to say about the next one. How gradients
-become those of all ranks is a `GradientSync`'s business: `hvdlite_torch.sync.host` for host memory, `hvdlite_torch.sync.device`
-for a GPU, `hvdlite_torch.sync.adasum` for changes of parameters. Which parameters this rank steps is that of `Sharding`.
+The optimizer calls the driver before and after each step, and the program tells it about the next step. A `GradientSync` makes
+the gradients those of all ranks: `hvdlite_torch.sync.host` in host memory, `hvdlite_torch.sync.device` on a GPU, or
+`hvdlite_torch.sync.adasum` for changes of parameters. `Sharding` knows which parameters this rank steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import hvdlite
 from hvdlite.gradients.sync import GradientSync, StepsWith
 from hvdlite_torch.checks import clipping
 from hvdlite_torch.step.amp import finish_unscaling, share_infinities
-from hvdlite_torch.step.closures import Closure, closure_of, joined_loss, replace_closure
+from hvdlite_torch.step.closures import Closure, closure_of, joint_loss, replace_closure
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.fused import FusedStep
 from hvdlite_torch.step.lease import Lease
@@ -31,23 +31,21 @@ MakeSync = Callable[[OptimizerContext, Sharding | None], GradientSync]
 
 
 class StepDriver:
-    """The steps of one distributed optimizer, on one rank. Every rank makes one, at the same point.
+    """Runs around the steps of one distributed optimizer, on one rank. Every rank makes one, at the same point.
 
     Args:
-        optimizer: Its step hooks are made by `attach`.
-        options: What the program asked for.
-        make_sync: Makes what combines gradients. It waits for no rank: `GradientSync.begin` does.
+        optimizer: The optimizer of the program. `attach` makes its step hooks.
+        options: The arguments of the program.
+        make_sync: Makes the object that combines gradients, without waiting for another rank.
 
     Attributes:
-        optimizer: As given.
-        lease: What is held beyond this object.
-        guard: Knows the optimizer's steps.
+        lease: What can outlive this object.
+        guard: Finds the outermost step among steps within steps.
         sync: Combines gradients.
-        sharding: Knows which shard this rank steps; None if it steps all parameters.
+        sharding: The shard that this rank steps; None if this rank steps all parameters.
 
     Raises:
-        ArgumentError: The optimizer has nothing to train, or the arguments do not fit.
-        MismatchError: The ranks have different parameters. Raised on all of them.
+        ArgumentError, MismatchError: See `OptimizerContext.enter` and `GradientSync.begin`; or the arguments do not fit.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, options: Options, make_sync: MakeSync) -> None:
@@ -61,11 +59,11 @@ class StepDriver:
         self.guard = StepGuard(self._before_step, self._after_step)
         self._fused = FusedStep(optimizer)
         self._stands_in_for: list[bool] | None = None
-        """What `GradientSync.stand_in` has returned for a step of this rank's shard."""
+        """What `GradientSync.stand_in` has returned, for the next step, which this rank makes without data of its own."""
         self._begin()
 
     def _begin(self) -> None:
-        """Begin in the present world. Every rank calls this."""
+        """Check the ranks' arguments, and make memory and hooks in the present world. Every rank calls this."""
         self._context.enter()
         if self.sharding is None:
             self.sync.begin()
@@ -73,10 +71,12 @@ class StepDriver:
             self.sharding.begin(self.sync.begin)
 
     def attach(self) -> None:
-        """Have the optimizer call this at each step."""
+        """Register the step hooks, and watch for gradients that are clipped too early."""
         self.guard.attach(self.optimizer)
-        clips_own = self._steps_with is not StepsWith.OWN  # which is what the program means to clip
-        if clips_own and self._context.config.advice and len(self._context.ranks) > 1:
+        combines_gradients = (
+            self._steps_with is not StepsWith.OWN
+        )  # if not, programs clip their own gradients on purpose
+        if combines_gradients and self._context.config.advice and len(self._context.ranks) > 1:
             clipping.watch(self)
 
     @property
@@ -87,7 +87,7 @@ class StepDriver:
     # The world ends, and there is another one
 
     def leave(self) -> None:
-        """Hold nothing of the world any more: it has ended. This is each rank's own affair."""
+        """Drop what belongs to the world that has ended. Each rank does this by itself."""
         self.lease.leave()
         self.sync.leave()
         self._stands_in_for = None
@@ -95,29 +95,29 @@ class StepDriver:
             self.sharding.leave()
 
     def rebind(self) -> None:
-        """Begin anew in the present world, with what the program has set and counted. Every rank calls this."""
+        """Continue in the present world, with what the program has set and counted. Every rank calls this."""
         self._begin()
 
     # What the program says
 
     def set_weight(self, weight: float) -> None:
-        """The number of samples that the gradients of the next step are the mean of."""
-        said = self._step.weight
-        said.say(weight, self._context.options.op)
-        if self._context.in_step.steps == 1 and not said.said_first and not self._step.passes:
+        """Set the number of samples that the gradients of the next step are the mean of: see `BatchWeight.set`."""
+        batch = self._step.weight
+        batch.set(weight, self._context.options.op)
+        if self._context.in_step.steps == 1 and not batch.first_was_set and not self._step.passes:
             self._context.advice.late_weight()
 
     def set_passes(self, passes: int) -> None:
-        """How many backward passes there are before a step, at most; 1 for any number."""
+        """Set the largest number of backward passes before a step; 1 for any number. Less than 1 is an ArgumentError."""
         self._context.options = self._context.options.with_passes(passes)
         self._step.allowed = passes
         self._count_all()
 
     def synchronize(self) -> None:
-        """Combine the gradients: afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
+        """Combine the gradients. Afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
         if self.sharding is not None:
             refuse_synchronize("synchronize()")
-        self._count_all()  # a step left out after this one must not spare the next its exchange
+        self._count_all()  # if a step is left out after this, the next one must combine
         self._combine()
 
     def _count_all(self) -> None:
@@ -127,37 +127,42 @@ class StepDriver:
 
     @contextlib.contextmanager
     def skip(self) -> Iterator[None]:
-        """Steps within the body do not combine gradients."""
+        """For a with statement: steps within the body do not combine gradients."""
         if self.sharding is not None:
             refuse_synchronize("skip_synchronize()")
         with self._step.leaving_out():
             yield
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """Backward passes within the body are not the last ones before a step: their gradients are left alone."""
+        """For a with statement: backward passes within are not the last ones before a step, so hooks do not copy gradients."""
         return self._step.being_quiet()
 
     # What may go wrong quietly
 
     def trains_any_of(self, parameters: AbstractSet[int]) -> bool:
-        """Whether some of these, given by their ``id``, are trained here."""
+        """Return whether this optimizer trains some of these parameters, given by their ``id``."""
         return any(id(parameter) in parameters for parameter in self._context.trained())
 
     def advise_on_clipping(self, called: str, how: str) -> bool:
-        """Gradients are being clipped, by the function `called`. Returns whether that was the time for advice."""
+        """Warn if the program clips gradients that are not combined yet, and return whether they are not.
+
+        Args:
+            called: The function that clips.
+            how: What to do instead, for the warning.
+        """
         local = self.sharding is not None or not (self._step.combined or self.guard.inside)
         if local:
             self._context.advice.clipped_alone(called, how, can_synchronize=self.sharding is None)
         return local
 
     def before_unscale(self) -> None:
-        """A GradScaler is about to look for infinities: in the combined gradients, so that all ranks find the same."""
+        """Combine the gradients before a GradScaler looks for infinities, so that all ranks find the same ones."""
         if self._steps_with is StepsWith.ALL and not self._step.combined and not self._step.left_out:
             self.synchronize()
 
     def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
-        """A GradScaler has counted infinities: all ranks skip a step, or none does."""
-        if self._steps_with is not StepsWith.ALL:  # else all have counted the same
+        """Share what a GradScaler has found: all ranks skip a step, or none does."""
+        if self._steps_with is not StepsWith.ALL:  # if it is, all ranks have counted the same
             self.sync.changed_unseen("a GradScaler has unscaled them")
             share_infinities(infinities, self.process_set)
 
@@ -170,11 +175,11 @@ class StepDriver:
         if closure is None:
             self._before_plain_step()
         elif self._steps_with is not StepsWith.ALL:
-            # Evaluated first, for it uses the whole parameters that all have, and maybe zero_grad().
+            # The closure uses the whole parameters that all ranks have, and maybe zero_grad(): it is evaluated before the step.
             with torch.enable_grad():
                 loss = (closure if self._steps_with is StepsWith.OWN else self._together(closure))()
             args, kwargs = replace_closure(args, kwargs, lambda: loss)
-        elif not self._step.left_out:  # else the closure combines by itself, or nobody does
+        elif not self._step.left_out:  # if it is left out, the closure combines by itself, or nobody does
             args, kwargs = replace_closure(args, kwargs, self._together(closure))
         self.sync.before_step()
         if self.sharding is not None:
@@ -193,7 +198,7 @@ class StepDriver:
         else:
             if not self._step.combined:
                 self._combine()
-            if self._clips:  # what a GradScaler has left to a fused step is to be clipped unscaled
+            if self._clips:  # a GradScaler may have left unscaling to a fused step, and clipping comes before that
                 finish_unscaling(self.optimizer, self.sync.results.gradients())
             self._clip()
         self._step.combined = False
@@ -208,26 +213,26 @@ class StepDriver:
         return self._context.options.max_grad_norm is not None
 
     def _clip(self) -> None:
-        """Clip the combined gradients, which are the same on all ranks."""
+        """Clip the gradients that the optimizer steps with, if ``max_grad_norm`` is set."""
         if (max_norm := self._context.options.max_grad_norm) is not None:
             self.sync.results.clip(max_norm)
 
     def _together(self, closure: Closure) -> Closure:
-        """A closure that all ranks evaluate together, to equal gradients and an equal loss."""
-        said = self._step.weight
-        weighted = said.said
-        weight = self._context.take_weight()  # of the batch, however often it is evaluated
+        """Return a closure that all ranks evaluate together. Each evaluation gives equal gradients and an equal loss."""
+        batch = self._step.weight
+        weighted = batch.is_set
+        weight = self._context.take_weight()  # the batch has one weight, however often the closure is evaluated
 
         def evaluate() -> Any:
-            said.put_back(weight, weighted)
+            batch.put_back(weight, weighted)
             self._step.combined = False
             loss = closure()
             if not self._step.combined:  # by the closure itself
-                said.put_back(weight, weighted)
+                batch.put_back(weight, weighted)
                 self._combine()
             self._step.combined = False
             self._clip()
-            return joined_loss(loss, weight, self._context.options.op is hvdlite.Average, self.process_set)
+            return joint_loss(loss, weight, self._context.options.op is hvdlite.Average, self.process_set)
 
         return evaluate
 
@@ -240,25 +245,25 @@ class StepDriver:
         self.sync.after_step()
 
     def _back(self) -> None:
-        """Let the optimizer's groups be what the program has made them."""
+        """Undo what the last step did to the optimizer's groups: fused steps, and pieces in place of whole parameters."""
         self._fused.back()
         if self.sharding is not None:
             self.sharding.shards.put_back()
 
     def have_same_state(self) -> None:
-        """All ranks have been given the same parameters and state. Every rank calls this."""
+        """Note that all ranks have been given the same parameters and state. Every rank calls this."""
         self._context.in_step.steps = 0
         self.sync.have_same_state()
         if self.sharding is not None:
             self.sharding.have_same_state()
 
-    # This rank has run out of data, and others have not (`hvdlite.join`)
+    # This rank has run out of data, and other ranks have not (`hvdlite.join`)
 
     @torch.no_grad()
     def stand_in(self) -> None:
-        """Take part in the steps of the others with nothing, until all ranks have joined; step this rank's own shard."""
+        """Take part in the steps of the other ranks without data, until all ranks have joined. Step this rank's own shard."""
         while (there := self.sync.stand_in()) is not None:
-            # Of a shard nobody else makes the step. The others make none if nobody had a gradient, but a weight.
+            # No other rank steps this shard. If ranks had samples and nobody had a gradient, the others raise and do not step.
             if self.sharding is not None and (any(there) or (there and self.sync.results.total_weight <= 0)):
                 self._stands_in_for = there
                 self.optimizer.step()

@@ -1,8 +1,8 @@
-"""What a distributed optimizer holds beyond itself: shared memory, channels, a thread, hooks on parameters.
+"""`Lease`: shared memory, channels, a thread, and hooks on parameters, which can outlive a distributed optimizer.
 
-A program drops an optimizer when it likes, and Python may notice that later on one rank than on another. To release memory and
-channels all ranks are needed. So what a dropped optimizer held is kept until all ranks meet to make another one, and have all
-dropped it (`hvdlite.group.Group.release_dropped`).
+A program drops an optimizer at any time, and Python may notice that later on one rank than on another. Releasing memory and
+channels needs all ranks. So a lease is kept until all ranks meet to make another optimizer, and all have dropped this one
+(`hvdlite.group.Group.release_dropped`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from hvdlite.gradients.reducer import Reducer
 
 
 class Lease:
-    """Of one optimizer, on one rank.
+    """What one optimizer holds on one rank.
 
     Args:
-        holder: What uses it; is dropped with its optimizer. Nothing here refers to it.
+        holder: The object that uses the lease, and that is dropped with its optimizer. The lease does not refer to it.
 
     Attributes:
-        dropped: The holder is gone.
-        reducer, overlap: The present ones; None if there are none.
-        hooks: On parameters.
+        dropped: Whether the holder is gone.
+        reducer: The present reducer in host memory, or None.
+        overlap: The present thread that exchanges buckets early, or None.
+        hooks: The hooks on parameters.
         close: Releases memory and channels. Every rank calls it.
     """
 
@@ -41,15 +42,15 @@ class Lease:
         weakref.finalize(holder, self._drop).atexit = False
 
     def share(self, parameters: Sequence[torch.Tensor]) -> None:
-        """These lie in memory that all ranks of the host write to, as long as this is held."""
+        """Note that these parameters lie in memory that all ranks of the host write to, until the lease ends."""
         self._shared = [(weakref.ref(parameter), parameter.data_ptr()) for parameter in parameters]
 
     def add_hook(self, parameter: torch.Tensor, hook: Callable[..., None]) -> None:
-        """Have torch call `hook` with the parameter each time that a backward pass has added to its gradient."""
+        """Have torch call `hook` with the parameter each time after a backward pass has added to its gradient."""
         self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove_hooks(self) -> None:
-        """Leave the parameters alone."""
+        """Remove all hooks from the parameters."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -61,16 +62,16 @@ class Lease:
             self.overlap.close()
 
     def release(self) -> None:
-        """All ranks have dropped it. Every rank calls this."""
-        self._part()
+        """Release everything, after all ranks have dropped the optimizer. Every rank calls this."""
+        self._unshare()
         self.close()
         if self.overlap is not None:
             self.overlap.join()
         self._forget()
 
     def leave(self) -> None:
-        """The world has ended, and with it all that was held there. This is each rank's own affair."""
-        self._part()
+        """Drop everything, after the world has ended. Each rank does this by itself."""
+        self._unshare()
         self.remove_hooks()
         if self.overlap is not None:
             self.overlap.close()
@@ -78,8 +79,8 @@ class Lease:
         self._forget()
 
     @torch.no_grad()
-    def _part(self) -> None:
-        """Give each parameter memory of this rank alone."""
+    def _unshare(self) -> None:
+        """Give each shared parameter memory of this rank alone."""
         for reference, address in self._shared:
             parameter = reference()
             if parameter is not None and parameter.data_ptr() == address:
@@ -90,20 +91,20 @@ class Lease:
         self.reducer = self.overlap = None
         self.close = _nothing
 
-    def stand_in(self, owns_share: bool) -> None:
-        """Take part in what other ranks still do with their optimizers, after this rank has dropped its own.
+    def stand_in(self, owns_shard: bool) -> None:
+        """Take part in the steps of the other ranks, after this rank has dropped its optimizer and joined.
 
         Args:
-            owns_share: Nobody else steps this rank's share of the parameters.
+            owns_shard: Whether this rank has a shard of the parameters, which no other rank steps.
 
         Raises:
-            HvdliteError: They make steps, and it does.
+            HvdliteError: The other ranks make steps, and this rank has a shard.
         """
         while self.reducer is not None:
             there = self.reducer.try_to_stand_in()
             if there is None:
                 return
-            if owns_share and any(there):
+            if owns_shard and any(there):
                 raise HvdliteError(
                     "this rank has dropped a sharded optimizer with which other ranks still make steps, so nobody steps this "
                     "rank's share of the parameters. Keep the optimizer until all ranks have joined."
@@ -111,11 +112,11 @@ class Lease:
 
 
 def _nothing() -> None:
-    """Nothing is held."""
+    """Do nothing: nothing is held."""
 
 
 def weakly(owner: object, method: str, *args: object) -> Callable[..., None]:
-    """A hook that calls a method of `owner` with `args` first, as long as that is there, which it does not keep."""
+    """Return a hook that calls a method of `owner` with `args` first. The hook does not keep `owner` alive."""
     reference = weakref.ref(owner)
 
     def call(*more: object) -> None:

@@ -1,4 +1,4 @@
-"""How the gradients of one optimizer are exchanged: the arguments of `DistributedOptimizer`, checked."""
+"""`Options`: the arguments of `DistributedOptimizer`, checked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdlite.tensors.compression import Compression
 from hvdlite_torch.step.codec import Codec
 
 Shard = bool | Literal["parameters"]
-"""Whether an optimizer is sharded; and that it is one that steps each parameter by itself, where that is not known."""
+"""Whether an optimizer is sharded. ``"parameters"`` says that an unknown optimizer steps each parameter by itself."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Options(options.Options):
     """The arguments of `DistributedOptimizer`, checked.
 
     Attributes:
-        overlap: Exchange gradients while the backward pass goes on; if None, as the setting of that name says.
-        passes: Backward passes before a step, at most; 1 for any number.
-        max_grad_norm: Clip the combined gradients to this norm; None to leave them.
-        shard: Each rank steps a shard of the parameters.
+        overlap: Whether gradients travel while the backward pass goes on; if None, the setting `overlap` decides.
+        passes: The largest number of backward passes before a step; 1 for any number.
+        max_grad_norm: The largest norm of the combined gradients, which are clipped; None if they are not clipped.
+        shard: Whether each rank steps a shard of the parameters.
         aggregator: Combines gradients; None for their weighted sum.
-        names: The names of parameters, by their ``id``, for messages and to see that all ranks mean the same.
+        names: The names of parameters by their ``id``, for messages and for the check that all ranks mean the same.
 
     Raises:
         ArgumentError: One of them has no meaning, or they do not go together.
@@ -89,7 +89,7 @@ class Options(options.Options):
         return StepsWith.SHARD if self.shard else StepsWith.ALL
 
     def with_passes(self, passes: int) -> Options:
-        """The same, with another number of backward passes.
+        """Return the same options with another number of backward passes.
 
         Raises:
             ArgumentError: `passes` is less than 1.

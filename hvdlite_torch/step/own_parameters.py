@@ -1,4 +1,4 @@
-"""Other weights for a while, on one rank: to evaluate with averaged ones, or to look at those of a checkpoint."""
+"""`own_parameters`: other weights for a while, on one rank, to evaluate averaged ones or those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hvdlite.errors import ArgumentError
 
 _held: dict[int, torch.Tensor] = {}
-"""Parameters that are within a body now, by their ``id``. Usually none, which a step sees at once."""
+"""The parameters, by their ``id``, for which an `own_parameters` statement is active. A step sees at once if it is empty."""
 
 _changes: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
-"""How often parameters were changed in place within bodies."""
+"""How often each parameter was changed in place within such statements."""
 
 
 @contextlib.contextmanager
 def own_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
     """For a with statement: within it the parameters lie in memory of this rank alone, and may be overwritten.
 
-    Of an optimizer with ``shard=True`` the parameters of all ranks of a host are one memory, so a rank that loads other weights
-    changes those of all. Within the body it changes its own only; at its end the parameters are again what they are on all
-    ranks, whatever the body has done to them::
+    With ``shard=True`` the parameters of all ranks of a host are one memory, so a rank that loads other weights changes them
+    for all ranks. Within the statement a rank changes its own copy only. At the end the parameters have again the values that
+    they have on all ranks, whatever was done to the copy::
 
         with hvd.own_parameters(model):
             model.load_state_dict(averaged)
             evaluate(model)
 
-    Ranks may do this at different times, or not at all. Without ``shard=True`` it does the same. Buffers, such as running
-    statistics, are each rank's own in any case, and stay what the body makes of them. The parameters take twice the memory.
+    Ranks may do this at different times, or not at all. Without ``shard=True`` it has the same effect. Buffers, such as running
+    statistics, belong to each rank in any case, and keep what was done to them. The parameters take twice the memory.
 
     Args:
-        model: Or some of its parameters.
+        model: A model, or some of its parameters.
 
     Raises:
-        ArgumentError: They are in the body of another such statement, or a step is taken within the body: it would be lost.
+        ArgumentError: Another such statement is active for one of the parameters; or a step is made within the statement, which
+            would be lost.
     """
     given = model.parameters() if isinstance(model, torch.nn.Module) else model
     parameters = list({id(parameter): parameter for parameter in given}.values())
@@ -56,17 +57,17 @@ def own_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[
 
 
 def versions_of(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """How often each parameter was changed in place, outside of such bodies."""
+    """Return how often each parameter was changed in place, outside of `own_parameters` statements."""
     if not _changes:
         return [parameter._version for parameter in parameters]
     return [parameter._version - _changes.get(parameter, 0) for parameter in parameters]
 
 
 def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an optimizer is about to step parameters that are within a body.
+    """Raise if an optimizer is about to step parameters for which `own_parameters` is active.
 
     Raises:
-        ArgumentError: It is.
+        ArgumentError: The step would be lost.
     """
     if _held and any(id(parameter) in _held for group in optimizer.param_groups for parameter in group["params"]):
         raise ArgumentError(

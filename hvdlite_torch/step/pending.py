@@ -1,4 +1,4 @@
-"""The step that comes, as far as it has gone on this rank."""
+"""`PendingStep`: what one rank's program has done for the next step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hvdlite_torch.step.batch_weight import BatchWeight
 
 
 class PendingStep:
-    """What one rank's program has done, and said, for the next step of one optimizer.
+    """What one rank's program has done and said for the next step of one optimizer.
 
     Args:
-        allowed: Backward passes before a step, at most; 1 for any number.
+        allowed: The largest number of backward passes before a step; 1 for any number.
 
     Attributes:
-        allowed: As given; a program may change it.
-        counts_all: The backward passes of all parameters are noticed.
+        allowed: The largest number of backward passes before a step; 1 for any number. A program may change it.
+        counts_all: Whether the backward passes of all parameters are counted, and not only those of some.
         weight: How many samples the gradients are the mean of.
-        combined: The gradients are combined already: the step must not combine them once more.
-        left_out: The program makes steps without combining (`skip_synchronize`).
-        quiet: Backward passes are not the last ones before the step (`no_sync`).
+        combined: Whether the gradients are combined already, so that the step must not combine them again.
+        left_out: Whether the program makes steps without combining (`skip_synchronize`).
+        quiet: Whether backward passes are not the last ones before the step (`no_sync`).
     """
 
     def __init__(self, allowed: int) -> None:
@@ -37,16 +37,16 @@ class PendingStep:
 
     @property
     def passes(self) -> int:
-        """How many backward passes there have been."""
+        """The number of backward passes since gradients were last combined: the largest of all parameters."""
         return max(self._passes.values(), default=0)
 
     def count_pass(self, parameter: torch.Tensor) -> None:
-        """A backward pass has added to the gradient of a parameter.
+        """Count a backward pass that has added to the gradient of a parameter.
 
         Raises:
-            ArgumentError: It is one more than is allowed.
+            ArgumentError: There was one more pass than is allowed.
         """
-        # A step that was left out after synchronize(), as GradScaler does, must not spare the next one its exchange.
+        # A GradScaler leaves steps out after synchronize(). The next step must combine its gradients all the same.
         self.combined = False
         key = id(parameter)
         passes = self._passes[key] = self._passes.get(key, 0) + 1
@@ -57,13 +57,13 @@ class PendingStep:
             )
 
     def has_combined(self) -> None:
-        """The gradients have been combined."""
+        """Note that the gradients have been combined."""
         self.combined = True
         self._passes.clear()
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """Steps within the body of a with statement do not combine gradients."""
+        """For a with statement: steps within do not combine gradients."""
         self.left_out = True
         try:
             yield
@@ -72,7 +72,7 @@ class PendingStep:
 
     @contextlib.contextmanager
     def being_quiet(self) -> Iterator[None]:
-        """Backward passes within the body of a with statement are not the last ones before a step."""
+        """For a with statement: backward passes within are not the last ones before a step."""
         self.quiet = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: of pieces on each rank, and of whole parameters where all ranks put theirs together."""
+"""The state of a sharded optimizer: of pieces on each rank, and of whole parameters when all ranks merge their pieces."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite.gradients.layout import Piece
 
 State = dict[Any, dict[str, Any]]
-"""As ``optimizer.state``: of each parameter, its state by name."""
+"""The type of ``optimizer.state``: for each parameter, its state by name."""
 
 
-class Share(NamedTuple):
+class StateShard(NamedTuple):
     """What one rank has of an optimizer's state.
 
     Attributes:
-        dealt: The rank's number when shares were dealt, and how many ranks there were; None if none have been.
+        dealt: The rank's number and the number of ranks when shards were dealt out; None if none have been.
         origin: Where the state comes from, in words.
-        steps: The rank steps a piece of some parameter.
-        pieces: Of each piece that has a state: the number of its parameter among all that the optimizer has; its first element,
-            and the one after its last; its state by name, each value with whether it belongs on the parameter's device.
+        steps: Whether the rank steps a piece of some parameter.
+        pieces: For each piece that has a state: the number of its parameter among all of the optimizer's; its first element,
+            and the one after its last; its state by name, where each value comes with whether it belongs on the parameter's
+            device.
     """
 
     dealt: tuple[int, int] | None
@@ -40,18 +41,19 @@ def gather(
     dealt: tuple[int, int] | None,
     origin: str,
     process_set: ProcessSet,
-) -> list[Share]:
-    """The shares of all ranks. Every rank of the set calls this.
+) -> list[StateShard]:
+    """Return the state shards of all ranks. Every rank of the process set calls this.
 
     Args:
         optimizer: Its groups hold whole parameters, and its state is that of `pieces`.
-        pieces: This rank's, each with the parameter that the optimizer steps.
-        parameters: Those that ``piece.tensor`` counts.
-        dealt, origin: As for `Share`.
-        process_set: The ranks that share.
+        pieces: This rank's pieces, each with the parameter that the optimizer steps.
+        parameters: The parameters that ``piece.tensor`` is an index of.
+        dealt: See `StateShard`.
+        origin: See `StateShard`.
+        process_set: The ranks that share the parameters.
     """
     numbers = {id(parameter): number for number, parameter in enumerate(all_of(optimizer))}
-    mine = Share(
+    mine = StateShard(
         dealt,
         origin,
         bool(pieces),
@@ -66,30 +68,34 @@ def gather(
             if parameter in optimizer.state and id(parameters[piece.tensor]) in numbers
         ],
     )
-    # What is shown of a rank that waits for others, which train on.
+    # Messages show this name if a rank waits and the other ranks train on.
     name = "state_dict() of a sharded optimizer, which every rank calls"
     return hvdlite.allgather_object(mine, name=name, process_set=process_set)
 
 
-def join(
-    optimizer: torch.optim.Optimizer, own: State, everybody: Sequence[Share], in_host_memory: bool, ranks: Sequence[int]
+def merge(
+    optimizer: torch.optim.Optimizer,
+    own: State,
+    everybody: Sequence[StateShard],
+    in_host_memory: bool,
+    ranks: Sequence[int],
 ) -> State:
-    """The state of whole parameters.
+    """Return the state of whole parameters.
 
     Args:
-        optimizer: Whose parameters they are.
-        own: What this rank has beside its pieces.
-        everybody: The shares of all ranks.
-        in_host_memory: Not where the parameters are.
-        ranks: The world ranks that share, for messages.
+        optimizer: The optimizer of the parameters.
+        own: The state that this rank has beside its pieces.
+        everybody: The state shards of all ranks.
+        in_host_memory: Whether the state is put into host memory, and not on the device of the parameters.
+        ranks: The world ranks that share the parameters, for messages.
 
     Raises:
-        ArgumentError: Some ranks lack their part of it. Raised on all of them.
+        ArgumentError: Some ranks lack their part of the state. The error is raised on all ranks.
     """
     parameters = all_of(optimizer)
     _check_complete(parameters, everybody, ranks)
     whole = dict(own)
-    for number, start, stop, values in (piece for share in everybody for piece in share.pieces):
+    for number, start, stop, values in (piece for shard in everybody for piece in shard.pieces):
         parameter = parameters[number]
         target = whole.setdefault(parameter, {})
         piece = Piece(number, start, stop)
@@ -106,13 +112,13 @@ def join(
     return whole
 
 
-def why_lost(everybody: Sequence[Share]) -> str:
-    """Why shares that were dealt in an earlier world do not make up a state; empty if they do."""
-    there = [share for share in everybody if share.dealt is not None]
-    sizes = {share.dealt[1] for share in there if share.dealt is not None}
-    numbers = {share.dealt[0] for share in there if share.dealt is not None}
-    states = [values for share in there for *_, values in share.pieces]
-    stateless = any(share.steps for share in there) and not any(
+def why_lost(everybody: Sequence[StateShard]) -> str:
+    """Return why shards that were dealt out in an earlier world do not make up a state, in words; an empty text if they do."""
+    there = [shard for shard in everybody if shard.dealt is not None]
+    sizes = {shard.dealt[1] for shard in there if shard.dealt is not None}
+    numbers = {shard.dealt[0] for shard in there if shard.dealt is not None}
+    states = [values for shard in there for *_, values in shard.pieces]
+    stateless = any(shard.steps for shard in there) and not any(
         value is not None for values in states for value, _ in values.values()
     )
     if sizes and (len(sizes) > 1 or numbers != set(range(*sizes))) and not stateless:
@@ -122,7 +128,7 @@ def why_lost(everybody: Sequence[Share]) -> str:
             "load_state_dict() on every rank, or on one and hvd.broadcast_optimizer_state(optimizer, that rank) on all; or "
             "make the optimizer anew."
         )
-    if len({share.origin for share in there}) > 1:
+    if len({shard.origin for shard in there}) > 1:
         return (
             "the ranks had not loaded the same state into this sharded optimizer before shutdown() and init(), so there is "
             "none of all ranks. Load one, by load_state_dict() on every rank, or on one and "
@@ -132,24 +138,24 @@ def why_lost(everybody: Sequence[Share]) -> str:
 
 
 def all_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer, in the order of its groups."""
+    """Return the parameters of an optimizer, in the order of its groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece of a parameter, or of something of its shape: a view. In its shape, if it is the whole."""
+    """Return a piece of a parameter, or of a tensor of its shape, as a view. It is flat, unless it is the whole tensor."""
     if piece.stop - piece.start == tensor.numel():
         return tensor
     return tensor.view(-1)[piece.start : piece.stop]
 
 
-def share_of(whole: State, parameters: Sequence[torch.Tensor], pieces: Mapping[Piece, torch.Tensor]) -> State:
-    """The state of pieces, and what there is of others than `parameters`, from the state of whole parameters.
+def shard_of(whole: State, parameters: Sequence[torch.Tensor], pieces: Mapping[Piece, torch.Tensor]) -> State:
+    """Return the state of pieces, and of anything but `parameters`, cut from the state of whole parameters.
 
     Args:
-        whole: Of whole parameters.
-        parameters: Those that have been dealt out.
-        pieces: This rank's, each with the parameter that the optimizer steps.
+        whole: The state of whole parameters.
+        parameters: The parameters that have been dealt out.
+        pieces: This rank's pieces, each with the parameter that the optimizer steps.
     """
     dealt_out = set(parameters)
     kept = {key: state for key, state in whole.items() if key not in dealt_out}
@@ -163,14 +169,14 @@ def share_of(whole: State, parameters: Sequence[torch.Tensor], pieces: Mapping[P
     return kept
 
 
-def _check_complete(parameters: Sequence[torch.Tensor], everybody: Sequence[Share], ranks: Sequence[int]) -> None:
-    """Raise if the pieces of state of some parameter are not all there, or not of the same kind.
+def _check_complete(parameters: Sequence[torch.Tensor], everybody: Sequence[StateShard], ranks: Sequence[int]) -> None:
+    """Raise if pieces of some parameter's state are missing, or have different names.
 
     Raises:
-        ArgumentError: The text says who has some.
+        ArgumentError: The text says which ranks have some state.
     """
     found: dict[int, dict[tuple[str, ...], int]] = {}
-    for number, start, stop, values in (piece for share in everybody for piece in share.pieces):
+    for number, start, stop, values in (piece for shard in everybody for piece in shard.pieces):
         kinds = found.setdefault(number, {})
         kind = tuple(sorted(values))
         kinds[kind] = kinds.get(kind, 0) + stop - start
@@ -178,7 +184,7 @@ def _check_complete(parameters: Sequence[torch.Tensor], everybody: Sequence[Shar
         parameter = parameters[number]
         if len(kinds) > 1 or sum(kinds.values()) != parameter.numel():
             have = [
-                rank for rank, share in zip(ranks, everybody, strict=True) if number in [p[0] for p in share.pieces]
+                rank for rank, shard in zip(ranks, everybody, strict=True) if number in [p[0] for p in shard.pieces]
             ]
             raise ArgumentError(
                 f"of the optimizer's state of a parameter of shape {tuple(parameter.shape)}, parts are missing: only "
@@ -188,7 +194,7 @@ def _check_complete(parameters: Sequence[torch.Tensor], everybody: Sequence[Shar
 
 
 def _to_send(value: Any, parameter: torch.Tensor) -> tuple[Any, bool]:
-    """A piece of state in host memory, and whether it belongs where the parameter is."""
+    """Return a value of the state in host memory, and whether it belongs on the parameter's device."""
     if not isinstance(value, torch.Tensor):
         return value, False
     return value.cpu(), value.device == parameter.device

@@ -1,8 +1,9 @@
-"""Which optimizers can be sharded: those that step each parameter by itself, or even each element.
+"""`check_shardable`: an optimizer can be sharded if it steps each parameter by itself, or even each element.
 
-What an optimizer's step looks at cannot be seen from outside. torch's own are known. Of any other the user says that it steps
-each parameter by itself (``shard="parameters"``), and it is tried out on small parameters, for what is said may be wrong: an
-optimizer that looks at all gradients, such as one with a norm over all of them, would see this rank's share only.
+What an optimizer's step looks at cannot be seen from outside. torch's own optimizers are known. For any other one, the user
+says that it steps each parameter by itself (``shard="parameters"``), and it is tried out on small parameters, because the user
+may be wrong: an optimizer that looks at all gradients, such as one with a norm over all of them, would see this rank's shard
+only.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ ELEMENTWISE = frozenset(
         *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
     )
 )
-"""Optimizers that treat each element by itself."""
+"""The optimizers that step each element by itself."""
 
 PARAMETERWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
-"""Optimizers that treat each parameter by itself."""
+"""The optimizers that step each parameter by itself."""
 
 UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -40,14 +41,14 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
     """Raise if an optimizer cannot be sharded.
 
     Args:
-        optimizer: Not yet distributed.
-        options: `Options.shard` is not False.
+        optimizer: The optimizer, which is not distributed yet.
+        options: The arguments. `Options.shard` is not False.
 
     Returns:
         Whether parameters must be dealt out whole; otherwise they may be cut in two.
 
     Raises:
-        ArgumentError: It cannot be sharded, is not known to be one that can, or other arguments do not go with it.
+        ArgumentError: The optimizer cannot be sharded, or is not known to be one that can, or other arguments do not fit.
     """
     name, shard = type(optimizer).__name__, options.shard
     if isinstance(optimizer, UNSHARDABLE):
@@ -77,9 +78,9 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
 
 
 def _algorithm(cls: type) -> type | None:
-    """The optimizer of torch whose step a class has, unchanged; None if there is none.
+    """Return the optimizer of torch whose step a class has unchanged; None if there is none.
 
-    A class of the user's may have another constructor and methods of its own, which those of torch's do not call.
+    A class of the user's may have another constructor, and methods that torch's own methods do not call.
     """
     for base in cls.__mro__:
         if base in ELEMENTWISE or base in PARAMETERWISE:
@@ -90,7 +91,7 @@ def _algorithm(cls: type) -> type | None:
 
 
 def _bare(cls: type, name: str) -> Any:
-    """A method without what torch has put around it."""
+    """Return a method without the wrappers that torch has put around it."""
     member = inspect.getattr_static(cls, name)
     return inspect.unwrap(member) if callable(member) else member
 
@@ -99,17 +100,20 @@ def _bare(cls: type, name: str) -> Any:
 
 
 _generator = threading.Lock()
-"""Threads have one generator of random numbers together."""
+"""The threads of a process share torch's random number generator."""
 
 
 def _try_out(optimizer: torch.optim.Optimizer) -> str:
-    """What is different if an optimizer has one parameter only; empty if nothing is, or if it cannot be tried out."""
+    """Return what is different if an optimizer has one parameter only, in words.
+
+    The text is empty if nothing is different, or if the optimizer cannot be tried out.
+    """
     chosen = [p for group in optimizer.param_groups for p in [q for q in group["params"] if q.requires_grad][:_TRIED]]
     with _generator, torch.random.fork_rng(devices=[]):
         try:
             together = _steps(optimizer, None)
         except Exception:
-            return ""  # one that needs a closure, for example: what the user says counts
+            return ""  # it needs a closure, for example: then the user's word counts
         for parameter in chosen:
             shape = tuple(parameter.shape)
             try:
@@ -130,17 +134,17 @@ def _steps(
     """Step a copy of an optimizer that has small parameters instead of its own.
 
     Args:
-        optimizer: Left alone.
-        alone: Of its parameters the one that the copy has; None for all.
+        optimizer: The optimizer, which is left alone.
+        alone: The one parameter that the copy has; None if the copy has all.
 
     Returns:
-        For each of these, by ``id`` of the large one: it, and the settings of its group, after some steps.
+        For each parameter of the copy, by the ``id`` of the large one: its values and the settings of its group, at the end.
     """
     generator = torch.Generator().manual_seed(0)
     small: dict[int, Any] = {}
     gradients = []
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        # All of them are made, so that each is the same every time.
+        # Numbers are drawn for all parameters, so that each parameter gets the same ones every time.
         shape = [min(length, _LENGTH) for length in parameter.shape]
         numbers = [torch.randn(shape, generator=generator).to(parameter) for _ in range(1 + _STEPS)]
         small[id(parameter)] = None
@@ -151,7 +155,7 @@ def _steps(
     torch.manual_seed(0)
     for step in range(_STEPS):
         for number, parameter, numbers in gradients:
-            # Long and short ones, by parameter and step, so that a norm over all of them is felt by each.
+            # Lengths differ by parameter and step, so that a norm over all gradients changes each step.
             parameter.grad = numbers[step] * 10.0 ** ((step + 2 * number) % 5 - 2) if parameter.requires_grad else None
         copied.step()
     return {
@@ -163,11 +167,11 @@ def _steps(
 
 
 def _copy(optimizer: torch.optim.Optimizer, parameters: dict[int, Any]) -> torch.optim.Optimizer:
-    """An optimizer like another, without its state and hooks.
+    """Return a copy of an optimizer, without its state and hooks.
 
     Args:
-        optimizer: To copy.
-        parameters: What it has instead of its own, by their ``id``: None for those that it has not.
+        optimizer: The optimizer to copy.
+        parameters: What the copy has instead of each parameter, by ``id``; None for a parameter that it does not have.
     """
     memo: dict[int, Any] = {**parameters, id(optimizer.state): defaultdict(dict)}
     groups = []
@@ -183,7 +187,7 @@ def _copy(optimizer: torch.optim.Optimizer, parameters: dict[int, Any]) -> torch
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same, NaN too."""
+    """Return whether two values are equal, where NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
     if isinstance(one, dict) and isinstance(other, dict):

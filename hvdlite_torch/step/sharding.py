@@ -1,7 +1,7 @@
-"""How an optimizer steps this rank's shard only, wherever the parameters lie.
+"""`Sharding`: an optimizer steps this rank's shard only, wherever the parameters lie.
 
-For the time of a step the optimizer's groups hold this rank's pieces of the parameters, and its state is that of the pieces.
-The program sees whole parameters, and saves and loads whole states.
+During a step the optimizer's groups hold this rank's pieces of the parameters, and its state is that of the pieces. The program
+sees whole parameters, and saves and loads whole states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdlite_torch.step.shards import ParameterShards
 
 
 def refuse_synchronize(what: str) -> NoReturn:
-    """Raise that combined gradients cannot be had without a step.
+    """Raise an error: combined gradients cannot be had without a step.
 
     Args:
         what: The call of the program.
@@ -36,14 +36,14 @@ def refuse_synchronize(what: str) -> NoReturn:
 
 
 class Sharding:
-    """This rank's shard of one optimizer: its pieces of the parameters, and where their state comes from.
+    """This rank's shard of one optimizer: its pieces of the parameters, and the origin of their state.
 
     Args:
         context: The optimizer, which is not distributed yet.
 
     Attributes:
         shards: The pieces, and their state.
-        whole: Parameters are dealt out whole; if False, they may be cut in two.
+        whole: Whether parameters are dealt out whole; if False, they may be cut in two.
 
     Raises:
         ArgumentError: The optimizer cannot be sharded.
@@ -58,10 +58,10 @@ class Sharding:
         self._start, self._loads = "", 0
 
     def begin(self, deal: Callable[[], None]) -> None:
-        """Begin in the present world. Every rank calls this.
+        """Deal the shards out in the present world. Every rank calls this.
 
         Args:
-            deal: Deals the shards out.
+            deal: Deals the shards out: `GradientSync.begin`.
         """
         whole = {} if self.shards.dealt else dict(self._context.optimizer.state)
         deal()
@@ -73,26 +73,26 @@ class Sharding:
             self.shards.loaded = whole or None
 
     def collect(self) -> None:
-        """Let the optimizer have the state of whole parameters, before shards are dealt out anew. Every rank calls this."""
+        """Give the optimizer the state of whole parameters, before shards are dealt out anew. Every rank calls this."""
         self.shards.collect(self._in_step.origin)
 
     def _know_origin(self, start: str) -> None:
-        """Where this rank's state comes from; nothing has been loaded since."""
+        """Note the origin of this rank's state, in words. Nothing has been loaded since."""
         self._in_step.origin = self._start = start
         self._loads = 0
         self.shards.loaded = None
 
     def leave(self) -> None:
-        """The world has ended. Each rank keeps its shard of the state."""
+        """Note that the world has ended. Each rank keeps its shard of the state."""
         self.shards.leave()
 
     def after_step(self) -> None:
-        """The optimizer has stepped this rank's pieces, and its groups hold whole parameters again."""
+        """Drop the gradients of the pieces, after the optimizer has stepped them."""
         self.shards.drop_gradients()
-        self.shards.loaded = None  # the exchange has seen that all have loaded as often
+        self.shards.loaded = None  # the headers have shown that all ranks have loaded as often
 
     def have_same_state(self) -> None:
-        """All ranks have been given the same state."""
+        """Note that all ranks have been given the same state."""
         self._know_origin("that of all ranks")
 
     # What `hvdlite_torch.step.wrapped.Sharded` and `hvdlite_torch.training.state` call
@@ -101,11 +101,11 @@ class Sharding:
         """For a with statement: the optimizer has the state of whole parameters. Every rank calls this.
 
         Args:
-            root: A rank of the process set, by its number there. If it has loaded a state since the last step, its optimizer
-                has that; and only those of ranks that have loaded one have a whole state.
+            root: A rank, by its number in the process set. If it has loaded a state since the last step, its optimizer gets
+                that state, and the optimizers of ranks that have loaded none keep their shards.
 
         Raises:
-            ArgumentError: The ranks have not loaded the same, or some lack their part. Raised on all of them.
+            ArgumentError: The ranks have loaded different states, or a part is missing. The error is raised on all ranks.
         """
         loaded: list[tuple[str, bool]] = self._context.gather((self._in_step.origin, self.shards.loaded is not None))
         if root is not None and loaded[root][1]:
@@ -121,7 +121,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Within the body of a with statement the optimizer loads a state, of whole parameters. Those within do nothing."""
+        """For a with statement: the optimizer loads a state of whole parameters. Inner statements do nothing."""
         if self._loading:
             yield
             return
@@ -136,7 +136,7 @@ class Sharding:
 
 
 def _digest_of(state: dict[Any, dict[str, Any]]) -> int:
-    """Stands for what there is in a state, and for its numbers, such as counts of steps; not for what is in its tensors."""
+    """Return a digest of the structure of a state and of its numbers, such as step counts, without its tensors."""
     return digest(
         [
             sorted((str(name), float(value) if _is_number(value) else None) for name, value in its.items())

@@ -1,7 +1,7 @@
-"""This rank's share of the parameters and of the optimizer's state: the pieces that a sharded optimizer steps.
+"""`ParameterShards`: this rank's shard of the parameters and of the optimizer state, as pieces that the optimizer steps.
 
-For the time of a step the optimizer's groups hold the pieces; for the time of ``state_dict()`` its state is that of whole
-parameters, from all ranks.
+During a step the optimizer's groups hold the pieces. During ``state_dict()`` its state is that of whole parameters, collected
+from all ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdlite_torch.tensors.adapter import are_same
 
 
 def refuse_sparse(shape: Sequence[int]) -> None:
-    """Raise for a parameter of this shape.
+    """Raise an error for a sharded parameter of this shape, which has a sparse gradient.
 
     Raises:
         UnsupportedTensorError: Always.
@@ -36,16 +36,16 @@ def refuse_sparse(shape: Sequence[int]) -> None:
 
 
 class ParameterShards:
-    """What this rank steps of one optimizer's parameters.
+    """This rank's shard of one optimizer's parameters.
 
     Args:
-        optimizer: Whose groups and state are changed.
-        process_set: The ranks that share.
+        optimizer: The optimizer whose groups and state are changed.
+        process_set: The ranks that share the parameters.
 
     Attributes:
-        pieces: This rank's, each with the parameter that the optimizer steps: a view of the whole one's memory.
-        loaded: The state of whole parameters that this rank has loaded, until it is known that all have; else None.
-        adopted: All ranks have the state that was dealt out in an earlier world.
+        pieces: This rank's pieces, each with the parameter that the optimizer steps: a view of the whole parameter's memory.
+        loaded: The state of whole parameters that this rank has loaded, until all ranks are known to have loaded it; or None.
+        adopted: Whether all ranks have the state that was dealt out in an earlier world.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, process_set: ProcessSet) -> None:
@@ -55,45 +55,45 @@ class ParameterShards:
         self._addresses: list[int] = []
         self._whole_groups: list[list[torch.Tensor]] | None = None
         self._cut_groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """Of each group: its parameters, and this rank's pieces of them."""
+        """For each group: its parameters, and this rank's pieces of them."""
         self._left_out: list[torch.Tensor] = []
-        """Parameters of the groups of which nobody has a piece."""
+        """The parameters in the groups that were not dealt out, such as frozen ones."""
         self._dealt: tuple[int, int] | None = None
-        """This rank's number within the set, and how many ranks that had, when shares were dealt; None before."""
+        """This rank's number in the process set and the number of its ranks when shards were dealt out; None before."""
         self._restarted = True
-        """Shares have not been dealt in the present world."""
+        """Whether shards have not been dealt out in the present world."""
         self._lost = ""
-        """Why there is no state; empty if that is as it should be."""
+        """Why a part of the state is gone, in words; an empty text if nothing is."""
         self.adopted = False
         self.pieces: dict[Piece, torch.nn.Parameter] = {}
         self.loaded: dict[Any, dict[str, Any]] | None = None
 
     @property
     def dealt(self) -> bool:
-        """Whether this rank has ever been dealt a share."""
+        """Whether this rank has ever been dealt a shard."""
         return self._dealt is not None
 
     def leave(self) -> None:
-        """The world has ended in which shares were dealt. Each rank keeps its share of the state."""
+        """Note that the world has ended in which shards were dealt out. Each rank keeps its shard of the state."""
         self.put_back()
         self._restarted = True
 
     @torch.no_grad()
     def collect(self, origin: str) -> None:
-        """Make the optimizer's state that of whole parameters, before shares are dealt out anew. Every rank calls this.
+        """Give the optimizer the state of whole parameters, before shards are dealt out anew. Every rank calls this.
 
-        Shares that were dealt in an earlier world count, too, if all ranks that had one are in this one. If not, there is no
-        state, and no step can be taken before one is loaded.
+        Shards that were dealt out in an earlier world count, if all ranks that had one are in the present world. If not,
+        there is no state, and a step raises until the program loads one.
 
         Args:
             origin: Where this rank's state comes from, in words.
         """
         everybody = self._gather(origin)
         state = self._optimizer.state
-        self.adopted = self._restarted and any(share.dealt is not None for share in everybody)
+        self.adopted = self._restarted and any(shard.dealt is not None for shard in everybody)
         if self.adopted:
             self._lost = self._lost or shard_state.why_lost(everybody)
-            if self._dealt is None:  # what this rank may have is not that of the others
+            if self._dealt is None:  # a new rank's own state is not that of the other ranks
                 for parameter in shard_state.all_of(self._optimizer):
                     state.pop(parameter, None)
         whole = self._own() if self._lost else self._joint(everybody, in_host_memory=False)
@@ -102,28 +102,28 @@ class ParameterShards:
         state.clear()
         state.update(whole)
 
-    def _gather(self, origin: str) -> list[shard_state.Share]:
+    def _gather(self, origin: str) -> list[shard_state.StateShard]:
         return shard_state.gather(
             self._optimizer, self.pieces, self._parameters, self._dealt, origin, self._process_set
         )
 
     def _own(self) -> shard_state.State:
-        """What there is of others than this rank's pieces."""
+        """Return the state of anything but this rank's pieces."""
         pieces = set(self.pieces.values())
         return {key: values for key, values in self._optimizer.state.items() if key not in pieces}
 
-    def _joint(self, everybody: Sequence[shard_state.Share], in_host_memory: bool) -> shard_state.State:
-        """The state of whole parameters, from the shares of all ranks."""
+    def _joint(self, everybody: Sequence[shard_state.StateShard], in_host_memory: bool) -> shard_state.State:
+        """Return the state of whole parameters, from the shards of all ranks."""
         ranks = world("DistributedOptimizer()").ranks(self._process_set)
-        return shard_state.join(self._optimizer, self._own(), everybody, in_host_memory, ranks)
+        return shard_state.merge(self._optimizer, self._own(), everybody, in_host_memory, ranks)
 
     @torch.no_grad()
     def deal(self, parameters: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
-        """Take a share.
+        """Take this rank's shard, and cut the state of whole parameters to it.
 
         Args:
-            parameters: All that are trained; contiguous. From now on they may not be given other memory.
-            pieces: This rank's.
+            parameters: All parameters that are trained, contiguous. From now on they must not be given other memory.
+            pieces: This rank's pieces.
         """
         ranks = world("DistributedOptimizer()").ranks(self._process_set)
         self._dealt = ranks.index(hvdlite.rank()), len(ranks)
@@ -131,13 +131,13 @@ class ParameterShards:
         self._addresses = [parameter.data_ptr() for parameter in parameters]
         self.pieces = {piece: torch.nn.Parameter(cut(parameters[piece.tensor].data, piece)) for piece in pieces}
         self._cut_groups = []
-        self.take_share_of_state()
+        self.cut_state()
 
     def check_memory(self) -> None:
-        """Raise if a parameter is not where it was.
+        """Raise if a parameter was given other memory since it was dealt out.
 
         Raises:
-            ArgumentError: It has moved.
+            ArgumentError: The text has the parameter's shape.
         """
         addresses = [parameter.data_ptr() for parameter in self._parameters]
         if addresses != self._addresses:
@@ -148,11 +148,11 @@ class ParameterShards:
             )
 
     def put_in(self) -> None:
-        """Let the optimizer's groups hold this rank's pieces, until `put_back`. Nothing if nothing has been dealt out.
+        """Let the optimizer's groups hold this rank's pieces, until `put_back`. Do nothing if nothing was dealt out.
 
         Raises:
-            ArgumentError: A parameter that was not dealt out, such as a frozen one, has a gradient: torch would step it. Or the
-                state is gone.
+            ArgumentError: A parameter that was not dealt out, such as a frozen one, has a gradient, so torch would step it; or
+                a part of the state is gone.
         """
         if self._lost:
             raise ArgumentError(self._lost)
@@ -176,43 +176,43 @@ class ParameterShards:
             group["params"] = pieces
 
     def _are_cut(self, groups: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Whether these are what was cut in the last step."""
+        """Return whether these groups are those that were cut in the last step."""
         return len(groups) == len(self._cut_groups) and all(
             are_same(group, whole) for group, (whole, _) in zip(groups, self._cut_groups, strict=True)
         )
 
     def _pieces_of(self, group: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's pieces of a group's parameters."""
+        """Return this rank's pieces of a group's parameters."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
         mine = {numbers[id(parameter)] for parameter in group if id(parameter) in numbers}
         return [parameter for piece, parameter in self.pieces.items() if piece.tensor in mine]
 
     def put_back(self) -> None:
-        """Let the groups hold whole parameters again, if they do not."""
+        """Let the groups hold whole parameters again, if they hold pieces."""
         if self._whole_groups is not None:
             for group, parameters in zip(self._optimizer.param_groups, self._whole_groups, strict=True):
                 group["params"] = parameters
             self._whole_groups = None
 
     def drop_gradients(self) -> None:
-        """What ``zero_grad()`` frees is to be free."""
+        """Set the gradients of the pieces to None, so that ``zero_grad()`` can free their memory."""
         for parameter in self.pieces.values():
             parameter.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of the pieces that have one."""
+        """Return the gradients of the pieces that have one."""
         return [parameter.grad for parameter in self.pieces.values() if parameter.grad is not None]
 
     # The optimizer's state: of pieces here, of whole parameters for everybody else
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """Let the optimizer have the state of whole parameters, for the body of a with statement. Every rank calls this.
+        """For a with statement: the optimizer has the state of whole parameters. Every rank calls this.
 
-        It is in host memory, for where the shares are there may be no room for all of it.
+        The state is in host memory, because the device may have no room for all of it.
 
         Raises:
-            ArgumentError: Some ranks lack their part of it. Raised on all of them.
+            ArgumentError: Some ranks lack their part of the state. The error is raised on all ranks.
         """
         if self._lost:
             raise ArgumentError(self._lost)
@@ -223,7 +223,7 @@ class ParameterShards:
 
     @contextlib.contextmanager
     def loaded_state(self) -> Iterator[None]:
-        """Let the optimizer have the state that this rank has loaded, for the body of a with statement."""
+        """For a with statement: the optimizer has the state of whole parameters that this rank has loaded."""
         assert self.loaded is not None
         self.put_back()
         with self._instead(self.loaded):
@@ -232,38 +232,38 @@ class ParameterShards:
     @contextlib.contextmanager
     def _instead(self, whole: dict[Any, dict[str, Any]]) -> Iterator[None]:
         state = self._optimizer.state
-        share = dict(state)
+        shard = dict(state)
         try:
             state.clear()
             state.update(whole)
             yield
         finally:
             state.clear()
-            state.update(share)
+            state.update(shard)
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Within the body of a with statement the optimizer loads a state, of whole parameters."""
+        """For a with statement: the optimizer loads a state of whole parameters within."""
         self.put_back()
         self._optimizer.state.clear()
         yield
         self._lost = ""
         self.loaded = dict(self._optimizer.state)
-        self.take_share_of_state()
+        self.cut_state()
 
     @torch.no_grad()
-    def take_share_of_state(self) -> None:
-        """Cut the state of whole parameters, and keep what belongs to this rank's pieces."""
+    def cut_state(self) -> None:
+        """Cut the optimizer's state of whole parameters, and keep the state of this rank's pieces."""
         state = self._optimizer.state
-        share = shard_state.share_of(dict(state), self._parameters, self.pieces)
+        shard = shard_state.shard_of(dict(state), self._parameters, self.pieces)
         state.clear()
-        state.update(share)
+        state.update(shard)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
-    """The sum of the squares of all elements, in double precision."""
+    """Return the sum of the squares of all elements, in double precision."""
     norms = map(_norm, gradients)
-    return sum((norm * norm for norm in norms), 0.0)  # infinite where ** would be an OverflowError
+    return sum((norm * norm for norm in norms), 0.0)  # the product becomes infinite where ** raises OverflowError
 
 
 def _norm(gradient: torch.Tensor) -> float:
@@ -272,6 +272,6 @@ def _norm(gradient: torch.Tensor) -> float:
 
 
 def clip_factor(squares: float, max_grad_norm: float) -> float:
-    """By what gradients are multiplied so that their norm, the root of `squares`, is at most `max_grad_norm`."""
+    """Return the factor that scales gradients to a norm of at most `max_grad_norm`. `squares` is the square of their norm."""
     factor = max_grad_norm / (math.sqrt(squares) + 1e-6)
-    return 1.0 if factor > 1.0 else factor  # NaN if the norm is, as torch's
+    return 1.0 if factor > 1.0 else factor  # NaN if the norm is NaN, as torch does

@@ -1,7 +1,7 @@
-"""One exchange a step, however often the optimizer's step hooks run in it.
+"""`StepGuard`: gradients are combined once a step, however often the optimizer's step hooks run in it.
 
-torch wraps the `step` of each class of optimizers, so a ``step`` that calls ``super().step()`` runs all hooks twice. What goes
-on around a step of a distributed optimizer must go on once: an exchange of what is combined already is wrong.
+torch wraps the `step` of each optimizer class, so a ``step`` that calls ``super().step()`` runs all hooks twice. The work
+around a step of a distributed optimizer must be done once: combined gradients must not be combined again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ After = Callable[[torch.optim.Optimizer, Any, Any], None]
 
 
 class StepGuard:
-    """Knows the outermost step of one optimizer from those within it.
+    """Tells the outermost step of one optimizer from the steps within it.
 
     Args:
-        before: What goes on before a step, as a step hook of torch.
-        after: What goes on after a step, as a step hook of torch.
+        before: A step pre-hook of torch, which runs before the outermost step.
+        after: A step post-hook of torch, which runs after the outermost step.
 
     Attributes:
-        inside: A step goes on.
+        inside: Whether a step is running.
     """
 
     def __init__(self, before: Before, after: After) -> None:
@@ -32,34 +32,34 @@ class StepGuard:
         self._after = after
         self.inside = False
         self._depth = 0
-        """Of steps whose hooks have run, within the outermost. It says nothing outside."""
+        """How many steps within the outermost one have run their pre-hooks. It has no meaning outside of a step."""
         self._owed: Callable[[], None] | None = None
-        """What goes on after the outermost step, until it has."""
+        """The call of `after` that the outermost step still has to make; None if it has made it."""
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer call this at each step, before its other hooks.
 
-        Those (clipping, logging) are to see the combined gradients and the new parameters, those registered before too.
+        The other hooks (clipping, logging), even earlier ones, see the combined gradients and the new parameters.
         """
-        # An optimizer's step may be compiled, too: what goes on around it is not.
+        # A program may compile an optimizer's step. The work around it is not compiled.
         plain = torch.compiler.disable
         before = optimizer.register_step_pre_hook(plain(self._enter))  # type: ignore[no-untyped-call]
         after = optimizer.register_step_post_hook(plain(self._leave))  # type: ignore[no-untyped-call]
         optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-        if "step" in vars(optimizer):  # a scheduler's, which knows the class that the optimizer had
+        if "step" in vars(optimizer):  # a scheduler has set it, and calls the optimizer's class of that time
             step = optimizer.step
             guarded = functools.wraps(step)(functools.partial(self.run, step))
             optimizer.step = guarded  # type: ignore[method-assign]
 
     def run(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `step`, which is the outermost one unless another goes on."""
+        """Call `step`. It is the outermost step unless another one is running."""
         if self.inside:
             return step(*args, **kwargs)
         self.inside, self._depth, self._owed = True, 0, None
         try:
             result = step(*args, **kwargs)
-            if self._owed is not None:  # a step within has failed, and the outermost has caught that
+            if self._owed is not None:  # a step within has raised, and the outermost one has caught the error
                 self._owed()
             return result
         finally:
@@ -84,8 +84,8 @@ class StepGuard:
 
 
 def guarded(step: Callable[..., Any]) -> Callable[..., Any]:
-    """The `step` of a distributed optimizer's class: that of its plain class, which it wraps."""
-    if not getattr(step, "hooked", False):  # of a class that torch has not met: hooks are for this object alone
+    """Return the `step` of a distributed optimizer's class. It wraps the `step` of the plain class."""
+    if not getattr(step, "hooked", False):  # torch has not wrapped this class yet
         step = torch.optim.Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
@@ -96,6 +96,6 @@ def guarded(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def hooked(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a `step` that calls one whose hooks torch runs: torch would wrap it, too, when it loads a state."""
+    """Mark a `step` whose hooks run already, so that torch does not wrap it again when it loads a state."""
     step.hooked = True  # type: ignore[attr-defined]
     return step

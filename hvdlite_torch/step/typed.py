@@ -1,7 +1,7 @@
-"""What type checkers are told of `DistributedOptimizer`: its result is of the optimizer's class, and a `Distributed` too.
+"""The types of `DistributedOptimizer` for type checkers: the result is of the optimizer's class, and a `Distributed` too.
 
-Python has no way to say that of any class. So it is said of torch's own; of others the result has their class, and
-``assert isinstance(optimizer, hvd.Distributed)`` tells a checker the rest.
+Python cannot express that for any class, so this module says it for torch's own classes. For another class the result has this
+class, and ``assert isinstance(optimizer, hvd.Distributed)`` tells the type checker the rest.
 """
 
 from __future__ import annotations
@@ -85,5 +85,5 @@ class Wrap(Protocol[P]):
 
 
 def typed(function: Callable[Concatenate[Opt, P], Opt]) -> Wrap[P]:
-    """The same function, as `Wrap` describes it."""
+    """Return the same function, with the type `Wrap`."""
     return cast("Wrap[P]", function)

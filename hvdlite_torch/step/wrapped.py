@@ -1,4 +1,4 @@
-"""What a distributed optimizer's class has that torch's has not."""
+"""`Distributed`: the methods that a distributed optimizer has beside those of torch."""
 
 from __future__ import annotations
 
@@ -22,39 +22,52 @@ class Distributed:
     _hvdlite_plain: type[torch.optim.Optimizer]
 
     def set_batch_weight(self, weight: float) -> None:
-        """Say how many samples this rank's gradients are the mean of, for the next step only; 1 unless said.
+        """Set how many samples this rank's gradients are the mean of, for the next step only; 1 if it is not set.
 
-        Ranks with different numbers of samples (0 too, without a backward pass) then get the gradient of the joined batch.
-        Said before `backward`, it lets gradients travel early.
+        Ranks with different numbers of samples (even 0, without a backward pass) then get the gradient of the joint batch. If
+        it is set before `backward`, gradients can travel early.
+
+        Args:
+            weight: The number of samples, 0 or more.
 
         Raises:
-            ArgumentError: A negative weight, or the gradients are not averaged.
+            ArgumentError: The weight is negative, or gradients are not averaged.
         """
         self._hvdlite_driver.set_weight(weight)
 
     def synchronize(self) -> None:
-        """Exchange the gradients now, to see or change the combined ones; the next `step` will not."""
+        """Combine the gradients now, so that the program can read or change the result. The next `step` does not combine.
+
+        Raises:
+            ArgumentError: The optimizer is sharded.
+        """
         self._hvdlite_driver.synchronize()
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
-        """For a with statement: a `step` within does not exchange.
+        """For a with statement: a `step` within does not combine gradients.
 
-        Not needed after `synchronize`, after which the next step does not exchange anyway.
+        After `synchronize` this is not needed: the next step does not combine anyway.
+
+        Raises:
+            ArgumentError: The optimizer is sharded.
         """
         return self._hvdlite_driver.skip()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For a with statement: backward passes within are not the last before `step`. Spares them copying gradients.
+        """For a with statement: backward passes within are not the last ones before `step`, so gradients need not be copied.
 
-        Not needed for a right result: gradients are exchanged by `step`, however many passes there were.
+        This is not needed for a right result: `step` combines gradients, however many passes there were.
         """
         return self._hvdlite_driver.quiet()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change what `DistributedOptimizer` was told of that name.
+        """Change the argument ``backward_passes_per_step`` of `DistributedOptimizer`.
+
+        Args:
+            passes: The largest number of backward passes before a step; 1 for any number.
 
         Raises:
-            ArgumentError: It is less than 1.
+            ArgumentError: `passes` is less than 1.
         """
         self._hvdlite_driver.set_passes(passes)
 
@@ -65,25 +78,25 @@ class Distributed:
         self._hvdlite_driver.after_unscale(infinities)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Pickled and copied as the plain optimizer: the driver belongs to this process.
+        # An optimizer is pickled and copied as a plain one: the driver belongs to this process.
         state = self.__getstate__()  # type: ignore[attr-defined]
         return _blank, (self._hvdlite_plain,), {k: v for k, v in state.items() if not k.startswith("_hvdlite")}
 
 
 class Aggregating(Distributed):
-    """What `DistributedOptimizer` with ``aggregator=`` adds to an optimizer's class: the aggregator's state is in its own."""
+    """What `DistributedOptimizer` with ``aggregator=`` adds to an optimizer's class: its state includes the aggregator's."""
 
     _hvdlite_aggregator: Any
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer and, as ``"aggregator"``, that of this rank's aggregator, if it has one."""
+        """Return the state of the optimizer and, as ``"aggregator"``, the state of this rank's aggregator, if it has one."""
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if hasattr(self._hvdlite_aggregator, "state_dict"):
             state["aggregator"] = self._hvdlite_aggregator.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; that of the aggregator, too, if it is there."""
+        """Load the state of the optimizer, and that of the aggregator if it is there."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         if "aggregator" in state_dict:
             self._hvdlite_aggregator.load_state_dict(state_dict["aggregator"])
@@ -99,15 +112,15 @@ class Sharded(Distributed):
         return sharding
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as an optimizer that is not sharded has it. Every rank calls this."""
+        """Return the whole state, as an optimizer that is not sharded has it. Every rank calls this."""
         with self._hvdlite_sharding.whole_state():
             return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a whole state, from any number of ranks.
+        """Load a whole state, which any number of ranks may have saved.
 
-        Every rank calls this, with the same; or one does, and all call `broadcast_optimizer_state` with it as root before the
-        next step.
+        Every rank calls this with the same state. Or one rank calls this, and then all ranks call
+        `broadcast_optimizer_state` with that rank as root before the next step.
         """
         with self._hvdlite_sharding.loading():
             super().load_state_dict(state_dict)  # type: ignore[misc]
@@ -119,18 +132,18 @@ class Sharded(Distributed):
 
 
 def add_to_class(optimizer: torch.optim.Optimizer, mixin: type, **members: Any) -> None:
-    """Let this one object have `members`, and the methods of `mixin`, before those of its class, whose name it keeps."""
+    """Give one optimizer `members` and the methods of `mixin`, before those of its class. The class keeps its name."""
     plain = type(optimizer)
-    # Same name, so that whoever prints or saves the class sees what the user wrote.
+    # The class has the same name, so a program that prints or saves it sees what the user wrote.
     about = {"__module__": plain.__module__, "__doc__": plain.__doc__}
     optimizer.__class__ = type(plain.__name__, (*_anchor(plain), mixin, plain), {**about, **members})
 
 
 def _anchor(plain: type) -> tuple[type, ...]:
-    """What must come first among the bases, so that Python lets an object of `plain` change to the new class.
+    """Return what must come first among the bases, so that Python lets an object of `plain` change to the new class.
 
-    The two must have the same layout by way of their first bases. That fails for optimizers whose first base is a class
-    without instance attributes, such as ABC; then another child of it goes first.
+    Both classes must have the same memory layout by way of their first bases. That fails for optimizers whose first base is
+    a class without instance attributes, such as ABC. Then another child of that class goes first.
     """
     root = plain
     while root.__base__ is not None and root.__base__.__dictoffset__:

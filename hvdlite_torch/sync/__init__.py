@@ -1,12 +1,14 @@
-"""How gradients become those of all ranks.
+"""How the gradients of one rank become the combined gradients of all ranks.
 
-Each `…Sync` is a `hvdlite.gradients.sync.GradientSync`; what the optimizer steps with then is its `results`.
+Each class named `…Sync` is a `hvdlite.gradients.sync.GradientSync`, which `hvdlite_torch.step.driver` drives. Its `results` are
+what the optimizer steps with.
 
-- `host`, `host_gradients`, `slot`, `large_gradients`, `small_gradients`: through host memory; `encoded`: compressed.
-- `whole`: each rank gets all combined gradients; `host_sharded`: its shard.
-- `adasum`: changes of a step instead of gradients.
-- `device`, `device_sharded`: on GPUs, by `hvdlite.gradients.device`; `device_gradients`: parameters' gradients as views of its
-  buckets; `backward`: what backward passes do with them; `gradient_state`: whether they have changed; `capture`: CUDA graphs.
-- `sparse`: sparse gradients.
-- `catch_up`: a rank that has no data takes part.
+- `host`: combines gradients in host memory; `host_gradients`: the gradients of one layout, in the memory of a reducer.
+- `slot`: where the gradient of one parameter lies; `large_gradients`, `small_gradients`: slots one by one, and all at once.
+- `encoded`: compressed gradients; `sparse`: sparse gradients.
+- `whole`: the results if each rank steps all parameters; `host_sharded`: the results if each rank steps its shard.
+- `adasum`: combines the changes that the steps make, instead of gradients.
+- `device`, `device_sharded`: combine gradients on a GPU, by `hvdlite.gradients.device`; `device_gradients`: ``p.grad`` as views
+  of buckets; `backward`: what backward passes launch; `gradient_state`: whether gradients have changed; `capture`: CUDA graphs.
+- `catch_up`: the part of an optimizer in a group of ranks: `join`, and `init` after `shutdown`.
 """

@@ -1,7 +1,8 @@
-"""``op=Adasum``: not gradients are combined, but what each rank's own step would have changed.
+"""`AdasumSync`: ``op=Adasum`` combines what the step of each rank has changed, and not the gradients.
 
-Every rank steps by itself, from the same parameters; the changes are combined by Adasum (Maleki et al., arXiv:2006.02924,
-section 4), and added to where all started. So any optimizer can be used, and its state is each rank's own.
+Every rank makes its own step from the same parameters. Then Adasum combines the changes (Maleki et al., arXiv:2006.02924,
+section 4), and the result is added to the parameters before the step. So any optimizer can be used, and each rank has its own
+optimizer state.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from hvdlite_torch.sync.whole import WholeResults
 
 
 class AdasumSync:
-    """Combines the steps of the ranks: a `GradientSync` that acts after a step.
+    """The `hvdlite.gradients.sync.GradientSync` that combines the changes of parameters after a step.
 
     Args:
-        context: The optimizer. Of its options the process set and the codec are used.
+        context: The optimizer. The process set and the codec among its options are used.
 
     Attributes:
         results: This rank's own gradients.
 
     Raises:
-        ArgumentError: An option says something about combined gradients.
+        ArgumentError: ``overlap`` or ``max_grad_norm`` is set, which need combined gradients.
     """
 
     def __init__(self, context: OptimizerContext) -> None:
@@ -38,11 +39,11 @@ class AdasumSync:
         self._context = context
         self.results = WholeResults(context)
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Each parameter, and its values before the step."""
+        """Each parameter that is trained, and a copy of its values before the step."""
 
     @property
     def missed(self) -> bool:
-        """Whether some rank has missed a step since all had the same state. Every rank asks."""
+        """Whether some rank has missed a step since all ranks had the same state. Every rank calls this."""
         steps = hvdlite.allgather_object(self._context.in_step.steps, process_set=self._context.process_set)
         return len(set(steps)) > 1
 
@@ -67,9 +68,9 @@ class AdasumSync:
             parameter.copy_(start + (change if codec is None else codec.decode(change, context)))
 
     def stand_in(self) -> None:
-        """Nothing: the combination is a named operation, in which a rank that has joined takes part anyway."""
+        """Do nothing: changes are combined by a named operation, in which a rank that has joined takes part anyway."""
 
-    # Gradients are each rank's own: nothing is done about them.
+    # Gradients are each rank's own, so these methods do nothing.
 
     def begin(self) -> None: ...
     def make_hooks(self) -> None: ...

@@ -1,4 +1,4 @@
-"""What backward passes do with gradients on a device: they are watched in the first steps; later they launch buckets."""
+"""`BackwardPasses`: backward passes teach the loop profile in the first steps; later they launch buckets."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ from hvdlite_torch.sync.gradient_state import TorchGradientState
 
 
 class BackwardPasses:
-    """Of one optimizer, on one rank of several.
+    """Watches the backward passes of one optimizer, on one of several ranks.
 
     Args:
-        gradients: Of the parameters that it trains.
-        device: Where they are.
-        launches: Buckets may be launched before the step, if the loop's habits allow it.
+        gradients: The gradients of the parameters that the optimizer trains.
+        device: The device of the parameters.
+        launches: Whether buckets may be launched before the step, if the loop profile allows it.
 
     Attributes:
-        launches: As given.
-        habits: What is known of the loop.
-        capture: What of a step is captured into a CUDA graph.
+        profile: The profile of the training loop.
+        capture: What of the present step is captured into a CUDA graph.
     """
 
     def __init__(self, gradients: DeviceGradients, device: Device, launches: bool) -> None:
         self._device, self.launches = device, launches
-        self.habits = LoopProfile(len(gradients.parameters))
+        self.profile = LoopProfile(len(gradients.parameters))
         self.capture = Capture()
         self.follow(gradients)
 
     def follow(self, gradients: DeviceGradients) -> None:
-        """Use other buckets for the same parameters."""
+        """Use the buckets of `gradients` from now on. The parameters are the same."""
         self._gradients = gradients
         self.begin_step()
 
     def begin_step(self) -> None:
-        """What has been done and seen belongs to a step that is over, or to none."""
+        """Forget what backward passes have done since the last step."""
         if self._gradients.reducer is not None:
             self._gradients.reducer.begin_step()
         self._counts = [0] * len(self._gradients.parameters)
@@ -51,37 +50,38 @@ class BackwardPasses:
         """Raise if this step is captured into a CUDA graph that cannot be replayed.
 
         Args:
-            parameters: Those of the optimizer.
-            weight: This rank's.
+            parameters: The parameters of the optimizer.
+            weight: The number of samples of this rank.
 
         Raises:
-            ArgumentError: It is. The text says why.
+            ArgumentError: The graph cannot be replayed. The text says why.
         """
         try:
-            self.capture.check_step(parameters, weight, self.habits.learning)
+            self.capture.check_step(parameters, weight, self.profile.learning)
         except ArgumentError:
             self.begin_step()  # what follows may be steps without a graph
             raise
 
     def take(self, index: int, parameter: torch.Tensor, weight: float, passes: int) -> bool:
-        """A backward pass has added to a gradient.
+        """Note that a backward pass has added to a gradient, and launch the buckets that are complete.
 
         Args:
-            index, parameter: Of the gradient.
-            weight: Of the batch, so far.
-            passes: How many there are before a step, as the program has said; 1 if it has not.
+            index: The number of the parameter.
+            parameter: The parameter, with its gradient.
+            weight: The batch weight, as far as the program has said it.
+            passes: How many backward passes the program has announced for a step; 1 if it has announced none.
 
         Returns:
-            Whether the gradient had been sent already.
+            True if the gradient was sent before this pass, so that what was sent is incomplete.
         """
-        if self.habits.learning:
-            self.habits.saw(index, weight, self._device.current().handle)
+        if self.profile.learning:
+            self.profile.saw(index, weight, self._device.current().handle)
             self._call_at_end()
             return False
         self._counts[index] += 1
         reducer = self._gradients.reducer
         assert reducer is not None
-        if self._counts[index] != (passes if passes > 1 else self.habits.passes[index]):
+        if self._counts[index] != (passes if passes > 1 else self.profile.passes[index]):
             return reducer.is_sent(index)
         gradient = parameter.grad
         if (
@@ -91,21 +91,21 @@ class BackwardPasses:
             and gradient.layout is torch.strided
             and (gradient.shape, gradient.dtype) == self._gradients.like[index]
             and reducer.ready(index)
-        ):  # else the step sees to it
+        ):  # if not, the step launches the bucket
             self._gradients.launch_ready(weight)
             self._call_at_end()
         return False
 
     def _call_at_end(self) -> None:
-        """Have torch call `at_end` when this backward pass is over."""
+        """Have torch call `at_end` at the end of this backward pass."""
         if not self._waits_for_end:
             self._waits_for_end = True
             torch.autograd.Variable._execution_engine.queue_callback(self.at_end)
 
     def at_end(self) -> None:
-        """A backward pass is over."""
+        """Finish a backward pass: teach the loop profile, or let the current stream wait for the launched buckets."""
         self._waits_for_end = False
-        if self.habits.learning:
-            self.habits.pass_over(TorchGradientState(self._gradients.now()))
+        if self.profile.learning:
+            self.profile.pass_over(TorchGradientState(self._gradients.now()))
         elif self._gradients.reducer is not None:
-            self._gradients.reducer.wait()  # whoever looks at gradients now is to see combined ones
+            self._gradients.reducer.wait()  # a program that reads gradients now sees combined ones

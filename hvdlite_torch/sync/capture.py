@@ -1,4 +1,4 @@
-"""What can be a part of a CUDA graph, which is captured once and then replayed without the host."""
+"""`Capture` refuses steps that cannot be replayed from a CUDA graph: a graph is replayed without the host."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from hvdlite_torch.tensors.device import is_capturing
 
 
 class Capture:
-    """Of one step after the other: what of it is captured into a graph.
+    """Knows what of the present step is captured into a CUDA graph.
 
     Attributes:
-        backward: Whether this step's first backward pass became part of a graph; None before it.
+        backward: Whether the first backward pass of this step is captured; None before that pass.
     """
 
     def __init__(self) -> None:
         self.backward: bool | None = None
 
     def begin_step(self) -> None:
-        """There has been no backward pass since the last step."""
+        """Forget the backward pass of the last step."""
         self.backward = None
 
     def saw_backward(self) -> None:
-        """A backward pass goes on. The first one of a step counts."""
+        """Note whether a backward pass is captured. Only the first one of a step counts."""
         if self.backward is None:
             self.backward = is_capturing()
 
     def check_step(self, parameters: Sequence[torch.Tensor], weight: float, learning: bool) -> None:
-        """Let a step pass that can be replayed if it is captured.
+        """Raise ArgumentError unless the present step can be replayed or is not captured.
 
         Args:
-            parameters: Of the optimizer.
-            weight: This rank's.
-            learning: The host waits in this step.
+            parameters: The parameters of the optimizer.
+            weight: The number of samples of this rank.
+            learning: Whether the loop profile is learned in this step, for which the host waits.
 
         Raises:
-            ArgumentError: A CUDA graph is captured that cannot be replayed. The text says why.
+            ArgumentError: The step is captured and cannot be replayed. The text says why.
         """
         problem = ""
         if not is_capturing():

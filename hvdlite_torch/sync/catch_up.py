@@ -1,4 +1,4 @@
-"""An optimizer's part in `hvdlite.join`."""
+"""`OptimizerMember`: the part of an optimizer in a group of ranks, when ranks join, and when the world ends."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hvdlite_torch.ops.broadcast import broadcast_
 from hvdlite_torch.step.driver import StepDriver
 
 
-class StandIn:
-    """As `hvdlite.group.RebindableExchange` says. It does not keep the optimizer.
+class OptimizerMember:
+    """The `hvdlite.group.RebindableExchange` of one optimizer. It does not keep the optimizer alive.
 
     Args:
-        driver: The optimizer's.
-        falls_behind: A rank that stands in takes no steps.
-        broadcast_state: Gives every rank's optimizer the state of that of a rank, as
+        driver: The driver of the optimizer.
+        falls_behind: Whether a rank that has joined makes no steps, so that it must catch up.
+        broadcast_state: Gives the optimizer of every rank the state of one rank's, as
             `hvdlite_torch.training.state.broadcast_optimizer_state` does.
 
     Attributes:
@@ -36,11 +36,11 @@ class StandIn:
 
     @property
     def dropped(self) -> bool:
-        """Whether the optimizer is gone."""
+        """Whether the optimizer was dropped."""
         return self._lease.dropped
 
     def keep(self) -> object:
-        """What keeps the optimizer as long as the caller holds it; None if it is gone."""
+        """Return an object that keeps the optimizer alive while the caller holds it; None if the optimizer was dropped."""
         return self._driver()
 
     def release(self) -> None:
@@ -48,29 +48,29 @@ class StandIn:
         self._lease.release()
 
     def leave(self) -> None:
-        """Hold nothing of the world any more: it has ended. This is each rank's own affair."""
+        """Drop what belongs to the world that has ended. Each rank does this by itself."""
         self._lease.leave()
         driver = self._driver()
         if driver is not None:
             driver.leave()
 
     def rebind(self) -> None:
-        """Let the optimizer go on in the present world. Every rank of its process set calls this."""
+        """Let the optimizer continue in the present world. Every rank of its process set calls this."""
         driver = self._driver()
         if driver is not None:
             driver.rebind()
         world("init()").group(self.process_set).add(self)
 
     def stand_in(self) -> None:
-        """Take part in the others' steps until all ranks have joined."""
+        """Take part in the steps of the other ranks until all ranks have joined."""
         driver = self._driver()
         if driver is None:
-            self._lease.stand_in(owns_share=not self._falls_behind)
+            self._lease.stand_in(owns_shard=not self._falls_behind)
         else:
             driver.stand_in()
 
     def catch_up(self, last: int) -> None:
-        """Take the parameters and the optimizer state of the rank that joined last."""
+        """Take over the parameters and the optimizer state of rank `last`, which has joined last. Every rank calls this."""
         driver = self._driver()
         if not self._falls_behind or driver is None or not driver.sync.missed:
             return

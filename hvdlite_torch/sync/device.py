@@ -1,10 +1,11 @@
-"""The gradients of one optimizer on a GPU, on one rank: what torch's parameters and backward passes have to do with them.
+"""`DeviceSync` combines the gradients of one torch optimizer on a GPU.
 
-The buckets, and the sequence in which they are launched, are those of `hvdlite.gradients.device`. A bucket is launched as soon
-as a backward pass has its gradients, if the loop's habits (`hvdlite.gradients.device.loop_profile`) allow it: what is sent must
-not change afterwards. Where a loop breaks its habits, gradients that have been sent are incomplete, and the step is an error.
+`hvdlite.gradients.device` owns the buckets and the order in which they are launched. This module connects torch's hooks and
+``p.grad`` with them. A bucket is launched as soon as a backward pass has all of its gradients, if the profile of the training
+loop (`hvdlite.gradients.device.loop_profile`) allows it: gradients that have been sent must not change afterwards. If they
+do change, what was sent is incomplete, and the step raises an error.
 
-Nothing is copied, launched or hooked if there is one rank only.
+With one rank, nothing is copied, launched or hooked.
 """
 
 from __future__ import annotations
@@ -39,24 +40,21 @@ from hvdlite_torch.tensors.adapter import ADAPTER, are_same
 from hvdlite_torch.tensors.gradient import as_dense
 
 SPARE_ONE_RANK = True
-"""Do nothing where there is one rank. Benchmarks and tests turn this off, to see the rest on one GPU."""
+"""Skip all work if there is one rank. Benchmarks and tests set this to False to run the rest on one GPU."""
 
 
 class DeviceSync:
-    """Combines gradients on a device, as `hvdlite.gradients.sync.GradientSync`. See the module.
+    """The `hvdlite.gradients.sync.GradientSync` for gradients on a device.
 
-    Between ``backward()`` and ``step()``, ``p.grad`` may be this rank's or already the combined one; `combine` gives the
-    combined ones.
+    Between ``backward()`` and ``step()``, ``p.grad`` is this rank's gradient or already the combined one. After `combine` it
+    is the combined one.
 
     Args:
-        context: The optimizer, with parameters on one device.
-        sharding: Knows which shard this rank steps; None if it steps all parameters.
-
-    Attributes:
-        results: What the optimizer steps with.
+        context: The optimizer. All its parameters are on one device.
+        sharding: The shard that this rank steps; None if this rank steps all parameters.
 
     Raises:
-        ArgumentError: Gradients on a device cannot be combined or compressed in this way.
+        ArgumentError: Gradients on a device cannot be combined by this `op`, or compressed by this compressor.
     """
 
     missed = True
@@ -70,17 +68,17 @@ class DeviceSync:
         self._shards = None if sharding is None else DeviceShards(context, sharding)
         self.results: Results = self._shards or WholeResults(context)
         self._reducer: DeviceReducer | None = None
-        """None if this rank is alone."""
+        """The present buckets; None if this rank is alone, or if the world has ended."""
         self._parameters: list[torch.Tensor] = []
-        """Those whose gradients are dense on all ranks."""
+        """The parameters whose gradients are dense on all ranks."""
         self._sent = SentBefore()
 
     def begin(self) -> None:
-        """See `GradientSync.begin`.
+        """Make buckets and hooks in the present world.
 
         Raises:
             UnsupportedTensorError: The parameters are on several devices.
-            HvdliteError: A rank has no room for the buckets. Raised on all of them.
+            HvdliteError: A rank has no memory for the buckets. The error is raised on all ranks.
         """
         context, parameters = self._context, self._context.trained()
         self._device = device_of(parameters)
@@ -105,12 +103,12 @@ class DeviceSync:
     # Memory and hooks
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
-        """Exchange the dense gradients of these parameters from now on. Every rank calls this."""
+        """Begin to combine the dense gradients of `parameters`, with a new loop profile. Every rank calls this."""
         self._backward = BackwardPasses(DeviceGradients(parameters, None), self._device, self._launches)
         self._follow(parameters, range(len(parameters) - 1, -1, -1))  # which is about what backward passes do
 
     def _follow(self, parameters: list[torch.Tensor], order: Sequence[int]) -> None:
-        """Make memory and hooks for `parameters`, whose gradients come in this order. Every rank calls this."""
+        """Make buckets and hooks for `parameters`, whose gradients are expected in `order`. Every rank calls this."""
         self._reducer, self._gradients = None, DeviceGradients(parameters, None)  # room for the new ones
         self._backward.follow(self._gradients)
         if self._shards is not None:
@@ -137,7 +135,7 @@ class DeviceSync:
         if self._alone and not self._context.step.counts_all:
             return
         for index, parameter in enumerate(self._parameters):
-            hook = torch.compiler.disable(weakly(self, "ready", index))  # type: ignore[no-untyped-call]  # else it is looked into
+            hook = torch.compiler.disable(weakly(self, "ready", index))  # type: ignore[no-untyped-call]  # or dynamo traces it
             lease.add_hook(parameter, hook)
 
     def ready(self, index: int, parameter: torch.Tensor) -> None:
@@ -156,18 +154,17 @@ class DeviceSync:
 
     def changed_unseen(self, how: str) -> None:
         self._lose(how)
-        self._backward.habits.settled = False
+        self._backward.profile.settled = False
 
     def before_step(self) -> None:
-        """Nothing: gradients are combined."""
+        """Do nothing: the gradients are combined already."""
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """See `GradientSync.after_step`."""
         self.results.publish()
 
     def have_same_state(self) -> None:
-        """Nothing: what the ranks have said is not remembered here."""
+        """Do nothing: `missed` is always True here."""
 
     @torch.no_grad()
     def combine(self) -> None:
@@ -178,7 +175,7 @@ class DeviceSync:
         joined, weight = self._combine_dense()
         if self._context.sparse:
             combine_sparse(self._context.sparse, weight, self._average, self._context.process_set)
-        if self._backward.habits.learning and not joined and self._backward.habits.stepped():
+        if self._backward.profile.learning and not joined and self._backward.profile.stepped():
             self._learned()
 
     def _combine_alone(self) -> None:
@@ -194,14 +191,14 @@ class DeviceSync:
         self._context.check_step(there, weight)
 
     def _combine_dense(self) -> tuple[bool, float]:
-        """Exchange the dense gradients.
+        """Combine the dense gradients.
 
         Returns:
-            Whether a rank has joined, where that is known: while habits are learned; and the weight of this rank.
+            Whether a rank has joined, which is known only while the loop's profile is learned; and the weight of this rank.
         """
         context, joined = self._context, False
         if not are_same(parameters := context.dense(), self._parameters):
-            # On every rank, or they disagree; but some may have sent what they have. So all do, and then once more.
+            # All ranks must find the same. Some may have sent gradients already: so all send theirs, and then once more.
             self._finish(self._gradients.now(), context.step.weight.value)
             self._undo(context.step.weight.value)
             self._prepare(parameters)
@@ -210,9 +207,9 @@ class DeviceSync:
         while True:
             gradients = self._gradients.now()
             news = self._make_dense(gradients)
-            if not self._backward.habits.learning:
+            if not self._backward.profile.learning:
                 break
-            self._backward.habits.step(TorchGradientState(self._gradients.now()), context.step.weight.value)
+            self._backward.profile.step(TorchGradientState(self._gradients.now()), context.step.weight.value)
             context.advice.before_exchange(self._parameters)
             answers = context.gather((news, context.header(bool(news))))
             joined = None in answers
@@ -234,7 +231,7 @@ class DeviceSync:
         return joined, weight
 
     def _compare(self, everybody: Sequence[header.Header]) -> None:
-        """Raise, or warn, if the ranks have said what cannot be. Every rank calls this."""
+        """Raise or warn if the headers of the ranks do not fit together. Every rank calls this."""
         told = header.read([], [sum(each) for each in zip(*map(header.words, everybody), strict=True)])
         if told.stopped:
             self._backward.begin_step()
@@ -243,14 +240,14 @@ class DeviceSync:
             self._context.advice.odd_passes(self._context.step.passes)
 
     def _make_dense(self, gradients: list[torch.Tensor | None]) -> list[int]:
-        """See `DeviceGradients.make_dense`."""
+        """Do as `DeviceGradients.make_dense`, and raise if sparse gradients remain and parameters are sharded."""
         news = self._gradients.make_dense(gradients, self._context.options.sparse_as_dense)
         if news and self._shards is not None:
             self._shards.refuse_sparse(self._gradients.like[news[0]][0])
         return news
 
     def _finish(self, gradients: Sequence[torch.Tensor | None], weight: float, problem: str = "") -> None:
-        """Launch what has not been yet, and give every parameter its combined one. `problem`: what was sent is wrong."""
+        """Launch the remaining buckets, then give out the combined gradients. Raise if there is a `problem` with sent ones."""
         assert self._reducer is not None
         state = self._context.in_step.digest(rates_only=True)
         self._gradients.finish(gradients, header.Header(weight, again=bool(problem), state=state))
@@ -265,27 +262,27 @@ class DeviceSync:
         (self._gradients if self._shards is None else self._shards).give(there)
 
     def _undo(self, weight: float) -> None:
-        """Let the combined gradients be such that exchanging them once more changes nothing."""
+        """Scale the gradients so that combining them once more gives the right result."""
         divisor = 1.0 if self._average else float(self._collectives.size)
-        if self._shards is not None:  # what was sent has been multiplied where it lies, and the shards are not used
+        if self._shards is not None:  # sent gradients were multiplied in place, and the pieces are not stepped
             divisor = weight or 1.0
         self._gradients.divide(divisor)
 
     def _learned(self) -> None:
-        """The habits are known: lay the gradients out in their order. Every rank calls this."""
-        self._backward.launches = self._launches = self._launches and self._backward.habits.settled
-        if self._shards is None:  # else the order of the buckets stays a guess: another would move all parameters
-            self._follow(self._parameters, longest(self._context.gather(list(self._backward.habits.order))))
+        """Lay the gradients out in the order that the loop profile has learned. Every rank calls this."""
+        self._backward.launches = self._launches = self._launches and self._backward.profile.settled
+        if self._shards is None:  # sharded buckets keep the guessed order: another would move all parameters
+            self._follow(self._parameters, longest(self._context.gather(list(self._backward.profile.order))))
 
     def _lose(self, what: str) -> None:
-        """Gradients of this rank may not be what was sent of them: tell all, if something was."""
+        """If gradients were sent: tell all ranks that they have changed since, and raise. `what` is the reason, in words."""
         if self._reducer is None or not self._reducer.launched:
             return
         gradients = self._gradients.now()
         self._make_dense(gradients)
         self._finish(gradients, self._reducer.sent_weight or 0.0, what)
 
-    # This rank has run out of data, and others have not
+    # This rank has run out of data, and other ranks have not
 
     @torch.no_grad()
     def stand_in(self) -> list[bool] | None:
@@ -298,10 +295,10 @@ class DeviceSync:
 
 
 def device_of(parameters: Sequence[torch.Tensor]) -> Device:
-    """The device of the parameters of an optimizer, of which at least one is on one.
+    """Return the device that the parameters of an optimizer are on. At least one parameter is on a device.
 
     Raises:
-        UnsupportedTensorError: They are on several, or some are in host memory.
+        UnsupportedTensorError: The parameters are on several devices, or some are in host memory.
     """
     places = list(dict.fromkeys(parameter.device for parameter in parameters))
     if len(places) > 1:

@@ -1,4 +1,4 @@
-"""``p.grad`` of parameters on a device, as views of the buckets in which they are exchanged."""
+"""`DeviceGradients`: ``p.grad`` of each parameter on a device is a view of the bucket that combines it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from hvdlite_torch.tensors.gradient import as_dense
 
 
 class DeviceGradients:
-    """The gradients of some parameters.
+    """The gradients of some parameters on a device, on one rank.
 
     Args:
-        parameters: Their gradients are exchanged, as dense ones.
-        reducer: With a gradient for each; None if this rank is alone, and there is nothing to exchange.
+        parameters: The parameters whose gradients are combined as dense ones.
+        reducer: Has one gradient for each parameter; None if this rank is alone and nothing is combined.
 
     Attributes:
-        parameters, reducer: As given.
-        like: Shape and dtype of each parameter, when this was made: all ranks have agreed on them.
+        like: The shape and dtype of each parameter when this object was made. All ranks have agreed on them.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], reducer: DeviceReducer | None) -> None:
@@ -31,14 +30,17 @@ class DeviceGradients:
         self.like = [(parameter.shape, parameter.dtype) for parameter in parameters]
 
     def now(self) -> list[torch.Tensor | None]:
-        """``p.grad`` of each parameter."""
+        """Return ``p.grad`` of each parameter."""
         return [parameter.grad for parameter in self.parameters]
 
     def make_dense(self, gradients: list[torch.Tensor | None], sparse_as_dense: bool) -> list[int]:
-        """Replace sparse gradients by dense ones where that is wanted. Returns the numbers of the others.
+        """Replace sparse gradients in the list by dense ones, if `sparse_as_dense`; by None if not.
+
+        Returns:
+            The numbers of the gradients that are sparse and stay so.
 
         Raises:
-            ArgumentError, UnsupportedTensorError: As `as_dense`.
+            ArgumentError, UnsupportedTensorError: `as_dense` refuses a gradient.
         """
         news = []
         for index, (gradient, like) in enumerate(zip(gradients, self.like, strict=True)):
@@ -50,14 +52,14 @@ class DeviceGradients:
         return news
 
     def divide(self, divisor: float) -> None:
-        """Divide ``p.grad`` of each parameter, in place."""
+        """Divide ``p.grad`` of each parameter by `divisor`, in place."""
         for gradient in self.now() if divisor != 1.0 else ():
             if gradient is not None:
                 gradient.div_(divisor)
 
     @torch.no_grad()
     def launch_ready(self, weight: float) -> None:
-        """Launch the buckets that can be before the step."""
+        """Launch the buckets whose gradients are complete, before the step. `weight` is this rank's number of samples."""
         reducer = self.reducer
         assert reducer is not None
         while (bucket := reducer.next_ready()) is not None:
@@ -66,7 +68,7 @@ class DeviceGradients:
             self._give(bucket, [gradient is not None for gradient in gradients])
 
     def finish(self, gradients: Sequence[torch.Tensor | None], said: Header) -> None:
-        """Launch what has not been yet: see `DeviceReducer.finish`. Afterwards ``p.grad`` are views of the buckets."""
+        """Launch the remaining buckets, as `DeviceReducer.finish` says. Afterwards each ``p.grad`` is a view of its bucket."""
         assert self.reducer is not None
         late = self.reducer.buckets[self.reducer.launched :]
         self.reducer.finish(gradients, said)
@@ -74,7 +76,7 @@ class DeviceGradients:
             self._give(bucket, [gradients[index] is not None for index in bucket.tensors])
 
     def give(self, there: Sequence[bool]) -> None:
-        """Let those parameters have the combined gradient of which `there` says that some rank has one."""
+        """Set ``p.grad`` to the combined gradient, for each parameter for which `there` says that some rank has a gradient."""
         assert self.reducer is not None
         for bucket in self.reducer.buckets:
             self._give(bucket, [there[index] for index in bucket.tensors])
@@ -83,26 +85,26 @@ class DeviceGradients:
         now = [self.parameters[index].grad if each else None for index, each in zip(bucket.tensors, there, strict=True)]
         for index, each, home in zip(bucket.tensors, there, bucket.at_home(now), strict=True):
             if each and not home:
-                # A tensor object of its own, of which changes count as new versions.
+                # Each parameter gets its own tensor object: changes of it count as new versions.
                 self.parameters[index].grad = bucket.views[index].detach()
 
 
 class SentBefore:
-    """The memory of gradients that had been sent, and not been used by a step, when an earlier world ended."""
+    """Remembers the gradients that were sent in an earlier world, and that no step has used before that world ended."""
 
     def __init__(self) -> None:
         self._memory: list[torch.Tensor] = []
 
     def remember(self, reducer: DeviceReducer) -> None:
-        """The world of `reducer` has ended."""
+        """Remember what `reducer` has sent. The world of the reducer has ended."""
         self._memory += reducer.sent_memory()
 
     def problem(self, device: Device, parameters: Sequence[torch.Tensor]) -> str:
-        """Whether a step is about to use such gradients, in words; empty if not. Asked once, they are forgotten.
+        """Return why a step must not use the present gradients, in words; an empty text if it may. Forget them then.
 
         Args:
-            device: Where they are.
-            parameters: Those of the optimizer.
+            device: The device of the parameters.
+            parameters: The parameters of the optimizer.
         """
         sent, self._memory = set(map(device.allocation, self._memory)), []
         gradients = [parameter.grad for parameter in parameters] if sent else []
@@ -112,5 +114,5 @@ class SentBefore:
 
 
 def layout_of(parameters: Sequence[torch.Tensor]) -> Layout:
-    """What the gradients of parameters are like: in the order of their memory, if that has no gaps (``channels_last``)."""
+    """Return dtype, shape and strides of each gradient. Strides are those of the parameter if its memory has no gaps."""
     return [(ADAPTER.info(parameter), torch.empty_like(parameter, device="meta").stride()) for parameter in parameters]

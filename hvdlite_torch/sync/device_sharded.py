@@ -1,11 +1,11 @@
-"""``shard=True`` on a GPU: each rank gets its shard of the combined gradients, steps it, and all gather the parameters.
+"""`DeviceShards`: ``shard=True`` on a GPU.
 
-::
+Each rank gets its shard of the combined gradients and steps this shard; then all ranks gather the parameters::
 
     backward ─▶ reduce-scatter of each bucket ─▶ step the shard ─▶ allgather of each bucket's parameters ─▶ forward
 
-The parameters lie in flat memory like that of the gradients, so nothing is copied to gather them. Checkpoints are those of
-`hvdlite_torch.sync.host_sharded`, and of an optimizer that is not sharded.
+The parameters lie in flat memory with the layout of the gradients, so the allgather needs no copy. Checkpoints are the same as
+those of `hvdlite_torch.sync.host_sharded`, and of an optimizer that is not sharded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hvdlite_torch.tensors.adapter import ADAPTER
 
 
 class DeviceShards:
-    """This rank's shard of parameters and combined gradients on a device, as `hvdlite.gradients.sync.Results`.
+    """The `hvdlite.gradients.sync.Results` of a sharded optimizer on a device: this rank's shard.
 
     Args:
         context: The optimizer.
         sharding: Deals the parameters out.
 
     Attributes:
-        whole: Parameters are dealt out whole.
+        whole: Parameters are dealt out whole; if False, a parameter may be cut between ranks.
     """
 
     def __init__(self, context: OptimizerContext, sharding: Sharding) -> None:
@@ -45,12 +45,13 @@ class DeviceShards:
         self.whole = sharding.whole
         self._alone = WholeResults(context)
         self._reducer: DeviceReducer | None = None
-        """None if this rank is alone: it steps whole parameters."""
+        """The present buckets; None if this rank is alone and steps whole parameters."""
         self._pieces: list[tuple[torch.nn.Parameter, int, torch.Tensor]] = []
-        """Of each piece: the parameter that is stepped, the number of the whole one, and its combined gradient."""
+        """For each piece: the parameter that the optimizer steps, the number of the whole parameter, and the combined gradient.
+        """
 
     def collect(self) -> None:
-        """Let the optimizer have the state of whole parameters, before they are dealt out anew. Every rank calls this."""
+        """Give the optimizer the state of whole parameters, before parameters are dealt out anew. Every rank calls this."""
         self._sharding.collect()
         self.leave()  # there is to be room for the new gradients
 
@@ -58,12 +59,12 @@ class DeviceShards:
     def deal(
         self, parameters: Sequence[torch.Tensor], reducer: DeviceReducer | None, collectives: DeviceCollectives
     ) -> None:
-        """Deal the parameters out, and let them lie in the reducer's memory. Every rank calls this.
+        """Deal the parameters out, and move them to the reducer's memory. Every rank calls this.
 
         Args:
-            parameters: All that are trained.
-            reducer: With a `ParameterBucket` for each of its buckets; None if this rank is alone.
-            collectives: Over the ranks that take part.
+            parameters: All parameters that are trained.
+            reducer: All its buckets are `ParameterBucket`; None if this rank is alone.
+            collectives: The collectives of the ranks that take part.
         """
         self._reducer, self._collectives, self._pieces = reducer, collectives, []
         if reducer is None:
@@ -91,30 +92,30 @@ class DeviceShards:
         return cast("list[ParameterBucket]", self._reducer.buckets)
 
     def check_memory(self) -> None:
-        """Raise if a parameter is not where it was dealt out."""
+        """Raise ArgumentError if a parameter was given other memory since it was dealt out."""
         self._shards.check_memory()
 
     def refuse_sparse(self, shape: Sequence[int]) -> None:
-        """Raise for a parameter of this shape, which has a sparse gradient."""
+        """Raise UnsupportedTensorError: a parameter of this shape has a sparse gradient."""
         refuse_sparse(shape)
 
     @property
     def total_weight(self) -> float:
-        """See `Results.total_weight`."""
+        """Return the sum of the weights of all ranks in the last step in which this rank had no data."""
         return 0.0 if self._reducer is None else self._reducer.told.divisor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of this rank's pieces; of whole parameters, if it is alone."""
+        """Return the combined gradients of this rank's pieces; of whole parameters if this rank is alone."""
         return self._alone.gradients() if self._reducer is None else self._shards.gradients()
 
     def give(self, there: Sequence[bool]) -> None:
-        """Let the pieces have their combined gradients."""
+        """Give each piece its combined gradient, or None if `there` says that no rank has a gradient of the parameter."""
         for parameter, index, gradient in self._pieces:
             parameter.grad = gradient if there[index] else None
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> None:
-        """See `Results.clip`. The host does not wait for the norm."""
+        """Scale the gradients to a norm of at most `max_norm`. The host does not wait for the norm."""
         if self._reducer is None:
             self._alone.clip(max_norm)
             return
@@ -129,13 +130,13 @@ class DeviceShards:
         stream.wait(self._device.current().record())
         self._collectives.allreduce(self._squares, ReduceOp.SUM, stream)
         self._reducer.wait()
-        # As `hvdlite_torch.step.shards.clip_factor`, where the host does not know the norm.
+        # The same formula as `hvdlite_torch.step.shards.clip_factor`; the host does not know the norm.
         factor = (max_norm / (self._squares[0].sqrt() + 1e-6)).clamp(max=1.0)
         for dtype, gradients in by_dtype.items():
             torch._foreach_mul_(gradients, factor.to(dtype.to_real()))
 
     def publish(self) -> None:
-        """The pieces have been stepped: let all ranks have them."""
+        """Let all ranks gather the parameters, after each rank has stepped its pieces."""
         if self._reducer is None:
             return
         stream = self._collectives.stream
@@ -146,5 +147,5 @@ class DeviceShards:
         self._reducer.wait()
 
     def leave(self) -> None:
-        """Hold nothing of the world any more: it has ended."""
+        """Drop what belongs to the world that has ended."""
         self._reducer, self._pieces = None, []

@@ -1,8 +1,10 @@
-"""Gradients as they travel: compressed by the step, each once, for a compressor may remember what it has seen.
+"""`EncodedGradient`, `Encodings`: gradients that are compressed by the step before they travel.
 
-How large a compressed gradient is, must be known on all ranks before memory for it is made. A compressor says it
-(``encoded``), or the first gradient shows it: the step that has one tells all ranks, which make the memory and go on with the
-step. Until then the parameter is *unknown*, on all ranks alike.
+A gradient is compressed once a step, because a compressor may remember what it has seen.
+
+All ranks must know the size of a compressed gradient before they make memory for it. A compressor says the size (``encoded``),
+or the first gradient shows it: the step that has one tells all ranks, which make the memory and go on with the step. Until then
+the parameter is *unknown*, on all ranks alike.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ class EncodedGradient:
     """The compressed gradient of one parameter, on one rank.
 
     Args:
-        codec: Compresses it.
-        parameter: Whose.
+        codec: Compresses the gradient.
+        parameter: The parameter, whose dtype and shape gradients have.
 
     Attributes:
-        codec: As given.
+        codec: Compresses the gradient.
         info: The dtype and shape of what travels; None as long as they are unknown.
     """
 
@@ -45,15 +47,18 @@ class EncodedGradient:
 
     @property
     def layout(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and dtype of what travels, which are known."""
+        """Return the shape and dtype of what travels. `info` must be known."""
         assert self.info is not None
         return self.info.shape, TORCH[self.info.dtype]
 
     def encode(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient as it travels. It is compressed once until `forget`, unless the codec may do so at any time.
+        """Return the gradient as it travels. It is compressed once until `forget`, unless the codec is repeatable.
+
+        Args:
+            gradient: A dense gradient.
 
         Raises:
-            ArgumentError: It is not of the dtype and shape that are known.
+            ArgumentError: The compressed gradient has another dtype or shape than `info`.
         """
         if self._encoded is not None:
             return self._encoded
@@ -71,14 +76,14 @@ class EncodedGradient:
         return encoded
 
     def forget(self) -> None:
-        """The step is over: there will be another gradient."""
+        """Forget the compressed gradient: the step is over."""
         self._encoded = None
 
     def decode(self, result: torch.Tensor) -> torch.Tensor:
-        """The combined gradient, of the parameter's dtype.
+        """Return the combined gradient, decompressed, in the parameter's gradient dtype.
 
         Raises:
-            ArgumentError: This rank has never compressed a gradient of the parameter, and could not be told what another knows.
+            ArgumentError: This rank has never compressed such a gradient, and the context of another rank cannot be pickled.
         """
         if self._missing_context:
             raise ArgumentError(
@@ -89,7 +94,7 @@ class EncodedGradient:
         return self.codec.decode(result, self._context).to(self._dtype)
 
     def tell(self) -> _Found | None:
-        """What other ranks need to know of what was compressed; None if nothing was."""
+        """Return what other ranks need to know of the compressed gradient; None if nothing was compressed."""
         if self._encoded is None:
             return None
         context = None
@@ -98,7 +103,7 @@ class EncodedGradient:
         return _Found(ADAPTER.info(self._encoded), context)
 
     def learn(self, found: _Found) -> None:
-        """Another rank, or this one, has compressed the first gradient."""
+        """Take over what some rank has found when it compressed the first gradient."""
         self.info = found.info
         if self._encoded is None:
             self._missing_context = found.context is None
@@ -106,11 +111,11 @@ class EncodedGradient:
 
 
 class _Found(NamedTuple):
-    """What is known of a compressed gradient.
+    """What one rank tells the others of a first compressed gradient.
 
     Attributes:
-        info: Its dtype and shape.
-        context: Pickled; None if it cannot be.
+        info: The dtype and shape of what travels.
+        context: The context for `decompress`, pickled; None if it cannot be pickled.
     """
 
     info: TensorInfo
@@ -118,7 +123,7 @@ class _Found(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The dtype and shape in words."""
+        """Return the dtype and shape in words."""
         return f"{self.info.dtype} of shape {self.info.shape}"
 
 
@@ -126,10 +131,10 @@ class Encodings:
     """The compressed gradients of one optimizer, on one rank.
 
     Args:
-        codec: Compresses them.
+        codec: Compresses gradients.
         ranks: The world ranks that take part, for messages.
-        gather: Makes a list of the objects of all ranks, in the order of `ranks`; None for a rank that has joined.
-        sparse_as_dense: What is sparse is not to stay so.
+        gather: Returns the objects of all ranks, in the order of `ranks`; None for a rank that has joined.
+        sparse_as_dense: Whether sparse gradients are made dense.
     """
 
     def __init__(
@@ -143,25 +148,25 @@ class Encodings:
         self._sparse: set[torch.Tensor] = set()
 
     def of(self, parameter: torch.Tensor) -> EncodedGradient:
-        """That of a parameter."""
+        """Return the compressed gradient of a parameter."""
         found = self._of.get(parameter)
         if found is None:
             found = self._of[parameter] = EncodedGradient(self._codec, parameter)
         return found
 
     def known(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of which it is known what travels."""
+        """Return the parameters that are known."""
         return [parameter for parameter in parameters if self.of(parameter).info is not None]
 
     def infos(self, parameters: Sequence[torch.Tensor]) -> list[TensorInfo]:
-        """What travels for the gradients of parameters of which it is known."""
+        """Return the dtype and shape of what travels for each of the parameters that is known."""
         return [info for parameter in parameters if (info := self.of(parameter).info) is not None]
 
     def _unknown(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [parameter for parameter in parameters if self.of(parameter).info is None]
 
     def meet(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Compress first gradients. Returns whether there are some, so that all ranks have to `agree`."""
+        """Compress the first gradients of unknown parameters. Return whether there are some: then all ranks `agree`."""
         found = False
         for parameter in self._unknown(parameters):
             if parameter.grad is None:
@@ -175,14 +180,14 @@ class Encodings:
         return found
 
     def agree(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Let all ranks know what some have met. Every rank calls this.
+        """Let all ranks know what some ranks have found by `meet`. Every rank calls this.
 
         Returns:
             The parameters that have sparse gradients on some rank.
 
         Raises:
-            MismatchError: The ranks have compressed gradients of one parameter to other dtypes or shapes.
-            ArgumentError: A rank has joined, and cannot be told.
+            MismatchError: Two ranks have compressed gradients of one parameter to different dtypes or shapes.
+            ArgumentError: A rank has joined, and cannot be told the dtype and shape.
         """
         unknown = self._unknown(parameters)
         if not unknown:
@@ -211,6 +216,6 @@ class Encodings:
         return sparse
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget all compressed gradients: the step is over."""
         for each in self._of.values():
             each.forget()

@@ -1,9 +1,8 @@
-"""The gradients of one optimizer in host memory, on one rank: exchanged before the optimizer steps.
+"""`HostSync` combines the gradients of one optimizer in host memory, before the optimizer steps.
 
-What is in ``p.grad`` when the optimizer steps is exchanged, whatever a program has done to it since. A large gradient that
-other ranks read is copied into the reducer's memory as soon as a backward pass has it, while it is in the cache. Then
-``p.grad`` becomes that memory: what the program sees is what is exchanged (see `Slot`). Small gradients are copied by the step,
-all at once.
+The step combines what is in ``p.grad`` at that moment, whatever the program has done to it since the backward pass. A large
+gradient that other ranks read is copied to the reducer's memory by a hook, while it is in the cache. Then ``p.grad`` becomes
+that memory, so the program sees and changes what will be combined (see `Slot`). The step copies small gradients, all at once.
 """
 
 from __future__ import annotations
@@ -34,18 +33,14 @@ from hvdlite_torch.tensors.malloc import keep_freed_memory
 
 
 class HostSync:
-    """Combines gradients in host memory, as `hvdlite.gradients.sync.GradientSync`.
+    """The `hvdlite.gradients.sync.GradientSync` for gradients in host memory.
 
     Args:
         context: The optimizer.
-        sharding: Knows which shard this rank steps; None if it steps all parameters.
-
-    Attributes:
-        results: What the optimizer steps with.
-        missed: As for `GradientSync`.
+        sharding: The shard that this rank steps; None if this rank steps all parameters.
 
     Raises:
-        ArgumentError: The options do not go together.
+        ArgumentError: ``overlap=True`` and ``shard=True`` do not go together.
     """
 
     def __init__(self, context: OptimizerContext, sharding: Sharding | None) -> None:
@@ -54,7 +49,7 @@ class HostSync:
         self.results: Results = self._shards or WholeResults(context)
         self.missed = False
         self._parameters: list[torch.Tensor] = []
-        """Those whose gradients are dense on all ranks, and of which it is known what is exchanged."""
+        """The parameters whose gradients are dense on all ranks, and whose encoded layout is known."""
         self._gradients: HostGradients | None = None
         self._planner: Planner
 
@@ -79,11 +74,11 @@ class HostSync:
         self._prepare(self._with_known_layout(context.trained()))
 
     def _with_known_layout(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of which all ranks know what is exchanged for their gradients. Of the others no rank has had a gradient."""
+        """Return the parameters whose encoded layout all ranks know. No rank has had a gradient of the others."""
         return parameters if self._encodings is None else self._encodings.known(parameters)
 
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
-        """Exchange the dense gradients of these parameters from now on. Every rank calls this."""
+        """Begin to combine the dense gradients of `parameters`, with a new planner. Every rank calls this."""
         context = self._context
         adapts = self._shards is None and context.options.aggregator is None
         infos = self._infos(parameters)
@@ -91,11 +86,11 @@ class HostSync:
         self._follow(self._planner.plan, parameters)
 
     def _infos(self, parameters: list[torch.Tensor]) -> list[TensorInfo]:
-        """What is exchanged for the gradients of these parameters."""
+        """Return dtype and shape of what travels for the gradient of each parameter."""
         return list(map(gradient_info, parameters)) if self._encodings is None else self._encodings.infos(parameters)
 
     def _follow(self, plan: Plan, parameters: list[torch.Tensor]) -> None:
-        """Make memory and hooks for `parameters`. Every rank calls this."""
+        """Make buckets and hooks for `parameters`, and release the present buckets. Every rank calls this."""
         context, outdated = self._context, self._gradients
         options, reducers = context.options, context.group.reducers
         if outdated is not None:
@@ -129,16 +124,16 @@ class HostSync:
         for index, parameter in enumerate(self._parameters):
             if self._here.slots[index].large:
                 hooks.add_hook(parameter, weakly(self, "ready", index))
-            elif counts_all or index == 0:  # one, at least, for passes are counted
+            elif counts_all or index == 0:  # passes are counted by one parameter at least
                 hooks.add_hook(parameter, weakly(self._context.step, "count_pass"))
-        if counts_all or not self._parameters:  # count the passes of those that are not exchanged yet, too
+        if counts_all or not self._parameters:  # also count passes of parameters that are not combined yet
             known = set(map(id, self._parameters))
             for parameter in self._context.dense():
                 if id(parameter) not in known:
                     hooks.add_hook(parameter, weakly(self._context.step, "count_pass"))
 
     def ready(self, index: int, parameter: torch.Tensor) -> None:
-        """The hook of a large parameter."""
+        """Count a backward pass, and let the gradient be copied. This is the hook of a large parameter."""
         step = self._context.step
         step.count_pass(parameter)
         if step.quiet:
@@ -196,15 +191,15 @@ class HostSync:
             combine_sparse(context.sparse, weight, context.options.op is hvdlite.Average, context.process_set)
         if here.reducer.told.odd_passes:
             context.advice.odd_passes(said.passes)
-        if joined == 0:  # who has joined counts no steps, and could not follow another plan
-            plan = self._planner.exchanged(seconds, 0 if here.overlap is None else here.overlap.lost)
+        if joined == 0:  # a rank that has joined counts no steps, so it could not follow another plan
+            plan = self._planner.exchanged(seconds, 0 if here.overlap is None else here.overlap.failed)
             if plan is not None:
                 self._follow(plan, self._parameters)
 
     def _with_present_parameters(self) -> HostGradients:
-        """Where gradients lie, which is made anew if other parameters are trained than before: one was frozen, or added."""
+        """Return the gradients of the parameters that are trained now. Make buckets anew if a parameter was frozen or added."""
         parameters = self._with_known_layout(self._context.dense())
-        if not are_same(parameters, self._parameters):  # on every rank, or they disagree
+        if not are_same(parameters, self._parameters):  # all ranks must find the same
             self._here.drain()
             self._prepare(parameters)
         if self._shards is not None:
@@ -212,7 +207,7 @@ class HostSync:
         return self._here
 
     def _hear_news(self, own: Sequence[int]) -> None:
-        """Learn which gradients are sparse on some rank, and how large compressed ones are. Every rank calls this.
+        """Let all ranks know which gradients are sparse, and dtype and shape of compressed ones. Every rank calls this.
 
         Args:
             own: The numbers of this rank's gradients that are sparse.
@@ -224,18 +219,18 @@ class HostSync:
             context.set_aside(self._encodings.agree(context.dense()))
 
     def leave_out(self) -> None:
-        """Nothing: what is in ``p.grad`` is this rank's own."""
+        """Do nothing: the optimizer steps with this rank's own ``p.grad``."""
 
     def changed_unseen(self, how: str) -> None:
-        """Nothing: the exchange looks at all gradients."""
+        """Do nothing: `combine` looks at all gradients."""
 
     def before_step(self) -> None:
-        """Nothing: gradients are combined."""
+        """Do nothing: the gradients are combined already."""
 
     def after_step(self) -> None:
         self.results.publish()
 
-    # This rank has run out of data, and others have not (`hvdlite.join`)
+    # This rank has run out of data, and other ranks have not (`hvdlite.join`)
 
     def have_same_state(self) -> None:
         self.missed = False
@@ -249,4 +244,4 @@ class HostSync:
 
 
 def _allow(_: Sequence[int]) -> None:
-    """Sparse gradients are supported."""
+    """Do nothing: an optimizer that is not sharded supports sparse gradients."""

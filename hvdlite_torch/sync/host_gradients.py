@@ -1,4 +1,7 @@
-"""The dense gradients of some parameters in the memory of one reducer: brought there by hooks and the step, and back."""
+"""`HostGradients`: the dense gradients of some parameters in the memory of one reducer.
+
+Hooks and the step bring gradients there, and the step brings the combined gradients back.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,21 @@ from hvdlite_torch.tensors.gradient import as_dense
 
 
 class HostGradients:
-    """Where gradients lie in host memory, on one rank, as long as parameters and plan stay as they are.
+    """The gradients of one layout on one rank. It is replaced when the parameters or the plan change.
 
-    Large gradients are looked at one by one (`LargeGradients`), small ones are copied all at once (`SmallGradients`).
+    `LargeGradients` looks at large gradients one by one. `SmallGradients` copies small ones all at once.
 
     Args:
         parameters: One for each tensor of `reducer`.
-        reducer: Combines them.
-        overlapped: The reducer's buckets are exchanged while backward passes go on.
-        encodings: What is exchanged in place of gradients; None if they are not compressed.
-        trivial_alone: Where there is one rank, gradients are their own results and nothing is copied.
-        sparse_as_dense: Make sparse gradients dense.
-        refuse_sparse: Called with the shape of a parameter that has a sparse gradient, which the caller may not support.
+        reducer: Combines the gradients.
+        overlapped: Whether the reducer's buckets are exchanged while backward passes go on.
+        encodings: The compressed gradients; None if gradients are not compressed.
+        trivial_alone: Whether a single rank copies nothing, because its gradients are the results.
+        sparse_as_dense: Whether sparse gradients are made dense.
+        refuse_sparse: Is called with the shape of each parameter that has a sparse gradient. It may raise.
 
     Attributes:
-        parameters, reducer: As given.
-        overlap: Exchanges buckets early; None if nothing does.
+        overlap: Exchanges buckets early; None if nothing is exchanged early.
         slots: One for each parameter.
         news: The numbers of the gradients that the last `collect` has found to be sparse.
     """
@@ -73,30 +75,30 @@ class HostGradients:
         self._small = SmallGradients(small, of_small, alone and trivial_alone)
 
     def take(self, index: int, parameter: torch.Tensor, weight: float) -> None:
-        """A backward pass has added to a large gradient: copy it, while it is in the cache, if other ranks read any of it.
+        """Copy a large gradient to which a backward pass has added, while it is in the cache, if other ranks read any of it.
 
         Args:
             index: The number of the parameter.
-            parameter: With its gradient.
-            weight: That of the batch, as far as the program has said it.
+            parameter: The parameter, with its gradient.
+            weight: The batch weight, as far as the program has said it.
         """
         slot = self.slots[index]
         if self.overlap is not None:
             gradient = parameter.grad
             if gradient is not None and self.overlap.may_copy(index) and slot.copy(gradient):
                 self.overlap.ready(index, weight)
-        elif not (slot.stays or slot.apart or slot.alone):
+        elif not (slot.reduced_in_place or slot.apart or slot.alone):
             slot.take(parameter)
 
     def _choose_buffer(self, number: int) -> None:
-        """See `LargeGradients.choose_buffer`. Called before a bucket is exchanged early."""
+        """Choose the result buffer of a bucket, before the bucket is exchanged early: see `LargeGradients.choose_buffer`."""
         self._large.choose_buffer(number)
 
     def collect(self) -> tuple[list[bool], bool]:
-        """See that gradients are where they are reduced.
+        """Bring all gradients to where they are reduced.
 
         Returns:
-            For each parameter, whether this rank has a dense gradient; and whether one has changed since it was copied.
+            For each parameter, whether this rank has a dense gradient; and whether a gradient has changed since it was copied.
         """
         used = [True] * len(self.slots)
         self.news = []
@@ -106,7 +108,7 @@ class HostGradients:
         return used, changed
 
     def _checked(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor | None:
-        """A gradient that can be exchanged as a dense one; None if it cannot, and is among the news."""
+        """Return the gradient as a dense one. If it is sparse and stays so, note its number in `news` and return None."""
         dense = as_dense(gradient, slot.shape, slot.dtype, self._sparse_as_dense)
         if dense is None:
             self._refuse_sparse(slot.shape)
@@ -114,7 +116,7 @@ class HostGradients:
         return dense
 
     def deliver(self, anywhere: Sequence[bool]) -> None:
-        """Let ``p.grad`` be the combined gradients.
+        """Set ``p.grad`` to the combined gradients.
 
         Args:
             anywhere: For each parameter, whether any rank has a gradient of it.
@@ -123,23 +125,23 @@ class HostGradients:
         self._small.deliver(anywhere)
 
     def forget(self) -> None:
-        """The step does not need to know any more where gradients are."""
+        """Forget where the gradients of this step are."""
         self._large.forget()
 
     def drain(self) -> None:
-        """End what the backward pass has begun to exchange, and forget it. Every rank calls this."""
+        """Finish the exchanges that the backward pass has begun, and drop their results. Every rank calls this."""
         if self.overlap is not None:
             for bucket in self.reducer.buckets[self.overlap.under_way :]:
-                bucket.pool.number = 1  # the program may hold what is in the other buffer
+                bucket.pool.number = 1  # the program may hold views of the other buffer
             self.overlap.drain()
 
     def leave(self) -> None:
-        """Let gradients have memory of their own."""
+        """Give each gradient memory of its own where ``p.grad`` is memory of the reducer."""
         for slot, parameter in zip(self.slots, self.parameters, strict=True):
             slot.leave(parameter)
 
     def close(self) -> None:
-        """End the thread that exchanges buckets, if there is one. The reducer stays."""
+        """Give the gradients memory of their own, and end the thread that exchanges buckets. The reducer stays open."""
         self.leave()
         if self.overlap is not None:
             self.overlap.close()

@@ -1,18 +1,18 @@
-"""The sharded step: each rank steps its share of the parameters, and the others see the new values in the same memory.
+"""`HostShards`: ``shard=True`` in host memory. Each rank steps its shard of the parameters.
 
-The parameters of the ranks of a host lie in one memory. A step reduces a gradient only where it is needed, and nothing is
-gathered afterwards on one host::
+The parameters of the ranks of a host lie in one shared memory, so the other ranks see the new values without a copy. A step
+reduces a gradient only where it is needed, and on one host nothing is gathered afterwards::
 
-    backward on every rank ─▶ meet ─▶ rank r sums part r of all gradients, steps part r of the parameters ─▶ meet ─▶ forward
+    backward on every rank ─▶ meet ─▶ rank r sums shard r of all gradients, steps shard r ─▶ meet ─▶ forward
 
-The optimizer's own code does the stepping: for the time of a step its groups hold this rank's pieces of the parameters.
-Where each element is stepped by itself (Adam, SGD, …) the parts are equal and a parameter may be cut in two; for all other
-optimizers whole parameters are dealt out. This is the idea of ZeRO (Rajbhandari et al., arXiv:1910.02054), stages 1 and 2,
-without its communication where ranks share memory.
+The optimizer's own code makes the step: during a step its groups hold this rank's pieces of the parameters. If the optimizer
+steps each element by itself (Adam, SGD, …), the shards are equal and a parameter may be cut in two. For all other optimizers,
+whole parameters are dealt out. This is the idea of ZeRO (Rajbhandari et al., arXiv:1910.02054), stages 1 and 2, without its
+communication where ranks share memory.
 
-What differs from an optimizer that is not sharded: all ranks start with the parameters of the first rank, and those of one
-host are the same memory, so a change in place that each rank makes for itself is made several times. After a step ``p.grad``
-means nothing. ``state_dict()`` and ``load_state_dict()`` are called by every rank.
+A sharded optimizer differs from one that is not sharded. All ranks start with the parameters of the first rank. The parameters
+of one host are the same memory, so an in-place change that each rank makes is applied several times. After a step ``p.grad``
+means nothing. Every rank calls ``state_dict()`` and ``load_state_dict()``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from hvdlite_torch.tensors.gradient import gradient_dtype
 
 
 class HostShards:
-    """This rank's shard of parameters and combined gradients in host memory, as `hvdlite.gradients.sync.Results`.
+    """The `hvdlite.gradients.sync.Results` of a sharded optimizer in host memory: this rank's shard.
 
     Args:
         context: The optimizer.
         sharding: Deals the parameters out.
 
     Raises:
-        ArgumentError: Gradients are to be exchanged while backward passes go on.
+        ArgumentError: ``overlap=True`` was asked for.
     """
 
     def __init__(self, context: OptimizerContext, sharding: Sharding) -> None:
@@ -58,10 +58,11 @@ class HostShards:
         self._reducer: ShardedReducer | None = None
         self._parameters: Sequence[torch.Tensor] = []
         self._versions: list[int] | None = None
-        """Of the parameters, after the last step; None if ranks may have different ones."""
+        """The version counters of the parameters after the last step; None if they may differ between ranks."""
         self._gradients: HostGradients | None = None
         self._homes: list[tuple[Piece, torch.nn.Parameter, Slot, list[torch.Tensor]]] = []
-        """Of each piece: the parameter that is stepped, and where its gradient is, in each buffer, if it is not its own."""
+        """For each piece: the parameter that is stepped, the slot of the whole one, and the gradient's memory in each buffer.
+        """
 
     @property
     def _here(self) -> ShardedReducer:
@@ -75,12 +76,12 @@ class HostShards:
         """Deal the parameters out, in memory that the ranks of a host share. Every rank calls this.
 
         Args:
-            parameters: All that are trained.
-            infos: What is exchanged for the gradient of each.
-            plan: How to exchange.
+            parameters: All parameters that are trained.
+            infos: Dtype and shape of the gradient of each parameter.
+            plan: How gradients are exchanged.
 
         Raises:
-            ArgumentError: The gradients of a parameter are of another dtype.
+            ArgumentError: The gradients of a parameter have another dtype than the parameter.
         """
         for parameter in parameters:
             if gradient_dtype(parameter) is not parameter.dtype:
@@ -94,7 +95,7 @@ class HostShards:
         hvdlite.broadcast(parameters, 0, inplace=True, process_set=context.process_set)
         shared = [as_tensor(reducer.parameters_of(n), parameter) for n, parameter in enumerate(parameters)]
         for parameter, memory in zip(parameters, shared, strict=True):
-            memory.copy_(parameter)  # the same values, from every rank of the host
+            memory.copy_(parameter)  # every rank of the host writes the same values
         reducer.meet()
         for parameter, memory in zip(parameters, shared, strict=True):
             parameter.data = memory
@@ -105,7 +106,7 @@ class HostShards:
         return reducer
 
     def follow(self, gradients: HostGradients) -> None:
-        """The gradients of the parameters lie there from now on."""
+        """Use `gradients`, which lie in the memory that `make_reducer` has made."""
         self._gradients = gradients
         self._homes = [
             (piece, parameter, gradients.slots[piece.tensor], [self._piece_in(buffer, piece) for buffer in (0, 1)])
@@ -117,50 +118,50 @@ class HostShards:
         return cut(as_tensor(memory, self._parameters[piece.tensor]), piece)
 
     def check_memory(self) -> None:
-        """Raise if a parameter is not where it was dealt out."""
+        """Raise ArgumentError if a parameter was given other memory since it was dealt out."""
         self._shards.check_memory()
 
     def changed(self) -> bool:
-        """Whether the program has changed parameters in place since the last step: on each rank, so more than once."""
+        """Return whether the program has changed parameters in place since the last step. Each rank makes such a change."""
         return self._versions is not None and self._versions != versions_of(self._parameters)
 
     @property
     def total_weight(self) -> float:
-        """See `Results.total_weight`."""
+        """Return the sum of the weights of all ranks in the last exchange."""
         return self._here.divisor
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of this rank's pieces."""
+        """Return the combined gradients of this rank's pieces."""
         return self._shards.gradients()
 
     def clip(self, max_norm: float) -> None:
-        """See `Results.clip`."""
+        """Scale the gradients to a norm of at most `max_norm` over the parameters of all ranks. Every rank calls this."""
         gradients = self._shards.gradients()
         factor = clip_factor(self._here.sum_over_ranks(squared_norm(gradients)), max_norm)
         for gradient in gradients:
             gradient.mul_(factor)
 
     def give(self, there: Sequence[bool]) -> None:
-        """Let the pieces have their combined gradients."""
+        """Give each piece its combined gradient, or None if `there` says that no rank has a gradient of the parameter."""
         for piece, parameter, slot, homes in self._homes:
             whole = self._parameters[piece.tensor].grad if slot.where is Where.OWN else None
-            # Another object each time: an optimizer's step may give that other memory (``p.grad.data = …``).
+            # A new tensor object each time: an optimizer's step may give the object other memory (``p.grad.data = …``).
             combined = homes[slot.pool.number].data if whole is None else cut(whole, piece)
             parameter.grad = combined if there[piece.tensor] else None
         assert self._gradients is not None
         self._gradients.forget()
 
     def publish(self) -> None:
-        """The pieces have been stepped: let all ranks have them."""
+        """Let all ranks have the parameters, after each rank has stepped its pieces. Every rank calls this."""
         self._here.publish()
         self._versions = versions_of(self._parameters)
 
     def have_same_state(self) -> None:
-        """All ranks have been given the same parameters, maybe by changes in place."""
+        """Forget the versions: all ranks have been given the same parameters, which may have changed them in place."""
         self._versions = None
 
     def leave(self) -> None:
-        """Hold nothing of the world any more: it has ended."""
+        """Drop what belongs to the world that has ended."""
         self._homes = []
         self._reducer = self._gradients = None
         self._versions = None

@@ -1,4 +1,4 @@
-"""Large gradients: reduced where they are, if nobody else sees that; copied to the reducer by the hook or the step, if not."""
+"""`LargeGradients`: a large gradient is reduced where it lies if no other rank reads it, and copied to the reducer if not."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class LargeGradients:
     """The large gradients of an optimizer, on one rank.
 
     Args:
-        slots: Their places.
+        slots: The slots of the large parameters.
         parameters: One for each slot.
-        buckets: Whose memory the slots are.
-        overlap: Exchanges what is copied early; None if nothing is.
-        trivial: Gradients are their own results.
+        buckets: All buckets of the reducer.
+        overlap: Exchanges early what the hooks copy; None if nothing is exchanged early.
+        trivial: Whether gradients are their own results, so that nothing is copied.
 
     Attributes:
-        slots: As given.
+        slots: The slots of the large parameters.
     """
 
     def __init__(
@@ -42,21 +42,21 @@ class LargeGradients:
         there = {slot.index: slot for slot in slots}
         self._in_bucket = [[there[i] for i in bucket.tensors if i in there] for bucket in buckets]
         self._met: list[tuple[Slot, torch.Tensor]] = []
-        """Those that share memory with others in this step, each with its parameter."""
+        """The slots, each with its parameter, whose gradients share memory with another gradient in this step."""
 
     def choose_buffer(self, number: int) -> None:
-        """Choose where the results of a bucket are to go, on this rank: not where the program looks."""
+        """Choose the result buffer of a bucket on this rank: the second one if the program holds views of the first."""
         self._buckets[number].pool.number = int(any(slot.is_held for slot in self._in_bucket[number]))
 
     def collect(self, used: list[bool], check: Check) -> bool:
-        """See that gradients are where they are reduced.
+        """Bring the large gradients to where they are reduced.
 
         Args:
-            used: By the numbers of the slots: is set to False where there is none.
-            check: Looks at what is not known to be a dense gradient.
+            used: Whether this rank has a gradient, by the number of the slot. Is set to False where there is none.
+            check: Makes a gradient dense, or returns None.
 
         Returns:
-            Whether one is not as it was when it was copied, so that what has been exchanged of it is worth nothing.
+            Whether a gradient has changed since it was copied, so that what was exchanged of it is wrong.
         """
         held = [slot.find(parameter) for slot, parameter in self._pairs]
         meet = self._meet()
@@ -66,7 +66,7 @@ class LargeGradients:
         return False
 
     def _meet(self) -> bool:
-        """Whether gradients share memory with each other; none of those is combined where it is."""
+        """Find the gradients that share memory with each other; these are copied. Return whether there are some."""
         self._met = []
         if self._trivial:
             return False
@@ -85,7 +85,7 @@ class LargeGradients:
             if gradient is None:
                 used[slot.index] = False
                 continue
-            if slot.stays and not slot.alone:
+            if slot.reduced_in_place and not slot.alone:
                 slot.show(gradient if slot.where is Where.OWN else None)
             if slot.where is Where.AWAY or (slot.where is Where.HOME and buffer):
                 dense = check(slot, gradient)
@@ -94,7 +94,7 @@ class LargeGradients:
                     slot.load(dense)
 
     def _collect_early(self, overlap: Overlap, used: list[bool], check: Check) -> bool:
-        """As `_collect_now`, where a thread exchanges already what has been copied: is that still the gradient?"""
+        """Do as `_collect_now`, and compare gradients with copies that a thread exchanges. Return whether one has changed."""
         changed = False
         for slot, parameter in self._pairs:
             gradient = parameter.grad
@@ -111,17 +111,17 @@ class LargeGradients:
         return changed
 
     def deliver(self, anywhere: Sequence[bool]) -> None:
-        """Let ``p.grad`` be the combined gradients.
+        """Set ``p.grad`` to the combined gradients.
 
         Args:
-            anywhere: By the numbers of the slots: whether there is a result.
+            anywhere: Whether any rank has a gradient, by the number of the slot.
         """
-        for some, do in ((self._pairs, Slot.give), (self._met, Slot.settle)):
+        for some, do in ((self._pairs, Slot.give), (self._met, Slot.separate)):
             for slot, parameter in some:
                 if anywhere[slot.index]:
                     do(slot, parameter)
 
     def forget(self) -> None:
-        """The step does not need to know any more where gradients are."""
+        """Forget where the gradients of this step are."""
         for slot in self.slots:
             slot.where = Where.NOWHERE

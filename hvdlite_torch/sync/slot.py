@@ -1,4 +1,4 @@
-"""The place of one parameter's gradient in the reducer's memory."""
+"""`Slot`: where the gradient of one parameter lies, and how it comes to the reducer's memory and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdlite_torch.tensors.ownership import Lent, is_borrowed, is_exclusive, is_
 
 
 class Where(enum.Enum):
-    """Where a gradient is: see `Slot`."""
+    """Where a gradient is before an exchange: see `Slot`."""
 
     NOWHERE = enum.auto()
     HOME = enum.auto()
@@ -25,35 +25,34 @@ class Where(enum.Enum):
 
 
 class Slot:
-    """Where the gradient of one parameter goes.
+    """Where the gradient of one parameter lies.
 
-    What is in ``parameter.grad`` when the optimizer steps is exchanged, however it came there. It is one of these (`Where`):
+    The step combines what is in ``parameter.grad``, however it came there. The gradient is at one of these places (`Where`):
 
-    - *home*: memory of the reducer, given to the program whole, so that whatever it does in place counts;
-    - *own*: memory of autograd's that nobody else sees, where no other rank reads anything of it: it is summed there;
-    - *away*: anything else. It is copied by the step, and the result is written to where it is if the program may see that.
+    - *home*: in memory of the reducer, which the program was given. So each change that the program makes in place counts.
+    - *own*: in memory of autograd that nobody else sees, and of which no other rank reads anything. It is summed there.
+    - *away*: anywhere else. The step copies it, and writes the result back to it if the program may see that memory.
 
     Args:
-        index: The parameter's number.
-        parameter: Its shape and dtype are those of gradients.
-        bucket: Whose memory it is.
-        encoded: What is exchanged in place of the gradient; None if that is itself.
-        alone: There is one rank only, so that a gradient is its own result.
+        index: The number of the parameter.
+        parameter: Gradients have its shape, and its dtype or ``grad_dtype``.
+        bucket: The bucket whose memory the slot is a part of.
+        encoded: The compressed gradient that travels instead; None if gradients are not compressed.
+        alone: Whether there is one rank only, so that a gradient is its own result.
 
     Attributes:
-        index, alone: As given.
         pool: The buffers of the bucket; its `number` says which of them this rank uses.
-        large: The gradient is so large that copying it is worth some thought.
-        compressed: Something else is exchanged in place of the gradient.
-        stays: No other rank reads anything of it.
-        apart: It is never at home: gradients are compressed, or lie in another order (``channels_last``), or results do not
-            lie where gradients do.
-        where: The gradient in the present step.
+        large: Whether the gradient is so large that avoiding a copy pays.
+        compressed: Whether a compressed gradient travels instead.
+        reduced_in_place: Whether no other rank reads anything of the gradient.
+        apart: Whether the gradient is never at home: it is compressed, or has other strides than the flat memory
+            (``channels_last``), or results do not lie where gradients do.
+        where: Where the gradient of the present step is.
     """
 
     __slots__ = (
         *("_bucket", "_encoded", "_home", "_like", "_memory", "_strides", "alone", "apart"),
-        *("compressed", "dtype", "index", "large", "pool", "shape", "stays", "where"),
+        *("compressed", "dtype", "index", "large", "pool", "shape", "reduced_in_place", "where"),
     )
 
     def __init__(
@@ -67,7 +66,7 @@ class Slot:
         self._encoded = encoded
         self.compressed = encoded is not None
         self.alone = alone
-        # The memory is in the order of the indices on every rank; torch's fused steps want gradients in the parameter's order.
+        # Flat memory is in C order on every rank; torch's fused steps need gradients with the parameter's strides.
         self._strides = None if parameter.is_contiguous() else torch.empty_like(parameter).stride()
         shape, dtype = (self.shape, self.dtype) if encoded is None else encoded.layout
         self._like = torch.empty(shape, dtype=dtype, device="meta")
@@ -76,7 +75,7 @@ class Slot:
         self._memory = self._tensor(memory)
         self._home = Lent(self._memory if in_place else self._tensor(result))
         self.apart = encoded is not None or self._strides is not None or not in_place
-        self.stays = bucket.stays(index) and encoded is None
+        self.reduced_in_place = bucket.reduces_in_place(index) and encoded is None
         self.where = Where.NOWHERE
 
     def _tensor(self, memory: Array) -> torch.Tensor:
@@ -85,7 +84,7 @@ class Slot:
     # During a backward pass
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Bring the gradient home, while it is in the cache, if nobody but the parameter sees where it is."""
+        """Copy the gradient home while it is in the cache, and set ``p.grad`` to the copy, if only ``p`` refers to it."""
         gradient = parameter.grad
         if (
             gradient is not None
@@ -99,7 +98,10 @@ class Slot:
             parameter.grad = self._home.lend()
 
     def copy(self, gradient: torch.Tensor) -> bool:
-        """Copy a gradient that may be exchanged before the step. Returns whether it may be: not if it is part of a graph."""
+        """Copy a gradient that may be exchanged before the step. Return whether it was copied.
+
+        A gradient is not copied if it is a part of a graph or not dense, or if its compressor remembers what it has seen.
+        """
         if (
             gradient.requires_grad
             or not self._is_like(gradient)
@@ -110,7 +112,7 @@ class Slot:
         return True
 
     def is_copy(self, gradient: torch.Tensor) -> bool:
-        """Whether what was copied is still the gradient."""
+        """Return whether the copy still equals the gradient, bit for bit."""
         if not self._is_like(gradient):
             return False
         if self._encoded is not None:
@@ -123,7 +125,7 @@ class Slot:
         return gradient.layout is torch.strided and gradient.dtype is self.dtype and gradient.shape == self.shape
 
     def leave(self, parameter: torch.Tensor) -> None:
-        """Let the gradient have memory of its own, if it is at home and the program does not hold it: this slot is given up."""
+        """Give the gradient memory of its own, if it is at home and the program does not hold it: this slot is given up."""
         gradient = parameter.grad
         if gradient is None or gradient.layout is not torch.strided:
             return
@@ -133,7 +135,11 @@ class Slot:
     # Before an exchange
 
     def find(self, parameter: torch.Tensor) -> bool:
-        """See where the gradient is. Returns whether the result cannot be put at home, for the program holds what is there."""
+        """Find out where the gradient is.
+
+        Returns:
+            Whether the result cannot be put at home, because the program holds a view of that memory.
+        """
         gradient = parameter.grad
         if gradient is None:
             self.where = Where.NOWHERE
@@ -147,7 +153,7 @@ class Slot:
         elif not self.apart and gradient.data_ptr() == self._home.address:
             self.where = Where.HOME
             return False
-        elif self.stays and is_exclusive(gradient):
+        elif self.reduced_in_place and is_exclusive(gradient):
             self.where = Where.OWN
             return False
         else:
@@ -156,29 +162,29 @@ class Slot:
 
     @property
     def is_held(self) -> bool:
-        """Whether the program holds what is at home."""
+        """Whether the program holds a view of the memory at home."""
         return self._home.is_held
 
     def show(self, gradient: torch.Tensor | None) -> None:
-        """Let a gradient that `stays` be summed where it is; in the reducer's memory, if None."""
+        """Let a gradient that is `reduced_in_place` be summed where it lies; in the reducer's memory, if `gradient` is None."""
         flat = None if gradient is None else ADAPTER.to_array(gradient.view(-1), wide=False)
         self._bucket.place(self.index, flat)
 
     def load(self, gradient: torch.Tensor) -> None:
-        """Copy a gradient to where it is expected."""
+        """Copy a gradient to the reducer's memory."""
         if self._encoded is not None:
             gradient = self._encoded.encode(gradient)
         self.source().copy_(gradient)
 
     def source(self) -> torch.Tensor:
-        """Where the gradient is expected."""
+        """Return the reducer's memory for this rank's gradient, as a tensor of the gradient's shape and dtype."""
         number = self.pool.number
         return self._tensor(self.pool.memory_of(self.index, number)) if number else self._memory
 
     # After it
 
     def result(self) -> torch.Tensor:
-        """The combined gradient as it lies in the reducer's memory."""
+        """Return the combined gradient as it lies in the reducer's memory. A compressed one is still compressed."""
         number = self.pool.number
         return self._tensor(self.pool.result_of(self.index, number)) if number else self._home.tensor
 
@@ -187,7 +193,7 @@ class Slot:
         return result if self._encoded is None else self._encoded.decode(result)
 
     def give(self, parameter: torch.Tensor) -> None:
-        """Let ``parameter.grad`` be the combined gradient, which is there for some rank."""
+        """Set ``parameter.grad`` to the combined gradient. Some rank has a gradient of the parameter."""
         gradient, buffer = parameter.grad, self.pool.number
         if self.where is Where.OWN or (self.where is Where.HOME and not buffer):
             return
@@ -195,28 +201,28 @@ class Slot:
             gradient.copy_(self.result())
             return
         may_be_home = not buffer and self._encoded is None and self._strides is None
-        # Nobody sees where it is, or nobody is to see the result there.
+        # The program does not see the gradient's memory, or must not see the result there.
         if may_be_home and (
             gradient is None or not self._is_like(gradient) or is_exclusive(gradient) or is_borrowed(gradient)
         ):
-            parameter.grad = None  # whose layout may be another
+            parameter.grad = None  # the present gradient may have another layout
             parameter.grad = self._home.lend()
             return
         if gradient is None and self._strides is not None:
             gradient = parameter.grad = torch.empty_strided(self.shape, self._strides, dtype=self.dtype)
         write(parameter, gradient, self._decoded())
 
-    def settle(self, parameter: torch.Tensor) -> None:
-        """Give a gradient memory of its own if another one was written over the combined one since."""
+    def separate(self, parameter: torch.Tensor) -> None:
+        """Give the gradient memory of its own if another gradient was written over it, in memory that both share."""
         result = self._decoded()
         if parameter.grad is not None and not same_bits(parameter.grad.contiguous(), result.contiguous()):
             parameter.grad = result.clone()
 
 
 def as_tensor(memory: Array, like: torch.Tensor) -> torch.Tensor:
-    """Flat memory of the reducer as a tensor of the dtype and shape of `like`."""
+    """Return flat memory of the reducer as a tensor with the dtype and shape of `like`. The tensor shares the memory."""
     return torch.from_numpy(memory).view(like.dtype).view(like.shape)
 
 
 Check = Callable[[Slot, torch.Tensor], torch.Tensor | None]
-"""Returns a gradient as it can be exchanged; or None if it cannot be a dense one."""
+"""Returns a gradient as a dense one; None if it is sparse and stays so."""

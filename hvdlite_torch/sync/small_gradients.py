@@ -1,6 +1,6 @@
-"""Small gradients: copied to the reducer by the step, all at once, and back.
+"""`SmallGradients`: the step copies all small gradients to the reducer at once, and back.
 
-There may be thousands of them, and a microsecond each is much.
+There may be thousands of small gradients, so a microsecond for each one matters.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from hvdlite_torch.tensors.ownership import is_borrowed, overlapping, same_bits,
 
 
 class SmallGradients:
-    """The small gradients of an optimizer, on one rank. The program is never given the reducer's memory.
+    """The small gradients of an optimizer, on one rank. The program never gets the reducer's memory of them.
 
     Args:
-        slots: Their places.
+        slots: The slots of the small parameters.
         parameters: One for each slot.
-        trivial: Gradients are their own results: nothing is copied.
+        trivial: Whether gradients are their own results, so that nothing is copied.
 
     Attributes:
-        slots: As given.
+        slots: The slots of the small parameters.
     """
 
     def __init__(self, slots: Sequence[Slot], parameters: Sequence[torch.Tensor], trivial: bool) -> None:
@@ -35,28 +35,28 @@ class SmallGradients:
         self._home = [slot.source() for slot in slots], [slot.result() for slot in slots]
         self._sources, self._results = self._home
         self._alike: list[torch.Tensor] = []
-        """All gradients, if they can be copied as they are."""
+        """The gradients of this step, if all of them can be copied by one call; empty if not."""
 
     def follow_buffers(self, all_first: bool) -> None:
-        """See which buffers the slots use now; if `all_first`, that is the first one."""
+        """Use the buffers that the slots use now; the first ones, if `all_first`."""
         self._sources, self._results = self._home
         if not all_first:
             self._sources = [slot.source() for slot in self.slots]
             self._results = [slot.result() for slot in self.slots]
 
     def collect(self, used: list[bool], check: Check) -> None:
-        """Copy gradients to the reducer.
+        """Copy the small gradients to the reducer.
 
         Args:
-            used: By the numbers of the slots: is set to False where there is none.
-            check: Returns a gradient as it can be copied; or None if it cannot.
+            used: Whether this rank has a gradient, by the number of the slot. Is set to False where there is none.
+            check: Makes a gradient dense, or returns None.
         """
         if self._trivial:
             self._make_dense(used, check)
             return
         gradients = [parameter.grad for parameter in self._parameters]
         self._alike = []
-        with contextlib.suppress(AttributeError):  # some have none
+        with contextlib.suppress(AttributeError):  # some gradients are None
             if self._like == [(g.dtype, g.shape) for g in gradients if g.layout is torch.strided]:  # type: ignore[union-attr]
                 self._alike = gradients  # type: ignore[assignment]
         if self._alike:
@@ -75,14 +75,14 @@ class SmallGradients:
             dense = None if gradient is None else check(slot, gradient)
             used[slot.index] = dense is not None
             if dense is not None and dense is not gradient:
-                parameter.grad = None  # whose layout is another
+                parameter.grad = None  # the present gradient may have another layout
                 parameter.grad = dense
 
     def deliver(self, anywhere: Sequence[bool]) -> None:
-        """Copy results to where gradients are; or let there be some, where only other ranks have one.
+        """Copy the combined gradients to ``p.grad``, which is made where only other ranks have a gradient.
 
         Args:
-            anywhere: By the numbers of the slots: whether there is a result.
+            anywhere: Whether any rank has a gradient, by the number of the slot.
         """
         if self._trivial:
             return
@@ -90,19 +90,19 @@ class SmallGradients:
         if gradients and not any([is_borrowed(gradient) for gradient in gradients]):
             try:
                 torch._foreach_copy_(gradients, self._results)
-            except RuntimeError:  # of a few of them the elements share memory, or they were made for inference
+            except RuntimeError:  # elements of a gradient share memory, or a gradient is an inference tensor
                 self._deliver_each(anywhere)
         else:
             self._deliver_each(anywhere)
-        self._settle()
+        self._separate()
 
     def _deliver_each(self, anywhere: Sequence[bool]) -> None:
         for slot, parameter, result in zip(self.slots, self._parameters, self._results, strict=True):
             if anywhere[slot.index]:
                 write(parameter, parameter.grad, result)
 
-    def _settle(self) -> None:
-        """Part gradients that share memory, where that cannot hold the results of both."""
+    def _separate(self) -> None:
+        """Give gradients that share memory a memory each, where the shared memory cannot hold both results."""
         there = [(n, g) for n, parameter in enumerate(self._parameters) if (g := parameter.grad) is not None]
         sizes = self._nbytes if len(there) == len(self._nbytes) else [self._nbytes[n] for n, _ in there]
         for found in overlapping([gradient for _, gradient in there], sizes):

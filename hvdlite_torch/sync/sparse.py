@@ -1,4 +1,4 @@
-"""The gradients of embeddings with ``sparse=True``: only the rows that were looked up travel."""
+"""`combine_sparse`: of an embedding with ``sparse=True``, only the rows that were looked up travel."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from hvdlite import ProcessSet
 from hvdlite.errors import HvdliteError, MismatchError
 
 _DENSE = -1
-"""What a rank says of a dense gradient in place of the number of sparse dimensions."""
+"""A rank sends this for a dense gradient, in place of the number of sparse dimensions."""
 
 
 @torch.no_grad()
 def combine_sparse(
     parameters: Sequence[torch.Tensor], weight: float, average: bool, process_set: ProcessSet | None
 ) -> None:
-    """Replace the sparse gradients of parameters by those of all ranks. Every rank calls this.
+    """Replace the sparse gradients of parameters by the combined ones. Every rank calls this.
 
     Args:
-        parameters: Their ``grad`` is sparse (COO), dense, or None, which counts as nothing.
-        weight: Share of this rank in an average.
-        average: Divide by the sum of the weights.
+        parameters: Each ``grad`` is sparse (COO), dense, or None, which counts as zero.
+        weight: The number of samples of this rank.
+        average: Whether the sum is divided by the sum of the weights.
         process_set: The ranks that take part.
 
     Raises:
-        HvdliteError: The weights of all ranks are 0, and there is something to average.
+        HvdliteError: An average is wanted, and the weights of all ranks are 0.
         MismatchError: The ranks' gradients of one parameter have different numbers of sparse dimensions.
     """
     own = [parameter.grad for parameter in parameters]
-    # Who has none, or a dense one, learns from the others which dimensions are sparse.
+    # A rank with a dense gradient, or none, learns from the others how many dimensions are sparse.
     about: tuple[float, list[int | None]] = weight, [None if each is None else _sparse_dim(each) for each in own]
     everybody = hvdlite.allgather_object(about, "optimizer.sparse", process_set=process_set)
     total = sum(share for share, _ in everybody)
@@ -47,7 +47,7 @@ def combine_sparse(
                 "dimensions: every rank needs the same."
             )
         (sparse_dim,) = found
-        if gradient is None or (average and weight == 0):  # whoever has no samples may hold anything
+        if gradient is None or (average and weight == 0):  # the gradient of a rank without samples may be anything
             indices = torch.zeros(0, sparse_dim, dtype=torch.int64, device=parameter.device)
             values = parameter.new_zeros(0, *parameter.shape[sparse_dim:], requires_grad=False)
         else:
@@ -62,7 +62,7 @@ def combine_sparse(
             if total <= 0:
                 raise HvdliteError("the weights of all ranks add up to 0, so their sparse gradients have no average.")
             values = values / total
-        parameter.grad = None  # whose layout may be another
+        parameter.grad = None  # the present gradient may have another layout
         parameter.grad = torch.sparse_coo_tensor(
             indices.t(), values, parameter.shape, check_invariants=False
         ).coalesce()

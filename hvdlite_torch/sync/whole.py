@@ -1,4 +1,4 @@
-"""Every rank steps all parameters, with the gradients in ``p.grad``."""
+"""`WholeResults`: each rank steps all parameters, with the combined gradients in ``p.grad``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlite_torch.step.context import OptimizerContext
 
 
 class WholeResults:
-    """The gradients of all parameters, as `hvdlite.gradients.sync.Results`.
+    """The `hvdlite.gradients.sync.Results` of an optimizer that is not sharded: all parameters.
 
     Args:
         context: The optimizer.
@@ -22,15 +22,15 @@ class WholeResults:
         self._context = context
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those of the parameters that have one."""
+        """Return the gradients of all parameters that have one."""
         return [gradient for parameter in self._context.trained() if (gradient := parameter.grad) is not None]
 
     def clip(self, max_norm: float) -> None:
-        """See `Results.clip`: all ranks have the same gradients, so none asks another."""
+        """Scale the gradients to a norm of at most `max_norm`. No communication: all ranks have the same gradients."""
         torch.nn.utils.clip_grad_norm_(self._context.trained(), max_norm)
 
     def give(self, there: Sequence[bool]) -> None:
-        """Nothing: a rank that has no data makes no step."""
+        """Do nothing: a rank without data makes no step."""
 
     def publish(self) -> None:
-        """Nothing: all ranks have made the same step."""
+        """Do nothing: all ranks have made the same step."""

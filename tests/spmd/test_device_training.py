@@ -118,8 +118,8 @@ def test_equals_one_process_on_the_joined_batch(ranks: Any, kind: str, shares: s
             assert len(exchange._reducer.buckets) > 1
             early = number >= 2 and options.get("overlap", True)
             assert exchange._backward.launches == options.get("overlap", True)
-            assert exchange._backward.habits.learning == (number < 1)
-            assert not early or exchange._backward.habits.passes == [int(rows.stop > rows.start)] * 4
+            assert exchange._backward.profile.learning == (number < 1)
+            assert not early or exchange._backward.profile.passes == [int(rows.stop > rows.start)] * 4
         assert distance(flat(model), expected) <= 1e-5
         assert_equal_everywhere(flat(model))
 

@@ -63,7 +63,7 @@ def test_a_bucket_is_under_way_before_the_step_and_no_bit_is_another(ranks: Any)
         if hvd.size() > 1:
             overlap = overlap_of(early)
             assert overlap is not None
-            assert overlap.lost == 0
+            assert overlap.failed == 0
         assert overlap_of(late) is None
         assert torch.equal(flat(models[0]), flat(models[1]))
         assert distance(flat(models[0]), flat(single)) <= 1e-5
