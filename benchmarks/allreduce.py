@@ -20,7 +20,7 @@ def measure(kinds: Sequence[str], sizes: Sequence[int], rounds: int, progress: b
     """Run all peers on this rank.
 
     Args:
-        kinds: Of `plan.KINDS`.
+        kinds: The kinds to measure, from `plan.KINDS`.
         sizes: In bytes.
         rounds: How often each peer has its turn.
         progress: Whether rank 0 shows how far it is.

@@ -28,7 +28,7 @@ class Variant:
     """A model in training.
 
     Attributes:
-        model: Of Keras or tf_keras; compiled.
+        model: A compiled model of Keras or tf_keras.
         clock: The callback that takes its times.
         dataset: What it is trained on.
         passes: Batches of a step.
@@ -53,7 +53,7 @@ def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> di
     """Train all variants on this rank.
 
     Args:
-        names: Of `plan.KERAS_WORKLOADS`.
+        names: Names of workloads, from `plan.KERAS_WORKLOADS`.
         rounds: How often each variant makes `KERAS_STEPS` timed steps.
         tiny: With few parameters.
         progress: Whether rank 0 shows how far it is.

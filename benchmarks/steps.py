@@ -21,8 +21,8 @@ def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bo
     """Train variants next to each other.
 
     Args:
-        names: Of `plan.WORKLOADS`.
-        variants: Of `plan.VARIANTS`. Those that others are compared with take part in any case.
+        names: Names of workloads, from `plan.WORKLOADS`.
+        variants: Names of variants, from `plan.VARIANTS`. The variants that others are compared with always take part.
         rounds: How many timed steps each variant makes.
         tiny: With few parameters.
         progress: Whether to show how far it is.

@@ -21,7 +21,7 @@ def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
     """Train on this rank as told.
 
     Args:
-        name: Of `plan.VARIANTS`.
+        name: The name of a variant, from `plan.VARIANTS`.
         address: Where orders come from.
         tiny: With few parameters.
 

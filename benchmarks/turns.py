@@ -71,9 +71,9 @@ def players(module: str, ranks: int, settings: Mapping[str, Mapping[str, Any]]) 
     """Start a job for each name, and end them with the body of the with statement.
 
     Args:
-        module: As for `Job`. Its ``measure`` gets ``address``, too, and iterates over `orders`.
-        ranks: Of each job.
-        settings: Of each job, by name.
+        module: See `Job`. Its ``measure`` also gets ``address``, and iterates over `orders`.
+        ranks: The number of ranks of each job.
+        settings: For the name of each job its settings.
 
     Raises:
         JobFailed: One of them has ended before all were there.

@@ -36,7 +36,7 @@ class Trained(NamedTuple):
     """How a training went.
 
     Attributes:
-        losses: Of each batch, in nats per byte.
+        losses: The loss of each batch, in nats per byte.
         tests: On the held-out text, in nats per byte, by the number of steps before.
         speed: Tokens per second, of all ranks together.
     """

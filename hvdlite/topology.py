@@ -1,4 +1,4 @@
-"""Which ranks there are: the members of a group, which ranks share a host, and who stands at the same place on other hosts."""
+"""The ranks of a group and their hosts: the members of a group, and the position of one rank on its host and between hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Members(NamedTuple):
-    """The ranks of a group, and what tells the group apart from another one of equal ranks.
+    """The ranks of a group, and its number, which tells it apart from another group of equal ranks.
 
     Attributes:
         id: The number of the group, the same on all its ranks and never used twice in a job: 0 for all ranks of the job.
@@ -26,16 +26,16 @@ class Members(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of one rank.
+    """The position of one rank: in the job, on its host, and between the hosts.
 
     Attributes:
-        rank: This rank, 0 … size - 1.
-        size: Number of ranks.
-        local_rank: This rank among those of its host.
-        local_size: Number of ranks on this host.
-        cross_rank: This host among the hosts that have a rank of this local rank.
-        cross_size: Number of these hosts.
-        is_homogeneous: All hosts have the same number of ranks.
+        rank: The number of the rank, from 0 to ``size - 1``.
+        size: The number of ranks.
+        local_rank: The number of the rank among the ranks of its host, from 0.
+        local_size: The number of ranks on this host.
+        cross_rank: The number of this host among the hosts that have a rank with this local rank.
+        cross_size: The number of these hosts.
+        is_homogeneous: True if all hosts have the same number of ranks.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Topology:
 
     @classmethod
     def of(cls, rank: int, hosts: Sequence[int]) -> Topology:
-        """The place of `rank`, where ``hosts[r]`` is some number of the host that rank r runs on."""
+        """Return the position of `rank`. ``hosts[r]`` is a number of the host on which rank r runs."""
         members: dict[int, list[int]] = {}
         for other, host in enumerate(hosts):
             members.setdefault(host, []).append(other)

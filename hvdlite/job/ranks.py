@@ -25,7 +25,7 @@ class Rank:
         number: Which rank.
         connection: To its guard.
         host: Its host's own name.
-        pid: Of the program.
+        pid: The process id of the program.
         guard: The guard's process id.
         local: It runs on this machine.
         finished: The program came to its end by itself.

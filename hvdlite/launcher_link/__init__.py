@@ -1,8 +1,8 @@
-"""What a rank and its launcher share: the line between them, and how a program is left alone once it is over.
+"""The TCP connection between a rank and its launcher, shared by both.
 
-- `link`: the rank's end of the line.
-- `session`: what travels on it, and how each end knows the other.
-- `handlers`: the program's signal handlers, once it is over.
+- `link`: the rank's end of the connection.
+- `session`: the messages, and how each end makes sure who the other end is.
+- `handlers`: ends the program's signal handlers when the program is over.
 
 `hvdlite.worker.worker` loads these files without NumPy and without `hvdlite` itself, so they import the standard library and
 each other only, by relative imports.

@@ -1,8 +1,11 @@
-"""What every rank did and when: written by each rank as it goes, merged into one Chrome trace.
+"""The timeline: what every rank did and when. Each rank writes a file while it runs; the files become one Chrome trace.
 
-`recorder` keeps what `records` note on `rows`, and `writer` writes it into the rank's file (training loads no more than that).
-`clocks` aligns the ranks' clocks; `rank_file` says what a rank's file looks like, and reads it; `merge` makes one trace of the
-files, with the shares of each step (`steps`); `summary` says who was late.
+- `recorder`: the timeline of one rank.
+- `rows`: the rows of a trace, and the record of an operation; `records`: the records of a run of operations and of a bucket.
+- `writer`: writes the file of a rank; `rank_file`: the format of this file, and its reader.
+- `clocks`: measures the differences between the ranks' clocks.
+- `merge`: makes one trace of the files; `steps`: the parts of each step; `summary`: says which ranks were late. Training loads
+  `merge` and `steps` only when the timeline ends, and never `summary`.
 """
 
 from __future__ import annotations

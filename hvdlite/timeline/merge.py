@@ -111,7 +111,7 @@ def merge(files: Sequence[RankFile]) -> dict[str, Any]:
     """Make one trace of what the ranks have written.
 
     Args:
-        files: Of some or all ranks of one recording.
+        files: The files of some or all ranks of one recording.
 
     Returns:
         The trace as a JSON object: "traceEvents", times in microseconds since its first event; and "otherData", which has

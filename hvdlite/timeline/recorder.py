@@ -120,7 +120,7 @@ class Timeline:
 
         Args:
             transport: Nothing else may be sent on it meanwhile.
-            path: Of the trace; the ranks' files are in the folder ``<path>.ranks`` until they are merged.
+            path: The path of the trace. The files of the ranks are in the folder ``<path>.ranks`` until they are merged.
             mark_cycles: Mark each plan of the controller by a moment "CYCLE_START".
 
         Raises:

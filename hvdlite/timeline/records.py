@@ -102,8 +102,8 @@ class BucketRecord:
 
     Args:
         timeline: Where it is noted.
-        name: Of the bucket, the same on all ranks.
-        number: Of the step, the same on all ranks.
+        name: The name of the bucket, the same on all ranks.
+        number: The number of the step, the same on all ranks.
         nbytes: Bytes of this rank's gradients.
         ranks: Which ranks take part.
     """

@@ -18,7 +18,7 @@ class Meeting:
     """One operation or bucket for which the ranks were ready at different times.
 
     Attributes:
-        name: Of the operation or bucket.
+        name: The name of the operation or bucket.
         ready: When each rank was ready, microseconds.
         last: The rank that was ready last.
     """
