@@ -172,7 +172,7 @@ class Group:
 
         Args:
             infos: Dtype and shape of each tensor.
-            gather, adapts: As for `Planner`.
+            gather, adapts: See `Planner`.
             overlap: In place of the setting of that name.
         """
         config, hosts = self._runtime.config, self._runtime.hosts
