@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import keras
 
@@ -15,8 +16,6 @@ from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.gradients.optimizer_sync import Exchange
 from hvdlite_tf.variables import plain_variable
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Weight(Protocol):
@@ -38,8 +37,8 @@ class Backend(Protocol):
         """Make a weight of 1, in a form that the backend's exchange takes."""
         ...
 
-    def untraced(self, function: Function) -> Function:
-        """Return `function` with a mark, so that the backend's compiler calls it and does not rewrite it."""
+    def shield(self, optimizer: Any) -> None:
+        """Let the backend's compiler call the `apply` of a distributed optimizer, and not rewrite it."""
         ...
 
 
@@ -62,10 +61,21 @@ class _Torch:
     def weight(self) -> Weight:
         return _Number()
 
-    def untraced(self, function: Function) -> Function:
+    def shield(self, optimizer: Any) -> None:
+        """Give the object an `apply` of its own.
+
+        torch's compiler looks for methods in `__class__`, which says the plain class for the sake of saved files. So it would
+        compile the plain `apply`, without the exchange.
+        """
         torch: Any = sys.modules["torch"]  # Keras has imported torch; this package does not import it
-        found: Function = torch.compiler.disable(function)
-        return found
+        reference = weakref.ref(optimizer)
+
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            own = reference()
+            return type(own).apply(own, *args, **kwargs)  # type: ignore[attr-defined]  # who calls it, has the optimizer
+
+        # Keras would track what is assigned in the plain way.
+        object.__setattr__(optimizer, "apply", torch.compiler.disable(apply))
 
 
 class _Number:

@@ -212,11 +212,11 @@ def _wrap(optimizer: Any, state: _State) -> None:
             "__module__": plain.__module__,
             "__doc__": plain.__doc__,
             "__class__": property(lambda self: plain),
-            "apply": backends.current().untraced(Distributed.apply),
         },
     )
     # A plain assignment would make Keras track the variables in the state.
     object.__setattr__(optimizer, "_hvdlite", state)
+    backends.current().shield(optimizer)
     state.identity.rates = rates_of_variables(optimizer)
     state.identity.optimizer = optimizer
     inner = optimizer
@@ -228,6 +228,7 @@ def _wrap(optimizer: Any, state: _State) -> None:
 def _unwrap(optimizer: Any) -> None:
     vars(object)["__class__"].__set__(optimizer, optimizer.__class__)
     object.__delattr__(optimizer, "_hvdlite")
+    vars(optimizer).pop("apply", None)
 
 
 def _accumulate(optimizer: Any, passes: int) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite_tf.gradients.exchange import GradientExchange
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class TensorFlow:
@@ -25,6 +22,6 @@ class TensorFlow:
             variable = tf.Variable(1.0, dtype=tf.float64, trainable=False, name="hvdlite_weight")
         return variable
 
-    def untraced(self, function: Function) -> Function:
-        found: Function = tf.autograph.experimental.do_not_convert(function)
-        return found
+    def shield(self, optimizer: Any) -> None:
+        kind = type(optimizer)  # the class of this object alone
+        kind.apply = tf.autograph.experimental.do_not_convert(kind.apply)
