@@ -50,6 +50,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
+        # A process that has crashed is not replaced: the files that it had would be waited for without end.
+        config.option.maxworkerrestart = "0"
 
 
 @pytest.hookimpl(trylast=True)
