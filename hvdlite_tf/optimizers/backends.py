@@ -71,8 +71,8 @@ class _Torch:
         reference = weakref.ref(optimizer)
 
         def apply(*args: Any, **kwargs: Any) -> Any:
-            own = reference()
-            return type(own).apply(own, *args, **kwargs)  # type: ignore[attr-defined]  # who calls it, has the optimizer
+            own: Any = reference()  # it is there: who calls this has it
+            return type(own).apply(own, *args, **kwargs)
 
         # Keras would track what is assigned in the plain way.
         object.__setattr__(optimizer, "apply", torch.compiler.disable(apply))
