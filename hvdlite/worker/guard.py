@@ -131,9 +131,8 @@ class Guard:
 
     def _end(self, grace: float) -> None:
         self._ending = True
-        shared_memory.sweep(
-            self._child
-        )  # this comes first: when one guard has left, the MPI launcher may kill the others
+        # This comes first: when one guard has left, the MPI launcher may kill the others.
+        shared_memory.sweep(self._child)
         if grace > 0:
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # a stopped process would not see the SIGTERM

@@ -73,9 +73,8 @@ class StepDriver:
     def attach(self) -> None:
         """Register the step hooks, and watch for gradients that are clipped too early."""
         self.guard.attach(self.optimizer)
-        combines_gradients = (
-            self._steps_with is not StepsWith.OWN
-        )  # if not, programs clip their own gradients on purpose
+        # A program whose optimizer steps with its own gradients clips these on purpose.
+        combines_gradients = self._steps_with is not StepsWith.OWN
         if combines_gradients and self._context.config.advice and len(self._context.ranks) > 1:
             clipping.watch(self)
 
@@ -198,9 +197,7 @@ class StepDriver:
         else:
             if not self._step.combined:
                 self._combine()
-            if self._clips:  # a GradScaler may have left unscaling to a fused step, and clipping comes before that
-                finish_unscaling(self.optimizer, self.sync.results.gradients())
-            self._clip()
+            self._clip(unscale=True)
         self._step.combined = False
 
     def _combine(self) -> None:
@@ -208,14 +205,18 @@ class StepDriver:
         self.sync.combine()
         self._step.has_combined()
 
-    @property
-    def _clips(self) -> bool:
-        return self._context.options.max_grad_norm is not None
+    def _clip(self, unscale: bool = False) -> None:
+        """Clip the gradients that the optimizer steps with, if ``max_grad_norm`` is set.
 
-    def _clip(self) -> None:
-        """Clip the gradients that the optimizer steps with, if ``max_grad_norm`` is set."""
-        if (max_norm := self._context.options.max_grad_norm) is not None:
-            self.sync.results.clip(max_norm)
+        Args:
+            unscale: Do before what a GradScaler may have left to a fused step.
+        """
+        max_norm = self._context.options.max_grad_norm
+        if max_norm is None:
+            return
+        if unscale:
+            finish_unscaling(self.optimizer, self.sync.results.gradients())
+        self.sync.results.clip(max_norm)
 
     def _together(self, closure: Closure) -> Closure:
         """Return a closure that all ranks evaluate together. Each evaluation gives equal gradients and an equal loss."""

@@ -30,6 +30,7 @@ from hvdlite.protocols import Device
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.sharding import Sharding
+from hvdlite_torch.step.shards import refuse_sparse
 from hvdlite_torch.sync.backward import BackwardPasses
 from hvdlite_torch.sync.device_gradients import DeviceGradients, SentBefore, layout_of
 from hvdlite_torch.sync.device_sharded import DeviceShards
@@ -243,7 +244,7 @@ class DeviceSync:
         """Do as `DeviceGradients.make_dense`, and raise if sparse gradients remain and parameters are sharded."""
         news = self._gradients.make_dense(gradients, self._context.options.sparse_as_dense)
         if news and self._shards is not None:
-            self._shards.refuse_sparse(self._gradients.like[news[0]][0])
+            refuse_sparse(self._gradients.like[news[0]][0])
         return news
 
     def _finish(self, gradients: Sequence[torch.Tensor | None], weight: float, problem: str = "") -> None:

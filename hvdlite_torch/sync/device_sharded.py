@@ -22,7 +22,6 @@ from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.protocols import ReduceOp
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.sharding import Sharding
-from hvdlite_torch.step.shards import refuse_sparse
 from hvdlite_torch.sync.whole import WholeResults
 from hvdlite_torch.tensors.adapter import ADAPTER
 
@@ -94,10 +93,6 @@ class DeviceShards:
     def check_memory(self) -> None:
         """Raise ArgumentError if a parameter was given other memory since it was dealt out."""
         self._shards.check_memory()
-
-    def refuse_sparse(self, shape: Sequence[int]) -> None:
-        """Raise UnsupportedTensorError: a parameter of this shape has a sparse gradient."""
-        refuse_sparse(shape)
 
     @property
     def total_weight(self) -> float:

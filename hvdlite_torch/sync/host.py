@@ -21,7 +21,6 @@ from hvdlite.protocols import Plan, TensorInfo
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.sharding import Sharding
-from hvdlite_torch.step.shards import refuse_sparse
 from hvdlite_torch.sync.encoded import Encodings
 from hvdlite_torch.sync.host_gradients import HostGradients
 from hvdlite_torch.sync.host_sharded import HostShards
@@ -107,9 +106,8 @@ class HostSync:
             reducer,
             bool(plan.buckets),
             self._encodings,
-            trivial_alone=self._shards is None,
+            sharded=self._shards is not None,
             sparse_as_dense=options.sparse_as_dense,
-            refuse_sparse=_allow if self._shards is None else refuse_sparse,
         )
         self._parameters = parameters
         if self._shards is not None:
@@ -241,7 +239,3 @@ class HostSync:
         there = self._here.reducer.try_to_stand_in()
         self.missed = self.missed or there is not None
         return there
-
-
-def _allow(_: Sequence[int]) -> None:
-    """Do nothing: an optimizer that is not sharded supports sparse gradients."""

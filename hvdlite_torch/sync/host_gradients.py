@@ -5,13 +5,14 @@ Hooks and the step bring gradients there, and the step brings the combined gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from hvdlite.gradients.overlap import Overlap
 from hvdlite.gradients.reducer import Reducer
 from hvdlite_torch.step.lease import weakly
+from hvdlite_torch.step.shards import refuse_sparse
 from hvdlite_torch.sync.encoded import Encodings
 from hvdlite_torch.sync.large_gradients import LargeGradients
 from hvdlite_torch.sync.slot import Slot
@@ -29,9 +30,9 @@ class HostGradients:
         reducer: Combines the gradients.
         overlapped: Whether the reducer's buckets are exchanged while backward passes go on.
         encodings: The compressed gradients; None if gradients are not compressed.
-        trivial_alone: Whether a single rank copies nothing, because its gradients are the results.
+        sharded: Whether each rank steps its shard. Then sparse gradients are refused. If not, a single rank copies nothing,
+            because its gradients are the results.
         sparse_as_dense: Whether sparse gradients are made dense.
-        refuse_sparse: Is called with the shape of each parameter that has a sparse gradient. It may raise.
 
     Attributes:
         overlap: Exchanges buckets early; None if nothing is exchanged early.
@@ -45,16 +46,15 @@ class HostGradients:
         reducer: Reducer,
         overlapped: bool,
         encodings: Encodings | None,
-        trivial_alone: bool,
+        sharded: bool,
         sparse_as_dense: bool,
-        refuse_sparse: Callable[[Sequence[int]], None],
     ) -> None:
         self.parameters = parameters
         self.reducer = reducer
         self.overlap = Overlap(reducer, weakly(self, "_choose_buffer")) if overlapped else None
         self.news: list[int] = []
         self._sparse_as_dense = sparse_as_dense
-        self._refuse_sparse = refuse_sparse
+        self._sharded = sharded
         alone = reducer.alone and encodings is None
         self.slots = [
             Slot(
@@ -71,8 +71,8 @@ class HostGradients:
         for slot in self.slots:
             (large if slot.large or slot.compressed else small).append(slot)
         of_large, of_small = ([parameters[slot.index] for slot in some] for some in (large, small))
-        self._large = LargeGradients(large, of_large, reducer.buckets, self.overlap, alone and trivial_alone)
-        self._small = SmallGradients(small, of_small, alone and trivial_alone)
+        self._large = LargeGradients(large, of_large, reducer.buckets, self.overlap, alone and not sharded)
+        self._small = SmallGradients(small, of_small, alone and not sharded)
 
     def take(self, index: int, parameter: torch.Tensor, weight: float) -> None:
         """Copy a large gradient to which a backward pass has added, while it is in the cache, if other ranks read any of it.
@@ -111,7 +111,8 @@ class HostGradients:
         """Return the gradient as a dense one. If it is sparse and stays so, note its number in `news` and return None."""
         dense = as_dense(gradient, slot.shape, slot.dtype, self._sparse_as_dense)
         if dense is None:
-            self._refuse_sparse(slot.shape)
+            if self._sharded:
+                refuse_sparse(slot.shape)
             self.news.append(slot.index)
         return dense
 
