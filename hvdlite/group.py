@@ -1,8 +1,9 @@
-"""One group of ranks, as one of its ranks has it: its identity, its named operations, its gradients, and joining.
+"""`Group`: one group of ranks, on one of its ranks: its identity, its named operations, its gradients, and joining.
 
-Two groups of equal ranks are two groups: each has an engine, communicators, channels and memory of its own, and a number that
-all its ranks know it by. Whatever lives as long as a group holds the group; whatever outlives it (an optimizer that is used
-again after `shutdown` and `init`) asks the world for the group that is in effect now.
+Two groups of equal ranks are different groups. Each group has its own engine, communicators, channels and memory, and a number
+that is the same on all its ranks. An object that lives as long as a group holds a reference to the group. An object that
+outlives the group (an optimizer that is used again after `shutdown` and `init`) asks the world for the group that is in effect
+now.
 """
 
 from __future__ import annotations
@@ -34,44 +35,45 @@ from hvdlite.topology import Members
 from hvdlite.watchdog.watchdog import Watchdog
 
 _MANY_EXCHANGES, _MUCH_BYTES = 32, 2**24
-"""From here on it is worth looking for exchanges that the program has dropped."""
+"""With so many exchanges or bytes, a garbage collection is worth its time, to find exchanges that the program has dropped."""
 
 
 @runtime_checkable
 class RebindableExchange(Exchange, Protocol):
-    """An exchange that goes on after ``shutdown()`` and ``init()``, in the world that `init` makes.
+    """An exchange that continues after ``shutdown()`` and ``init()``, in the world that `init` makes.
 
     Attributes:
-        process_set: The ranks that take part. The exchange is rebound when this very object is in effect again.
+        process_set: The ranks that participate. The exchange is rebound when this same `ProcessSet` object is in effect again.
     """
 
     @property
     def process_set(self) -> ProcessSet: ...
 
     def leave(self) -> None:
-        """Hold nothing of its world any more: that has ended. This is each rank's own affair; nothing is sent."""
+        """Drop all references to the world, which has ended. Each rank does this by itself; nothing is sent."""
         ...
 
     def rebind(self) -> None:
-        """Begin anew in the present world, and enter its group (`Group.add`). Every rank of the process set calls this.
+        """Begin again in the present world, and enter its group (`Group.add`). Every rank of the process set calls this.
 
-        It makes the collective calls that making it makes, in the same order: a new process makes its own meanwhile.
+        The method makes the same collective calls, in the same order, as the constructor of the exchange, because a new process
+        calls the constructor at the same time.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What all groups of one rank share.
+    """The objects that all groups of one rank share.
 
     Attributes:
         config: The settings.
-        hosts: For each rank of the job, some number of its host.
-        make_flat: Makes collectives by messages over the ranks of a transport, for their own use alone.
-        watch: Is told of waits that last.
-        timeline: Is told of what this rank does.
-        devices: The GPUs of this rank.
-        exchanges: What adapters have made to exchange gradients, of all groups, in the order in which it was made.
+        hosts: For each rank of the job, a number of its host.
+        make_flat: A function that makes collectives by messages over the ranks of a transport, which nobody else uses.
+        watch: The watchdog, which owns waits that last.
+        timeline: The timeline, which records what this rank does.
+        devices: The devices of this rank.
+        exchanges: The exchanges that adapters have made, of all groups, in the order in which they were made.
     """
 
     config: Config
@@ -83,7 +85,7 @@ class Runtime:
     exchanges: list[Exchange] = field(default_factory=list)
 
     def engine(self, transport: Transport, members: Members) -> Engine:
-        """The named operations of a group; `transport` is for them alone."""
+        """Make the engine for the named operations of a group. Nobody else uses `transport`."""
         hosts = [self.hosts[rank] for rank in members.ranks]
         collectives = GroupCollectives(
             transport.duplicate(), hosts, self.make_flat, self.config.shared_memory, self.devices, members
@@ -92,19 +94,19 @@ class Runtime:
 
 
 class Group:
-    """One group of ranks. All its ranks make it at the same point of their sequence.
+    """One group of ranks. All ranks of the group make it at the same point of their sequence.
 
     Args:
-        members: Its ranks.
-        transport: Over these ranks, for this group alone.
-        runtime: What all groups of this rank share.
+        members: The ranks of the group.
+        transport: The transport over these ranks, which nobody else uses.
+        runtime: The objects that all groups of this rank share.
 
     Attributes:
-        engine: Runs operations by name.
-        reducers: Memory for gradients, and how they become those of all ranks.
-        exchanges: What adapters have made to exchange gradients (see `add`), in the same order on all ranks of the group.
-        stood_in: How many exchanges of others this rank has taken part in with nothing, without a reducer.
-        missed: How many exchanges each rank of the group took part in with nothing while the latest `join` lasted.
+        engine: The engine, which runs named operations.
+        reducers: The reducers: memory for gradients, and the exchange of gradients.
+        exchanges: The exchanges that adapters have made (see `add`), in the same order on all ranks of the group.
+        stood_in: The number of exchanges in which this rank has taken part without data and without a reducer.
+        missed: For each rank of the group, the number of exchanges in which it took part without data during the latest `join`.
     """
 
     def __init__(self, members: Members, transport: Transport, runtime: Runtime) -> None:
@@ -136,23 +138,23 @@ class Group:
         return self.engine.size
 
     def add(self, exchange: Exchange) -> None:
-        """An adapter has made something to exchange gradients. All ranks of the group do this, in the same order."""
+        """Enter an exchange that an adapter has made. All ranks of the group call this, in the same order."""
         self.exchanges.append(exchange)
         self._runtime.exchanges.append(exchange)
 
     def remove(self, exchange: Exchange) -> None:
-        """It is used no more. All ranks of the group do this."""
+        """Remove an exchange that is not used any more. All ranks of the group call this."""
         self.exchanges.remove(exchange)
         self._runtime.exchanges.remove(exchange)
 
     def channel(self, purpose: str) -> Channel:
-        """A new channel for messages between two ranks. All ranks of the group call this; the caller closes it.
+        """Make a channel for messages between two ranks. All ranks of the group call this. The caller closes the channel.
 
         Args:
-            purpose: What it is for, the same on all ranks.
+            purpose: The purpose of the channel, in a text that is the same on all ranks.
 
         Raises:
-            MismatchError: The ranks do not all do this.
+            MismatchError: Some rank calls something else, or gives another purpose.
         """
 
         def create(_: HierarchicalCollectives) -> Channel:
@@ -168,12 +170,12 @@ class Group:
         adapts: bool,
         overlap: bool | None = None,
     ) -> Planner:
-        """Finds the plan for a reducer.
+        """Return a planner, which finds the plan for a reducer.
 
         Args:
             infos: Dtype and shape of each tensor.
             gather, adapts: See `Planner`.
-            overlap: In place of the setting of that name.
+            overlap: Replaces the setting `overlap` if not None.
         """
         config, hosts = self._runtime.config, self._runtime.hosts
         own = hosts[self.ranks[self.rank]]
@@ -189,17 +191,17 @@ class Group:
         )
 
     def device_collectives(self, device: Device) -> DeviceCollectives:
-        """New collectives on the GPUs of the group, for the caller alone. All its ranks call this.
+        """Make collectives on the GPUs of the group, which nobody but the caller uses. All ranks of the group call this.
 
-        The caller closes them, as all ranks do at the same point; `shutdown` closes what is left.
+        All callers close the collectives, at the same point of their sequence. `shutdown` closes those that are left.
 
         Args:
-            device: This rank's.
+            device: The device of this rank.
 
         Raises:
-            MismatchError: The ranks do not all do this.
-            DeviceError: A rank cannot take part, or this one has used another GPU before.
-            NcclError: NCCL could not connect the ranks. Raised on all of them.
+            MismatchError: Some rank calls something else, or has another kind of device.
+            DeviceError: A rank cannot take part, or this rank has used another GPU before.
+            NcclError: NCCL could not connect the ranks. Raised on all ranks.
         """
         devices = self._runtime.devices
         devices.choose(device)
@@ -211,18 +213,18 @@ class Group:
         return made
 
     def join(self) -> int:
-        """Take part with nothing in what the others do, until all ranks of the group have called this.
+        """Take part without data in what the other ranks do, until all ranks of the group have called this.
 
         Returns:
-            The number, within the group, of the rank that went furthest, and of several the one that was the last.
+            The number within the group of the rank that went furthest; if several went equally far, the one that joined last.
 
         Raises:
-            HvdliteError: As `Engine.begin_join`.
+            HvdliteError: See `Engine.begin_join`.
         """
-        joining = self.engine.begin_join()  # first: a rank that may not join must not stand in either
+        joining = self.engine.begin_join()  # this is first: a rank that may not join must not stand in either
         exchanges = list(self.exchanges)
         context = contextvars.copy_context()
-        # Daemons: if this wait fails, the process is to end.
+        # These are daemons, so that the process can end if `joining.wait` fails.
         threads = [
             threading.Thread(target=context.copy().run, args=(_stand_in, exchange), name="hvdlite-join", daemon=True)
             for exchange in exchanges
@@ -235,15 +237,15 @@ class Group:
             thread.join()
         self.reducers.shared.wait()
         self.missed = []
-        # Memory alone has nothing to catch up, and ranks that had joined may not have it yet.
+        # Exchanges that are only memory have nothing to catch up, and ranks that had joined may not have them yet.
         exchanges = kept = [exchange for exchange in exchanges if not exchange.memory_only]
         if exchanges:
-            # Messages that say who has joined may arrive in another order than gradients, which go other ways.
+            # Messages that say which rank has joined travel by another way than gradients, and may arrive in another order.
             missed = self._stood_in() - before
             passes = {(index, key): made for index, each in enumerate(exchanges) for key, made in each.passes.items()}
             held = [
                 exchange.keep() for exchange in exchanges
-            ]  # Python may drop one between the answer and its catching up
+            ]  # Python may drop an exchange between the answer and `catch_up`
             mine = missed, passes, [each is None or it.dropped for each, it in zip(held, exchanges, strict=True)]
             answers = self.engine.run(AllgatherObject(mine))
             self.missed = [answer[0] for answer in answers]
@@ -258,10 +260,10 @@ class Group:
         return self.stood_in + self.reducers.stood_in
 
     def release_dropped(self) -> None:
-        """Release what exchanges held that all ranks have dropped. All of them call this."""
+        """Release the exchanges that all ranks have dropped. All ranks of the group call this."""
         if not self.exchanges:
             return
-        # An optimizer and what it uses refer to each other, and to look for that takes Python a tenth of a second.
+        # An optimizer and its exchange refer to each other, so only a garbage collection frees them. It takes 0.1 seconds.
         looked = len(self.exchanges) % _MANY_EXCHANGES == 0 or self.reducers.nbytes >= self._collect_at
         if looked:
             gc.collect()
@@ -276,19 +278,19 @@ class Group:
 
 
 def _stand_in(exchange: Exchange) -> None:
-    """Take part in the exchanges of others, until they end or fail: why they fail, the wait for the others says."""
+    """Take part in the exchanges of the other ranks until these end or fail. `Group.join` raises the reason of a failure."""
     with contextlib.suppress(PeerLeftError):
         exchange.stand_in()
 
 
 def _furthest(missed: Sequence[int], passes: Sequence[Mapping[Hashable, int]], last: int) -> int:
-    """The rank that missed the fewest exchanges, and of these the one that has made the most passes.
+    """Return the rank that missed the fewest exchanges; if there are several, the one that has made the most passes.
 
     Args:
-        missed: How many each rank missed.
-        passes: How many each rank has made with each optimizer. An optimizer that not all of these ranks have does not count:
-            one of them made it for itself, or the others have dropped it already.
-        last: The rank to take where several are equal, if it is one of them.
+        missed: The number of exchanges that each rank missed.
+        passes: For each rank, the number of passes with each optimizer. Only optimizers that all ranks with the fewest missed
+            exchanges have are counted: another one was made by some rank for itself, or other ranks have dropped it already.
+        last: The rank that is preferred among equal ranks.
     """
     complete = [rank for rank, count in enumerate(missed) if count == min(missed)]
     shared = set.intersection(*(set(passes[rank]) for rank in complete))

@@ -1,4 +1,4 @@
-"""Process sets: subsets of the ranks, overlapping or not, that run operations of their own at the same time."""
+"""`ProcessSet`: a subset of the ranks. Process sets may overlap, and run their own operations at the same time."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ProcessSet:
             raise ArgumentError("ProcessSet([]): expected at least one rank.")
 
     def bind(self, process_set_id: int | None, world_rank: int | None) -> None:
-        """Put the set into effect under a number, on rank `world_rank`; or with None, None out of effect. For `World` only."""
+        """Put the set into effect under a number, on rank `world_rank`; out of effect if both are None. For `World` only."""
         self.process_set_id = process_set_id
         self._world_rank = world_rank
 

@@ -1,4 +1,4 @@
-"""Everything that one rank knows. A process has one; tests make one per thread."""
+"""`World`: the state of one rank of a job. A process has one world; tests make one per thread."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hvdlite.watchdog.watchdog import Watchdog
 
 
 class Groups:
-    """The groups of ranks that one rank knows, each by its number; those that it is in can be iterated over.
+    """The groups of ranks that one rank knows, by their numbers. An iteration returns the groups that contain this rank.
 
     Args:
-        transport: Over all ranks of the job.
-        runtime: What all groups of this rank share.
+        transport: The transport over all ranks of the job.
+        runtime: The objects that all groups of this rank share.
 
     Attributes:
         everybody: The group of all ranks.
@@ -40,19 +40,19 @@ class Groups:
         self.everybody = Group(Members(0, tuple(range(transport.size))), transport.duplicate(), runtime)
         self._groups: dict[int, Group] = {0: self.everybody}
         self._removed: list[Group] = []
-        """What used them may still look at their memory."""
+        """The groups that were taken out of effect. Objects that used a group may still read its memory."""
         self._sets: dict[int, ProcessSet] = {}
         self._added: set[int] = set()
-        """The numbers of the sets of which no two may have equal ranks."""
+        """The numbers of the sets that `add` has put into effect. No two of them may have equal ranks."""
         self._numbers = itertools.count(1)
         self._waiting: list[RebindableExchange] = []
-        """Exchanges of an earlier world, whose process sets are not in effect in this one yet."""
+        """Exchanges of an earlier world, whose process sets are not in effect in this world yet."""
 
     def __iter__(self) -> Iterator[Group]:
         return iter(list(self._groups.values()))
 
     def of(self, process_set: ProcessSet) -> Group:
-        """The group of a process set.
+        """Return the group of a process set.
 
         Raises:
             ArgumentError: The set is not in effect, or this rank is not in it.
@@ -67,10 +67,10 @@ class Groups:
         return self._groups[number]
 
     def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
-        """The world ranks of the process set of a number; of all for 0.
+        """Return the world ranks of the process set with this number; the set of all ranks has the number 0.
 
         Raises:
-            ArgumentError: No set that is in effect has this number.
+            ArgumentError: No process set in effect has this number.
         """
         if process_set_id == 0:
             return self.everybody.ranks
@@ -82,10 +82,10 @@ class Groups:
         return self._sets[process_set_id].members
 
     def add(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-        """Put a process set into effect. All ranks of the job call this, with equal ranks.
+        """Put a process set into effect and return it. All ranks of the job call this, for the same ranks.
 
         Raises:
-            ArgumentError: A rank is unknown, or a set of these ranks is in effect already.
+            ArgumentError: The job does not have one of the ranks, or a set of these ranks is in effect already.
             MismatchError: The ranks of the job asked for different sets.
         """
         if not isinstance(process_set, ProcessSet):
@@ -100,10 +100,10 @@ class Groups:
         return process_set
 
     def new(self, ranks: Iterable[int]) -> ProcessSet:
-        """A new process set, in effect, whatever other sets have these ranks. All ranks of the job call this.
+        """Make a process set and put it into effect, even if another set has the same ranks. All ranks of the job call this.
 
         Raises:
-            ArgumentError: A rank is unknown.
+            ArgumentError: The job does not have one of the ranks.
             MismatchError: The ranks of the job asked for different sets.
         """
         process_set = ProcessSet(ranks)
@@ -137,10 +137,10 @@ class Groups:
         """Take a process set out of effect. All ranks of the job call this.
 
         Returns:
-            True if it was in effect. (The set of all ranks cannot be removed: False.)
+            Whether the set was in effect. The set of all ranks cannot be removed: the result is False.
 
         Raises:
-            ArgumentError: Operations of it are in flight.
+            ArgumentError: Operations of the set are in flight.
         """
         number = process_set.process_set_id
         if number is None or number not in self._sets:
@@ -164,13 +164,13 @@ class Groups:
         return True
 
     def adopt(self, exchanges: Iterable[RebindableExchange]) -> None:
-        """Let exchanges of an earlier world go on in this one: now, or as soon as their process sets are in effect here.
+        """Let exchanges of an earlier world continue in this world: now, or as soon as their process sets are in effect here.
 
         Args:
-            exchanges: What `left` gave on this rank, in that order.
+            exchanges: The exchanges that `left` has returned on this rank, in the same order.
 
         Raises:
-            HvdliteError: One cannot begin anew. That one and those after it are still waiting then.
+            HvdliteError: An exchange cannot begin again. This exchange and those after it still wait then.
         """
         self._waiting += exchanges
         self._rebind()
@@ -183,17 +183,17 @@ class Groups:
                 self._waiting.remove(exchange)
 
     def left(self) -> list[RebindableExchange]:
-        """The exchanges that can go on in another world, in the order in which they were made."""
+        """Return the exchanges that can continue in another world, in the order in which they were made."""
         there = [exchange for exchange in self._runtime.exchanges if isinstance(exchange, RebindableExchange)]
         return [*there, *self._waiting]
 
     def close_reducers(self) -> None:
-        """Release the memory of gradients. All ranks of the job do this."""
+        """Release the memory of gradients. All ranks of the job call this."""
         for group in (*self._groups.values(), *self._removed):
             group.reducers.close()
 
     def close(self) -> None:
-        """Release everything else, and take all process sets out of effect. All ranks of the job do this."""
+        """Close the engines, and take all process sets out of effect. All ranks of the job call this."""
         for group in self:
             group.engine.close()
         for process_set in self._sets.values():
@@ -201,14 +201,15 @@ class Groups:
 
 
 class World:
-    """One rank of a job.
+    """The state of one rank of a job.
 
     Args:
-        transport: Over all ranks.
-        make_flat: Makes collectives by messages over the ranks of a transport, for their own use alone.
-        hosts: For each rank, some number of its host.
-        config: Settings.
-        end_job: Ends the whole job with a text; called when a wait can never end and no exception can be raised.
+        transport: The transport over all ranks.
+        make_flat: A function that makes collectives by messages over the ranks of a transport, which nobody else uses.
+        hosts: For each rank, a number of its host.
+        config: The settings.
+        end_job: A function that ends the whole job with a text. The watchdog calls it when a wait can never end and it cannot
+            raise an exception.
     """
 
     def __init__(
@@ -229,20 +230,20 @@ class World:
         self.devices = Devices(config, hosts, self.watch.launches_on)
         self.groups = Groups(transport, Runtime(config, hosts, make_flat, self.watch, self.timeline, self.devices))
         self.over = False
-        """This rank has left."""
+        """Whether this rank has left the job."""
         self.is_childs_copy = False
-        """This process was forked from the one that is the rank."""
+        """Whether this process was forked from the process of the rank."""
         if config.timeline not in ("", "DYNAMIC"):
             self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
     def describe(self) -> str:
-        """How many ranks there are, on how many hosts, and what carries their messages."""
+        """Return how many ranks there are, on how many hosts, and the medium of their messages, as a text."""
         ranks, hosts = len(self._hosts), len(set(self._hosts))
         counts = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
         return f"{counts} ({self._transport.medium})"
 
     def group(self, process_set: ProcessSet | None = None) -> Group:
-        """The group of a process set; of all ranks if None.
+        """Return the group of a process set; the group of all ranks if None.
 
         Raises:
             ArgumentError: The set is not in effect, or this rank is not in it.
@@ -250,15 +251,15 @@ class World:
         return self.groups.everybody if process_set is None else self.groups.of(process_set)
 
     def engine(self, process_set: ProcessSet | None = None) -> Engine:
-        """The engine of a process set; of all ranks if None.
+        """Return the engine of a process set; the engine of all ranks if None.
 
         Raises:
-            ArgumentError: As `group`.
+            ArgumentError: See `group`.
         """
         return (self.groups.everybody if process_set is None else self.groups.of(process_set)).engine
 
     def ranks(self, process_set: ProcessSet | None = None) -> tuple[int, ...]:
-        """The world ranks of a process set, whether this rank is in it or not; all if None."""
+        """Return the world ranks of a process set, even if it does not contain this rank; all ranks if None."""
         return self.groups.everybody.ranks if process_set is None else process_set.members
 
     @property
@@ -267,17 +268,17 @@ class World:
         return set().union(*(group.engine.kinds for group in self.groups))
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Begin to record what every rank does. All ranks of the job call this; rank 0's arguments count.
+        """Begin to record what every rank does. All ranks of the job call this; only the arguments of rank 0 are used.
 
         Raises:
-            ArgumentError: Recording already, or a rank cannot write. Raised on all ranks.
+            ArgumentError: A recording has begun already, or a rank cannot write its file. Raised on all ranks.
         """
         # Nothing else uses this transport while all ranks are here.
         start = functools.partial(self.timeline.start, self._transport, path, mark_cycles)
         self.groups.everybody.engine.run(Agreement("start_timeline", [], lambda _: start()))
 
     def stop_timeline(self) -> None:
-        """End the recording, if there is one, and merge it. All ranks of the job call this.
+        """End the recording, if there is one, and merge the ranks' records into one trace. All ranks of the job call this.
 
         Raises:
             HvdliteError: The trace could not be written. Raised on all ranks.
@@ -288,11 +289,11 @@ class World:
             )
 
     def shutdown(self, how: str = "it has called shutdown().", for_good: bool = False) -> None:
-        """Say goodbye, wait until all ranks have, and release everything.
+        """Leave the job: tell the other ranks, wait until all ranks leave, and release everything.
 
         Args:
-            how: Why this rank leaves, as others say it that wait for it.
-            for_good: The program is at its end, so nothing that it holds need stay of use.
+            how: Why this rank leaves, for the error texts of ranks that wait for it.
+            for_good: Whether the program ends, so that its exchanges need not continue in another world.
         """
         self.watch.leave(how)
         self.over = True
@@ -311,7 +312,7 @@ class World:
                 exchange.leave()
 
     def become_child(self) -> None:
-        """This process was forked from the rank, and is none: it can ask who that was, and must not disturb it."""
+        """Note that this process was forked from the rank: it can ask which rank that was, but must not disturb the rank."""
         self.is_childs_copy = True
         error = HvdliteError(
             f"this process (pid {os.getpid()}) was forked from rank {self.topology.rank} (pid {os.getppid()}) after "
@@ -324,7 +325,7 @@ class World:
             group.engine.become_child(error)
 
     def abandon(self) -> None:
-        """Stop this rank's threads without a word to the others: the job is over already."""
+        """Stop this rank's threads and tell nobody, because the job is over already."""
         self.watch.abandon()
         self.timeline.abandon()
         for group in self.groups:

@@ -1,15 +1,15 @@
-"""What an adapter for a framework is made of.
+"""The parts that the adapters for frameworks share.
 
-- `arguments`: Horovod's arguments in the terms of hvdlite.
-- `capabilities`: what hvdlite can use here (MPI, NCCL, …).
-- `distributed_gradient`, `tree`: `hvdlite.DistributedGradient`, for NumPy, JAX and whoever has no framework.
-- `rows`: whose rows are whose, for the gradients of allgather and reducescatter.
-- `options`: how gradients are exchanged, as a program says it.
-- `array_sync`, `eager_sync`: gradients as arrays of any framework; `buckets`: their exchange, in host memory and on a device;
-  `gradient_memory`: buckets, found again by their layouts.
-- `identity`: which optimizer of one rank is which of another's.
-- `advice`: what goes wrong quietly in a first step.
-- `optional`: packages that an extra brings.
-- `guide`: what to say where `hvdlite` is asked for what is in an adapter's package.
-- `inner_class`: what stands for a class inside of Horovod that programs name.
+- `arguments`: converts Horovod's arguments to those of hvdlite.
+- `capabilities`: the libraries that hvdlite can use here (MPI, NCCL, …).
+- `distributed_gradient`, `tree`: `hvdlite.DistributedGradient`, for NumPy, JAX and programs without a framework.
+- `rows`: which rows belong to which rank, for the gradients of allgather and reducescatter.
+- `options`: the options of a gradient exchange.
+- `array_sync`, `eager_sync`: exchange gradients as arrays of any framework; `buckets`: the exchange in host memory and on a
+  device; `gradient_memory`: keeps the buckets of each layout.
+- `identity`: matches the optimizers of different ranks.
+- `advice`: warns of silent mistakes in the first steps.
+- `optional`: checks for packages that an extra of hvdlite installs.
+- `guide`: the error for names that are not in `hvdlite`, but in an adapter's package.
+- `inner_class`: stand-ins for Horovod's internal classes that programs name.
 """

@@ -1,8 +1,9 @@
-"""What goes wrong quietly: ranks that start apart, or that read the same data.
+"""Warnings of silent mistakes: ranks that start with different weights, or that read the same data.
 
-Looked for once for each list of variables, in the second exchange of their gradients: a program may broadcast its weights after
-the first batch, as Horovod's examples do. Said once, by the first rank. The ranks do not count alike (one may have run out of
-data), so whoever wants to look says so in the header of an exchange, and all look then::
+The ranks compare their weights and gradients once for each list of variables, in the second exchange of the gradients: a
+program may broadcast its weights after the first batch, as Horovod's examples do. Only the first rank gives the warning. The
+ranks may count exchanges differently (one may have run out of data), so a rank that wants to compare says so in the header of
+an exchange, and then all ranks compare::
 
     first exchange ─▶ second: "news" in some header ─▶ all ranks gather samples of weights, checksums of gradients ─▶ exchanged
 """
@@ -20,21 +21,22 @@ from hvdlite.protocols import Array
 from hvdlite.tensors.registry import adapter_for
 
 Values = Callable[[], Sequence[Any] | None]
-"""Gives the tensors of which the gradients are; None if they are not in memory, as in a graph."""
+"""A function that returns the tensors whose gradients are exchanged; None if they have no values in memory, as in a graph."""
 
 _LOOK_IN = 2
-"""The exchange to look in."""
+"""The number of the exchange in which the ranks compare."""
 
 _SAMPLES = 64
-"""How many values of each variable are compared: enough to tell random numbers apart."""
+"""The number of values of each variable that are compared: enough to tell random numbers apart."""
 
 
 class Seen(NamedTuple):
-    """What one rank sees.
+    """The values of one rank that the ranks compare.
 
     Attributes:
-        weights: Some values of each variable; None where it is none that is in memory.
-        gradients: A checksum of all dense gradients; None if there is none, or they say nothing: zeros, infinities.
+        weights: Some values of each variable; None if the variables are not in memory.
+        gradients: A checksum of all dense gradients; None if there is no dense gradient, all are zeros, or some value is not
+            finite, so that a comparison would show nothing.
     """
 
     weights: list[Array] | None
@@ -42,17 +44,17 @@ class Seen(NamedTuple):
 
 
 class Advice:
-    """The advice for one list of variables, on one rank.
+    """Counts the exchanges of one list of variables on one rank, up to the one in which the ranks compare.
 
     Args:
-        wanted: The user wants to hear it.
+        wanted: Whether the user wants the warnings.
     """
 
     def __init__(self, wanted: bool) -> None:
         self._exchanges = 0 if wanted else _LOOK_IN
 
     def is_due(self) -> bool:
-        """Whether to look in this exchange. Called once for each."""
+        """Return whether the ranks shall compare in this exchange. Each exchange calls this once."""
         if self._exchanges >= _LOOK_IN:
             return False
         self._exchanges += 1
@@ -60,11 +62,11 @@ class Advice:
 
 
 def see(values: Values, gradients: Sequence[Any]) -> Seen:
-    """What this rank has to compare.
+    """Return the values of this rank that the ranks compare.
 
     Args:
-        values: Gives the tensors whose gradients these are.
-        gradients: This rank's gradients. Those that are not arrays are left out.
+        values: A function that returns the tensors whose gradients these are.
+        gradients: This rank's gradients. Only arrays are compared.
     """
     dense = [gradient for gradient in gradients if isinstance(gradient, np.ndarray)]
     checksum = 0
@@ -75,7 +77,11 @@ def see(values: Values, gradients: Sequence[Any]) -> Seen:
 
 
 def say(everybody: Sequence[Seen]) -> None:
-    """Warn of what the ranks see together."""
+    """Warn if the weights of the ranks differ, or if all ranks have the same gradients.
+
+    Args:
+        everybody: The values of each rank.
+    """
     weights = [seen.weights for seen in everybody]
     if any(each is not None and weights[0] is not None and not _alike(each, weights[0]) for each in weights):
         _warn(
@@ -102,7 +108,7 @@ def _samples(values: Sequence[Any] | None) -> list[Array] | None:
 
 
 def _alike(some: list[Array], others: list[Array]) -> bool:
-    """Whether values are the same, but for the rounding of different processors."""
+    """Return whether values are equal, except for the rounding of different processors."""
     return len(some) == len(others) and all(
         one.shape == other.shape and np.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
         for one, other in zip(some, others, strict=True)

@@ -1,4 +1,4 @@
-"""Arguments as Horovod has them, in the terms of hvdlite: for the adapters."""
+"""Converts and checks arguments for the adapters, whose functions have the parameters of Horovod."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hvdlite.protocols import ReduceOp
 P = ParamSpec("P")
 R = TypeVar("R")
 Everybody = global_process_set
-"""The default of `process_set`, named so that signatures read well."""
+"""The default of `process_set`. The name makes signatures readable."""
 
 
 def choose_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) -> ReduceOp:
-    """The operation that `op` and its old spelling `average` ask for together; Average by default.
+    """Return the reduction that `op` or its old spelling `average` asks for; Average if both are None.
 
     Args:
-        op, average: As the caller gave them.
-        stacklevel: How far up, from here, the line is that called the operation: the warning points there.
+        op, average: The arguments of the caller.
+        stacklevel: The `stacklevel` of the warning, which shall point to the line that called the operation.
 
     Raises:
-        ArgumentError: Both are given, or `average` is no truth value.
+        ArgumentError: Both are given, or `average` is a reduction and not a truth value.
     """
     if isinstance(average, ReduceOp):
         raise ArgumentError(f"average={average!r}: the operation has a parameter of its own; write op=hvd.{average!r}.")
@@ -46,10 +46,10 @@ def choose_op(op: ReduceOp | None, average: bool | None, stacklevel: int = 3) ->
 
 
 def root_within(process_set: ProcessSet | None, root_rank: int) -> int:
-    """The number within `process_set` of a root that is given, as Horovod does, by its rank in the job.
+    """Return the number of the root within `process_set`. Programs give the root by its rank in the job, as in Horovod.
 
     Raises:
-        ArgumentError: It is not in the set.
+        ArgumentError: The root is not in the set.
     """
     if process_set is None or process_set is global_process_set:
         return root_rank
@@ -62,20 +62,20 @@ def root_within(process_set: ProcessSet | None, root_rank: int) -> int:
 
 
 def rank_in(process_set: ProcessSet | None) -> int:
-    """This process's number within a process set that it is in."""
+    """Return the number of this process within a process set of which it is a member."""
     return world("rank()").engine(process_set).rank
 
 
 def size_of(process_set: ProcessSet | None) -> int:
-    """The number of ranks of a process set that this process is in."""
+    """Return the number of ranks of a process set of which this process is a member."""
     return world("size()").engine(process_set).size
 
 
 def group_of(tensors: Iterable[Any]) -> list[Any]:
-    """The tensors of a grouped operation as a list.
+    """Return the tensors of a grouped operation as a list.
 
     Raises:
-        ArgumentError: It is one tensor, or nothing to go through.
+        ArgumentError: `tensors` is a single tensor, or is not iterable.
     """
     if hasattr(tensors, "shape") or not isinstance(tensors, Iterable):
         raise ArgumentError(f"a grouped operation takes a list of tensors; got one {type(tensors).__name__}.")
@@ -85,14 +85,15 @@ def group_of(tensors: Iterable[Any]) -> list[Any]:
 def with_scaled_input(
     function: Callable[P, R], scale: Callable[[Any, float], Any], factor: Callable[[int], float]
 ) -> Callable[P, R]:
-    """An operation whose gradient is multiplied by a number.
+    """Return an operation whose gradient is multiplied by a number.
 
-    That is done to what goes in: programs write into what comes out, which must not be a view therefore.
+    `scale` is applied to the input of the operation, not to its output: programs write into the output, which therefore must
+    not be a view.
 
     Args:
-        function: The operation; its first parameter is a tensor, or several.
-        scale: ``scale(given, number)`` returns what was given, with gradients that are multiplied by the number.
-        factor: The number, by that of the ranks that take part.
+        function: The operation. Its first parameter is a tensor or several tensors.
+        scale: A function: ``scale(given, number)`` returns `given`, with gradients that are multiplied by `number`.
+        factor: A function that returns the number for a given number of participating ranks.
     """
     signature = inspect.signature(function)
     first = next(iter(signature.parameters))
@@ -109,20 +110,24 @@ def with_scaled_input(
 
 
 def divided(size: int) -> float:
-    """The factor of an average."""
+    """Return the factor of an average over `size` ranks."""
     return 1 / size
 
 
 def factors(prescale_factor: float, postscale_factor: float, process_set: ProcessSet) -> dict[str, Any]:
-    """The arguments of a reduction that hvdlite's core names alike."""
+    """Return the arguments of a reduction that have the same names in hvdlite's core."""
     return {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "process_set": process_set}
 
 
 def check_linear(call: str, op: ReduceOp) -> None:
-    """Let an operation pass that has a gradient.
+    """Raise unless a reduction by `op` is linear, and so has a gradient.
+
+    Args:
+        call: The subject of the error text, such as "allreduce".
+        op: The reduction.
 
     Raises:
-        ArgumentError: It is not a linear one.
+        ArgumentError: `op` is neither Sum nor Average.
     """
     if op not in (Sum, Average):
         raise ArgumentError(
@@ -132,10 +137,10 @@ def check_linear(call: str, op: ReduceOp) -> None:
 
 
 def as_list(given: Any) -> list[Any]:
-    """A list or tuple as a list, anything else as a list of one."""
+    """Return a list or tuple as a list; any other object as a list of one element."""
     return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number is 1, 2, 4, 8, …"""
+    """Return whether a number is 1, 2, 4, 8, …"""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0

@@ -1,12 +1,13 @@
-"""Gradients of one list of sources, as arrays of any framework: what an exchange does when it runs.
+"""`ArraySync`: the part of a gradient exchange that runs in each step, on arrays of any framework.
 
-Dense ones go through buckets. The first rank that has rows of a table in place of a whole gradient says so in the header of
-that exchange, which is put off; from then on rows of that table travel as named operations, whatever each rank has::
+Dense gradients go through buckets. A source is a table if some rank has only some rows of its gradient. The first rank that
+has such rows says so in the header of the exchange, and the exchange is postponed. From then on all ranks send rows of that
+table by named operations, even if a rank has a dense gradient::
 
-    own gradients ─▶ all that are dense, and no table's ─▶ buckets ─┬─▶ gradients of all ranks
-                  └▶ rows of tables                    ─▶ gathered ─┘
+    own gradients ─┬▶ gradients of other sources ─▶ buckets ───┬─▶ gradients of all ranks
+                   └▶ rows of tables             ─▶ allgather ─┘
 
-Dense gradients that lie on a device stay there: they are then tensors of a `Device` in place of arrays.
+Dense gradients that lie on a device stay there: they are then tensors of a `Device`, not arrays.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ UNKNOWN = -1
 """A dimension that is known only when a function runs."""
 
 Gradient = Any
-"""An array, or a tensor of a `Device`; `Rows`; or None."""
+"""An array, a tensor of a `Device`, `Rows`, or None."""
 
 
 class Rows(NamedTuple):
-    """Some rows of a table.
+    """Some rows of the gradient of a table.
 
     Attributes:
-        indices: Which; int64 of shape (n,). A row that is there more than once is the sum of all.
-        values: Of shape (n, …), like rows of the table.
+        indices: The numbers of the rows; int64 of shape (n,). If a number occurs more than once, its values are summed.
+        values: The rows; shape (n, …), where … is the shape of a row of the table.
     """
 
     indices: Array
@@ -51,21 +52,21 @@ class Rows(NamedTuple):
 
 
 class NewLayout(Exception):
-    """Some rank has gradients of another layout. Raised on all ranks."""
+    """Raised on all ranks if some rank has gradients of another layout."""
 
 
 class ArraySync:
-    """Exchanges gradients of one list of sources. Every rank makes one.
+    """Exchanges the gradients of one list of sources. Every rank makes one.
 
-    A traced function keeps this object for longer than a world lasts. So it looks up the world and the memory in each exchange.
+    A traced function may keep this object after its world has ended. So each exchange looks up the world and its buckets.
 
     Args:
         infos: Dtype and shape of each gradient; a dimension may be `UNKNOWN`.
         op: Average, Sum, or Adasum.
-        process_set: The ranks that take part; all if None.
-        channel: If not empty, exchanges of other channels may go on at the same time.
-        sparse: Some rank may have rows.
-        identity: The optimizer whose gradients these are; None if they are no optimizer's.
+        process_set: The ranks that participate; all if None.
+        channel: A name, or empty. If it is a name, exchanges of other channels may run at the same time.
+        sparse: Whether some rank may have `Rows`.
+        identity: The identity of the optimizer whose gradients these are; None without an optimizer.
     """
 
     def __init__(
@@ -88,15 +89,16 @@ class ArraySync:
         self._tables: set[int] = set()
         self._advice: Advice | None = None
         self.joined = False
-        """Some rank had run out of data in the last exchange."""
+        """Whether some rank had run out of data in the last exchange."""
         self.enter()
 
     def enter(self) -> Registry:
-        """The memory of the world that this is called in, and what is known there of these gradients.
+        """Return the registry of the present world. The first call in a world gets tables and advice from that registry.
 
         Raises:
-            NotInitializedError: Before `init`, or after `shutdown`.
-            HvdliteError: This belongs to a graph for a session, which was built before `shutdown`.
+            NotInitializedError: `init` has not been called, or `shutdown` has been called since.
+            HvdliteError: This exchange is in a graph for a session, and the graph was built before `shutdown` or before the
+                process set was removed.
         """
         here = world("the exchange of gradients")
         registry = Registry.of(here, self._process_set)
@@ -108,7 +110,7 @@ class ArraySync:
                 "ended with that: build the graph, and its session, anew after init()."
             )
         self._registry = weakref.ref(registry)
-        # Those of a session are its own: other exchanges change the others at any time.
+        # A session has tables of its own, because other exchanges may change the shared tables at any time.
         if self._sparse and not self._channel:
             self._tables = registry.tables((tuple(self._infos), self._op))
         if self._identity is not None:
@@ -118,14 +120,17 @@ class ArraySync:
 
     @property
     def number(self) -> int:
-        """The number of the optimizer whose gradients these are; 0 if they are no optimizer's."""
+        """The number of the optimizer whose gradients these are; 0 without an optimizer."""
         return 0 if self._identity is None else self._identity.number
 
     def prepare(self, tables: Sequence[int]) -> None:
-        """Have memory, if shapes are known. Every rank calls this; `tables` are those of which some rank has rows.
+        """Make the buckets now if all shapes are known. Every rank calls this.
+
+        Args:
+            tables: The positions of the sources of which some rank has rows.
 
         Raises:
-            MismatchError: The ranks have different sources. Raised on all of them.
+            MismatchError: The ranks have different sources. Raised on all ranks.
         """
         registry = self.enter()
         self._tables.update(tables)
@@ -141,22 +146,22 @@ class ArraySync:
         refuse: bool = False,
         device: Device | None = None,
     ) -> list[Gradient]:
-        """The gradients of all ranks. Every rank calls this.
+        """Return the gradients of all ranks. Every rank calls this.
 
         Args:
-            own: This rank's, like the sources.
-            weight: Share of this rank in an average.
-            values: Gives the tensors whose gradients these are, to compare them once; nothing is compared if None.
-            refuse: This rank has gradients that do not fit, and exchanges nothing. (Not with Adasum.)
-            device: Where the dense ones lie; None for host memory. (Not with Adasum.)
+            own: This rank's gradient of each source.
+            weight: The weight of this rank in an average.
+            values: A function that returns the sources, which the ranks compare once; None to compare nothing.
+            refuse: Whether this rank has gradients that do not fit, and so exchanges nothing. False for Adasum.
+            device: The device of the dense gradients; None for host memory. None for Adasum.
 
         Returns:
-            For each an array (or tensor of `device`), or `Rows`, or None if no rank has one.
+            For each source an array (or a tensor of `device`) or `Rows`; None if no rank has a gradient.
 
         Raises:
-            NewLayout: Some rank refuses. Raised on all of them, and nothing is changed.
-            MismatchError: The learning rates of the ranks differ. Raised on all of them, and nothing is changed.
-            HvdliteError: The weights of all ranks are 0. Raised on all of them.
+            NewLayout: Some rank refuses. Raised on all ranks; nothing is changed.
+            MismatchError: The learning rates of the ranks differ. Raised on all ranks; nothing is changed.
+            HvdliteError: The weights of all ranks are 0. Raised on all ranks.
         """
         registry = self.enter()
         if self._op is Adasum:
@@ -190,7 +195,16 @@ class ArraySync:
     def _hear_news(
         self, new: list[int], looks: bool, refuse: bool, own: Sequence[Gradient], values: Values | None
     ) -> None:
-        """Some rank has rows of a new table, or wants to look for what goes wrong quietly; all ranks tell what they have."""
+        """Gather the news of all ranks after an exchange was postponed. Every rank that has data calls this.
+
+        Args:
+            new: The sources of which this rank has rows for the first time.
+            looks: Whether this rank wants to compare.
+            refuse, own, values: See `exchange`.
+
+        Raises:
+            NewLayout: Some rank refuses.
+        """
         everybody = self.gather((new, looks, refuse))
         if any(refused for *_, refused in everybody):
             raise NewLayout
@@ -201,16 +215,19 @@ class ArraySync:
                 say(seen)
 
     def _refuse_rates(self, rates: tuple[float, ...]) -> None:
-        """Some rank has other learning rates. Every rank that has data calls this."""
+        """Raise MismatchError with the learning rates of the ranks, which differ. Every rank that has data calls this."""
         here = world("the exchange of gradients")
         own = here.ranks(self._process_set)[here.engine(self._process_set).rank], rates
         check_rates("in this step", dict(self.gather(own)))
 
     def gather_by_source(self, values: Sequence[T]) -> list[tuple[T, ...]]:
-        """For each source, what the ranks that have data say of its gradients.
+        """Return for each source the values of all ranks that have data.
+
+        Args:
+            values: A value of this rank for each source.
 
         Raises:
-            MismatchError: The ranks have different numbers of sources. Raised on all of them.
+            MismatchError: The ranks have different numbers of sources. Raised on all ranks.
         """
         everybody = self.gather(values)
         numbers = [len(each) for each in everybody]
@@ -219,7 +236,7 @@ class ArraySync:
         return list(zip(*everybody, strict=True))
 
     def gather(self, value: Any) -> list[Any]:
-        """What the ranks that have data say of their gradients."""
+        """Return the values of all ranks that have data."""
         name = f"what gradients there are{self._channel and ' in '}{self._channel}"
         everybody = allgather_object(value, name, process_set=self._process_set)
         return [each for each in everybody if each is not None]
@@ -265,7 +282,7 @@ class ArraySync:
         for i, gradient in zip(tables, own, strict=True):
             indices, values = as_rows(self._infos[i], gradient)
             mine += [indices, values if factor == 1.0 else values * np.asarray(factor, values.dtype)]
-        # Two operations: those of one have equal numbers of rows.
+        # This cannot be one operation with the allreduce, because `factor` needs the sum of the weights.
         gathered = iter(allgather(mine, f"all {name}", process_set=self._process_set))
         pairs = zip(gathered, gathered, strict=True)
         return [Rows(*pair) if there else None for pair, there in zip(pairs, anywhere, strict=True)]
@@ -283,13 +300,13 @@ class ArraySync:
 
 
 def zeros(info: TensorInfo) -> Array:
-    """A gradient of zeros, for a source whose shape is known."""
+    """Return a gradient of zeros for a source whose shape is known."""
     info = _known(info, None)
     return np.zeros(info.shape, dtype_of(info))
 
 
 def as_rows(info: TensorInfo, gradient: Gradient) -> Rows:
-    """A gradient of a table like `info`, whatever it is."""
+    """Return any gradient of a table as `Rows`. `info` is the table's dtype and shape."""
     if isinstance(gradient, Rows):
         return gradient
     if gradient is None:
@@ -298,7 +315,7 @@ def as_rows(info: TensorInfo, gradient: Gradient) -> Rows:
 
 
 def as_array(info: TensorInfo, gradient: Gradient) -> Array:
-    """A gradient of a source like `info`, whatever it is. Of rows that are there more than once, the sum."""
+    """Return any gradient of a source as an array; rows of equal index are summed. `info` is the source's dtype and shape."""
     if isinstance(gradient, Rows):
         whole = zeros(info)
         np.add.at(whole, gradient.indices, gradient.values)
@@ -308,7 +325,7 @@ def as_array(info: TensorInfo, gradient: Gradient) -> Array:
 
 
 def _in_host_memory(gradient: Gradient, device: Device) -> Gradient:
-    """A gradient that is no tensor of `device`: of a table, which other ranks have rows of."""
+    """Return the gradient of a table in host memory, where the ranks gather their rows. A dense gradient is copied there."""
     if gradient is None or isinstance(gradient, Rows):
         return gradient
     array = device.to_host(device.flat(gradient)).reshape(tuple(gradient.shape))
@@ -316,7 +333,11 @@ def _in_host_memory(gradient: Gradient, device: Device) -> Gradient:
 
 
 def _known(info: TensorInfo, gradient: Gradient) -> TensorInfo:
-    """`info` with the shape that the gradient has now."""
+    """Return `info`, with the shape of this step's gradient if a dimension is `UNKNOWN`.
+
+    Raises:
+        ArgumentError: A dimension is `UNKNOWN`, and this rank has no dense gradient.
+    """
     if UNKNOWN not in info.shape:
         return info
     if gradient is None or isinstance(gradient, Rows):

@@ -1,8 +1,8 @@
-"""The exchange of gradients of one layout, found again by what lies in it: in host memory, and on a device.
+"""`Buckets`: the exchange of gradients of one layout, in host memory and on a device.
 
-The framework has the gradients of a step in memory of its own: the part that this rank sums is read there. The sums are
-written to memory that all ranks of the host share, and that the framework then holds without a copy (see
-`hvdlite.gradients.bucket`); on a device, to flat memory of which it gets views.
+The gradients of a step lie in the framework's own memory, where this rank reads the part of them that it sums. It writes the
+sums to memory that all ranks of the host share, and the framework then holds that memory without a copy (see
+`hvdlite.gradients.bucket`). On a device, the sums are written to flat memory, and the framework gets views of it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from hvdlite.tensors.reduction import reduction
 from hvdlite.world import World
 
 ROOMS = 3
-"""How many steps' gradients may be held without a copy. A framework lets go of one step's while the next is exchanged; and a
-loop may look at the last step's while it makes the next."""
+"""The number of steps whose results the framework may hold without a copy. A framework releases the results of one step while
+the next step is exchanged, and a training loop may still read the results of the last step while it computes the next."""
 
 
 class Buckets(abc.ABC):
-    """The exchange of gradients of one layout. Every rank makes one, at the same point. As `hvdlite.protocols.Exchange` says.
+    """An `hvdlite.protocols.Exchange` of gradients of one layout. Every rank makes one at the same point of its program.
 
     Args:
         here: The world.
         infos: Dtype and shape of each gradient.
         op: Average or Sum.
-        process_set: The ranks that take part; all if None.
-        kind: `Device.kind` of where the gradients are; empty for host memory.
+        process_set: The ranks that participate; all if None.
+        kind: The `Device.kind` of the gradients' memory; empty for host memory.
 
     Raises:
-        MismatchError: The ranks have different layouts. Raised on all of them.
+        MismatchError: The ranks have different layouts. Raised on all ranks.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Buckets(abc.ABC):
 
     @property
     def last(self) -> Hashable:
-        """A name of the last exchange, which is the same on all ranks."""
+        """A key of the last exchange, which is the same on all ranks."""
         return tuple(self._infos), self._op, self._kind, self._reducer.exchanges
 
     @property
@@ -63,56 +63,57 @@ class Buckets(abc.ABC):
 
     @abc.abstractmethod
     def exchange(self, gradients: Sequence[Any], said: Header = Header(), device: Device | None = None) -> list[Any]:  # noqa: B008  # it cannot change
-        """The gradients of all ranks.
+        """Return the gradients of all ranks.
 
         Args:
-            gradients: Like the layout; None if this rank has none. They are only read. Arrays, or tensors of `device`.
-            said: As for `Reducer.exchange`.
-            device: This rank's; None in host memory.
+            gradients: An array, or a tensor of `device`, for each gradient of the layout; None if this rank does not have it.
+                The gradients are only read.
+            said: See `Reducer.exchange`.
+            device: This rank's device; None for host memory.
 
         Returns:
-            For each what nobody changes, or None if no rank has a gradient.
+            For each gradient an array or tensor that nobody changes; None if no rank has the gradient.
 
         Raises:
-            Postponed, HvdliteError: As `Reducer.exchange`.
+            Postponed, HvdliteError: See `Reducer.exchange`.
         """
 
     def stand_in(self) -> None:
-        """Take part in the exchanges of the others with nothing, until all ranks have joined."""
+        """Take part in the exchanges of the other ranks without data, until all ranks have joined."""
         stand_in(self._reducer)
 
     dropped = False
-    """A traced function may use it at any time."""
+    """Never dropped, because a traced function may use the object at any time."""
 
     memory_only = True
     passes: Mapping[Hashable, int] = MappingProxyType({})
 
     def keep(self) -> object:
-        """Itself: it is never dropped."""
+        """Return the object itself, which is never dropped."""
         return self
 
     def release(self) -> None:  # noqa: B027  # there is nothing to do
-        """Nothing: see `close`."""
+        """Do nothing; see `close`."""
 
     def catch_up(self, last: int) -> None:  # noqa: B027  # there is nothing to do
-        """Nothing: this is only memory. Optimizers catch up by way of the registry."""
+        """Do nothing: buckets are only memory. The registry lets the optimizers catch up."""
 
     def somebody_has_joined(self) -> bool:
-        """Whether a rank has run out of data. Every rank calls this that has not."""
+        """Return whether a rank has run out of data. Every rank that still has data calls this."""
         self._reducer.exchange([False] * len(self._infos))
         return self.joined
 
     def close(self) -> None:
-        """Release the memory, on every rank. The framework may still hold results."""
+        """Release the memory. Every rank calls this. The framework may still hold results."""
         self._group.remove(self)
         self._group.reducers.release(self._reducer)
 
 
 class HostBuckets(Buckets):
-    """In host memory: gradients and results are arrays.
+    """Buckets in host memory: gradients and results are arrays.
 
     Args:
-        here, infos, op, process_set: As for `Buckets`.
+        here, infos, op, process_set: See `Buckets`.
     """
 
     def __init__(self, here: World, infos: Sequence[TensorInfo], op: ReduceOp, process_set: ProcessSet | None) -> None:
@@ -120,7 +121,7 @@ class HostBuckets(Buckets):
         kernels = [reduction(info.dtype, ReduceOp.SUM) for info in infos]
         self._storage = [kernel.storage for kernel in kernels]
         self._dtypes = [dtype_of(info) for info in infos]
-        # Halves are widened by torch where it is loaded, which dislikes memory that is read-only: those are copied.
+        # Halves are always copied: torch, if it is loaded, widens them, and it does not accept read-only memory.
         self._parts = [
             self._reducer.bucket_of(index).ownership.part_of(index) if kernel.exact else (0, 0)
             for index, kernel in enumerate(kernels)
@@ -141,11 +142,11 @@ class HostBuckets(Buckets):
         finally:
             for index, (start, stop) in enumerate(self._parts):
                 if start < stop:
-                    self._reducer.bucket_of(index).place(index, None)  # the gradients are the framework's again
+                    self._reducer.bucket_of(index).place(index, None)  # the gradients belong to the framework again
         return [self._result(index) if there else None for index, there in enumerate(anywhere)]
 
     def _show(self, index: int, gradient: Array) -> None:
-        """Copy what other ranks read of a gradient; the rest is summed where it is."""
+        """Copy the elements of a gradient that other ranks read. The other elements are summed where they are."""
         flat = gradient.reshape(-1).view(self._storage[index])
         memory = self._reducer.memory_of(index)
         start, stop = self._parts[index]
@@ -166,10 +167,10 @@ class HostBuckets(Buckets):
 
 
 class DeviceBuckets(Buckets):
-    """On a device: gradients and results are tensors of it.
+    """Buckets on a device: gradients and results are tensors of the device.
 
     Args:
-        here, infos, op, process_set, kind: As for `Buckets`.
+        here, infos, op, process_set, kind: See `Buckets`.
     """
 
     def exchange(

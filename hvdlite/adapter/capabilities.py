@@ -1,7 +1,7 @@
-"""What hvdlite can use here, as Horovod's programs ask for it.
+"""The functions of Horovod that return which libraries can be used.
 
-Nothing is compiled when hvdlite is installed, so these look for what is there when they are called. Whether there is a GPU is
-another question: ``torch.cuda.is_available()``.
+Nothing is compiled when hvdlite is installed, so these functions search for the libraries when they are called. They do not
+check for a GPU; ``torch.cuda.is_available()`` does.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ __all__ = [
 
 
 def mpi_built() -> bool:
-    """Whether MPI can be used: mpi4py is installed."""
+    """Return whether MPI can be used: mpi4py is installed."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
 def mpi_enabled() -> bool:
-    """Whether ranks speak by MPI. They do, wherever it can be used."""
+    """Return whether the ranks communicate by MPI. They do, if MPI can be used."""
     return mpi_built()
 
 
 def gloo_built() -> bool:
-    """False: Gloo is not used."""
+    """Return False, because hvdlite does not use Gloo."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """False: Gloo is not used."""
+    """Return False, because hvdlite does not use Gloo."""
     return False
 
 
 @functools.cache
 def nccl_built() -> int:
-    """The version of NCCL (or RCCL) that GPU tensors are exchanged by, such as 22809 for 2.28.9; 0 if none can be loaded."""
+    """Return the version of NCCL (or RCCL) that exchanges GPU tensors, such as 22809 for 2.28.9; 0 if none can be loaded."""
     try:
         library = nccl.load(Config.from_env().nccl_library)
     except DeviceError:
@@ -61,27 +61,27 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False: IBM's DDL is not used."""
+    """Return False, because hvdlite does not use IBM's DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: oneCCL is not used."""
+    """Return False, because hvdlite does not use oneCCL."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether a torch for CUDA, or CuPy, is installed, whose tensors can be exchanged where they are."""
+    """Return whether torch for CUDA or CuPy is installed. Its tensors can then be exchanged on the GPU."""
     return _torch_version().cuda is not None or (importlib.util.find_spec("cupy") is not None and not rocm_built())
 
 
 def rocm_built() -> bool:
-    """Whether a torch for ROCm is installed, whose tensors can be exchanged where they are."""
+    """Return whether torch for ROCm is installed. Its tensors can then be exchanged on the GPU."""
     return _torch_version().hip is not None
 
 
 def _torch_version() -> Any:
-    """``torch.version``, without importing torch: the file holds constants only."""
+    """Return ``torch.version`` without importing torch. The file of that module contains only constants."""
     if "torch" in sys.modules:
         return sys.modules["torch"].version
     spec = importlib.util.find_spec("torch")

@@ -1,7 +1,7 @@
-"""Gradients of programs without a framework's optimizer: NumPy's, JAX', anybody's.
+"""`DistributedGradient`: combines gradients in programs without a framework's optimizer, such as those of NumPy and JAX.
 
-The ranks agree once on what there is to exchange; a step sends no message for that. A rank whose gradients do not fit says so
-in the header of the exchange, which is then put off on all ranks alike::
+The ranks agree once on the layout of the gradients, and steps send no message for that. If the gradients of a rank do not fit,
+the rank says so in the header of the exchange, and all ranks postpone that exchange::
 
     first call ─▶ all ranks gather paths, dtypes, shapes ─▶ layout ─▶ exchange
     later calls ─▶ fits? ─▶ exchange in the buckets of the layout
@@ -34,14 +34,14 @@ MIXED = "mixed"
 
 
 class Layout(NamedTuple):
-    """What the ranks exchange.
+    """The layout of the gradients that the ranks exchange.
 
     Attributes:
-        kinds: The containers, as `hvdlite.adapter.tree.Flat` has them.
-        paths: Where each gradient is.
-        infos: Dtype and shape of each gradient; None where no rank has had one.
-        place: `Device.kind` of where all gradients are; empty for host memory; `MIXED` if they are not all in one kind of
-            memory, and so travel by way of the host's; None if there is none.
+        kinds: The kinds of the containers; see `hvdlite.adapter.tree.Flat`.
+        paths: The path of each gradient in its containers.
+        infos: Dtype and shape of each gradient; None if no rank has had the gradient.
+        place: The `Device.kind` of the memory of all gradients; empty for host memory; `MIXED` if the gradients lie in
+            different kinds of memory, and so are exchanged in host memory; None without any gradient.
     """
 
     kinds: str
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     place: str | None
 
     def covers(self, own: Layout) -> bool:
-        """Whether the gradients of a rank are of this layout. A rank may have fewer."""
+        """Return whether the gradients of a rank fit into this layout. A rank may have fewer gradients."""
         return (
             (self.kinds, self.paths) == (own.kinds, own.paths)
             and (own.place is None or self.place in (MIXED, own.place))
@@ -59,32 +59,33 @@ class Layout(NamedTuple):
 
     @property
     def device(self) -> str:
-        """`Device.kind` of where all gradients are; empty if they are, or go, through host memory."""
+        """The `Device.kind` of the memory in which gradients are exchanged; empty for host memory."""
         return "" if self.place in (None, MIXED) else str(self.place)
 
 
 class DistributedGradient:
-    """Combines the gradients of all ranks. A program makes one, and calls it in each step::
+    """Combines the gradients of all ranks. A program makes one object, and calls it in each step::
 
         combine = hvd.DistributedGradient()
         for x, y in batches:
             gradients = combine(gradient(weights, x, y), weight=len(x))
 
-    For gradients of NumPy, JAX, or any library whose arrays hvdlite reads. All gradients of a step travel together: those that
-    are large are summed where they are, in memory that the ranks of a host share. A loop that trains two models in turn makes
-    one object for each.
+    The gradients may be arrays of NumPy, JAX, or any library whose arrays hvdlite reads. All gradients of a step travel
+    together, in memory that the ranks of a host share; a part of each large gradient is summed where it lies. A loop that
+    trains two models in turn makes one object for each model.
 
     Args:
-        op: Average, Sum, or Adasum of the gradients.
-        process_set: The ranks that take part; all if None.
-        compression: How gradients travel: `hvdlite.Compression.none`, ``fp16``, ``bf16``, or a `Compressor` of the program's.
-        gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
-            multiplied by it in the end.
-        inplace: Write the combined gradients into the arrays that the program gives.
+        op: The reduction of the gradients: Average, Sum, or Adasum.
+        process_set: The ranks that participate; all if None.
+        compression: The compression of gradients that travel: `hvdlite.Compression.none`, ``fp16``, ``bf16``, or the program's
+            own `Compressor`.
+        gradient_predivide_factor: With compression and Average, gradients are divided by this factor before the compression,
+            and multiplied by it in the end.
+        inplace: Whether the combined gradients overwrite the arrays that the program gives.
 
     Raises:
         ArgumentError: The arguments do not fit together, or this rank is not in `process_set`.
-        NotInitializedError: Before `init`.
+        NotInitializedError: `init` has not been called.
     """
 
     def __init__(
@@ -101,28 +102,28 @@ class DistributedGradient:
         here = world("DistributedGradient()")
         self._identity = Identity(here)
         self._sync = EagerSync(self._options, self._identity)
-        self._registry()  # a rank may join without a single gradient
+        self._registry()  # a rank may join before it has any gradient
 
     def __call__(self, gradients: Tree, weight: float | None = None) -> Tree:
-        """The gradients of all ranks. Every rank calls this, with the same structure; `hvdlite.join` ends it for a rank.
+        """Return the gradients of all ranks. Every rank calls this with the same structure, until it calls `hvdlite.join`.
 
         Args:
-            gradients: An array, or arrays in nested dicts, lists and tuples. (Where JAX is loaded, in any container that it
-                knows.) Floating-point numbers of any shape. None where this rank has no gradient: it then counts as zero if
-                another rank has one.
-            weight: The number of samples that these gradients are the mean of, for Average; 1 if None. The result is then the
-                mean over the samples of all ranks. A rank without samples says 0, and its gradients may be anything.
+            gradients: An array, or arrays in nested dicts, lists and tuples (if JAX is loaded, in any container that JAX
+                knows). The arrays hold floating-point numbers and have any shape. None stands for a gradient that this rank
+                does not have; the gradient counts as zero if another rank has it.
+            weight: With Average, the number of samples that these gradients are the mean of; 1 if None. The result is then the
+                mean over the samples of all ranks. A rank without samples passes 0, and its gradients may have any values.
 
         Returns:
-            The same structure, with arrays of the same kind: new ones, or with ``inplace=True`` those that were given. None
-            where no rank has a gradient.
+            The same structure with arrays of the same kind: new arrays, or with ``inplace=True`` the given ones. An element is
+            None if no rank has the gradient.
 
         Raises:
-            ArgumentError: A weight without Average, or a negative one.
-            UnsupportedTensorError: A leaf is no array of floating-point numbers; or, with ``inplace=True``, it cannot be
+            ArgumentError: There is a weight and `op` is not Average, or the weight is negative.
+            UnsupportedTensorError: A leaf is not an array of floating-point numbers; or, with ``inplace=True``, it cannot be
                 written.
-            MismatchError: The ranks have gradients of different structures, shapes or dtypes. Raised on all of them.
-            HvdliteError: The weights of all ranks are 0. Raised on all of them.
+            MismatchError: The ranks have gradients of different structures, shapes or dtypes. Raised on all ranks.
+            HvdliteError: The weights of all ranks are 0. Raised on all ranks.
         """
         if weight is not None:
             self._options.check_weighted()
@@ -171,17 +172,21 @@ class DistributedGradient:
         return registry
 
     def _known_layout(self) -> Layout | None:
-        """What the ranks agreed on; None if they did not, or where no exchange would tell that a rank has something else."""
+        """Return the layout that the ranks have agreed on.
+
+        Return None if there is none, or if the exchange would not notice that a rank has other gradients: Adasum has no
+        header, and without any gradient there is no exchange.
+        """
         layout: Layout | None = self._registry().layouts.get(self._identity.number)
         if layout is None or self._options.op is Adasum or not any(layout.infos):
             return None
         return layout
 
     def _agree(self, own: Layout) -> Layout:
-        """What all ranks have together. Every rank that has data calls this.
+        """Return the layout of the gradients that the ranks have together. Every rank that has data calls this.
 
         Raises:
-            MismatchError: Structures, shapes or dtypes differ. Raised on all of them.
+            MismatchError: The structures, shapes or dtypes of the ranks differ. Raised on all ranks.
         """
         registry = self._registry()
         name = f"layout of gradients {self._identity.number}"
@@ -222,7 +227,7 @@ def _other_structure(first: int, wanted: Layout, rank: int, layout: Layout) -> s
 
 
 def _info_and_place(leaf: Any) -> tuple[TensorInfo | None, str | None]:
-    """Of an array: dtype and shape; and `Device.kind` of where it is, empty for host memory. Both None if there is none."""
+    """Return dtype and shape of a leaf, and its `Device.kind` (empty for host memory); None for both if the leaf is None."""
     if leaf is None:
         return None, None
     adapter = adapter_for(leaf)

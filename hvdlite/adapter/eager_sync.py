@@ -1,10 +1,11 @@
-"""Gradients of eager frameworks, exchanged: of Keras on torch, of NumPy and JAX programs.
+"""`EagerSync`: exchanges gradients in eager code, such as Keras on torch, and programs of NumPy and JAX.
 
-Any tensors that the core has an adapter for. Results are new tensors, where the gradients are::
+The gradients are any tensors for which the core has an adapter. The results are new tensors in the memory of the same devices::
 
     gradients ─▶ (compressed) ─▶ arrays ─▶ `ArraySync` ─▶ copies ─▶ (decompressed) ─▶ gradients of all ranks
 
-Gradients that all lie on a device stay there, and the results are views of the memory in which they were combined: no copy.
+If all gradients lie on a device, they stay there, and the results are views of the memory in which they were combined, without
+a copy.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ class EagerSync:
     """Combines the gradients of all ranks, in code that is not traced.
 
     Args:
-        options: How. The same on all ranks. `sparse_as_dense` changes nothing: gradients are dense.
-        identity: The optimizer whose exchange it is; None if it is no optimizer's.
+        options: The options of the exchange, the same on all ranks. `sparse_as_dense` has no effect: gradients are dense.
+        identity: The identity of the optimizer whose gradients are exchanged; None without an optimizer.
     """
 
     def __init__(self, options: Options, identity: Identity | None = None) -> None:
@@ -42,22 +43,22 @@ class EagerSync:
         self._is_plain = options.compression is Compression.none and options.divisor == 1.0
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
-        """The gradients of all ranks. Every rank calls this, with sources of the same dtypes and shapes in the same order.
+        """Return the gradients of all ranks. Every rank calls this with sources of equal dtypes and shapes in the same order.
 
-        A gradient that some ranks have counts as zero on the others.
+        A gradient that only some ranks have counts as zero on the others.
 
         Args:
-            sources: The tensors that the gradients are of.
-            gradients: For each a dense tensor, which is only read, or None.
+            sources: The tensors whose gradients are exchanged.
+            gradients: A dense tensor, which is only read, or None for each source.
             weight: The number of samples that this rank's gradients are the mean of; 1 if None.
 
         Returns:
-            For each a new tensor where its source is, or None if no rank has a gradient.
+            For each source a new tensor on the device of the source; None if no rank has a gradient.
 
         Raises:
-            ArgumentError: A gradient is not like its source; or a weight without Average.
-            UnsupportedTensorError: A source is no floating-point number, or a gradient is not dense.
-            MismatchError: The ranks have different sources. Raised on all of them.
+            ArgumentError: A gradient has another dtype or shape than its source; or there is a weight without Average.
+            UnsupportedTensorError: A source does not hold floating-point numbers, or a gradient is not dense.
+            MismatchError: The ranks have different sources. Raised on all ranks.
             HvdliteError: The weights of all ranks are 0.
         """
         if weight is not None:
@@ -83,19 +84,19 @@ class EagerSync:
         refuse: bool = False,
         kind: str = "",
     ) -> list[Any]:
-        """`combine`, for gradients whose dtypes and shapes all ranks know.
+        """Return the gradients of all ranks, as `combine` does, if all ranks know the dtypes and shapes of the gradients.
 
         Args:
             infos: Dtype and shape of each gradient.
-            gradients: Like `infos`, or None.
-            weight: As for `combine`.
-            inplace: Write into the tensors that are given.
-            refuse: This rank has other gradients, and exchanges nothing.
-            kind: `Device.kind` of where the gradients of all ranks are; empty if some are in host memory.
+            gradients: A tensor of this dtype and shape, or None, for each gradient.
+            weight: See `combine`.
+            inplace: Whether the results overwrite the given tensors.
+            refuse: Whether this rank has other gradients, and so exchanges nothing.
+            kind: The `Device.kind` of the gradients of all ranks; empty if some gradients are in host memory.
 
         Raises:
-            NewLayout: Some rank refuses. Raised on all of them.
-            Others: As `combine`.
+            NewLayout: Some rank refuses. Raised on all ranks.
+            Others: See `combine`.
         """
         like = next((gradient for gradient in gradients if gradient is not None), None)
         sources = [
@@ -121,7 +122,7 @@ class EagerSync:
         return results
 
     def _device_of(self, tensors: Sequence[Any]) -> Device | None:
-        """Where all of these lie; None if one is in host memory, or if they have to be there."""
+        """Return the device of all these tensors; None if one is in host memory, or if Adasum needs all of them there."""
         if self.options.op is Adasum or any(device_kind_of(tensor, adapter_for(tensor)) is None for tensor in tensors):
             return None
         found: Device = cast("DeviceAdapter[Any]", adapter_for(tensors[0])).device(tensors[0])
@@ -164,9 +165,10 @@ class EagerSync:
         return sync.exchange(everything, 1.0 if weight is None else float(weight), values, refuse, device)
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """This rank's gradients, with zeros for those that other ranks have: for adding up before they are exchanged.
+        """Return this rank's gradients, with zeros for a gradient that only other ranks have, so that passes can be summed.
 
-        Every rank calls this, for the same sources. The ranks tell each other each time: there is no trace that would keep it.
+        Every rank calls this, for the same sources. The ranks tell each other in each call which gradients they have, because
+        there is no traced function that would remember it.
         """
         _check(sources, gradients)
         if self._is_alone(sources):
@@ -186,7 +188,7 @@ class EagerSync:
         return ArraySync(infos, options.op, options.process_set, sparse=False, identity=self._identity)
 
     def _encode(self, source: Any, gradient: Any) -> _Sent:
-        # Without a gradient, the source stands for it: to see what would be sent.
+        # Without a gradient, the source is encoded in its place, which shows the dtype and shape of the encoded gradient.
         tensor = source if gradient is None else gradient
         tensor = _bare(tensor)
         if self.options.divisor != 1.0:
@@ -201,8 +203,8 @@ class EagerSync:
         if device is not None and device_kind_of(sent.encoded, adapter) is not None:
             tensor = cast("DeviceAdapter[Any]", adapter).from_device(result, sent.encoded)
         else:
-            # Copied: the array lies in memory that all ranks read, and frameworks clip gradients in place. Of a device, a
-            # rank gets arrays that has given nothing which would say what it wants.
+            # The array is copied because it lies in memory that all ranks read, and frameworks clip gradients in place. A rank
+            # that has given no gradient gets a result on a device as an array, because nothing says what tensor it wants.
             array = result.copy() if device is None else device.to_host(device.flat(result)).reshape(sent.info.shape)
             bits = array.view(np.uint16) if sent.info.dtype == "bfloat16" else array
             tensor = adapter.from_array(bits, sent.info.dtype, sent.encoded)
@@ -213,7 +215,13 @@ class EagerSync:
 
 
 class _Sent(NamedTuple):
-    """A gradient, or what stands for it: compressed, what decompresses it, and its layout."""
+    """A gradient that is encoded for the exchange, or an encoded source in its place.
+
+    Attributes:
+        encoded: The compressed tensor.
+        context: The context that decompresses the tensor.
+        info: Dtype and shape of the compressed tensor.
+    """
 
     encoded: Any
     context: Any
@@ -221,22 +229,22 @@ class _Sent(NamedTuple):
 
 
 def _bare(tensor: Any) -> Any:
-    """A tensor that is no part of a graph of torch's."""
+    """Return a tensor without its part in a graph of torch."""
     return tensor.detach() if hasattr(tensor, "detach") else tensor
 
 
 def _device_here(kind: str) -> Device:
-    """The device of this rank, where no tensor says which."""
+    """Return the device of a kind that this rank uses. This is for a rank that has no tensor on it."""
     return world("the exchange of gradients").devices.here(kind)
 
 
 def _zeros_like(tensor: Any) -> Any:
-    """Zeros of the shape and dtype of a tensor, where it is."""
+    """Return zeros with the shape and dtype of a tensor, on the same device."""
     return _zeros(adapter_for(tensor).info(tensor), tensor)
 
 
 def _zeros(info: TensorInfo, like: Any) -> Any:
-    """Zeros of this shape and dtype, of the framework of `like`, and where that is; NumPy's if it is None."""
+    """Return zeros of this dtype and shape, of the framework and on the device of `like`; of NumPy if `like` is None."""
     if like is None or isinstance(like, np.ndarray | np.generic):
         return np.zeros(info.shape, dtype_of(info))
     adapter = adapter_for(like)

@@ -1,13 +1,13 @@
-"""Memory for gradients that a framework has in memory of its own, found again by what lies in it.
+"""`Registry`: keeps the buckets of each layout of gradients, for frameworks that have gradients in memory of their own.
 
-A tape is made anew for each step, and a function may be traced again on one rank only; so the memory belongs to the world, and
-whoever has gradients of the same layout uses the same::
+A program makes a new tape for each step, and a function may be traced again on a single rank. So the memory belongs to the
+world, and all gradients of equal layout use the same buckets::
 
     group.exchanges ─▶ Registry of a process set ─▶ Buckets of a layout ─▶ Reducer ─▶ result buffers, lent to the framework
 
-TensorFlow holds results without a copy. It writes to no memory that it has not allocated itself (TF_NewTensor makes buffers
-that do not own their memory, which kernels do not reuse for their outputs), so one rank's clipping leaves the gradients of the
-others alone. Who serves a framework that does write copies the results.
+TensorFlow holds results without a copy. It writes only to memory that it has allocated itself (TF_NewTensor makes buffers that
+do not own their memory, and kernels do not reuse such buffers for their outputs). So if one rank clips its gradients, the
+gradients of the other ranks stay unchanged. An adapter copies the results if its framework writes to such memory.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from hvdlite.tensors.registry import adapter_for
 from hvdlite.world import World
 
 LAYOUTS = 16
-"""How many are kept; the one that was not used for longest is given up. A program has two or three."""
+"""The number of layouts whose buckets are kept. The least recently used are released. A program has two or three layouts."""
 
 MEMORIES = 256
-"""How much small knowledge is kept; the oldest goes first, on all ranks alike."""
+"""The number of entries that each small dict of a registry keeps. All ranks drop the oldest entry first."""
 
 T = TypeVar("T")
 
 
 class Registry:
-    """The buckets of a process set on one rank, and what else there is one of. As `hvdlite.group.RebindableExchange`
-    says.
+    """The buckets of a process set on one rank, and its other shared state: an `hvdlite.group.RebindableExchange`.
 
-    All ranks have the same: buckets are made by all at once, and which of them was not used for longest is told by the
-    exchanges, which all ranks make in the same order. A trace tells nothing, as it may be one rank's alone.
+    All ranks have the same buckets: they make them together, and the exchanges, which all ranks make in the same order, decide
+    which buckets are the least recently used. A trace does not count as a use, because a single rank may trace.
     """
 
     def __init__(self, here: World, process_set: ProcessSet | None) -> None:
@@ -52,13 +51,13 @@ class Registry:
         self._advice: dict[Hashable, Advice] = {}
         self._optimizers: weakref.WeakSet[Identity] = weakref.WeakSet()
         self.layouts: dict[int, Any] = {}
-        """What the ranks have agreed to exchange, by the number of the `Identity`; the same on all ranks."""
+        """The layouts that the ranks have agreed on, by the number of the `Identity`; the same on all ranks."""
         self._group = here.group(process_set)
         self._group.add(self)
 
     @classmethod
     def of(cls, here: World, process_set: ProcessSet | None) -> Registry:
-        """The one of these ranks.
+        """Return the registry of a process set. The first call makes it.
 
         Raises:
             ArgumentError: The set is not in effect, or this rank is not in it.
@@ -70,27 +69,27 @@ class Registry:
 
     @property
     def process_set(self) -> ProcessSet:
-        """The ranks that take part."""
+        """The ranks that participate."""
         return global_process_set if self._process_set is None else self._process_set
 
     def leave(self) -> None:
-        """Hold nothing of the world any more: it has ended."""
+        """Drop the buckets, because their world has ended."""
         self._buckets.clear()
 
     def rebind(self) -> None:
-        """Have another registry in the present world: a rank may call `join` there before it has any gradient."""
+        """Make another registry in the present world, where a rank may call `join` before it has any gradient."""
         Registry.of(world("init()"), self._process_set)
 
     def buckets(self, infos: Sequence[TensorInfo], op: ReduceOp, kind: str = "") -> Buckets:
-        """Those of a layout. Every rank calls this if they are not there.
+        """Return the buckets of a layout. Every rank calls this if the buckets do not exist yet.
 
         Args:
-            infos, op, kind: As for `Buckets`.
+            infos, op, kind: See `Buckets`.
         """
         found = self._buckets.get((tuple(infos), op, kind))
         if found is None:
             found = self._make(infos, op, kind)
-            # A rank that has joined does not know which was not used for longest.
+            # A rank that has joined does not know which buckets are the least recently used.
             if len(self._buckets) > LAYOUTS and not found.somebody_has_joined():
                 self._close_oldest()
         return found
@@ -104,68 +103,77 @@ class Registry:
             self._buckets.pop(next(iter(self._buckets))).close()
 
     def use(self, infos: Sequence[TensorInfo], op: ReduceOp, kind: str = "") -> Buckets:
-        """As `buckets`, for an exchange that all ranks make now."""
+        """Return the buckets of a layout for an exchange that all ranks make now. See `buckets`."""
         found = self.buckets(infos, op, kind)
         key = (tuple(infos), op, kind)
         self._buckets[key] = self._buckets.pop(key)
         return found
 
     def own_buckets(self, infos: Sequence[TensorInfo], op: ReduceOp, kind: str = "") -> Buckets:
-        """New ones, for the caller alone, which are kept as long as the world. Every rank calls this."""
+        """Make buckets for the caller alone, which are kept as long as the world exists. Every rank calls this."""
         if kind:
             return DeviceBuckets(self._here, infos, op, self._process_set, kind)
         return HostBuckets(self._here, infos, op, self._process_set)
 
     def new_channel(self) -> str:
-        """A name for exchanges that go on while others do. Every rank calls this."""
+        """Return a new name for exchanges that run at the same time as others. Every rank calls this."""
         self._channels += 1
         return f"exchange {self._channels}"
 
     def tables(self, key: Hashable) -> set[int]:
-        """Of a list of sources, those whose gradients travel as rows. To be changed by all ranks at once."""
+        """Return the positions of the sources whose gradients travel as rows. Callers change this set on all ranks at once."""
         return _remember(self._tables, key, set())
 
     def advice(self, key: Hashable) -> Advice:
-        """The advice for the sources under a key."""
+        """Return the `Advice` for the sources of a key."""
         return _remember(self._advice, key, Advice(self._here.config.advice))
 
     def known(self, key: Hashable) -> tuple[str | None, str] | None:
-        """What `learn` was told of this, on this rank or (the first is None then) on others; None if it was not."""
+        """Return the arguments of `learn` for a key; None if no rank has called it.
+
+        The first element is None if only other ranks have called `learn`, and this rank has caught up with them.
+        """
         return self._known.get(key)
 
     def learn(self, key: Hashable, own: str, union: str) -> None:
-        """Keep what gradients this rank has, and what the ranks have together. Every rank that has data calls this."""
+        """Keep which gradients there are. Every rank that has data calls this.
+
+        Args:
+            key: The key for `known`.
+            own: The kinds of the gradients that this rank has.
+            union: The kinds of the gradients that the ranks have together.
+        """
         _remember(self._known, key, (own, union))
 
     def add(self, identity: Identity) -> None:
-        """Let the variables of an optimizer be broadcast by `catch_up`. The optimizer keeps `identity` alive."""
+        """Let `catch_up` broadcast the variables of an optimizer. The optimizer keeps `identity` alive."""
         identity.enter(self._here)
         self._optimizers.add(identity)
 
     def stand_in(self) -> None:
-        """Nothing: the buckets are in the world's list, too."""
+        """Do nothing: the group also has the buckets in its list, and the buckets take part themselves."""
 
     dropped = False
-    """It is there as long as the process set."""
+    """Never dropped: a registry lives as long as its process set is in effect."""
 
     memory_only = False
 
     @property
     def passes(self) -> Mapping[Hashable, int]:
-        """Of each optimizer that has variables, by its first exchange; by its number where it has made none yet."""
+        """The number of backward passes of each optimizer with variables, by its first exchange; by its number before that."""
         found = {each.first or each.number: each.optimizer for each in self._optimizers}
         made = {key: optimizer.hvdlite_passes() for key, optimizer in found.items() if optimizer is not None}
         return {key: passes for key, passes in made.items() if passes is not None}
 
     def keep(self) -> object:
-        """Itself: it is never dropped."""
+        """Return the registry itself, which is never dropped."""
         return self
 
     def release(self) -> None:
-        """Nothing: see `Buckets.close`."""
+        """Do nothing; see `Buckets.close`."""
 
     def catch_up(self, last: int) -> None:
-        """Take what the ranks have told each other, and the variables of the optimizers, from the rank that joined last."""
+        """Get the shared state, and the values of the optimizers' variables, from rank `last`. All ranks call this."""
         for layout in list(self._group.reducers.shared.late):
             self._make(*layout)
         root = self._group.ranks.index(last)
@@ -174,17 +182,17 @@ class Registry:
             (self._known, self._tables, self.layouts, firsts), root, process_set=self._process_set
         )
         if follow(self._here, self._optimizers, firsts):
-            self._known.clear()  # by numbers that are others' now
+            self._known.clear()  # the keys contain numbers that belong to other optimizers now
         for key, (_, union) in known.items():
             self._known.setdefault(key, (None, union))
         for key, rows in tables.items():
-            self._tables.setdefault(key, set()).update(rows)  # exchanges keep these very sets
-        # Who has joined has not seen which buckets the others used.
+            self._tables.setdefault(key, set()).update(rows)  # exchanges hold references to these sets
+        # A rank that had joined has not seen in which order the others used the buckets.
         for key in sorted(self._buckets, key=lambda key: self._group.exchanges.index(self._buckets[key])):
             self._buckets[key] = self._buckets.pop(key)
         self._close_oldest()
         found = {identity.number: identity.optimizer for identity in self._optimizers}
-        # Each rank forgets optimizers when it pleases; where a function failed while it was traced, they have no values.
+        # Each rank may drop an optimizer at any time, and variables have no values if the trace that made them has failed.
         variables = {
             number: each.hvdlite_variables()
             for number, each in found.items()
@@ -198,7 +206,7 @@ class Registry:
 
 
 def _remember(memory: dict[Hashable, T], key: Hashable, value: T) -> T:
-    """What is known under a key; `value` from now on if nothing is."""
+    """Return the value of a key, which is set to `value` if there is none. Drop the oldest entry if there are too many."""
     found = memory.setdefault(key, value)
     if len(memory) > MEMORIES:
         del memory[next(iter(memory))]

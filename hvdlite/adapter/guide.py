@@ -1,4 +1,4 @@
-"""What to say where `hvdlite` is asked for what is in a framework's package: ``from hvdlite import DistributedOptimizer``."""
+"""The error for names that `hvdlite` does not have but an adapter has: ``from hvdlite import DistributedOptimizer``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES = {
 
 
 def advice_on(name: str) -> str:
-    """What to say of a name that is not in `hvdlite`."""
+    """Return the text of the error for a name that is not in `hvdlite`."""
     if name in _PACKAGES:
         return f"hvdlite has no {name!r}: write `import {_PACKAGES[name]} as hvd`."
     return (
@@ -25,14 +25,14 @@ def advice_on(name: str) -> str:
 
 
 class Guide:
-    """A finder that is asked after all others, for modules that nobody has found, and explains those of `hvdlite`."""
+    """The last finder of modules. If no other finder has found a module of `hvdlite`, it raises an error with advice."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """None for modules of others.
+        """Return None for modules of other packages.
 
         Raises:
-            ModuleNotFoundError: hvdlite has no such module; also where a name is imported that it does not have.
+            ModuleNotFoundError: hvdlite has no such module. Python also calls this for a name that `hvdlite` does not have.
         """
         package, _, name = fullname.partition(".")
         if package != "hvdlite" or "." in name:
@@ -42,10 +42,10 @@ class Guide:
 
     @staticmethod
     def invalidate_caches() -> None:
-        """There are none."""
+        """Do nothing: there are no caches."""
 
 
 def install() -> None:
-    """Ask the guide in this process, after all other finders."""
+    """Add the guide to the finders of this process, after all others."""
     if Guide not in sys.meta_path:
         sys.meta_path.append(Guide)

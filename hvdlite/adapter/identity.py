@@ -1,13 +1,14 @@
-"""Which optimizer of one rank is which of another's.
+"""`Identity`: the number by which the ranks match their optimizers.
 
-Optimizers are numbered as they are made, and the same number is the same optimizer. A rank that makes one more for itself (it
-loads a model, to evaluate it) counts on. So `fit` lets the ranks agree before its first step; in a program's own loop they do
-so when they have joined, by the exchanges that they made together::
+Optimizers are numbered in the order in which they are made, and optimizers with the same number belong together. But a rank may
+make one more optimizer for itself (it loads a model to evaluate it), and then its numbers differ. So `fit` lets the ranks agree
+on numbers before its first step. In a program's own loop the ranks agree when all have joined: they recognize their optimizers
+by the exchanges that they made together::
 
     rank 0 made 1, 2 and trains 2 ┐                ┌ fit: both train 3, and count on from there
-    rank 1 made 1    and trains 1 ┴─▶ they agree ──┴ join, of which rank 0 was the last: both train 2
+    rank 1 made 1    and trains 1 ┴─▶ they agree ──┴ join, which rank 0 called last: both train 2
 
-A world that begins after `shutdown` knows no optimizer. One that was made before gets a number there when it is used first.
+A world that begins after `shutdown` knows no optimizers. An older optimizer gets a number there when it is first used.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ _counts: weakref.WeakKeyDictionary[World, Iterator[int]] = weakref.WeakKeyDictio
 
 
 class Trained(Protocol):
-    """An optimizer, as `Registry.catch_up` needs it."""
+    """The part of an optimizer that `Registry.catch_up` needs."""
 
     def hvdlite_variables(self) -> list[Any]:
-        """The framework's variables that are alike on all ranks: the model's trainable ones, and the optimizer's."""
+        """Return the framework's variables that are equal on all ranks: the model's trainable ones and the optimizer's."""
         ...
 
     def hvdlite_passes(self) -> int | None:
-        """How many backward passes it has been given; None while its variables have no values."""
+        """Return how many backward passes the optimizer has had; None while its variables have no values."""
         ...
 
 
 class Identity:
-    """What the ranks know one optimizer by.
+    """The identity of one optimizer, by which the ranks know it.
 
     Args:
         here: The world.
 
     Attributes:
-        number: The next of this rank, until ranks agree on another.
-        rates: Tells the learning rates that the optimizer has now, where it is not too dear to ask.
-        first: The first exchange in which it took part, known by the same name on all ranks; None before.
+        number: The number of the optimizer: the next number of this rank, until the ranks agree on another one.
+        rates: A function that returns the present learning rates of the optimizer; empty if it is too slow to get them.
+        first: A key of the first exchange of the optimizer's gradients, the same on all ranks; None before that exchange.
     """
 
     def __init__(self, here: World) -> None:
@@ -60,28 +61,28 @@ class Identity:
         self.first: Hashable = None
 
     def enter(self, here: World) -> None:
-        """Be known in this world: with a new number if that was another world's."""
+        """Get a number in this world, if the present number is from another world."""
         if self._world() is not here:
             self._count_in(here)
 
     @property
     def optimizer(self) -> Trained | None:
-        """The optimizer; None if it is gone, or has nothing to catch up with after a join."""
+        """The optimizer; None if it has been dropped, or has no variables that are broadcast after a join."""
         return self._optimizer()
 
     @optimizer.setter
     def optimizer(self, optimizer: Trained) -> None:
-        """Let the variables of `optimizer` be broadcast after a join. The optimizer keeps this object; not the other way."""
+        """Let a join broadcast the variables of `optimizer`. The optimizer keeps this object alive, and not the reverse."""
         self._optimizer = weakref.ref(optimizer)
 
 
 def agree(here: World, identities: Sequence[Identity], process_set: ProcessSet | None) -> None:
-    """Let optimizers have the same numbers on all ranks. Every rank of the set calls this.
+    """Give the same numbers to the same optimizers on all ranks. Every rank of the set calls this.
 
     Args:
         here: The world.
-        identities: Of this rank's optimizers, those of all ranks in the same order.
-        process_set: The ranks that take part; all if None.
+        identities: The identities of this rank's optimizers. All ranks pass the same optimizers in the same order.
+        process_set: The ranks that participate; all if None.
     """
     for identity in identities:
         identity.enter(here)
@@ -96,15 +97,15 @@ def agree(here: World, identities: Sequence[Identity], process_set: ProcessSet |
 
 
 def follow(here: World, identities: Iterable[Identity], told: Mapping[Hashable, int]) -> bool:
-    """Take the numbers that another rank has given to the same optimizers.
+    """Take over the numbers that another rank has for the same optimizers.
 
     Args:
         here: The world.
-        identities: Of this rank's optimizers.
-        told: The other rank's numbers, by their first exchange.
+        identities: The identities of this rank's optimizers.
+        told: The numbers of the other rank's optimizers, by `Identity.first`.
 
     Returns:
-        Whether any was another.
+        Whether any number has changed.
     """
     others = [each for each in identities if told.get(each.first, each.number) != each.number]
     for identity in others:
@@ -118,11 +119,11 @@ def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:
     """Raise unless the learning rates are the same on all ranks.
 
     Args:
-        when: When they were compared, for the message.
+        when: The time of the comparison, for the text of the error, such as "in this step".
         rates: The learning rates of each rank, by rank.
 
     Raises:
-        MismatchError: They differ.
+        MismatchError: The learning rates differ.
     """
     if len(set(rates.values())) > 1:
         told = ", ".join(

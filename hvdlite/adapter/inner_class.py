@@ -1,4 +1,4 @@
-"""What stands for a class inside of Horovod that programs name: in annotations, in `isinstance`, as a base."""
+"""Stand-ins for internal classes of Horovod that programs name in annotations, in `isinstance`, or as a base class."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hvdlite.errors import NotYetError
 
 
 class InnerClass(type):
-    """The metaclass of what stands for such a class.
+    """The metaclass of a stand-in for an internal class of Horovod.
 
-    Objects of the class `stands_for` are instances of it. Horovod's own methods are not there to be replaced: to set an
-    attribute raises, because hvdlite would not look at it.
+    Objects of the class `stands_for` are instances of the stand-in. A program cannot replace Horovod's own methods: setting an
+    attribute raises NotYetError, because hvdlite would not use the attribute.
 
     Attributes:
-        stands_for: Our class.
-        advice: What to do in place of what raises.
+        stands_for: The class of hvdlite.
+        advice: What a program can do instead, for the text of errors.
     """
 
     stands_for: type
@@ -24,7 +24,7 @@ class InnerClass(type):
     def __instancecheck__(cls, instance: object) -> bool:
         if "stands_for" in vars(cls):
             return isinstance(instance, cls.stands_for)
-        return super().__instancecheck__(instance)  # of a subclass that a program has made
+        return super().__instancecheck__(instance)  # `cls` is a subclass that a program has made
 
     def __setattr__(cls, name: str, value: Any) -> None:
         if "stands_for" in vars(cls) and not name.startswith("__"):
@@ -33,10 +33,10 @@ class InnerClass(type):
 
 
 def refuse(name: str, advice: str) -> NotYetError:
-    """The error for a part of Horovod's inside that is called, and is not here.
+    """Return the error for a call of an internal part of Horovod that hvdlite does not have.
 
     Args:
-        name: With the module or class that it is in.
-        advice: What to do.
+        name: The name of the part, with its module or class.
+        advice: What a program can do instead.
     """
     return NotYetError(f"{name} is an inner part of Horovod, whose name alone is here. {advice}")

@@ -1,4 +1,4 @@
-"""Packages that are not installed with hvdlite itself, and which extra brings them."""
+"""Checks for packages that only an extra of hvdlite installs."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from hvdlite.errors import MissingPackageError
 
 
 def require(package: str, extra: str, user: str) -> None:
-    """Let a package pass that is installed. It is not imported.
+    """Raise unless a package is installed. The package is not imported.
 
     Args:
-        package: Its name.
-        extra: The extra of hvdlite that brings it.
-        user: Who needs it.
+        package: The name of the package.
+        extra: The extra of hvdlite that installs the package.
+        user: The function or module that needs the package, for the text of the error.
 
     Raises:
-        MissingPackageError: It is not installed.
+        MissingPackageError: The package is not installed.
     """
     if importlib.util.find_spec(package) is None:
         raise MissingPackageError(

@@ -1,4 +1,4 @@
-"""How gradients are exchanged, as a program says it."""
+"""The options with which a program chooses how gradients are exchanged."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hvdlite.tensors.compression import Compression, Compressor
 
 @dataclass(frozen=True)
 class Options:
-    """How gradients are exchanged.
+    """The options of a gradient exchange.
 
     Attributes:
-        op: Average, Sum, or Adasum.
-        process_set: The ranks that take part; all if None.
-        compression: How gradients are compressed.
-        sparse_as_dense: Make sparse gradients dense.
-        gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
-            multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it makes no difference.
+        op: The reduction: Average, Sum, or Adasum.
+        process_set: The ranks that participate; all if None.
+        compression: The compression of gradients.
+        sparse_as_dense: Whether sparse gradients are made dense.
+        gradient_predivide_factor: With compression and Average, gradients are divided by this factor before the compression and
+            multiplied by it in the end, so that sums fit into the smaller dtype. Without compression the factor has no effect.
 
     Raises:
-        ArgumentError: These do not fit together.
+        ArgumentError: The options do not fit together.
     """
 
     op: ReduceOp = Average
@@ -44,16 +44,16 @@ class Options:
 
     @property
     def divisor(self) -> float:
-        """What gradients are divided by before they are compressed, and multiplied by in the end."""
+        """The number by which gradients are divided before the compression, and multiplied in the end."""
         return 1.0 if self.compression is Compression.none else self.gradient_predivide_factor
 
     def check_weighted(self) -> None:
-        """Raise ArgumentError unless a batch weight has a meaning for `op`."""
+        """Raise ArgumentError unless `op` is Average: a batch weight has no meaning for other reductions."""
         if self.op is not Average:
             raise ArgumentError(f"a batch weight has no meaning for op={self.op!r}: it is for averages.")
 
 
 def check_passes(passes: int) -> None:
-    """Raise ArgumentError unless there can be so many backward passes before a step."""
+    """Raise ArgumentError unless `passes`, the number of backward passes per step, is at least 1."""
     if passes < 1:
         raise ArgumentError(f"backward_passes_per_step={passes}: expected 1 or more.")

@@ -1,4 +1,4 @@
-"""Which rows of a tensor are whose: for the gradients of allgather and reducescatter."""
+"""Which rows of a tensor belong to which rank, for the gradients of allgather and reducescatter."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def starts_of_own_rows(
     gradient: str,
     name: str | None = None,
 ) -> list[int]:
-    """Where this rank's rows begin in gathered tensors. Every rank calls this.
+    """Return where this rank's rows begin in gathered tensors. Every rank calls this.
 
     Args:
-        lengths: How many rows this rank has given to each tensor.
-        totals: How many rows each tensor has.
-        process_set: The ranks that take part; all if None.
-        gradient: What the program calls the gradient, for the message.
-        name: The name of the exchange; None where the order tells.
+        lengths: The number of rows that this rank has given to each tensor.
+        totals: The number of rows of each tensor.
+        process_set: The ranks that participate; all if None.
+        gradient: The name of the gradient in the text of the error.
+        name: The name of the exchange; None if the ranks match it by its order.
 
     Returns:
-        The number of this rank's first row in each tensor.
+        The index of this rank's first row in each tensor.
 
     Raises:
-        ArgumentError: A rank that had given rows has joined since.
+        ArgumentError: A rank that had given rows to the allgather has joined since.
     """
     rank = rank_in(process_set)
-    # Each row of the table says whose it is, for ranks that have joined send none.
+    # Each row of the table begins with the number of its rank, because ranks that have joined send no row.
     table = allgather(np.array([[rank, *lengths]], np.int64), name, process_set=process_set)
     if table[:, 1:].sum(0).tolist() != list(totals):
         raise ArgumentError(f"a rank joined between an allgather and its {gradient}: join after the {gradient}.")
@@ -45,7 +45,7 @@ def starts_of_own_rows(
 
 
 def rows_of_share(length: int, process_set: ProcessSet | None) -> tuple[int, int]:
-    """The first row, and the row after the last, of what a reducescatter of `length` rows gives this rank."""
+    """Return the first row, and the row after the last, of this rank's share of a reducescatter of `length` rows."""
     rank, shares = rank_in(process_set), split_rows(length, size_of(process_set))
     start = sum(shares[:rank])
     return start, start + shares[rank]

@@ -1,6 +1,6 @@
-"""Arrays in nested dicts, lists and tuples, as a list; and back.
+"""Converts nested dicts, lists and tuples of arrays to a flat list of arrays, and back.
 
-Containers of other kinds are JAX's affair: where that is loaded, it is asked about them (the modules of Flax, for example).
+If JAX is loaded, it converts containers of other kinds, such as the modules of Flax.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ class Flat(NamedTuple):
     """The leaves of a tree.
 
     Attributes:
-        paths: Where each leaf is, such as ``['layers'][0]``; with the kinds of the containers, for comparisons, in `kinds`.
-        leaves: Arrays, or None.
-        kinds: The kind of each container on the way, in a text that is the same for equal structures.
-        rebuild: Makes a tree of the same structure from other leaves.
+        paths: The path of each leaf, such as ``['layers'][0]``. Trees with equal `paths` and `kinds` have the same structure.
+        leaves: The leaves: arrays, or None.
+        kinds: The kinds of all containers of the tree, in a text that is the same for equal structures.
+        rebuild: A function that makes a tree of the same structure from other leaves.
     """
 
     paths: list[str]
@@ -28,7 +28,7 @@ class Flat(NamedTuple):
 
 
 def flatten(tree: Any) -> Flat:
-    """The leaves of a tree, in an order that depends on its structure alone: those of a dict by the sorted keys."""
+    """Return the leaves of a tree, in an order that depends only on its structure: the keys of a dict are sorted."""
     kinds: list[str] = []
     found = list(_leaves(tree, "", kinds))
     if "jax" in sys.modules and any(leaf is not None and not hasattr(leaf, "dtype") for _, leaf in found):
@@ -53,7 +53,7 @@ def _leaves(tree: Any, path: str, kinds: list[str]) -> Iterator[tuple[str, Any]]
 
 def _build(tree: Any, leaves: Iterator[Any]) -> Any:
     if isinstance(tree, dict):
-        found = copy.copy(tree)  # of its class, and in its order
+        found = copy.copy(tree)  # a dict of the same class, with its keys in the same order
         found.update({key: _build(tree[key], leaves) for key in _sorted(tree)})
         return found
     if isinstance(tree, list | tuple):
@@ -71,7 +71,7 @@ def _sorted(tree: dict[Any, Any]) -> list[Any]:
 
 def _flatten_by_jax(tree: Any) -> Flat:
     util = sys.modules["jax"].tree_util
-    # JAX takes None for a container of nothing; here a rank may have no gradient where another has one.
+    # JAX treats None as an empty container. Here None is a leaf: another rank may have a gradient there.
     found, structure = util.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)
     paths = [util.keystr(path) for path, _ in found]
     return Flat(

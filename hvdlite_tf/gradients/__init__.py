@@ -1,10 +1,11 @@
-"""From a tape to arrays that are exchanged, and back, in any graph.
+"""The exchange of TensorFlow's gradients, in eager code, in a tf.function and in a graph of TensorFlow 1.
 
-- `exchange`: the gradients of one optimizer or tape, combined; `encoded`: what of a gradient is exchanged.
-- `on_device`: eager tensors on a GPU, lent to the exchange and back.
-- `accumulation`: several backward passes before a step; `local_variables`: variables that each rank has for itself.
-- `optimizer_sync`: what every distributed optimizer has.
-- `optimizer_parts`: what the Kerases call differently.
+- `exchange`: combines the gradients of one optimizer or tape; `encoded`: gradients encoded for the exchange.
+- `on_device`: shares the memory of eager tensors on a GPU with the exchange, and of its results with TensorFlow.
+- `accumulation`: sums the gradients of several backward passes before a step; `local_variables`: variables that each rank has
+  for itself.
+- `optimizer_sync`: the part that all distributed optimizers have.
+- `optimizer_parts`: the parts of an optimizer that the versions of Keras name differently.
 
-The arrays themselves are exchanged by `hvdlite.adapter.array_sync`.
+`hvdlite.adapter.array_sync` exchanges the arrays of these gradients.
 """

@@ -1,15 +1,16 @@
-"""Gradients of TensorFlow programs, exchanged: eager, in a tf.function, in a graph of TensorFlow 1.
+"""`GradientExchange`: exchanges gradients in TensorFlow's eager code, in a tf.function, and in a graph of TensorFlow 1.
 
 One call of Python exchanges all gradients of a step::
 
     gradients ─▶ (compressed) ─▶ ordered call: `ArraySync` ─▶ (decompressed) ─▶ gradients of all ranks
 
-A graph has to be told what comes out of the call before it runs. So when a function is traced for the first time, the ranks
-tell each other which gradients they have. One that some rank has is a tensor on all of them, and one that none has is None.
-When it is traced again, maybe on one rank alone, nobody is asked. In eager code gradients may differ from step to step.
+A graph must know the results of the call before it runs. So when a function is traced for the first time, the ranks tell each
+other which gradients they have. A gradient that some rank has is a tensor on all ranks, and a gradient that no rank has is
+None. When a function is traced again, maybe on a single rank, the ranks do not communicate. In eager code the set of gradients
+may change from step to step.
 
-Eager gradients that all lie on a GPU stay there (`hvdlite_tf.gradients.on_device`). Out of a graph, TensorFlow calls Python
-with arrays in host memory.
+Eager gradients stay on a GPU if all of them lie there (`hvdlite_tf.gradients.on_device`). A graph of TensorFlow can call Python
+only with arrays in host memory.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from hvdlite_tf.variables import has_value, plain_variable, read
 
 
 class GradientExchange:
-    """Combines the gradients of all ranks. Cheap to make: what is dear belongs to the world.
+    """Combines the gradients of all ranks. The object is cheap to make, because the world keeps the memory.
 
     Args:
-        options: How. The same on all ranks.
-        identity: Of the optimizer whose exchange it is: functions that are traced again use the same. What the ranks have told
-            each other is then not mixed up with what they told of another one, in a function of the same name over equal
-            variables.
+        options: The options of the exchange, the same on all ranks.
+        identity: The identity of the optimizer whose gradients are exchanged, the same each time a function is traced; None
+            without an optimizer. It keeps apart what the ranks tell each other about the gradients of two optimizers, which
+            may have functions of the same name over equal variables.
     """
 
     def __init__(self, options: Options, identity: Identity | None = None) -> None:
@@ -51,26 +52,27 @@ class GradientExchange:
         self._identity = identity
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
-        """The gradients of all ranks. Every rank calls this, with sources of the same dtypes and shapes in the same order.
+        """Return the gradients of all ranks. Every rank calls this with sources of equal dtypes and shapes in the same order.
 
-        A gradient that some ranks have counts as zero on the others; in a tf.function, if that was so when a function of its
-        name was traced for the first time with these sources.
+        A gradient that only some ranks have counts as zero on the others. In a tf.function, this holds if some rank had the
+        gradient when a function of this name was first traced with these sources.
 
         Args:
             sources: Variables of TensorFlow or Keras, or tensors.
-            gradients: For each a dense tensor, tf.IndexedSlices, or None.
+            gradients: A dense tensor, a tf.IndexedSlices or None for each source.
             weight: The number of samples that this rank's gradients are the mean of; a number or a scalar tensor; 1 if None.
 
         Returns:
-            For each a dense tensor; IndexedSlices with the rows of all ranks for IndexedSlices, and for None where others have
-            those; None if no rank has a gradient.
+            For each source a dense tensor; or a tf.IndexedSlices with the rows of all ranks, if this rank has one, or if this
+            rank has None and other ranks have one; None if no rank has a gradient.
 
         Raises:
-            ArgumentError: XLA compiles this function; or a gradient is not like its source; or a weight without Average.
-            UnsupportedTensorError: A source is no floating-point number.
-            MismatchError: The ranks have different sources. Raised on all of them; eagerly, or when a function is traced.
-            HvdliteError: The weights of all ranks are 0. In a function, too, if another rank has a gradient for which there is
-                no place here. (Errors in a function that runs come out as TensorFlow's, with the text of ours in it.)
+            ArgumentError: XLA compiles this function; or a gradient has another dtype or shape than its source; or there is a
+                weight without Average.
+            UnsupportedTensorError: A source does not hold floating-point numbers.
+            MismatchError: The ranks have different sources. Raised on all ranks, in eager code or when a function is traced.
+            HvdliteError: The weights of all ranks are 0; or, in a function, another rank has a gradient for which the function
+                has no result. (When a function runs, TensorFlow raises its own error with the text of ours.)
         """
         if weight is not None:
             self.options.check_weighted()
@@ -80,15 +82,16 @@ class GradientExchange:
         return call.eagerly() if tf.executing_eagerly() else call.in_graph()
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """This rank's gradients, with zeros for those that other ranks have: for adding up before they are exchanged.
+        """Return this rank's gradients, with zeros for a gradient that only other ranks have, so that passes can be summed.
 
-        Every rank calls this. Which those are is found out as for a tf.function (see `combine`), in eager code too.
+        Every rank calls this. The ranks tell each other which gradients they have in the way of a tf.function (see `combine`),
+        also in eager code.
         """
         call = self._call(sources, gradients, 1.0)
         return call if isinstance(call, list) else call.filled()
 
     def _call(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any) -> _Call | list[Any]:
-        """Checked; the gradients themselves if there is nobody to exchange them with."""
+        """Check the gradients and return their exchange; the gradients themselves if this rank exchanges nothing."""
         here, options = world("the exchange of gradients"), self.options
         plain = [plain_variable(source) for source in sources]
         for source, gradient in zip(plain, gradients, strict=True):
@@ -104,7 +107,7 @@ class GradientExchange:
 
 
 class _Call:
-    """One call of `combine`."""
+    """One call of `GradientExchange.combine` or `fill`."""
 
     def __init__(
         self,
@@ -132,7 +135,7 @@ class _Call:
         self._sources = [] if in_session else [wire.source for wire in self._wires]
 
     def eagerly(self) -> list[Any]:
-        """The gradients of all ranks, now: on the GPU, where the dense ones all lie there."""
+        """Return the gradients of all ranks in eager code; on the GPU if all dense gradients lie there."""
         device = self._device()
         own = [
             on_device.borrow(wire.tensors()[0], device)
@@ -141,7 +144,7 @@ class _Call:
             for wire in self._wires
         ]
         everything = self._sync.exchange(own, float(self._weight), lambda: _values(self._sources), device=device)
-        del own  # it is TensorFlow's memory
+        del own  # this is memory of TensorFlow
         native = [i for i, found in enumerate(everything) if not isinstance(found, np.ndarray | Rows | None)]
         lent = iter(on_device.lend([everything[i] for i in native], device) if device is not None else [])
         combined: list[Any] = []
@@ -156,20 +159,20 @@ class _Call:
         return combined
 
     def _device(self) -> Device | None:
-        """Where the dense gradients are exchanged; None for host memory.
+        """Return the device on which the dense gradients are exchanged; None for host memory.
 
-        A gradient that this rank lacks may be dense on others: its source says where.
+        Other ranks may have a dense gradient that this rank does not have. The device of its source is used for it.
         """
         if self._options.op is hvdlite.Adasum:
             return None
         dense = [wire for wire in self._wires if wire.kind != SPARSE]
         device = on_device.device_of([wire.tensors()[0] if wire.kind == DENSE else wire.source for wire in dense])
         if device is not None and all(wire.kind == NONE for wire in dense):
-            on_device.wait_for(dense[0].source)  # else the first gradient that is lent does
+            on_device.wait_for(dense[0].source)  # otherwise `on_device.borrow` waits, for the first gradient
         return device
 
     def in_graph(self) -> list[Any]:
-        """The gradients of all ranks, in the function or graph that is being built."""
+        """Return the gradients of all ranks as tensors of the function or graph that is being built."""
         kinds, sync, agreed = self._kinds, self._sync, self._agreed()
         variables = [source if isinstance(source, tf.Variable) else None for source in self._sources]
         union = agreed.union()
@@ -179,7 +182,7 @@ class _Call:
         infos = [wire.info for wire in self._wires]
         names = [getattr(wire.source, "name", f"source {i}") for i, wire in enumerate(self._wires)]
 
-        def run(weight: Array, *arrays: Array) -> list[Array]:  # keeps nothing of the graph
+        def run(weight: Array, *arrays: Array) -> list[Array]:  # this must not hold a reference to the graph
             agreed.check(expected)
             given = iter(arrays)
             found = sync.exchange([taken(kind, given) for kind in kinds], float(weight), lambda: _values(variables))
@@ -202,7 +205,7 @@ class _Call:
         ]
 
     def filled(self) -> list[Any]:
-        """As `GradientExchange.fill`."""
+        """Return the result of `GradientExchange.fill`."""
         return [
             tf.zeros(wire.source.shape, wire.source.dtype.base_dtype)
             if gradient is None and there != NONE
@@ -217,11 +220,11 @@ class _Call:
 
 
 class _Agreed:
-    """What the ranks have told each other of the gradients in one function. It keeps nothing of the graph.
+    """The kinds of gradients in one function that the ranks have told each other. It holds no reference to the graph.
 
     Args:
         sync: The exchange of these gradients.
-        key: What the function and its gradients are known by on all ranks.
+        key: A key of the function and its gradients, the same on all ranks.
         kinds: The kinds of the gradients that this rank has.
     """
 
@@ -232,9 +235,9 @@ class _Agreed:
         self._registry: weakref.ref[Registry] = weakref.ref(sync.enter())
 
     def union(self) -> str | None:
-        """The kinds of gradients that some rank has: what the ranks told each other when this was asked for the first time.
+        """Return the kinds of gradients that the ranks have together. The first call for a key lets the ranks tell each other.
 
-        None if this is another function, about which they have told each other nothing.
+        Return None if this rank had gradients of other kinds then: this is another function with the same key.
         """
         registry = self._sync.enter()
         key = (self._key, self._sync.number)
@@ -245,12 +248,14 @@ class _Agreed:
             self._sync.prepare([i for i, kind in enumerate(union) if kind == SPARSE])
             return union
         own, union = known
-        if own is None:  # the others have told each other while this rank had no data
+        if own is None:  # the other ranks told each other while this rank had no data
             registry.learn(key, self._kinds, union)
         return union if own in (None, self._kinds) else None
 
     def check(self, expected: str) -> None:
-        """Tell the ranks of a new world what the function was traced with in the last one. Every rank calls this when it runs.
+        """Let the ranks of a new world compare their gradients with those for which the function was traced in the last world.
+
+        Every rank calls this when the function runs. In the world of the trace it does nothing.
 
         Args:
             expected: The kinds of gradients that the traced function returns.
@@ -271,14 +276,14 @@ class _Agreed:
 
 
 def _together(kinds: Sequence[str]) -> str:
-    """What the gradients of all ranks are together."""
+    """Return the kind of one gradient on all ranks together, from its kind on each rank."""
     if DENSE in kinds:
         return DENSE
     return SPARSE if SPARSE in kinds else NONE
 
 
 def _function_name() -> str:
-    """Of the outermost tf.function that is being traced; empty in eager code."""
+    """Return the name of the outermost tf.function that is being traced; an empty text in eager code."""
     graph, name = tf.compat.v1.get_default_graph(), ""
     while graph is not None:
         name = getattr(graph, "name", "") or name
@@ -287,7 +292,7 @@ def _function_name() -> str:
 
 
 def _values(sources: Sequence[Any]) -> list[Any] | None:
-    """The values of variables and eager tensors; None if one of them has none in memory."""
+    """Return the values of variables and eager tensors; None if one of them has no value in memory."""
     if not all(hasattr(source, "numpy") and has_value(source) for source in sources):
         return None
     return [read(source) for source in sources]

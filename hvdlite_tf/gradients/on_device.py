@@ -1,12 +1,13 @@
-"""TensorFlow's eager tensors on a GPU, as tensors of the library whose streams the exchange uses; and back. No value is copied.
+"""Converts TensorFlow's eager tensors on a GPU to tensors of the library whose streams the exchange uses, and back, by DLPack.
 
-TensorFlow has a stream of its own, which it shows nobody. So the two sides are put in order by the host::
+No values are copied. TensorFlow has a stream of its own, which other libraries cannot use. So the host waits for each stream
+before the other one continues::
 
     TensorFlow's stream   … gradients │ to_dlpack waits for it                           │ from_dlpack: uses the results
     ours                                                       pack, sum, divide │ waits │
 
-Results lie in memory of that library. TensorFlow may let go of them while its stream still reads; that is over when the next
-exchange begins, which waits for the stream before any memory is used again.
+Results lie in memory of the library. TensorFlow may release a result while its stream still reads it. The next exchange waits
+for TensorFlow's stream before it uses any memory again, so it does not overwrite a result that is still read.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from hvdlite.tensors import device_registry
 from hvdlite_tf.variables import read
 
 ALIGNMENT = 64
-"""Bytes. TensorFlow ends the process at a tensor that begins elsewhere (EIGEN_MAX_ALIGN_BYTES)."""
+"""Bytes. TensorFlow ends the process if the address of a tensor is not a multiple of this number (EIGEN_MAX_ALIGN_BYTES)."""
 
 
 def is_on_gpu(tensor: Any) -> bool:
-    """Whether an eager tensor, or a variable, is in a GPU's memory."""
+    """Return whether an eager tensor or a variable is in the memory of a GPU."""
     return ":GPU:" in tensor.device
 
 
 def device_of(tensors: Sequence[Any]) -> Device | None:
-    """Where all of these eager tensors and variables are; None if they are to be exchanged through host memory.
+    """Return the device of all these eager tensors and variables; None if they must be exchanged through host memory.
 
-    That is so if one is in host memory; and if neither torch nor CuPy is installed that can use the GPU.
+    The result is None if there are no tensors, if one is in host memory, or if neither torch nor CuPy can use the GPU.
     """
     if not tensors or not all(map(is_on_gpu, tensors)):
         return None
@@ -45,20 +46,25 @@ def device_of(tensors: Sequence[Any]) -> Device | None:
 
 
 def wait_for(tensor: Any) -> None:
-    """Let the host wait for all that TensorFlow does on the GPU of an eager tensor or variable."""
+    """Let the host wait for all work of TensorFlow on the GPU of an eager tensor or variable."""
     tf.experimental.dlpack.to_dlpack(read(tensor))
 
 
 def borrow(tensor: Any, device: Device) -> Any:
-    """An eager tensor as one of `device`, which shares its memory. The host waits for TensorFlow's stream."""
+    """Return an eager tensor as a tensor of `device` with the same memory. The host waits for TensorFlow's stream."""
     if tensor.shape.num_elements() == 0:
         return device.empty(tensor.shape.as_list(), tensor.dtype.name)
     return importlib.import_module(device.library).from_dlpack(_Lent(tensor))
 
 
 def lend(natives: Sequence[Any], device: Device) -> list[Any]:
-    """Tensors of `device`, ready on the current stream, as eager tensors that share their memory. The host waits for them."""
-    # Halves of which another one begins in the middle of 64 bytes are copied, on the device.
+    """Return tensors of `device` as eager tensors with the same memory. The host waits until they are ready.
+
+    Args:
+        natives: Tensors that are ready on the current stream.
+        device: The device of the tensors.
+    """
+    # A result of halves may begin in the middle of 64 bytes. Such a result is copied, on the device.
     aligned = [
         native if device.pointer(native) % ALIGNMENT == 0 else device.cast(native, device.dtype(native))
         for native in natives
@@ -73,10 +79,12 @@ def lend(natives: Sequence[Any], device: Device) -> list[Any]:
 
 
 class _Lent:
-    """An eager tensor, as other libraries take what has DLPack: on a stream that TensorFlow has waited for.
+    """A wrapper of an eager tensor with the methods of DLPack, from which other libraries make a tensor.
+
+    TensorFlow has waited for its stream when `__dlpack__` returns.
 
     Args:
-        tensor: The tensor.
+        tensor: The eager tensor.
     """
 
     def __init__(self, tensor: Any) -> None:
