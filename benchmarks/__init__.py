@@ -1,4 +1,4 @@
-"""Measures how fast hvdlite is, next to its peers in the same run: ``python -m benchmarks``.
+"""Measures how fast hvdlite and its peers are, in the same run: ``python -m benchmarks``.
 
 ::
 
@@ -9,12 +9,12 @@
     allreduce  ┐                        ┌ collectives  hvdlite, MPI, gloo, Horovod, memcpy: each sums one tensor
     steps      ├ run on the ranks, with ┤ variants     hvdlite, DDP, flat MPI, Horovod: each trains one model
     memory     ┘                        └ models       what is trained, the optimizers and the data
-    keras_steps  the same for the steps of Keras' fit, by itself
+    keras_steps  measures the steps of Keras' fit, with its own variants
     backends   starts gloo and Horovod beside hvdlite
-    checks     checks that results are right, for a wrong result has no figures
-    figures    makes medians and minima of samples; `machine` describes the machine that they come from
-    report     shows figures as text; `plots` as pictures
+    checks     checks the results: a wrong result gives no figures
+    figures    computes medians and minima of samples; `machine` describes the machine that was measured
+    report     shows figures as text; `plots` draws them
 
-Two other programs: ``python -m benchmarks.scaling`` counts the messages of the negotiation by the number of ranks and tensors.
-``python -m benchmarks.gpu`` measures training steps on a GPU, next to DDP; `gpu_pair` is its part for two ranks.
+There are two other programs. ``python -m benchmarks.scaling`` counts the messages of the negotiation by the number of ranks and
+tensors. ``python -m benchmarks.gpu`` measures training steps of hvdlite and DDP on a GPU; `gpu_pair` is its part for two ranks.
 """

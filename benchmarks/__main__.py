@@ -1,12 +1,12 @@
-"""Measures hvdlite next to its peers, in the same run. The program starts its own ranks.
+"""Measure hvdlite and its peers in the same run. The program starts its own ranks.
 
 Examples:
     python -m benchmarks                        allreduce and steps, in about 20 minutes on two cores
-    python -m benchmarks --quick                the same, in about two: for a look, not for figures
+    python -m benchmarks --quick                the same in about two minutes, with rough figures
     python -m benchmarks allreduce --kinds float32 --ranks 2
     python -m benchmarks steps --json figures.json --plot steps.png
     python -m benchmarks keras                  steps of Keras' fit on TensorFlow
-    python -m benchmarks scaling --help         what negotiation costs by the number of ranks, a program of its own
+    python -m benchmarks scaling --help         the cost of negotiation by number of ranks (a separate program)
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _print(title: str, here: dict[str, Any], result: dict[str, Any], tables: str
 
 
 def _plot(results: dict[str, Any], path: Path) -> None:
-    from benchmarks import plots  # matplotlib, which the rest does not need
+    from benchmarks import plots  # only this part needs matplotlib
 
     parts = [part for part in ("allreduce", "steps", "keras") if part in results]
     paths = {part: path if len(parts) == 1 else path.with_stem(f"{path.stem}-{part}") for part in parts}

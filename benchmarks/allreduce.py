@@ -1,4 +1,4 @@
-"""Measures how long a blocking allreduce in place takes, by size, dtype and number of ranks."""
+"""Measures the time of a blocking allreduce in place, by size, dtype and number of ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def measure(kinds: Sequence[str], sizes: Sequence[int], rounds: int, progress: b
     Args:
         kinds: Names in `plan.KINDS`.
         sizes: The sizes of the tensor in bytes.
-        rounds: How often each peer has its turn.
+        rounds: The number of turns of each peer.
         progress: Whether rank 0 shows a progress bar.
 
     Returns:
-        ``figures``: one entry for each kind, size and peer; ``skipped``: reasons by peer; ``mpi``.
+        ``figures``: one entry for each kind, size and peer; ``skipped``: reasons by peer; ``mpi``: the result of `mpi_in_use`.
     """
     start_gloo()
     horovod = start_horovod()
@@ -62,7 +62,7 @@ def _interleaved(found: Mapping[str, Peer], elements: int, rounds: int, repeats:
     expected = {dtype: true_sum(comm.size, elements, dtype) for dtype in dtypes}
     names = list(found)
     for turn in range(rounds):
-        first = turn % len(names)  # nobody is always the one after gloo, whose threads may still be busy
+        first = turn % len(names)  # gloo's threads may still be busy: each peer comes after gloo in turn
         for name in names[first:] + names[:first]:
             peer = found[name]
             for repeat in range(repeats + 1):
@@ -71,7 +71,7 @@ def _interleaved(found: Mapping[str, Peer], elements: int, rounds: int, repeats:
                 start = time.perf_counter()
                 peer.call()
                 elapsed = time.perf_counter() - start
-                if repeat > 0:  # the first one warms up
+                if repeat > 0:  # the first call warms up
                     times[name].append(elapsed)
             if peer.is_sum:
                 check_sum(name, peer.data, expected[peer.data.dtype])

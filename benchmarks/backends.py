@@ -1,4 +1,4 @@
-"""Starts the peers' own communication beside hvdlite's in the same processes."""
+"""Starts gloo and Horovod in the processes in which hvdlite runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_HOROVOD = "Horovod cannot be imported here"
 
 
 def start_gloo() -> None:
-    """Join torch.distributed's gloo on the loopback interface, at a port that rank 0 finds free."""
+    """Start torch.distributed with gloo on the loopback interface. Rank 0 chooses a free port."""
     comm = MPI.COMM_WORLD
     address = None
     if comm.rank == 0:
@@ -26,10 +26,10 @@ def start_gloo() -> None:
 
 
 def start_horovod() -> ModuleType | None:
-    """Return Horovod's torch module, initialised; None if it is not installed."""
+    """Initialise Horovod and return its torch module; return None if Horovod is not installed."""
     if importlib.util.find_spec("horovod") is None:
         return None
-    # Its background thread looks for work once in a cycle, so a blocking call waits for half a cycle (1 ms unless set).
+    # Horovod's thread looks for work once per cycle (1 ms by default), so a blocking call waits for half a cycle.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "0.1")
     horovod: ModuleType = importlib.import_module("horovod.torch")
     horovod.init()

@@ -1,4 +1,4 @@
-"""Checks the result of each peer. A wrong result ends the run, because its figures are worth nothing."""
+"""Checks the result of each peer. A wrong result ends the run, because the figures of that peer are worth nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Of the way that training has moved the weights. What sums in different orders explain, also after Adam's division by
-# small numbers, is far less; training on one's own batches alone, or leaving out a gradient, is far more.
+# Relative to the change of the weights by training. Sums in different orders cause far smaller deviations, even after Adam's
+# division by small numbers. Training on one rank's batches alone, or without one gradient, causes far larger deviations.
 WEIGHT_TOLERANCE = 1e-3
 
 
@@ -18,7 +18,7 @@ class WrongResult(Exception):
 
 
 def addend(rank: int, elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a rank: small whole numbers, exact in any dtype, that differ by rank and by position."""
+    """Return the values of a rank: small whole numbers that differ by rank and by position, and are exact in any dtype."""
     import torch
 
     return (torch.arange(elements) % 7 + rank + 1).to(dtype)
@@ -45,7 +45,10 @@ def check_sum(peer: str, result: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def check_weights(deviations: Mapping[str, float]) -> None:
-    """Compare deviations of weights from other peers' or other ranks', relative to their training, with what rounding explains.
+    """Check that rounding explains the deviations of weights: that none is above `WEIGHT_TOLERANCE`.
+
+    Args:
+        deviations: By peer, the distance from the weights of another peer or rank, relative to their change by training.
 
     Raises:
         WrongResult: A deviation is larger, or is not a number.

@@ -18,10 +18,10 @@ from hvdlite.api import world
 from hvdlite_torch.tensors.adapter import ADAPTER
 
 DTYPES: dict[str, torch.dtype] = {kind: getattr(torch, kind.removesuffix(" NumPy")) for kind in KINDS}
-"""By kind: torch's dtypes, of NumPy's tensors too."""
+"""The torch dtype of each kind, also of the kind of NumPy arrays."""
 
 # On one host "auto" is "shared_memory". The parameter server is left out: rank 0 does all the work, and hvdlite never
-# chooses it.
+# chooses this algorithm.
 NAMED_ALGORITHMS = tuple(name for name in ("mpi", *ALGORITHMS) if name != "parameter_server")
 
 
@@ -31,8 +31,8 @@ class Peer:
 
     Attributes:
         data: The array that is filled before each call, and holds the sum after the call if `is_sum`.
-        call: Sums the array, and returns when the sum is there.
-        is_sum: Whether `call` sums. It is False for the bound, which only moves bytes.
+        call: Sums the array, and returns when the sum is complete.
+        is_sum: Whether `call` sums. False for memcpy, which only copies bytes and is a lower bound of the time.
     """
 
     data: torch.Tensor
@@ -43,7 +43,7 @@ class Peer:
 def peers(kind: str, elements: int, horovod: ModuleType | None) -> tuple[dict[str, Peer], dict[str, str]]:
     """Return the peers that can sum a tensor of `elements` elements of a kind in `plan.KINDS`.
 
-    Every rank calls this. gloo must have been started.
+    Every rank calls this function, after `start_gloo`.
 
     Returns:
         The peers by name, and the reasons why others are missing.
@@ -85,7 +85,7 @@ def _hvdlite_by(algorithm: str, data: torch.Tensor) -> Peer:
 
 
 def _buckets(data: torch.Tensor) -> Peer:
-    """Return the peer that sums as gradients are summed: in the buffers where they lie."""
+    """Return the peer that sums a tensor as a gradient is summed: in the buffer of a bucket."""
     reducer = world().group().reducers.make([ADAPTER.info(data)], hvdlite.Sum)
     memory = torch.from_numpy(reducer.memory_of(0)).view(data.dtype)
     return Peer(memory, lambda: reducer.exchange([True]))

@@ -1,4 +1,4 @@
-"""Makes figures of samples. Only `mpi_in_use` starts MPI."""
+"""Computes figures from samples. The import of this module does not start MPI."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# What Open MPI's launcher tells the ranks, where it matters for speed.
+# Environment variables of Open MPI's launcher with settings that affect the speed.
 MPI_SETTINGS = ("OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_pml", "OMPI_MCA_btl")
 
 
 def until_all_are_done(seconds: Sequence[float]) -> list[float]:
-    """Return for each measurement the time of the rank that took longest. Every rank calls this."""
+    """Return the time of the slowest rank for each measurement. Every rank calls this function."""
     from mpi4py import MPI
 
     longest = np.array(seconds)

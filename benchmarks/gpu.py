@@ -1,15 +1,15 @@
-"""Measures what hvdlite adds to a training step on a GPU, next to torch's DDP: ``python -m benchmarks.gpu``.
+"""Measures the time that hvdlite and torch's DDP add to a training step on a GPU: ``python -m benchmarks.gpu``.
 
-One rank on one GPU trains a GPT of 124 million parameters, and ResNet-50 (torchvision's, or our own), in turn by each of
+One rank on one GPU trains a GPT of 124 million parameters and a ResNet-50 (torchvision's, or ours). Four variants take turns:
 
     no exchange        the optimizer alone
     DDP                torch's DistributedDataParallel with NCCL and one rank
     hvdlite            one rank, for which hvdlite has nothing to exchange
     hvdlite, buckets   hooks, packing, launching and dividing as with many ranks, and an NCCL communicator of one rank
 
-and two ranks train the GPT on the same GPU, if NCCL can be made to do that (`benchmarks.gpu_pair`). Without a GPU the program
-says so and ends with code 2. It takes a few minutes. `--json` writes all figures, `--trace` a trace of some steps for
-chrome://tracing. The parts are independent: figures are written as they come, failures are shown at the end, with code 1.
+Then two ranks train the GPT on the same GPU, if NCCL accepts that (`benchmarks.gpu_pair`). The program takes a few minutes.
+`--json` writes all figures, `--trace` writes a trace of some steps for chrome://tracing. The parts are independent: the program
+writes the figures after each part, shows failures at the end, and then ends with code 1. Without a GPU it ends with code 2.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ NOTHING, DDP, SPARED, BUCKETS = "no exchange", "DDP", "hvdlite", "hvdlite, bucke
 VARIANTS = (NOTHING, DDP, SPARED, BUCKETS)
 WARM_UP = 3
 TRACED = 2  # steps in a trace
-LOSS_TOLERANCE = 0.1  # of bfloat16 after some steps; sums in attention's and cuDNN's backward passes come in any order
+LOSS_TOLERANCE = 0.1  # relative, in bfloat16 after some steps: attention and cuDNN sum gradients in any order
 PAIR_SECONDS = 75.0
 WAITS = {
     *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cudaFree"),
     *("cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize"),
 }
-"""Calls by which the host waits for the GPU, as the profiler calls them."""
+"""The calls in which the host waits for the GPU, by their names in the profiler."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Task:
 
 
 def gpt(tiny: bool) -> Task:
-    """Return the smallest GPT-2: 124 million parameters. The embedding is also the last layer."""
+    """Return the task of the smallest GPT-2: 124 million parameters. The embedding and the last layer share their weights."""
     size = GptSize(64, 16, 32, 2, 2) if tiny else GptSize(50257, 1024, 768, 12, 12)
     rows = 2 if tiny else 8
 
@@ -95,10 +95,10 @@ def gpt(tiny: bool) -> Task:
 
 
 def resnet(tiny: bool) -> Task:
-    """Return a ResNet-50: torchvision's, if it can be imported, else that of `benchmarks.models`."""
+    """Return the task of a ResNet-50: torchvision's, if torchvision can be imported, else that of `benchmarks.models`."""
     make: Callable[[], nn.Module] = functools.partial(ResNet, (1, 1, 1, 1), 8) if tiny else ResNet
     if not tiny:
-        with contextlib.suppress(Exception):  # not the one for this torch
+        with contextlib.suppress(Exception):  # torchvision may be for another torch
             make = importlib.import_module("torchvision.models").resnet50
     rows, side = (2, 32) if tiny else (64, 224)
 
@@ -112,11 +112,11 @@ TASKS: dict[str, Callable[[bool], Task]] = {"GPT, 124 M": gpt, "ResNet-50": resn
 
 
 class Training:
-    """One variant of one task.
+    """Trains a model by one variant.
 
     Args:
         variant: A name in `VARIANTS`.
-        initial: The model to begin with.
+        initial: The model with the initial weights. A copy of the model is trained.
         device: The device to train on.
         half: Whether to compute in bfloat16.
     """
@@ -135,7 +135,7 @@ class Training:
                 hvdlite_torch.DistributedOptimizer(self.optimizer)
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Make one step. The host may go on before the step is over."""
+        """Make one step. The call may return before the device has finished the step."""
         inputs, labels = batch
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
@@ -147,7 +147,7 @@ class Training:
 
 @contextlib.contextmanager
 def unspared() -> Iterator[None]:
-    """Let an optimizer that is made in the body exchange gradients although there is one rank, by NCCL if it is there."""
+    """Make optimizers that are made in the body exchange gradients although there is one rank, by NCCL if it can be loaded."""
     here, module = world(), hvdlite_torch.sync.device
 
     def connect(device: Device) -> DeviceCollectives:
@@ -166,30 +166,30 @@ def unspared() -> Iterator[None]:
 
 
 def wait(device: torch.device) -> None:
-    """Let the host wait for the device."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def start_ddp(device: torch.device) -> None:
-    """Make torch's process group of one rank."""
+    """Make torch's process group of one rank, if there is none."""
     if not torch.distributed.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny: bool) -> list[dict[str, Any]]:
-    """Train all variants in turn, on this rank.
+    """Train all variants in turn on this rank.
 
     Args:
         device: The device to train on.
         name: A name in `TASKS`.
-        rounds: How often each variant has its turn.
+        rounds: The number of timed turns of each variant.
         steps: The number of steps in a turn, which are timed together.
         tiny: Whether to train a small model.
 
     Returns:
-        For each variant, the seconds of a step, the ratios to no exchange and to DDP, and the last loss.
+        One entry for each variant: the seconds of a step, the ratios to no exchange and to DDP, and the last loss.
     """
     start_ddp(device)
     task = TASKS[name](tiny)
@@ -203,7 +203,7 @@ def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny
             **{"task": name, "parameters": parameters_of(initial), "variant": variant},
             **{"median": medians[variant], "minimum": min(each), "samples": len(each)},
             **{"to_nothing": medians[variant] / medians[NOTHING], "to_ddp": medians[variant] / medians[DDP]},
-            # Machines slow down for a while: pairs of neighbouring turns tell more than medians of all.
+            # A machine may be slow for some time: ratios of neighbouring turns are more exact than ratios of medians.
             "to_ddp_paired": statistics.median(mine / theirs for mine, theirs in zip(each, seconds[DDP], strict=True)),
             "loss": float(trainings[variant].losses[-1]),
         }
@@ -214,7 +214,7 @@ def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny
 def _interleaved(
     trainings: dict[str, Training], task: Task, device: torch.device, rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Let the variants take turns, and return the seconds of a step by variant."""
+    """Let the variants take turns, and return the seconds of a step in each timed turn by variant."""
     seconds: dict[str, list[float]] = {variant: [] for variant in trainings}
     order = list(trainings)
     generator = torch.Generator().manual_seed(1)
@@ -237,7 +237,7 @@ def check_losses(figures: Sequence[dict[str, Any]]) -> None:
     """Compare the last losses of a task's variants.
 
     Raises:
-        WrongResult: A loss differs from that without an exchange.
+        WrongResult: A loss differs from the loss without an exchange.
     """
     true = next(each["loss"] for each in figures if each["variant"] == NOTHING)
     for each in figures:
@@ -248,10 +248,10 @@ def check_losses(figures: Sequence[dict[str, Any]]) -> None:
 
 
 def check_results(device: torch.device) -> dict[str, float]:
-    """Check that all variants get the same weights, with a small model in float32, for which rounding is small.
+    """Check that all variants get the same weights. The model is small and in float32, so rounding errors are small.
 
     Returns:
-        The distance of each variant's weights from training without an exchange, relative to the way of that training.
+        The distance of each variant's weights from the weights without an exchange, relative to the change of the latter.
 
     Raises:
         WrongResult: A variant gets other weights.
@@ -280,12 +280,12 @@ def _weights(model: nn.Module) -> torch.Tensor:
 
 
 def measure_memory(device: torch.device, mebibytes: int, rounds: int = 10) -> dict[str, float]:
-    """Return bytes per second, read and written, of a copy on the device, and of NCCL's allreduce of one rank (a copy).
+    """Return the bytes per second, read and written, of a copy on the device and of NCCL's allreduce of one rank (a copy).
 
     Args:
         device: The device to measure.
         mebibytes: The size of one buffer in MiB.
-        rounds: The number of repeats, of which the fastest counts.
+        rounds: The number of repetitions. The fastest one counts.
     """
     source = torch.rand(mebibytes * 2**18, device=device)
     into = torch.empty_like(source)
@@ -313,22 +313,23 @@ def measure_memory(device: torch.device, mebibytes: int, rounds: int = 10) -> di
 
 
 def record_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], file: Path) -> dict[str, Any]:
-    """Record `TRACED` steps, and one before, for chrome://tracing, compressed.
+    """Record one step and then `TRACED` steps, and write a compressed trace for chrome://tracing.
 
     Args:
-        training: The training to trace, of which some steps have been done.
+        training: The training to trace, after some steps.
         batch: The batch of the steps.
         file: The file to write.
 
     Returns:
-        ``waits``: the calls within these steps by which the host waited for the GPU; the figures of `overlap`; and ``file``.
+        ``waits``: the calls in which the host waited for the GPU during the `TRACED` steps; the figures of `overlap`;
+        ``file``: the path of the file.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if training.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     wait(training.device)
     with torch.profiler.profile(activities=activities) as profiler:
-        training.step(batch)  # the first kernels that a profiler sees may be missing
+        training.step(batch)  # the profiler may miss the first kernels
         wait(training.device)
         with torch.profiler.record_function("steps"):
             for _ in range(TRACED):
@@ -344,10 +345,10 @@ def record_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], f
 
 
 def waits_in(annotation: str, events: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the calls by which the host waited for the GPU, from a profiler's complete events.
+    """Return the names of the calls in which the host waited for the GPU, from a profiler's complete events.
 
     Args:
-        annotation: The name of the recorded range in which to look.
+        annotation: The name of the recorded range to search.
         events: The events of a trace for Chrome.
     """
     spans = [
@@ -355,20 +356,21 @@ def waits_in(annotation: str, events: Sequence[dict[str, Any]]) -> list[str]:
         for event in events
         if event["name"] == annotation and event.get("cat") == "user_annotation"
     ]
-    # A copy from or to memory that is not page-locked makes the host wait, whatever the call.
+    # A copy from or to memory that is not page-locked makes the host wait, whichever call starts the copy.
     waits = [event for event in events if event["name"] in WAITS]
     waits += [event for event in events if event.get("cat") == "gpu_memcpy" and "Pageable" in event["name"]]
     return [event["name"] for event in waits if any(begin <= event["ts"] <= end for begin, end in spans)]
 
 
 def overlap(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return how much of the other streams' work was done while the busiest stream was busy.
+    """Return how much of the work on other streams was done while the busiest stream was busy.
 
     Args:
         events: A profiler's complete events, from a trace for Chrome.
 
     Returns:
-        ``kernels_by_stream``; ``beside``: microseconds on other streams than the busiest; ``overlapped``: those of them.
+        ``kernels_by_stream``: the number of kernels, copies and fills by stream; ``beside``: the microseconds of work on all
+        streams but the busiest; ``overlapped``: the part of ``beside`` during which the busiest stream was busy.
     """
     spans: dict[str, list[tuple[float, float]]] = {}
     kernels: dict[str, int] = {}
@@ -400,10 +402,10 @@ def trace_buckets(device: torch.device, file: Path, tiny: bool) -> dict[str, Any
 
 
 class Parts:
-    """The results of the parts, some of which may fail.
+    """Collects the results of the parts. A part may fail without an effect on the others.
 
     Args:
-        keep: Called with all results after each part.
+        keep: A function that is called with all results after each part.
     """
 
     def __init__(self, keep: Callable[[dict[str, Any]], None]) -> None:
@@ -412,18 +414,18 @@ class Parts:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """For a with statement, in which `results` are added to: an error in it is one of ``failures``, and that is all."""
+        """Run one part in a with statement, whose body adds to `results`. An error in the body only goes to ``failures``."""
         try:
             yield
         except Exception as error:
             traceback.print_exc()
             self.results["failures"][name] = f"{type(error).__name__}: {error}"
-        gc.collect()  # models, which know their hooks, which know them
+        gc.collect()  # models and their hooks refer to each other
         self._keep(self.results)
 
 
 def measure(device: torch.device, rounds: int, steps: int, tiny: bool, trace: Path | None, parts: Parts) -> None:
-    """Measure all that one rank can. The rank is one of `on_ranks`, so that no MPI is needed."""
+    """Measure everything that needs one rank. The rank is a thread of `on_ranks`, so MPI is not needed."""
     results = parts.results
     with parts.part("weights"):
         results["weights"] = check_results(device)

@@ -26,9 +26,10 @@ def measure(tiny: bool, trace: str | None = None) -> dict[str, Any]:
         trace: A file (.json.gz) for a profiler's trace of some steps of rank 0; None for no trace.
 
     Returns:
-        ``steps``: seconds of a training step with and without exchange; ``allreduce``: bytes per second by size; ``trace``.
+        ``steps``: seconds of a training step with and without exchange; ``allreduce``: bytes per second by size; ``trace``:
+        the result of `record_trace` on rank 0, or None.
     """
-    # NCCL takes two ranks on one GPU for two hosts (2.29 and before), or is told so (2.30).
+    # NCCL refuses two ranks on one GPU unless NCCL_HOSTID differs (up to 2.29) or NCCL_MULTI_RANK_GPU_ENABLE is set (2.30).
     os.environ.update(NCCL_HOSTID=f"rank{hvd.rank()}", NCCL_MULTI_RANK_GPU_ENABLE="1")
     os.environ.update(NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
     device = torch.device("cuda", 0)

@@ -17,24 +17,24 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# One thread for each rank, whatever the library: peers are to differ in the exchange, not in how they share cores.
+# Every library has one thread per rank: peers must differ in the exchange, not in how they share cores.
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
 _END_SECONDS = 10
-"""How long a launcher that is told to end may take for it."""
+"""The seconds that the launcher may take to end after SIGTERM."""
 
 
 class JobFailed(Exception):
-    """A job has failed or taken too long. Its output is on stderr."""
+    """A job has failed or has taken too long. The output of the job is on stderr."""
 
 
 class Job:
-    """``measure(**settings)`` of a module of this package, called on each of some ranks. For a with statement, which ends it.
+    """A job in which each rank calls ``measure(**settings)`` of a module of this package. A with statement ends the job.
 
     Args:
         module: The name of the module, such as "allreduce".
         ranks: The number of ranks. The launcher does not bind ranks to cores, and lets waiting ranks yield if cores are few.
-        settings: The keyword arguments, which JSON must be able to carry.
+        settings: The keyword arguments of ``measure``, which must be valid in JSON.
         environ: Environment variables to add.
     """
 
@@ -68,10 +68,10 @@ class Job:
         return self._process.poll() is not None
 
     def result(self, timeout: float | None = None) -> Any:
-        """Return what rank 0 returned, as JSON carries it.
+        """Return the result of ``measure`` on rank 0, converted to JSON and back.
 
         Args:
-            timeout: The seconds that the job may still take.
+            timeout: The seconds that the job may still take; None for no limit.
 
         Raises:
             JobFailed: A rank has failed, or the job has taken too long.

@@ -1,4 +1,4 @@
-"""Measures what the gradient exchange adds to the steps of a Keras model's `fit`."""
+"""Measures the time that the gradient exchange adds to the steps of a Keras model's `fit`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Variant:
 
     Attributes:
         model: The compiled model, of Keras or tf_keras.
-        clock: The callback that takes the times.
+        clock: The callback that measures the time of each step.
         dataset: The training data.
         passes: The number of batches in a step.
     """
@@ -54,12 +54,13 @@ def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> di
 
     Args:
         names: Names in `plan.KERAS_WORKLOADS`.
-        rounds: How often each variant makes `KERAS_STEPS` timed steps.
+        rounds: The number of times that each variant makes `KERAS_STEPS` timed steps.
         tiny: Whether to use models with few parameters.
         progress: Whether rank 0 shows a progress bar.
 
     Returns:
-        ``figures``: one entry for each workload and variant; ``skipped``: reasons by variant; ``mpi``.
+        ``figures``: one entry for each workload and variant; ``skipped``: reasons by variant; ``mpi``: the result of
+        `mpi_in_use`.
     """
     comm = MPI.COMM_WORLD
     skipped: dict[str, str] = {}
@@ -72,7 +73,7 @@ def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> di
         for each in [*variants.values(), joined]:
             each.model.set_weights(start)
             each.fit()
-        # Each as the way that it went from the start. One model is trained on what all ranks have: that is the truth.
+        # Compare the changes of the weights since the start. The truth is one model that trains on the data of all ranks.
         truth = joined.weights() - _flat(initial)
         deviations = {variant: _distance(each.weights() - _flat(initial), truth) for variant, each in variants.items()}
         for turn in tqdm(range(rounds), name, unit="round", leave=False, disable=not progress or comm.rank > 0):
@@ -102,7 +103,10 @@ def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> di
 
 
 def _start_tensorflow(skipped: dict[str, str]) -> Any:
-    """Start TensorFlow with one thread for each rank. Return its own strategy, which must be made first of all, or None."""
+    """Start TensorFlow with one thread for each rank. Return a MultiWorkerMirroredStrategy, or None without tf_keras.
+
+    TensorFlow wants the strategy to be made before anything else.
+    """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     there = importlib.util.find_spec("tf_keras") is not None
     if there:
@@ -115,7 +119,7 @@ def _start_tensorflow(skipped: dict[str, str]) -> Any:
 
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    tf.get_logger().setLevel("ERROR")  # of callbacks that are slower than a tiny model
+    tf.get_logger().setLevel("ERROR")  # no warnings of callbacks that are slower than a tiny model
     if not there:
         skipped |= dict.fromkeys(
             (MULTI_WORKER, TF_KERAS_ALONE), "tf_keras cannot be imported here (pip install tf_keras)"
@@ -125,7 +129,7 @@ def _start_tensorflow(skipped: dict[str, str]) -> Any:
 
 
 def _models(name: str, widths: Sequence[int], strategy: Any) -> tuple[Any, dict[str, Variant], Variant]:
-    """Return a model with the initial weights, the variants, and a model that is trained on all ranks' batches."""
+    """Return a model with the initial weights, the variants, and a variant that trains on the batches of all ranks."""
     import keras
 
     import hvdlite_tf
@@ -152,9 +156,9 @@ def _models(name: str, widths: Sequence[int], strategy: Any) -> tuple[Any, dict[
         tf_keras = importlib.import_module("tf_keras")
         variants[TF_KERAS_ALONE] = trained(tf_keras, optimizer(tf_keras.optimizers))
         with strategy.scope():
-            whole = strategy.distribute_datasets_from_function(lambda _: own)  # no batch is cut between the ranks
+            whole = strategy.distribute_datasets_from_function(lambda _: own)  # it divides no batch
             variants[MULTI_WORKER] = trained(tf_keras, optimizer(tf_keras.optimizers), whole)
-    # The gradient of the joined batch as one process gets it, in the order in which ranks sum: training magnifies rounding.
+    # One process sums the gradients of all batches in the order in which the ranks do: training magnifies rounding errors.
     size = len(batches)
     images, labels = (np.stack(each, 1).reshape(-1, *each[0].shape[1:]) for each in zip(*batches, strict=True))
     joined = trained(keras, optimizer(keras.optimizers, gradient_accumulation_steps=size), _dataset(images, labels))
@@ -171,7 +175,7 @@ def _model(module: Any, widths: Sequence[int], optimizer: Any) -> Any:
 
 def _clock(module: Any) -> Any:
     class Clock(module.callbacks.Callback):  # type: ignore[misc]  # Keras' or tf_keras'
-        """Records the seconds of each step on this rank. All ranks begin a step together."""
+        """Records the seconds of each step on this rank. All ranks begin each step together."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -205,6 +209,6 @@ def _flat(model: Any) -> np.ndarray[Any, Any]:
 
 
 def _distance(way: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """Return the distance between weights, relative to the way that training moved them; the largest of all ranks."""
+    """Return the distance between two changes of the weights, relative to `other`: the largest of all ranks."""
     own = float(np.linalg.norm(way - other) / np.linalg.norm(other))
     return float(np.max(MPI.COMM_WORLD.allgather(own)))

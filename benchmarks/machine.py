@@ -1,4 +1,4 @@
-"""Describes the machine that figures come from."""
+"""Describes the machine that is measured."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str:
-    """Return the commit of this tree, with a mark if files have changed since; empty outside of a git repository."""
+    """Return the commit of this tree, with a mark if files have changed since; an empty string outside of a git repository."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True

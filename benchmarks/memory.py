@@ -1,4 +1,4 @@
-"""Measures the peak memory of training, for one variant in a job of its own."""
+"""Measures the memory of training, for one variant in a job of its own."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from benchmarks.models import parameters_of, workloads
 from benchmarks.variants import Missing, make
 
 STEPS = 6
-_PERIOD = 0.02  # seconds; a look takes 8 ms, in which memory cannot be given out
+_PERIOD = 0.02  # seconds between two calls of `pss`; a call takes 8 ms, during which no memory can be allocated
 
 
 def measure(name: str, variant: str, tiny: bool) -> dict[str, Any]:
     """Train one variant of a workload for a few steps on this rank.
 
     Returns:
-        The bytes by rank: ``kept`` and ``peak`` of the training, and ``process_peak``; or ``skipped`` with the reason.
+        The bytes of each rank: ``kept`` after and ``peak`` during training, without the memory before, and ``process_peak``
+        with it; or ``skipped`` with the reason.
     """
     start_gloo()
     horovod = start_horovod()
@@ -53,16 +54,16 @@ def _train(name: str, variant: str, tiny: bool, horovod: ModuleType | None) -> t
     generator = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
     for _ in range(STEPS):
         training.step(workload.batch(generator))
-    # What ranks share counts less for each, the more of them hold it: all look while all do.
+    # Shared memory is divided among the processes that hold it, so all ranks measure while all of them hold it.
     MPI.COMM_WORLD.Barrier()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not kept
+    ctypes.CDLL(None).malloc_trim(0)  # gives freed memory back to the system
     after = pss()
     MPI.COMM_WORLD.Barrier()
     return parameters_of(training.model), after
 
 
 def pss() -> int:
-    """Return the memory of this process in bytes (Pss): what processes share is divided among them."""
+    """Return the memory of this process in bytes (Pss). Shared memory is divided among the processes that share it."""
     found = re.search(r"^Pss:\s+(\d+) kB$", Path("/proc/self/smaps_rollup").read_text(), re.M)
     assert found is not None
     return int(found[1]) * 1024
@@ -70,7 +71,7 @@ def pss() -> int:
 
 @contextmanager
 def _peak() -> Iterator[list[int]]:
-    """Give a list whose only element is the largest `pss` that a thread sees while the body runs."""
+    """Yield a list of one element: the largest `pss` that a thread sees while the body runs."""
     largest = [pss()]
     done = threading.Event()
 

@@ -19,7 +19,7 @@ class Workload:
     """A model to train by cross-entropy.
 
     Attributes:
-        model: Makes the model, with torch's default random generator.
+        model: Makes the model. The weights come from torch's default random generator.
         optimizer: Makes the plain torch optimizer of a model.
         batch: ``batch(generator)`` returns one rank's inputs and labels.
     """
@@ -30,7 +30,7 @@ class Workload:
 
 
 def workloads(tiny: bool) -> dict[str, Workload]:
-    """Return the workloads by their names in `plan.WORKLOADS`: 10 million parameters each, or few parameters if `tiny`."""
+    """Return the workloads by their names in `plan.WORKLOADS`. Each has 10 million parameters, or few if `tiny`."""
     images, tokens = _images(64), _tokens(4, *((16, 64) if tiny else (32, 4096)))
     mlp = _mlp((784, 16, 10) if tiny else (784, 2048, 2048, 2048, 10))
     gpt = _gpt(GptSize(64, 16, 32, 2, 2) if tiny else GptSize(4096, 32, 320, 5, 6))
@@ -77,7 +77,7 @@ def _gpt(size: GptSize) -> Callable[[], nn.Module]:
 
 
 class Gpt(nn.Module):
-    """A decoder-only transformer: tokens (batch, context) to logits (batch · context, words)."""
+    """A decoder-only transformer, from tokens (batch, context) to logits (batch · context, words)."""
 
     def __init__(self, size: GptSize) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-50, as torchvision has it: images (batch, 3, height, width) to logits (batch, 1000).
+    """ResNet-50 as in torchvision, from images (batch, 3, height, width) to logits (batch, 1000).
 
     Args:
         depths: The number of blocks of each width.
@@ -140,7 +140,7 @@ class ResNet(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """Three convolutions, added to their input."""
+    """Three convolutions, whose output is added to their input."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -168,6 +168,6 @@ def parameters_of(model: nn.Module) -> int:
 
 
 def train(module: nn.Module, batch: Any) -> None:
-    """Run the forward and the backward pass, which leaves gradients."""
+    """Run the forward and the backward pass. The gradients are in ``grad`` afterwards."""
     inputs, labels = batch
     F.cross_entropy(module(inputs), labels).backward()  # type: ignore[no-untyped-call]

@@ -1,18 +1,18 @@
-"""Says what is measured, with which peers, and how. This module imports no torch and starts no MPI."""
+"""Says what is measured, with which peers, and how. This module does not import torch or start MPI."""
 
 from __future__ import annotations
 
 # Blocking allreduce
 
 KINDS = ("float32", "bfloat16", "float16", "float32 NumPy")
-"""Of tensors: torch's, and NumPy's."""
+"""The kinds of tensors: torch tensors by dtype, and NumPy arrays."""
 
 MPI_OWN = "MPI"
-"""The reference of times."""
+"""The peer whose time is the reference."""
 MPI_HALF = "MPI half"
 BUCKETS = "hvdlite buckets"
 MEMCPY = "memcpy"
-"""The bound: no peer."""
+"""A copy in memory: a lower bound of the time, not a peer."""
 
 SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 QUICK_SIZES = (4, 4 * 2**10, 2**20, 16 * 2**20)
@@ -30,11 +30,12 @@ medians to MPI's own Allreduce of float32 with as many elements (below 1: faster
 WORKLOADS = ("MLP, SGD momentum", "MLP, Adam", "GPT, AdamW")
 
 ALONE = "no exchange"
-"""The reference of times: what a step costs without the others. Its weights are nobody else's."""
+"""The variant whose time is the reference: each rank trains alone, so the weights differ between the ranks."""
 FLAT = "MPI, flat"
-"""The reference of weights: what one writes by hand."""
+"""The variant whose weights are the reference: the exchange that a user writes by hand."""
 ALONE_TUNED = "no exchange, tuned"
-"""With torch's fused step, and freed memory kept for the next one. hvdlite sees to both: what of its gain anybody may have."""
+"""Training alone with torch's fused step, and with freed memory kept for the next step. hvdlite does both. This variant shows
+how much of hvdlite's gain is possible without it."""
 DDP = "torch DDP, gloo"
 VARIANTS = (ALONE, ALONE_TUNED, "hvdlite", "hvdlite shard", "hvdlite overlap", DDP, FLAT, "Horovod")
 
@@ -59,9 +60,9 @@ buckets. Peak: the largest during steps, with activations and temporary memory. 
 KERAS_WORKLOADS = ("Keras MLP, SGD momentum", "Keras MLP, Adam")
 TF_KERAS_ALONE = "tf_keras, no exchange"
 MULTI_WORKER = "tf_keras, MultiWorkerMirroredStrategy"
-"""TensorFlow's own. It fails with Keras 3."""
+"""TensorFlow's own strategy, which fails with Keras 3."""
 KERAS_STEPS = 10
-"""Of one `fit`."""
+"""The number of steps in one `fit`."""
 KERAS_ROUNDS, QUICK_KERAS_ROUNDS = 20, 2
 
 HOW_KERAS = f"""\

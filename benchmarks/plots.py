@@ -1,4 +1,4 @@
-"""Draws figures as pictures. Below the line at 1 hvdlite is faster than the reference; above it is a loss, and tinted."""
+"""Draws figures as pictures. Below the line at 1, hvdlite is faster than the reference. The area above the line is tinted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ALGORITHM_COLOURS = ("#64b5f6", "#ba68c8", "#a1887f", "#dce775", "#f06292")
 
 
 def plot_allreduce(figures: Sequence[Figure], path: Path) -> None:
-    """Draw the ratio of medians to MPI's own by size, in a panel for each number of ranks and kind of tensor."""
+    """Draw the ratio of medians to MPI's Allreduce by size, in a panel for each number of ranks and kind of tensor."""
     all_ranks = list(dict.fromkeys(f["ranks"] for f in figures))
     kinds = list(dict.fromkeys(f["kind"] for f in figures))
     picture = plt.figure(figsize=(2 + 4 * len(kinds), 1.5 + 3.6 * len(all_ranks)), layout="constrained")
@@ -51,7 +51,7 @@ def plot_allreduce(figures: Sequence[Figure], path: Path) -> None:
         for panel, kind in zip(row, kinds, strict=True):
             _ratios_by_size(panel, [f for f in figures if (f["ranks"], f["kind"]) == (ranks, kind)])
             panel.set_title(f"{kind}, {ranks} ranks")
-        row[0].set_ylim(min(f["ratio"] for f in figures) / 1.5, max(f["ratio"] for f in figures) * 1.5)  # of all panels
+        row[0].set_ylim(min(f["ratio"] for f in figures) / 1.5, max(f["ratio"] for f in figures) * 1.5)  # all panels
         row[0].set_ylabel(f"time ÷ {MPI_OWN} Allreduce of float32")
     lines = {line.get_label(): line for panel in panels.flat for line in panel.get_lines()}
     lines = {label: line for label, line in lines.items() if not str(label).startswith("_")}
@@ -68,7 +68,7 @@ def _ratios_by_size(panel: Axes, figures: Sequence[Figure]) -> None:
         if peer == MPI_OWN:
             continue
         mine = [f for f in figures if f["peer"] == peer]
-        named = peer not in COLOURS  # one algorithm of hvdlite: thin, behind the others
+        named = peer not in COLOURS  # one algorithm of hvdlite: a thin line behind the others
         panel.plot(
             *([sizes.index(f["bytes"]) for f in mine], [f["ratio"] for f in mine]),
             color=COLOURS.get(peer) or next(spare),
@@ -122,7 +122,7 @@ def _bars(panel: Axes, heights: Mapping[tuple[str, str], float], text: str) -> N
             "alpha": 0.7,
             "edgecolor": "none",
             "pad": 0.5,
-        }  # where a label meets the line at 1
+        }  # for a label on the line at 1
         panel.bar_label(bars, [text.format(value) for value in values], padding=2, fontsize=9, bbox=behind, zorder=4)
     panel.set_xticks(range(len(workloads)), workloads)
     panel.grid(axis="y", alpha=0.3)

@@ -1,15 +1,15 @@
-"""Counts what negotiation costs as the work grows: control messages and their bytes by step and rank, and memory.
+"""Count the cost of negotiation as the work grows: control messages and their bytes per step and rank, and memory.
 
     python -m benchmarks.scaling
     python -m benchmarks.scaling --ranks 2 64 --tensors 1000 --json scaling.json
 
-The ranks are simulated in this process, so the counts are exact and need no network. All counts are of one step after equal
-steps. Negotiation sends control messages; a message counts for the rank that sends it.
+The ranks are simulated in this process, so the counts are exact and need no network. The program counts one step, after some
+equal steps. Negotiation sends control messages. A message counts for the rank that sends it.
 
 gradients   A training step through `Reducer`. Each rank is a thread on a host of its own.
-operations  All tensors are submitted by name, in another order on each rank, and waited for. Each rank's `Controller` is
-            driven in turn, children before parents, so that a step is one batch. (In a job, negotiation begins as soon as
-            something is submitted, so there may be several batches in a step, with messages for each.)
+operations  Every rank submits all tensors by name, in an order of its own, and waits for them. The program drives each rank's
+            `Controller` in turn, children before parents, so that a step is one batch. (In a job, negotiation begins as soon
+            as a rank submits a tensor, so a step may have several batches, with messages for each.)
 """
 
 from __future__ import annotations
@@ -43,24 +43,24 @@ from hvdlite.watchdog.watchdog import Watchdog
 RANKS = (2, 8, 64, 256, 1024)
 TENSORS = (10, 100, 1000, 10_000)
 MOST_GRADIENTS = 110_000
-"""The largest product of ranks and tensors, because every rank's gradients are in the memory of this process."""
+"""The largest product of ranks and tensors: the gradients of all ranks are in the memory of this process."""
 MOST_OPERATIONS = 1_100_000
 MEMORY_RANKS = 8
 
 _WARM_UP = 2
 _FUSED = 500
-"""How many tensors run as one. In a job their bytes decide."""
+"""The number of tensors in one fused operation. In a job, the bytes of the tensors decide."""
 _ELEMENTS = 16
 
 
 class Sent(NamedTuple):
-    """What the ranks sent in one step, by rank.
+    """The messages that each rank sent in one step.
 
     Attributes:
         control_messages: The number of messages of the negotiation.
         control_bytes: The bytes of these messages.
         messages: The number of messages with tensors; None if tensors were negotiated but not exchanged.
-        message_bytes: The bytes of the messages with tensors, or None as above.
+        message_bytes: The bytes of the messages with tensors; None if tensors were negotiated but not exchanged.
     """
 
     control_messages: list[int]
@@ -70,7 +70,7 @@ class Sent(NamedTuple):
 
 
 class CountingTransport(LocalTransport):
-    """A rank's end of a fabric that also counts the bytes of its control messages."""
+    """The transport of one rank, which also counts the control messages and their bytes."""
 
     control_messages = 0
     control_bytes = 0
@@ -96,10 +96,10 @@ def _fuse(keys: Sequence[Key]) -> Iterable[Sequence[Key]]:
 
 
 def agree(controllers: Sequence[Controller], tensors: int, draw: random.Random) -> None:
-    """Make one step: every rank submits all tensors by name, and is told when to run them.
+    """Make one step: every rank submits all tensors by name, and its controller decides when to run them.
 
     Raises:
-        AssertionError: A rank was not told, or was told another order than rank 0.
+        AssertionError: The decisions lack a tensor, or differ between ranks.
     """
     order = list(range(tensors))
     for controller in reversed(controllers):
@@ -119,7 +119,7 @@ def _signature(number: int) -> Signature:
 
 
 def operations(ranks: int, tensors: int) -> Sent:
-    """Return what a step of named operations sends."""
+    """Return the messages that one step of named operations sends."""
     draw = random.Random(0)
     transports, controllers = make_controllers(ranks)
     for _ in range(_WARM_UP):
@@ -135,8 +135,11 @@ def operations(ranks: int, tensors: int) -> Sent:
 
 
 def operations_memory(tensors: int) -> int:
-    """Return the bytes that each of `MEMORY_RANKS` ranks holds for negotiation between steps, with names and signatures."""
-    agree(make_controllers(MEMORY_RANKS)[1], tensors, random.Random(0))  # whatever is made once, in the whole process
+    """Return the bytes that a rank holds for negotiation between steps, with names and signatures.
+
+    The result is the mean of `MEMORY_RANKS` ranks.
+    """
+    agree(make_controllers(MEMORY_RANKS)[1], tensors, random.Random(0))  # makes all that exists once per process
     gc.collect()
     tracemalloc.start()
     made = make_controllers(MEMORY_RANKS)
@@ -152,7 +155,7 @@ def operations_memory(tensors: int) -> int:
 
 
 def _reducer(transport: LocalTransport, tensors: int) -> Reducer:
-    """Return a reducer like that of a `World`. There is no world here, because its threads would be two for each rank."""
+    """Return a reducer like that of a `World`. There is no world here: a world has two threads for each rank."""
 
     def end_job(text: str) -> None:
         transport.fabric.abort(transport.rank, HvdliteError(text))
@@ -169,10 +172,10 @@ def _reducer(transport: LocalTransport, tensors: int) -> Reducer:
 
 
 def gradients(ranks: int, tensors: int) -> Sent:
-    """Return what a training step of a model sends.
+    """Return the messages that one training step of a model sends.
 
     Raises:
-        AssertionError: The exchange does not give the mean.
+        AssertionError: The exchange does not give the mean, or sends control messages.
     """
     fabric = LocalFabric(ranks)
 
@@ -193,7 +196,7 @@ def gradients(ranks: int, tensors: int) -> Sent:
         )
 
     control_messages, messages, message_bytes = (list(column) for column in zip(*fabric.run(train), strict=True))
-    # The fabric does not count the bytes of control messages; where there are none, there are no bytes.
+    # The fabric does not count the bytes of control messages, but without messages there are no bytes.
     assert not any(control_messages), (
         f"a step of gradients sent {sum(control_messages)} control messages; it needs no agreement"
     )
@@ -201,7 +204,7 @@ def gradients(ranks: int, tensors: int) -> Sent:
 
 
 def gradients_memory(tensors: int) -> tuple[int, int]:
-    """Return the bytes that a reducer of `tensors` gradients holds on a rank: exact for arrays, about for Python objects."""
+    """Return the bytes of arrays (exact) and of Python objects (approximate) in a reducer of `tensors` gradients on a rank."""
 
     def make(transport: LocalTransport) -> tuple[int, int]:
         _reducer(transport, 1).exchange([True])
@@ -222,7 +225,7 @@ def gradients_memory(tensors: int) -> tuple[int, int]:
 
 
 def measure(ranks: Sequence[int], tensors: Sequence[int]) -> dict[str, Any]:
-    """Return all figures, in a form that JSON can carry."""
+    """Return all figures as values that are valid in JSON."""
     parts = (("gradients", gradients, MOST_GRADIENTS), ("operations", operations, MOST_OPERATIONS))
     cases = [(name, count, n, t) for name, count, most in parts for n in ranks for t in tensors if n * t <= most]
     figures = []

@@ -1,4 +1,4 @@
-"""Measures what the gradient exchange adds to a training step. Starts a job for each variant."""
+"""Measures the time that the gradient exchange adds to a training step. Each variant runs in a job of its own."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ WARM_UP = 3
 
 
 def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bool, progress: bool) -> dict[str, Any]:
-    """Train variants next to each other.
+    """Train the variants in turn.
 
     Args:
         names: Names in `plan.WORKLOADS`.
-        variants: Names in `plan.VARIANTS`. The references take part in any case.
+        variants: Names in `plan.VARIANTS`. The references `ALONE` and `FLAT` are always trained.
         rounds: The number of timed steps of each variant.
         tiny: Whether to use models with few parameters.
         progress: Whether to show a progress bar.
 
     Returns:
-        ``figures``: one entry for each workload and variant; ``skipped``: reasons by variant; ``mpi``.
+        ``figures``: one entry for each workload and variant; ``skipped``: reasons by variant; ``mpi``: the result of
+        `mpi_in_use`.
 
     Raises:
         JobFailed: The job of a variant has failed.
-        WrongResult: A variant has other weights than the others.
+        WrongResult: The weights of a variant differ from the reference, or between ranks.
     """
     figures: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
@@ -67,7 +68,7 @@ def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bo
 
 
 def _interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | None) -> dict[str, list[float]]:
-    """Let the variants take turns, and return the seconds of each step until all ranks were done, by variant."""
+    """Let the variants take turns. Return the seconds of each timed step on the slowest rank, by variant."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in tqdm(range(WARM_UP + rounds), label, unit="round", leave=False, disable=label is None):
         first = turn % len(names)
@@ -79,7 +80,7 @@ def _interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | 
 
 
 def _compare(jobs: Players, names: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """Compare the weights of each variant's ranks with the reference, and with its own rank 0."""
+    """Return by variant the largest distance of a rank's weights from the reference `FLAT`, and from rank 0 of the variant."""
     deviations, spreads = {}, {}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -90,12 +91,12 @@ def _compare(jobs: Players, names: Sequence[str]) -> tuple[dict[str, float], dic
         truth = ways(FLAT)
         for name in names:
             own = ways(name)
-            # Not max(), which may drop the "not a number" of weights that exploded.
+            # np.max keeps a NaN of weights that exploded; max() may drop it.
             deviations[name] = float(np.max([_distance(*pair) for pair in zip(own, truth, strict=True)]))
             spreads[name] = float(np.max([_distance(way, own[0]) for way in own]))
     return deviations, spreads
 
 
 def _distance(way: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """Return the distance between weights, relative to the way that training moved them."""
+    """Return the distance between two changes of the weights, relative to `other`."""
     return float(np.linalg.norm(way - other) / np.linalg.norm(other))

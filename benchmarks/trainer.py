@@ -1,4 +1,4 @@
-"""Trains one variant in a job of its own. `benchmarks.steps` tells it when to make a step."""
+"""Trains one variant in a job of its own. `benchmarks.steps` tells the job when to make a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.variants import Missing, Variant, make
 
 
 def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
-    """Train on this rank as `benchmarks.steps` tells it, and send the answers back.
+    """Follow the orders of `benchmarks.steps` on this rank, and send the answers back.
 
     Args:
         name: A name in `plan.VARIANTS`.
@@ -26,7 +26,7 @@ def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
         tiny: Whether to use models with few parameters.
 
     Returns:
-        None: the answers go to the program that gives the orders.
+        An empty dictionary: the answers go to the program that gives the orders.
     """
     comm = MPI.COMM_WORLD
     if name == DDP:
@@ -36,7 +36,7 @@ def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
     for line, order in orders(address, name, comm.rank):
         match order.pop("do"):
             case "begin":
-                trained = None  # what it holds is free for the next one
+                trained = None  # frees its memory before the next one is made
                 try:
                     trained = _Trained(name, workloads(tiny)[order["workload"]], horovod)
                     line.say({"parameters": trained.parameters, "mpi": mpi_in_use()})
@@ -53,7 +53,7 @@ def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
 
 
 class _Trained:
-    """A variant with its data and its initial weights."""
+    """A variant in training, with its data and its initial weights."""
 
     def __init__(self, name: str, workload: Workload, horovod: Any) -> None:
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ class _Trained:
         self._generator = torch.Generator().manual_seed(1 + MPI.COMM_WORLD.rank)
 
     def step(self) -> float:
-        """Make a step and return its seconds on this rank. All ranks begin the step together."""
+        """Make a step, and return its seconds on this rank. All ranks begin the step together."""
         batch = self._batch(self._generator)
         MPI.COMM_WORLD.Barrier()
         start = time.perf_counter()
@@ -73,7 +73,7 @@ class _Trained:
         return time.perf_counter() - start
 
     def way(self) -> np.ndarray[Any, Any]:
-        """Return what training has added to the weights, as a flat float32 array."""
+        """Return the change of the weights by training, as a flat float32 array."""
         return _weights(self._variant.model) - self._start
 
 

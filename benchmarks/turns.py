@@ -1,6 +1,6 @@
-"""Lets several jobs take turns. A job that has no order sleeps, so that each job has the machine to itself.
+"""Lets several jobs take turns. A job without an order sleeps, so that the job with the turn has the machine to itself.
 
-A job does not change the others: how it configures the C library's malloc, which threads it starts, what its caches hold.
+Separate jobs do not influence each other by their malloc settings, their threads or their caches.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 from benchmarks.job import Job, JobFailed
 
 _LOOK_SECONDS = 0.5
-"""How often, while jobs start, it is looked whether one has ended."""
+"""While jobs start, the seconds between two checks whether a job has ended."""
 
 
 class Line:
-    """A connection between the program that gives turns and one rank: JSON, a line each way."""
+    """A connection between the program that gives orders and one rank. Each message is a line of JSON."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._file = connection.makefile("rw")
 
     def say(self, what: Any) -> None:
-        """Send an object that JSON can carry."""
+        """Send an object that is valid in JSON."""
         self._file.write(json.dumps(what) + "\n")
         self._file.flush()
 
     def hear(self) -> Any:
-        """Wait for what the other end sends, and return it.
+        """Wait for a message of the other end, and return it.
 
         Raises:
-            EOFError: The other end is gone.
+            EOFError: The other end has closed the connection.
         """
         line = self._file.readline()
         if not line:
@@ -68,15 +68,15 @@ class Players:
 
 @contextmanager
 def players(module: str, ranks: int, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[Players]:
-    """Start a job for each name, and end them with the body of the with statement.
+    """Start a job for each name. The jobs end with the body of the with statement.
 
     Args:
-        module: The module of each `Job`. Its ``measure`` gets an ``address`` too, and iterates over `orders`.
+        module: The module of each `Job`. Its ``measure`` also gets ``address`` and ``name``, and iterates over `orders`.
         ranks: The number of ranks of each job.
         settings: The settings of each job, by name.
 
     Raises:
-        JobFailed: A job has ended before all jobs were ready.
+        JobFailed: A job has ended before all jobs were ready, or has failed at the end.
     """
     with ExitStack() as stack:
         address = str(Path(stack.enter_context(tempfile.TemporaryDirectory())) / "turns")
@@ -109,12 +109,12 @@ def players(module: str, ranks: int, settings: Mapping[str, Mapping[str, Any]]) 
 
 
 def orders(address: str, name: str, rank: int) -> Iterator[tuple[Line, dict[str, Any]]]:
-    """Yield each order for one rank of a job, and the connection for the answer, until there are no more orders.
+    """Yield the connection for the answer and the order, for each order to one rank of a job, until there are no more orders.
 
     Args:
-        address: The ``address`` that `measure` got.
+        address: The ``address`` that ``measure`` got.
         name: The name of the job.
-        rank: This rank.
+        rank: The rank of this process.
     """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)

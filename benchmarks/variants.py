@@ -1,4 +1,4 @@
-"""The peers of the step benchmark. Each trains a model on all ranks, in its own way."""
+"""The variants of the step benchmark. Each variant trains a model on all ranks in its own way."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Variant:
         model: The model whose weights are trained.
         module: The module that is called with a batch: the model, or a wrapper of it.
         optimizer: The optimizer that applies the gradients.
-        exchange: A function that is called between backward and step.
+        exchange: A function that is called between the backward pass and the optimizer's step.
     """
 
     model: nn.Module
@@ -46,13 +46,13 @@ class Variant:
 
 
 def make(name: str, model: nn.Module, make_optimizer: MakeOptimizer, horovod: ModuleType | None) -> Variant:
-    """Return the variant of a name in `plan.VARIANTS` that trains a model. Every rank calls this. DDP needs gloo started.
+    """Return the variant `name` of `plan.VARIANTS` for a model. Every rank calls this function, for DDP after `start_gloo`.
 
     Raises:
         Missing: The variant does not exist on this machine.
     """
     if name == DDP:
-        # Its best setting: gradients lie in the buckets, which spares two copies of them.
+        # DDP's best setting: gradients are views of the buckets, which saves two copies of the gradients.
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         return Variant(model, wrapped, make_optimizer(model))
     optimizer = make_optimizer(model)
@@ -80,7 +80,7 @@ def make(name: str, model: nn.Module, make_optimizer: MakeOptimizer, horovod: Mo
 
 
 class FlatAllreduce:
-    """Exchanges gradients as one does by hand: copies them into a flat array, calls MPI's allreduce, and uses views of it."""
+    """Exchanges gradients as users do by hand: by copies into a flat array, MPI's Allreduce, and views of the array."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())

@@ -1,11 +1,12 @@
-"""Shows which allreduce algorithm is the fastest, by message size and number of ranks.
+"""Show which allreduce algorithm is the fastest, by message size and number of ranks.
 
     python examples/algorithms.py
     python examples/algorithms.py --ranks 8,100 --sizes 1K,1M,1G --latency 2e-6 --bandwidth 1e10
     python examples/algorithms.py --plot algorithms.png
 
-The algorithms really run, each rank in a thread, on a network with simulated clocks. Their times are
-compared with the prediction of the α-β-γ model. The program needs the extra ``examples``.
+The algorithms really run, each rank in a thread, on a network with simulated clocks. The program prints a table of the measured
+times and of the times that the α-β-γ model predicts. A star marks the fastest algorithm of each row. ``--plot`` draws the
+times, too. The program needs the extra ``examples``: ``pip install "hvdlite[examples]"``.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from hvdlite.comm.local import LocalFabric, LocalTransport, Network
 from hvdlite.protocols import ReduceOp, numpy_combine
 
 Measure = Callable[[str, int, int], float]
-"""``measure(algorithm, ranks, nbytes)``: the seconds that an allreduce takes. Where the numbers come from."""
+"""``measure(algorithm, ranks, nbytes)`` returns the seconds that an allreduce takes."""
 
 MAX_ELEMENTS = 16 * 1024
-"""The most float32 elements that a simulated rank really holds."""
+"""The largest number of float32 elements that a simulated rank really holds."""
 
 LABELS = {
     "ring": "ring",
@@ -49,16 +50,16 @@ class Cost(NamedTuple):
 
 
 Costs = dict[tuple[int, int, str], Cost]
-"""By number of ranks, bytes and algorithm."""
+"""The costs by number of ranks, bytes and algorithm."""
 
 
 def simulated(network: Network) -> Measure:
     """Return a function that measures costs by the clocks of a simulated network."""
 
     def measure(algorithm: str, ranks: int, nbytes: int) -> float:
-        # A gigabyte for each of 256 ranks does not fit in memory. The time depends on the bytes
-        # linearly, so a long vector is replaced by a short one on a network slower by as much. Its
-        # length is such that slices are equal, as they (nearly) are in the long one.
+        # A gigabyte for each of 256 ranks does not fit in memory. The time is linear in the bytes, so a short vector
+        # replaces a long one, on a network that is slower by the same factor. The length of the short vector gives
+        # equal slices. The slices of the long vector are (nearly) equal, too.
         even = math.lcm(ranks, Core(ranks).size)
         elements = max(1, min(nbytes // 4, MAX_ELEMENTS) // even) * even
         scale = nbytes / (4 * elements)
@@ -79,7 +80,7 @@ def simulated(network: Network) -> Measure:
 
 
 def collect(measure: Measure, network: Network, ranks: Iterable[int], sizes: Iterable[int]) -> Costs:
-    """Measure and predict every algorithm in every case. Shows its progress on a terminal."""
+    """Measure and predict the cost of every algorithm in every case. A terminal shows the progress."""
     cases = [(r, nbytes, algorithm) for r in ranks for nbytes in sizes for algorithm in ALGORITHMS]
     progress = tqdm(cases, desc="allreduce", unit="case", leave=False, disable=None)
     return {

@@ -1,12 +1,16 @@
-"""Train a small GPT on Python's own documentation, byte by byte, and let it write a text of its own.
+"""Train a small GPT on Python's own documentation, byte by byte, and let the GPT write a text.
 
     pip install "hvdlite[torch,examples]"
     hvdliterun -np 2 python examples/torch_gpt_text.py
 
-The text ships with Python (what `help("for")` shows, 0.4 MB), so nothing is downloaded. Every rank draws
-the same batch in each step, and the ranks divide it among them. So more ranks are faster and change nothing but the rounding,
-and the learning rate is not scaled. The last twentieth of the text is held out. A model that knows only how frequent each byte
-is cannot get below the text's unigram entropy there. A loss below it was learned from context.
+The text ships with Python (0.4 MB; `help("for")` shows a part), so nothing is downloaded. In each step every rank draws the
+same batch, and the ranks divide the batch among them. More ranks make the training faster and change only the rounding, so
+the learning rate is not scaled.
+
+The last twentieth of the text is held out for tests. A model that knows only the frequency of each byte cannot have a loss
+below the unigram entropy of the held-out text. A model with a lower loss has learned from context. The program prints the
+unigram entropy, the loss on the held-out text before and after training, the tokens per second and a text that the model
+writes, and draws the loss curve.
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ class Trained(NamedTuple):
 
     Attributes:
         losses: The loss of each batch, in nats per byte.
-        tests: The loss on the held-out text, in nats per byte, by the number of steps before.
+        tests: The loss on the held-out text, in nats per byte, by the number of steps before the test.
         speed: The tokens per second of all ranks together.
     """
 
@@ -47,7 +51,7 @@ class Trained(NamedTuple):
 
 
 class Block(nn.Module):
-    """A transformer layer, normalised before attention and before the MLP, as in GPT-2."""
+    """A transformer layer with normalisation before attention and before the MLP, as in GPT-2."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +61,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Turn (batch, time, width) into the same shape. Each position sees itself and those before it."""
+        """Turn (batch, time, width) into the same shape. Each position sees itself and the positions before it."""
         heads = self.query_key_value(self.before_attention(x)).unflatten(2, (3, self.heads, HEAD_WIDTH))
         query, key, value = heads.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -66,7 +70,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Turns bytes (batch, time) into logits of the byte that follows each of them (batch, time, 256)."""
+    """Turns bytes (batch, time) into logits (batch, time, 256) of the byte that follows each of these bytes."""
 
     def __init__(self, layers: int, width: int, context: int) -> None:
         super().__init__()
@@ -82,14 +86,14 @@ class GPT(nn.Module):
 
 
 def load() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the text as bytes in int64: the training text, and the last twentieth for tests."""
+    """Return the training text, and the last twentieth of the text for tests, as bytes in int64."""
     text = torch.frombuffer(bytearray("".join(topics.values()).encode()), dtype=torch.uint8).long()
     cut = len(text) * 19 // 20
     return text[:cut], text[cut:]
 
 
 def unigram_entropy(text: torch.Tensor) -> float:
-    """Return the entropy of the frequencies of the bytes in nats, which is the least loss per byte without context."""
+    """Return the entropy of the byte frequencies in nats: the smallest loss per byte that is possible without context."""
     frequencies = torch.bincount(text).double() / len(text)
     return float(torch.special.entr(frequencies).sum())
 
@@ -113,7 +117,7 @@ def evaluate(model: GPT, text: torch.Tensor) -> float:
 
 @torch.no_grad()
 def write(model: GPT, length: int, seed: int) -> str:
-    """Return `length` bytes that follow `PROMPT`, drawn from the model's predictions, which are made a little sharper."""
+    """Return `PROMPT` and the next `length` bytes, drawn from the model's predictions at temperature 0.8."""
     text, chance = torch.tensor([[*PROMPT.encode()]]), torch.Generator().manual_seed(seed)
     for _ in range(length):
         logits = model(text[:, -model.context :])[:, -1] / 0.8
@@ -122,7 +126,7 @@ def write(model: GPT, length: int, seed: int) -> str:
 
 
 def plot(losses: list[float], tests: dict[int, float], entropy: float, path: Path) -> None:
-    """Draw the loss by step: of each batch, and on the held-out text."""
+    """Draw the loss of each batch, and the loss on the held-out text, by step."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -141,7 +145,7 @@ def plot(losses: list[float], tests: dict[int, float], entropy: float, path: Pat
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Return the learning rate at a step relative to the highest: up in a tenth of the steps, then half a cosine to 0."""
+    """Return the learning rate at a step relative to the highest: up in a tenth of the steps, then down half a cosine to 0."""
     return min((step + 1) / max(1, steps // 10), (1 + math.cos(math.pi * step / steps)) / 2)
 
 
@@ -165,15 +169,15 @@ def train(model: GPT, text: torch.Tensor, test: torch.Tensor, arguments: argpars
         for step in range(1, arguments.steps + 1):
             begin = time.perf_counter()
             starts = torch.randint(len(text) - model.context, (arguments.batch,), generator=draw)
-            mine = starts[hvd.rank() :: hvd.size()]  # … of which each takes its share
+            mine = starts[hvd.rank() :: hvd.size()]  # … and each rank takes its share
             loss = summed_loss(model, text[mine[:, None] + window])
             optimizer.zero_grad()
-            optimizer.set_batch_weight(len(mine))  # shares may differ, and be empty
+            optimizer.set_batch_weight(len(mine))  # shares may differ in size, and may be empty
             (loss / max(1, len(mine) * model.context)).backward()
             optimizer.step()
             schedule.step()
             losses.append(float(hvd.allreduce(loss.detach(), op=hvd.Sum)) / tokens)
-            if not math.isfinite(losses[-1]):  # on every rank alike
+            if not math.isfinite(losses[-1]):  # the same on every rank
                 raise SystemExit(f"the loss is {losses[-1]} after {step} steps: try an --lr below {arguments.lr:g}.")
             seconds += time.perf_counter() - begin
             if step == arguments.steps or step % math.ceil(arguments.steps / EVALUATIONS) == 0:
@@ -197,7 +201,7 @@ def parse_arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
         return value
 
-    def file(text: str) -> Path:  # now, not after the training
+    def file(text: str) -> Path:  # an error comes now, not after the training
         if not (path := Path(text)).parent.is_dir():
             raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
         return path

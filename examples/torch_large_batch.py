@@ -1,13 +1,15 @@
-"""Train on large batches of handwritten digits: scaled SGD against LARS and LAMB, which scale the step of each layer.
+"""Train on handwritten digits with large batches, by SGD, LARS and LAMB. LARS and LAMB scale the step of each layer.
 
     pip install "hvdlite[torch,large-batch,examples]"
     hvdliterun -np 2 python examples/torch_large_batch.py
 
-A large batch is a third of the data (scikit-learn's 1797 images of 8 × 8 pixels): three steps in an epoch. `scale_lr` scales
-the rate of a batch of 32 to this batch, by the linear rule for SGD and LARS and by the square root for LAMB, and `warmup` leads
-up to this rate. SGD's rate is good for a batch of 32, as the first line shows; those of LARS and LAMB were chosen for the
-large batch. Batches are divided among the ranks, so the number of ranks changes nothing but the rounding. LARS and LAMB are
-pytorch-optimizer's.
+The data comes with scikit-learn: 1797 images of 8 × 8 pixels. A large batch is a third of the training data, so an epoch has
+three steps. `scale_lr` scales the learning rate for a batch of 32 to the large batch: linearly for SGD and LARS, by the square
+root for LAMB. `warmup` raises the learning rate step by step to the scaled value. SGD's learning rate is good for a batch of
+32, as the first line of the output shows; those of LARS and LAMB were chosen for the large batch. The ranks divide each batch
+among them, so the number of ranks changes only the rounding. LARS and LAMB come from the package pytorch-optimizer.
+
+Rank 0 prints the test accuracy of SGD with batches of 32, and then of SGD, LARS and LAMB with large batches.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import hvdlite_torch as hvd
 BASE_BATCH = 32
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 RECIPES: dict[str, tuple[Make, str]] = {
-    # an optimizer with its rate for BASE_BATCH, and the rule that scales it
+    # the optimizer with its learning rate for BASE_BATCH, and the rule that scales this rate
     "SGD": (lambda weights: torch.optim.SGD(weights, lr=0.02, momentum=0.9), "linear"),
     "LARS": (lambda weights: LARS(weights, lr=0.1, momentum=0.9, trust_coefficient=0.02), "linear"),
     "LAMB": (lambda weights: Lamb(weights, lr=0.01), "sqrt"),
@@ -52,7 +54,7 @@ def network() -> nn.Module:
 
 
 def train(name: str, batch_size: int, epochs: int, images: torch.Tensor, labels: torch.Tensor) -> nn.Module:
-    """Return a network that was trained for `epochs` epochs with batches of `batch_size` over all ranks."""
+    """Return a network after `epochs` epochs of training, with batches of `batch_size` for all ranks together."""
     make, rule = RECIPES[name]
     model = network()
     hvd.broadcast_parameters(model.state_dict())

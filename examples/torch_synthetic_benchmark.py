@@ -1,11 +1,12 @@
-"""Measure the images per second of training: Horovod's well-known benchmark, on random images.
+"""Measure the images per second of training on random images: Horovod's well-known benchmark.
 
     hvdliterun -np 2 python examples/torch_synthetic_benchmark.py
     hvdliterun -np 2 python examples/torch_synthetic_benchmark.py --model resnet50 --shard
 
-Models are torchvision's classifiers (`pip install torchvision`), or "small", a network of four convolutions that is made here.
-Every rank has a batch of its own, so compare "Img/sec per CPU" on one rank and on several: the difference is the price of the
-exchange, and of the memory and cores that ranks share. Each rank takes one GPU if there are any; --no-cuda keeps it on the CPU.
+The model is a classifier of torchvision (`pip install torchvision`), or "small", a network of four convolutions in this file.
+Every rank has a batch of its own. The program prints the images per second of each rank and of all ranks together. Compare
+"Img/sec per CPU" on one rank and on several ranks: the difference is the cost of the exchange, and of the memory and cores that
+the ranks share. Each rank uses one GPU if the machine has any, or the CPU with --no-cuda.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def small() -> nn.Module:
 
 
 def builder(name: str) -> Callable[[], nn.Module]:
-    """Return the function that makes the model of this name. Raise ValueError if there is none."""
+    """Return the function that makes the model of this name. Raise ValueError if there is no such model."""
     if name == "small":
         return small
     if importlib.util.find_spec("torchvision") is None:
@@ -52,12 +53,12 @@ def builder(name: str) -> Callable[[], nn.Module]:
 
 
 def summary(values: list[float], scale: float = 1) -> str:
-    """Return the mean and 1.96 standard deviations: 95 % of normally distributed values are in this range."""
+    """Return the mean and 1.96 standard deviations as text: 95 % of normally distributed values are in this range."""
     return f"{scale * statistics.fmean(values):.1f} +-{scale * 1.96 * statistics.pstdev(values):.1f}"
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the command line, which has Horovod's options and some more."""
+    """Parse the command line. It has the options of Horovod's benchmark and some more."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def whole_number(text: str) -> int:
@@ -83,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train on the same random images again and again, and print how fast that was."""
+    """Train on the same random images again and again, and print the speed."""
     arguments = parse_arguments()
     hvd.init()
     if hvd.rank() == 0:
@@ -93,12 +94,12 @@ def main() -> None:
         torch.cuda.set_device(hvd.local_rank())
     device, place = ("cuda", "GPU") if cuda else ("cpu", "CPU")
 
-    torch.manual_seed(hvd.rank())  # other images on every rank
+    torch.manual_seed(hvd.rank())  # different images on every rank
     images = torch.randn(arguments.batch_size, 3, IMAGE_SIZE, IMAGE_SIZE, device=device)
     labels = torch.randint(CLASSES, (arguments.batch_size,), device=device)
     model = arguments.builder().to(device)
     hvd.broadcast_parameters(model.state_dict())
-    lr = 0.01 if arguments.use_adasum else hvd.scale_lr(0.01)  # Adasum needs no other rate for more ranks
+    lr = 0.01 if arguments.use_adasum else hvd.scale_lr(0.01)  # Adasum needs no larger rate for more ranks
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=lr),
         model.named_parameters(),

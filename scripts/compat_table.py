@@ -1,4 +1,4 @@
-"""Write the compatibility table of the present hvdlite into docs/from_horovod.md.
+"""Write the compatibility table of this version of hvdlite into docs/from_horovod.md.
 
 python scripts/compat_table.py
 """

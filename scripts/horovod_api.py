@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Make tests/data/horovod_api.json, the table of Horovod's public names, from the notes on its API.
+"""Make tests/data/horovod_api.json, the table of Horovod's public names, from the notes on Horovod's API.
 
     scripts/horovod_api.py NOTES.md tests/data/horovod_api.json
 
-The notes are Markdown. Under each heading stand blocks of Python-like lines, one for each name::
+The notes are Markdown. Under each heading there are blocks of Python-like lines, one line for each name::
 
     allgather(tensor, name=None, process_set=global_process_set)
     class State(bcast_object, get_rank)   # bases: object
@@ -12,10 +12,10 @@ The notes are Markdown. Under each heading stand blocks of Python-like lines, on
 The table is a dictionary ``{"source": …, "exports": {module: [name]}, "modules": {module: {name: entry}}}``. An entry has
 
 - ``kind``: "function", "class" or "value";
-- ``parameters``: for functions, and for classes those of the constructor: a list of ``{"name"}``, with ``"default"`` as it is
-  written where there is one, and with ``"kind"``, as `inspect.Parameter` names it, where it is not POSITIONAL_OR_KEYWORD;
-  null where the notes leave them out;
-- ``bases`` and ``methods`` (entries by name) for classes.
+- ``parameters``, for functions and for the constructors of classes: a list of ``{"name"}``. A parameter with a default also has
+  ``"default"``, the text of the default. A parameter that is not POSITIONAL_OR_KEYWORD also has ``"kind"``, its name in
+  `inspect.Parameter`. The list is null if the notes leave the parameters out;
+- ``bases`` and ``methods`` (entries by name), for classes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MODULES = {
     "9 data loaders": "horovod.data",
 }
 EXPORTS = {"2": "horovod.torch", "3": "horovod.tensorflow"}
-"""Sections with a sentence that lists what the module exports; that of the second lists what it has beyond the first."""
+"""The sections with a sentence that lists the exports of the module. Section 3 lists only what section 2 does not have."""
 
 
 def parameters(text: str) -> list[dict[str, str]] | None:
@@ -101,7 +101,7 @@ _LINE = re.compile(
 
 
 def parse_line(line: str) -> tuple[bool, str, Entry]:
-    """Return whether a line belongs to the class before it, its name, and its entry.
+    """Return whether a line belongs to the class before the line, the name in the line, and its entry.
 
     Raises:
         ValueError: The line cannot be parsed.
@@ -127,7 +127,7 @@ def parse_line(line: str) -> tuple[bool, str, Entry]:
 
 
 def parse_block(lines: list[str]) -> dict[str, Entry]:
-    """Return the entries of one block of code."""
+    """Return the entries of one block of code, by name."""
     found: dict[str, Entry] = {}
     owner: Entry | None = None
     for line in lines:
@@ -146,7 +146,7 @@ def parse_block(lines: list[str]) -> dict[str, Entry]:
 
 def parse_exports(sentence: str) -> list[str]:
     """Return the names in "… exports …: size, allreduce[_async][_], …", with and without the text of each bracket."""
-    patterns = sentence.partition(":")[2].partition(".")[0].split(",")  # after the first sentence come remarks
+    patterns = sentence.partition(":")[2].partition(".")[0].split(",")  # remarks follow the first sentence
     names = [name for pattern in patterns for name in _expand(pattern.strip())]
     return [name for name in names if name.isidentifier()]
 
@@ -197,7 +197,7 @@ def make_table(notes: str) -> dict[str, Any]:
 
 
 def to_json(table: dict[str, Any]) -> str:
-    """Return the table as JSON with a line for each name, so that diffs can be read."""
+    """Return the table as JSON with a line for each name, so that diffs are readable."""
 
     def lines(values: dict[str, Any]) -> str:
         return ",\n".join(f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())

@@ -1,4 +1,4 @@
-"""Adasum as the paper has it, in float64 and by recursion: the truth for the tests."""
+"""Adasum as in the paper (arXiv:2006.02924), in float64 and by recursion: the reference for the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdlite.protocols import Array
 
 
 def of_two(a: Array, b: Array) -> Array:
-    """arXiv:2006.02924, section 3; a zero vector leaves the other as it is."""
+    """Return the Adasum of two vectors (arXiv:2006.02924, section 3). If one vector is zero, return the other one."""
     dot, aa, bb = float(np.vdot(a, b)), float(np.vdot(a, a)), float(np.vdot(b, b))
     if aa == 0 or bb == 0:
         result: Array = a + b
@@ -20,7 +20,10 @@ def of_two(a: Array, b: Array) -> Array:
 
 
 def adasum_of(vectors: Sequence[Array]) -> Array:
-    """Of one vector per rank. Where the ranks are no power of two, the first ones are paired until they are."""
+    """Return the Adasum of one vector per rank, in float64.
+
+    If the number of ranks is not a power of two, the first vectors are combined in pairs, so that a power of two is left.
+    """
     vectors = [np.asarray(vector, np.float64) for vector in vectors]
     power = 1
     while 2 * power <= len(vectors):

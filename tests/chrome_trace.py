@@ -1,4 +1,4 @@
-"""What a Chrome trace must be, by the Trace Event Format, so that Perfetto opens it."""
+"""Checks that a Chrome trace follows the Trace Event Format, so that Perfetto opens the trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_in
 
 
 def check_chrome_trace(trace: Any) -> list[dict[str, Any]]:
-    """Fail if `trace`, as read from JSON, is no trace; give its events that are no metadata."""
+    """Fail if `trace`, as read from JSON, is not a valid trace. Return its events without the metadata."""
     assert isinstance(trace, dict)
     assert trace["displayTimeUnit"] in ("ms", "ns")
     events = trace["traceEvents"]

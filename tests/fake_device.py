@@ -1,13 +1,15 @@
-"""A stand-in for a GPU: CPU tensors, and streams that do nothing but keep account of what is ordered after what.
+"""A stand-in for a GPU: CPU tensors, and streams that only record the order of work.
 
     with fake_gpu() as gpu:           # on every rank; CPU tensors of torch now count as tensors on a GPU
-        x = gpu.ready(torch.ones(3))   # its values are made on the current stream
+        x = gpu.ready(torch.ones(3))   # the current stream makes the values of x
         y = hvd.allreduce(x)
-        gpu.use(y)                     # the current stream reads it: fails if that is not ordered after whoever wrote it
+        gpu.use(y)                     # the current stream reads y: an error if the stream does not wait for the writer of y
 
-Work is done at once, so values are always right; what is checked is that they would be on a GPU. Every stream has a clock that
-knows what of each stream comes before it. Memory remembers who wrote and read it last, and a stream that touches it must come
-after them. Memory also belongs to the stream on which it was made: another one that uses it needs `keep` (``record_stream``).
+Work is done at once, so values are always right. The stand-in checks that the values would be right on a GPU, too. Every stream
+has a vector clock: how much work of each stream comes before its next work. The stand-in remembers which streams last wrote and
+read the memory. A stream that reads memory must come after the last writer, and a stream that writes must also come after the
+last readers. Memory also belongs to the stream on which it was made: another stream that uses the memory needs `keep`
+(``record_stream``).
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tests.fake_nccl import FakeNccl
 
 
 class Clock(dict[int, int]):
-    """An event: of each stream, how much has been done when it happens. All has, here."""
+    """An event: the amount of work of each stream that precedes the event. Work is done at once, so the event has happened."""
 
     def query(self) -> bool:
         return True
@@ -50,7 +52,7 @@ class FakeStream:
         device.streams[self.handle] = self
 
     def tick(self) -> Clock:
-        """Something is put on the stream. Returns what it knows, itself included."""
+        """Put a piece of work on the stream. Return the clock of the stream after this work."""
         self.known[self.handle] += 1
         return Clock(self.known)
 
@@ -66,15 +68,15 @@ class FakeStream:
 
 
 class Misuse(AssertionError):
-    """What would be a race on a GPU."""
+    """An access to memory that would be a race on a GPU."""
 
 
 class FakeDevice(TorchDevice):
     """A GPU whose memory is CPU tensors.
 
     Attributes:
-        host_waits: How many times the host has waited for a stream.
-        capacity: Bytes that one tensor may have; None for no limit.
+        host_waits: The number of times that the host has waited for a stream.
+        capacity: The most bytes that one tensor may have; None for no limit.
     """
 
     pinned = False
@@ -90,13 +92,13 @@ class FakeDevice(TorchDevice):
         self._default = FakeStream(self)
         self._current: ContextVar[FakeStream] = ContextVar("current")
         self._lock = threading.Lock()
-        self._writes: dict[int, tuple[int, FakeStream, Clock]] = {}  # address -> (end, by whom, when)
+        self._writes: dict[int, tuple[int, FakeStream, Clock]] = {}  # address -> (end, stream, clock)
         self._reads: dict[int, list[tuple[int, FakeStream, Clock]]] = {}
-        self._owners: dict[int, tuple[int, int]] = {}  # address -> (end, stream) of what `empty` has made
-        self._uses: list[tuple[int, int]] = []  # (address, stream) that need `keep`
+        self._owners: dict[int, tuple[int, int]] = {}  # address -> (end, stream) of memory that was made
+        self._uses: list[tuple[int, int]] = []  # (address, stream) of each use that needs `keep`
         self._kept: list[tuple[int, int, int]] = []  # (address, end, stream)
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._freed: deque[tuple[int, int]] = deque()  # (address, bytes) of what was seen once
+        self._freed: deque[tuple[int, int]] = deque()  # (address, bytes) of memory that was freed
 
     @property
     def identity(self) -> str:  # type: ignore[override]
@@ -121,10 +123,14 @@ class FakeDevice(TorchDevice):
         finally:
             self._current.reset(token)
 
-    # Account of what touches which memory
+    # Records of the accesses to memory
 
     def touch(self, kind: str, address: int, nbytes: int, stream: int) -> None:
-        """Something on a stream reads or writes memory: it must come after whoever wrote it (and, to write, read it)."""
+        """Record that a stream reads or writes memory.
+
+        Raises:
+            Misuse: The access does not come after the last writes, or a write does not come after the last reads.
+        """
         if not nbytes:
             return
         while self._freed:
@@ -170,7 +176,7 @@ class FakeDevice(TorchDevice):
                 self.touch(kind, storage.data_ptr(), storage.nbytes(), self.current().handle)
 
     def ready(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The current stream makes the values of a tensor, and its memory is that stream's."""
+        """Record that the current stream makes a tensor, and owns its memory. Return the tensor."""
         storage = tensor.untyped_storage()
         self._forget(storage.data_ptr(), storage.nbytes())
         self._owners[storage.data_ptr()] = (storage.data_ptr() + storage.nbytes(), self.current().handle)
@@ -178,25 +184,27 @@ class FakeDevice(TorchDevice):
         return tensor
 
     def use(self, *tensors: torch.Tensor) -> None:
-        """The current stream reads tensors."""
+        """Record that the current stream reads tensors."""
         self._tensor("read", *tensors)
 
     def check_kept(self) -> None:
-        """What streams have used of others' memory was kept for them."""
+        """Raise Misuse if a stream has used another stream's memory without `keep`."""
         for address, stream in self._uses:
             if not any(begin <= address < end and stream == other for begin, end, other in self._kept):
                 raise Misuse(f"stream {stream} uses memory of another one, which may give it away meanwhile: no keep()")
 
     def _see(self, tensor: torch.Tensor) -> None:
-        """The past of the memory of `tensor` does not matter any more once that is freed: what is left to say of it is whether
-        streams have used it without `keep`, and that does not end with it."""
-        storage = tensor.untyped_storage()  # which is there as long as a view of it is
+        """Have the accesses to the memory of `tensor` forgotten when the memory is freed.
+
+        Only the uses of the memory that need `keep` stay recorded.
+        """
+        storage = tensor.untyped_storage()  # lives as long as any view of it
         if storage not in self._seen:
             self._seen.add(storage)
             weakref.finalize(storage, self._freed.append, (storage.data_ptr(), storage.nbytes())).atexit = False
 
     def _forget(self, address: int, nbytes: int) -> None:
-        """New memory: what was there before does not matter."""
+        """Forget the accesses to earlier memory at this address."""
         end = address + nbytes
         with self._lock:
             for table in (self._writes, self._owners):
@@ -205,7 +213,7 @@ class FakeDevice(TorchDevice):
             for begin, readers in self._reads.items():
                 self._reads[begin] = [entry for entry in readers if not (begin < end and address < entry[0])]
 
-    # As torch's, with account
+    # The methods of `TorchDevice`, with records of their accesses
 
     def pointer(self, tensor: torch.Tensor) -> int:
         self._see(tensor)
@@ -263,7 +271,7 @@ class FakeDevice(TorchDevice):
         self._tensor("write", tensor)
         super().from_host(array, tensor)
 
-    # The same, for gradients in flat memory
+    # The same for the methods that gradients in flat memory need
 
     def zeros(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         made = self.empty(shape, dtype)
@@ -298,7 +306,7 @@ class FakeDevice(TorchDevice):
 
 
 HERE: ContextVar[FakeDevice | None] = ContextVar("fake_gpu", default=None)
-"""This rank's."""
+"""The fake GPU of this rank."""
 _users = 0
 _lock = threading.Lock()
 
@@ -313,12 +321,13 @@ def _of_this_rank(_: torch.device) -> FakeDevice:
 def fake_gpu(
     library: Library | str | None = "fake", index: int | None = None, visible: int = 8
 ) -> Iterator[FakeDevice]:
-    """Inside of it this rank has a GPU, on which CPU tensors of torch lie. NumPy arrays are host memory as ever.
+    """Give this rank a GPU in the body of a with statement. CPU tensors of torch are then on the GPU; NumPy arrays are not.
 
     Args:
-        library: What stands for NCCL; None for none. By default a `FakeNccl`, which is told to the device.
-        index: The number of the GPU; this rank's number by default.
-        visible: How many GPUs the rank sees.
+        library: The library in place of NCCL; None for no library. The default is a `FakeNccl` that reports its accesses to
+            the device.
+        index: The number of the GPU; by default the local rank.
+        visible: The number of GPUs that the rank sees.
     """
     global _users
     world = hvdlite.api.world()

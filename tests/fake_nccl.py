@@ -1,9 +1,10 @@
-"""A stand-in for NCCL on host memory, with the Python interface of `hvdlite.gpu.nccl`: sockets, and NumPy on raw addresses.
+"""A stand-in for NCCL on host memory, with the Python interface of `hvdlite.gpu.nccl`. It uses sockets, and NumPy on addresses.
 
-Ranks are threads or processes. As with NCCL, the unique id says where rank 0 listens. Every collective goes to a server there,
-which checks that all ranks ask for the same, computes, and answers: slow, and simple enough to be trusted.
+Ranks are threads or processes. As with NCCL, the unique id contains the address at which rank 0 listens. A server thread of
+rank 0 receives every collective, checks that all ranks ask for the same, computes the results and sends them. The server is
+slow, but simple enough to be trusted.
 
-It can misbehave on request: `FakeNccl.fail_at`, `FakeNccl.error_after`, `FakeNccl.hang_at`.
+The stand-in fails on request: `FakeNccl.fail_at`, `FakeNccl.hang_at`, `FakeNccl.fault`.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ NUMPY = {
     DTYPES["float8_e5m2"]: np.dtype(ml_dtypes.float8_e5m2),
 }
 UFUNCS = {ReduceOp.SUM: np.add, ReduceOp.PRODUCT: np.multiply, ReduceOp.MAX: np.fmax, ReduceOp.MIN: np.fmin}
-"""Max and Min as NCCL has them: they lose a NaN."""
+"""NumPy's functions for NCCL's reductions. NCCL's Max and Min ignore a NaN."""
 BY_NUMBER = {number: op for op, number in OPS.items()}
 
 Request = tuple[Any, ...]
 Accessed = Callable[[str, int, int, int], None]
-"""Called with what is done ("read" or "write"), the address, the bytes and the stream."""
+"""A function that is called with the kind of access ("read" or "write"), the address, the bytes and the stream."""
 
 
 def memory(address: int, count: int, dtype: int) -> np.ndarray[Any, Any]:
-    """`count` elements at an address."""
+    """Return the array of `count` elements at an address."""
     kind = NUMPY[dtype]
     if not count:
         return np.empty(0, kind)
@@ -47,7 +48,7 @@ def memory(address: int, count: int, dtype: int) -> np.ndarray[Any, Any]:
 
 
 class _Server(threading.Thread):
-    """Where rank 0 listens."""
+    """The server for the collectives of all ranks, in the process of rank 0."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="fake-nccl")
@@ -69,12 +70,12 @@ class _Server(threading.Thread):
                 requests = [ranks[rank].recv() for rank in range(size)]
                 for rank, answer in enumerate(_answer(requests)):
                     ranks[rank].send(answer)
-        for connection in ranks.values():  # one has gone: the others hear of it
+        for connection in ranks.values():  # a rank has gone: the others must notice
             connection.close()
 
 
 def _answer(requests: list[Request]) -> list[Any]:
-    """What each rank gets for what they have asked: (kind, arguments that must agree, data)."""
+    """Return the answers to the requests of all ranks. A request is (kind, arguments that must agree, data)."""
     if len({pickle.dumps(request[:2]) for request in requests}) > 1:
         return [NcclError(f"the ranks ask for different things: {[request[:2] for request in requests]}")] * len(
             requests
@@ -110,8 +111,8 @@ class FakeNccl:
     Attributes:
         fail_at: The name of a call that fails on this rank, such as "connect" or "all_reduce".
         hang_at: The name of a call that lasts until it is aborted.
-        fault: What `error` of its communicators reports.
-        accessed: Is told what is read and written, and on which stream.
+        fault: The error that `FakeCommunicator.error` reports; None for no error.
+        accessed: The function that is called for each read or write of memory.
     """
 
     path = "tests/fake_nccl.py"
@@ -195,7 +196,7 @@ class FakeCommunicator:
         self._run("reduce", send, count, recv, received, dtype, stream, op=op, root=root, count=count)
 
     def broadcast(self, send: int, recv: int, count: int, dtype: int, root: int, stream: int) -> None:
-        sent = count if self.rank == root else 0  # only the root's is read
+        sent = count if self.rank == root else 0  # only the root's data is read
         self._run("broadcast", send, sent, recv, count, dtype, stream, root=root, count=count)
 
     def all_gather(self, send: int, recv: int, count: int, dtype: int, stream: int) -> None:

@@ -1,16 +1,16 @@
-"""Hosts for tests, on one machine: namespaces that a real MPI launcher takes for hosts.
+"""Sets up hosts for tests on one machine: namespaces that a real MPI launcher takes for hosts.
 
     pytest ── unshare ── lab: this file, process 1 of a pid namespace, with a bridge in its own network
                           ├─ node1: a network (10.77.0.1), host name, /dev/shm, /etc/hosts, IPC of its own
                           └─ node2: the same (10.77.0.2) ...
 
-Names mean something in the lab only, and the lab ends when the pipe from pytest closes. The kernel then
-kills every process in it, and removes its networks and mounts: nothing is left, even if pytest is killed.
+The names of the hosts are valid only in the lab. The lab ends when the pipe from pytest closes. The kernel then
+kills every process in the lab, and removes its networks and mounts: nothing is left, even if pytest is killed.
 
-On the hosts, ``ssh`` is a script that enters the other host's namespaces and, as ssh does, brings no
-environment along. hvdliterun and mpirun find it on the PATH.
+On the hosts, ``ssh`` is a script that enters the namespaces of the other host. Like the real ssh, the script does not
+pass the environment on. hvdliterun and mpirun find the script on the PATH.
 
-This file runs itself as the lab and as each host, with the standard library only.
+This file runs itself as the lab and as each host, and uses the standard library only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SECONDS = 20.0  # for a command that sets something up, and for the lab to end
+SECONDS = 20.0  # limit of a set-up command, and of the end of the lab
 PROGRAMS = ("unshare", "nsenter", "ip", "mount", "env")
 _ITSELF = [sys.executable, "-I", "-S", str(Path(__file__).resolve())]
 _NETWORK = "10.77.0"
@@ -86,10 +86,10 @@ class Hosts:
         self.pid = pid  # of the lab's process 1, as seen from outside
 
     def run(self, host: str, *words: str, timeout: float, **environ: str) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host as its user would: in the project's folder, with this environment.
+        """Run a command on a host, in the project's folder, with the environment of this process and `environ`.
 
         Raises:
-            TimeoutExpired: It took longer. What it started goes with the lab.
+            TimeoutExpired: The command takes longer than `timeout` seconds. Its processes end with the lab.
         """
         command, env = self.command(host, words, {**os.environ, **environ})
         return subprocess.run(
@@ -97,34 +97,34 @@ class Hosts:
         )
 
     def command(self, host: str, words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """What runs a command on a host, in the project's folder: the words, and the environment."""
+        """Return the words and the environment that run a command on a host, in the project's folder."""
         path = f"{self._directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
         enter = [*self._enter_lab(), str(self._directory / "enter"), host, "env", f"--chdir={ROOT}"]
-        # MPI's files go with the lab: those of a killed one would be taken for those of the process of the same number.
+        # MPI's files end with the lab. Else a process would take the files of a killed one with the same pid for its own.
         own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._directory)}
         return [*enter, *words], {**own, **environ, "PATH": path}
 
     @property
     def started_by_srun(self) -> list[str]:
-        """What the stand-in of Slurm's srun has started: ``HOST,...: COMMAND``."""
+        """The commands that the stand-in of Slurm's srun has started, as ``HOST,...: COMMAND``."""
         path = self._directory / "srun.log"
         return path.read_text().splitlines() if path.exists() else []
 
     def cut(self, host: str) -> None:
-        """Pull the plug of a host's network."""
+        """Disconnect a host from the network."""
         _call([*self._enter_lab("--net"), "ip", "link", "set", f"to-{host}", "down"])
 
     def processes(self) -> list[str]:
-        """The command lines of all that runs on the hosts."""
+        """Return the command lines of all processes on the hosts."""
         return [_command_line(pid) for pid in self.pids()]
 
     def pids(self) -> list[int]:
-        """The numbers, as seen from outside, of all processes that run on the hosts."""
+        """Return the ids, as seen from outside, of all processes on the hosts."""
         lines = {pid: _command_line(pid) for pid in self._pids()}
         return [pid for pid, line in lines.items() if line and _ITSELF[-1] not in line]
 
     def shared_memory(self, host: str) -> list[str]:
-        """What lies in a host's /dev/shm."""
+        """Return the names in a host's /dev/shm."""
         holder = next(pid for pid in self._pids() if f"{_ITSELF[-1]} host {host} " in _command_line(pid))
         return os.listdir(f"/proc/{holder}/root/dev/shm")
 
@@ -134,21 +134,21 @@ class Hosts:
     def _pids(self) -> Iterator[int]:
         own = os.readlink(f"/proc/{self.pid}/ns/pid")
         for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the process has ended meanwhile
                 if os.readlink(entry / "ns/pid") == own:
                     yield int(entry.name)
 
 
 @contextlib.contextmanager
 def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
-    """Set up some hosts, and remove them again whatever happens.
+    """Set up some hosts, and remove them after the body, whatever happens.
 
     Args:
-        count: How many.
-        rate: What each host can send at most, in the words of ``tc``: "1gbit"; None: no limit.
+        count: The number of hosts.
+        rate: The limit on what each host sends, in the notation of ``tc``, such as "1gbit"; None for no limit.
 
     Raises:
-        RuntimeError: It does not work here; says why.
+        RuntimeError: The hosts cannot be set up here. The text says why.
     """
     names = [f"node{number}" for number in range(1, count + 1)]
     directory = Path(tempfile.mkdtemp(prefix="hvdlite-hosts."))  # the lab removes it
@@ -161,7 +161,7 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # Ctrl-C is for pytest, which then ends the lab
+        start_new_session=True,  # Ctrl-C goes to pytest only, which then ends the lab
     )
     assert lab.stdout is not None
     try:
@@ -173,7 +173,7 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
     finally:
         try:
             if lab.poll() is None:
-                lab.communicate(timeout=SECONDS)  # closes the pipe that the lab lives by
+                lab.communicate(timeout=SECONDS)  # closes the pipe, so the lab ends
         finally:
             lab.kill()
             lab.wait()
@@ -182,10 +182,10 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
 
 @functools.cache
 def why_not(needs_rate: bool = False) -> str:
-    """Why there can be no hosts here; empty if there can.
+    """Return why hosts cannot be set up here; an empty string if they can.
 
     Args:
-        needs_rate: With a limit of what they can send.
+        needs_rate: Whether the hosts need a limit on what they send.
     """
     if sys.platform != "linux":
         return f"hosts as namespaces need Linux; this is {sys.platform}"
@@ -215,7 +215,7 @@ def _call(words: Sequence[str]) -> None:
         raise RuntimeError(f"{' '.join(words)}: {error.stderr.strip()}") from None
 
 
-# ---- from here on: in the lab, and on the hosts ----
+# ---- the code below runs in the lab and on the hosts ----
 
 
 def _be_lab(directory: Path, rate: str, names: Sequence[str]) -> None:
@@ -224,10 +224,10 @@ def _be_lab(directory: Path, rate: str, names: Sequence[str]) -> None:
         _call(["ip", "link", "add", "switch", "type", "bridge"])
         _call(["ip", "link", "set", "switch", "up"])
         holders = [_add_host(directory, rate, number, name) for number, name in enumerate(names, 1)]
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # process 1 buries orphans
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # process 1 must reap orphans
         print("ready", flush=True)
         sys.stdin.read()
-        del holders  # they were kept for their pipes
+        del holders  # the names have kept the pipes open
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -1,4 +1,4 @@
-"""Real jobs for tests: under hvdliterun, and under plain mpirun, each with a hard time limit."""
+"""Runs real jobs for tests, under hvdliterun or under plain mpirun, each with a hard time limit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 LIMIT = 60.0  # seconds for one job: only a hang takes that long
-PROMPT = 3.0  # seconds from a rank's failure to the end of the job: what hvdliterun promises
+PROMPT = 3.0  # seconds from a rank's failure to the end of the job, as hvdliterun promises
 
 _BESIDE = Path(sys.executable).with_name("mpirun")
 MPIRUN = _BESIDE if _BESIDE.exists() else Path(shutil.which("mpirun") or "mpirun")
@@ -26,7 +26,11 @@ MPIRUN_FLAGS += ["--mca", "pml", "ob1", "--mca", "btl", "self,sm,tcp", "--mca", 
 
 
 def mpirun(size: int, *command: str, timeout: float = LIMIT, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python command on some ranks under plain mpirun; a TimeoutExpired if it hangs."""
+    """Run a Python command on `size` ranks under plain mpirun.
+
+    Raises:
+        TimeoutExpired: The job takes longer than `timeout` seconds. The output of the job is printed.
+    """
     try:
         return subprocess.run(
             [str(MPIRUN), *MPIRUN_FLAGS, "-n", str(size), sys.executable, *command],
@@ -44,7 +48,7 @@ def mpirun(size: int, *command: str, timeout: float = LIMIT, **environ: str) -> 
 
 
 def seconds_since_failure(out: str, at: float) -> float:
-    """From the moment that a program printed as its failure to `at`."""
+    """Return the seconds from the failure of a program, which has printed the time of its failure in `out`, to `at`."""
     failed_at = re.search(r"failing at ([\d.]+)$", out, re.M)
     assert failed_at is not None, out
     return at - float(failed_at[1])
@@ -59,7 +63,7 @@ class Ended:
 
 
 class Started:
-    """A running hvdliterun whose processes can be told from all others by a mark in their environment."""
+    """A running hvdliterun. A mark in the environment identifies its processes."""
 
     def __init__(self, arguments: list[str], env: dict[str, str] | None = None, cwd: Path | None = None) -> None:
         self.mark = uuid.uuid4().hex
@@ -78,7 +82,7 @@ class Started:
         return Ended(self.process.returncode, out, err, time.time())
 
     def ready(self, count: int) -> list[tuple[int, int]]:
-        """Wait until so many ranks said "ready"; gives their process ids and their guards'."""
+        """Wait until `count` ranks have printed "ready". Return the process ids of each rank and its guard."""
         assert self.process.stdout is not None
         found: list[tuple[int, int]] = []
         while len(found) < count:

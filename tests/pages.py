@@ -1,4 +1,4 @@
-"""Pages of the documentation whose pieces of Python are one program, together."""
+"""Reads pages of the documentation whose pieces of Python together are one program."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def program_of(page: Path) -> str:
-    """The pieces of a page, each in the lines where the page has it, so that tracebacks tell the page's line.
+    """Return the pieces of a page as one program. Each piece keeps its lines, so tracebacks show the lines of the page.
 
-    Pieces are those between a line "```python" and a line "```", both without indentation.
+    A piece is between a line "```python" and a line "```", both without indentation.
     """
     text = page.read_text()
     lines = [""] * text.count("\n")

@@ -1,7 +1,7 @@
-"""Training on several ranks, and what it must come to: plain torch replicas in one process, whose gradients are averaged.
+"""Trains on several ranks, and computes the expected parameters by plain torch replicas in one process with averaged gradients.
 
-A test gives an `Idiom`: what a program does up to a step. It runs unchanged on the replicas, where ``p.grad`` is plain torch's,
-and on the ranks, where the optimizer is distributed.
+A test gives an `Idiom`: the part of a training step before ``optimizer.step()``. The idiom runs unchanged on the replicas,
+where ``p.grad`` is plain torch's, and on the ranks, where the optimizer is distributed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MakeOptimizer = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 
 class Model(torch.nn.Module):
-    """A little of everything: matrices, vectors, one element; parameters of equal shape."""
+    """A model with matrices, vectors, a parameter of one element, and parameters of equal shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Model(torch.nn.Module):
         self.scale = parameter(1)
 
     def forward(self, x: torch.Tensor, added: bool = False) -> torch.Tensor:
-        """Rows of 5 values.
+        """Return an array of shape (n, 4, 5).
 
         Args:
-            x: Of shape (n, 4, 12).
-            added: Add parameters to each other first, as a transformer does with positions and types: autograd then gives them
-                the same memory for their gradients.
+            x: The inputs, of shape (n, 4, 12).
+            added: Whether to add parameters to each other first, as a transformer does with positions and types. autograd then
+                gives the gradients of these parameters the same memory.
         """
         if added:
             x = x + (self.table[None] + self.other_table[None])
@@ -57,17 +57,17 @@ MODEL = Model()
 
 
 class Job:
-    """What a program of one rank has.
+    """The state of the program on one rank.
 
     Args:
-        rank: Its rank.
-        make: Makes the optimizer, plain.
-        wrap: Makes that distributed, or leaves it.
+        rank: The rank.
+        make: Makes the plain optimizer of parameters.
+        wrap: Returns the distributed optimizer for the plain one, or the plain one.
 
     Attributes:
-        make, wrap: As given.
-        step: The number of the step.
-        kept: For what an idiom wants to keep between steps.
+        make, wrap: The arguments.
+        step: The number of the present step.
+        kept: The values that an idiom keeps between steps.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Job:
         return [p.grad for p in self.parameters if p.grad is not None]
 
     def loss(self, of: int = 0, added: bool = False) -> torch.Tensor:
-        """The loss of this rank's rows in this step."""
+        """Return the loss of this rank's rows in this step."""
         generator = torch.Generator().manual_seed(1000 * of + 10 * self.step + self.rank)
         x = torch.randn(3, 4, 12, generator=generator, dtype=DTYPE)
         return ((self.model(x, added) - 0.1 * (1 + of)) ** 2).mean()
@@ -101,7 +101,7 @@ Idiom = Callable[[Job], None]
 
 @functools.cache
 def truth(idiom: Idiom, make: MakeOptimizer, size: int) -> list[torch.Tensor]:
-    """The parameters after some steps of plain replicas."""
+    """Return the parameters after `STEPS` steps of `size` plain replicas."""
     jobs = [Job(rank, make) for rank in range(size)]
     for step in range(STEPS):
         for job in jobs:
@@ -128,7 +128,7 @@ def _average(replicas: Sequence[torch.Tensor]) -> None:
 
 
 def on_this_rank(idiom: Idiom, make: MakeOptimizer, **options: Any) -> list[torch.Tensor]:
-    """The parameters after the same steps, of this rank."""
+    """Return this rank's parameters after the same steps with a distributed optimizer."""
     job = Job(hvd.rank(), make, lambda optimizer: hvd.DistributedOptimizer(optimizer, **options))
     for step in range(STEPS):
         job.step = step
@@ -138,5 +138,5 @@ def on_this_rank(idiom: Idiom, make: MakeOptimizer, **options: Any) -> list[torc
 
 
 def distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """The largest difference, or NaN."""
+    """Return the largest absolute difference."""
     return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))

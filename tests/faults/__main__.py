@@ -1,4 +1,4 @@
-"""``python -m tests.faults --seed N --count M``: many faults, with a progress bar, and a table at the end."""
+"""Run many faults, with a progress bar and a table at the end: ``python -m tests.faults --seed N --count M``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.harness import Outcome, choose, run
 from tests.faults.kinds import ANY_FAILURE, KINDS
 from tests.hosts import why_not
 
-_LATE = 3.0  # what hvdliterun promises, on a machine that has nothing else to do
+_LATE = 3.0  # seconds to the end of a job, as hvdliterun promises on an idle machine
 _WIDTH = 30
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     if reason := why_not():
         print(f"faults on several hosts are left out: {reason}")
         names = [name for name in names if KINDS[name].needs != "hosts"]
-    # What jobs inherit: a shell that has started this in the background has had both ignored.
+    # Jobs inherit these handlers. A shell that starts this program in the background has both signals ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     faults = choose(options.seed, options.count, names, options.torch)

@@ -1,4 +1,4 @@
-"""One fault: starts a job, strikes it, and judges how it ended."""
+"""Runs one fault: starts a job, causes the fault, and judges how the job ended."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ RANKS = 3
 HOSTS = "node1:2,node2:1"
 READY_SECONDS = 120.0  # until the training runs: importing torch takes long on a busy machine
 END_SECONDS = 60.0  # only a hang takes that long
-GONE_SECONDS = 5.0  # for what ends after hvdliterun, where that was killed
+GONE_SECONDS = 5.0  # for processes that end after hvdliterun, if that was killed
 _STALL = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "2", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "4"}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault to come.
+    """One fault that is to happen.
 
     Attributes:
-        number: Which of the run.
-        kind: What happens.
-        rank: To whom.
-        stage: When, for what a rank does itself; a step of the training otherwise.
-        step: At which step.
-        training: "arrays", "torch", "torch shard", "torch loader", ...
-        delay: Seconds after the first steps, for what is done from outside.
+        number: The number of the fault in the run.
+        kind: The kind of the fault.
+        rank: The rank to which the fault happens.
+        stage: The stage of the program (see `Kind`) at which a fault from inside happens.
+        step: The training step at which a fault from inside happens, for the stages "step" and "exchange".
+        training: The training program: "arrays", "torch", "torch shard", "torch loader", ...
+        delay: The seconds from the first steps to a fault from outside.
     """
 
     number: int
@@ -53,13 +53,13 @@ class Fault:
 
 @dataclass
 class Outcome:
-    """What came of a fault.
+    """The outcome of a fault.
 
     Attributes:
-        fault: Which.
-        seconds: From the fault to the end of hvdliterun; NaN where that is not known.
-        wrong: What was not as it must be; empty if all was.
-        last_words: Of hvdliterun.
+        fault: The fault.
+        seconds: The seconds from the fault to the end of hvdliterun, without `Kind.patience`; NaN if unknown.
+        wrong: All that was not as expected, as texts; empty if the outcome is as expected.
+        last_words: The last message of hvdliterun.
     """
 
     fault: Fault
@@ -69,13 +69,13 @@ class Outcome:
 
 
 def choose(seed: int, count: int, names: list[str], torch: float) -> list[Fault]:
-    """The faults of a run: each kind once before any comes again, then at random.
+    """Return the faults of a run: first each kind once, in random order, then random kinds.
 
     Args:
-        seed: The same seed gives the same faults.
-        count: How many.
-        names: The kinds to choose from.
-        torch: Which part of the programs trains with torch; others, with arrays alone, start faster.
+        seed: The seed. The same seed gives the same faults.
+        count: The number of faults.
+        names: The names of the kinds to choose from.
+        torch: The fraction of the programs that train with torch. Programs with arrays alone start faster.
     """
     rng = random.Random(seed)
     first = rng.sample(names, len(names))
@@ -94,7 +94,7 @@ def _draw(rng: random.Random, number: int, kind: Kind, torch: float) -> Fault:
 
 
 def run(fault: Fault) -> Outcome:
-    """Have a fault happen to a job of its own."""
+    """Start a job, cause the fault in the job, and return the outcome."""
     outcome = Outcome(fault)
     inside = fault.kind.where == INSIDE
     environ = {
@@ -113,7 +113,7 @@ def run(fault: Fault) -> Outcome:
 
 
 class _Case:
-    """A fault, and the job that it happens to."""
+    """A fault, and the job in which the fault happens."""
 
     def __init__(self, fault: Fault, running: Job, cut: Callable[[str], None] | None, outcome: Outcome) -> None:
         self._fault = fault
@@ -154,14 +154,14 @@ class _Case:
         return True
 
     def _steps(self) -> list[int] | None:
-        """The step that each rank is at; None before all have made one."""
+        """Return the last step of each rank; None before every rank has made a step."""
         try:
             return [int((self._job.folder / f"step.{rank}").read_text()) for rank in range(RANKS)]
         except OSError:
             return None
 
     def _come_to_an_end(self) -> None:
-        """The job must still make steps after the fault; then it is told to finish."""
+        """Wait until the job has made steps after the fault, then tell the job to finish."""
         self._await_steps()
         self._at = time.time()
         (self._job.folder / "finish").touch()
@@ -188,7 +188,7 @@ class _Case:
                 os.kill(running.rank(rank), signal.SIGSTOP)
                 time.sleep(0.8)
                 os.kill(running.rank(rank), signal.SIGCONT)
-            case "stop_mpirun":  # the training goes on, but only an interrupt can end it
+            case "stop_mpirun":  # the training goes on, but only an interrupt can end the job
                 os.kill(running.mpirun, signal.SIGSTOP)
                 self._await_steps()
                 self._at = time.time()
@@ -234,7 +234,7 @@ class _Case:
                 os.kill(pid, number)
 
     def _besiege(self) -> None:
-        """Others connect to hvdliterun: many, with nothing or with nonsense to say."""
+        """Connect to hvdliterun many times, and send nothing or random bytes."""
         with contextlib.ExitStack() as stack:
             for number in range(300):
                 stream = stack.enter_context(socket.create_connection(self._job.address, timeout=5))

@@ -1,17 +1,17 @@
-"""The kinds of faults, and what must come of each."""
+"""The kinds of faults, and the expected end of the job for each kind."""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
 
-INSIDE = "inside"  # a rank does it itself
-OUTSIDE = "outside"  # it is done to a process of the job
+INSIDE = "inside"  # a rank causes the fault itself
+OUTSIDE = "outside"  # the harness causes the fault in a process of the job
 GOES_ON = 0
-"""The code of kinds after which the job must go on: it is then told to come to its end."""
+"""The exit code of kinds after which the job must go on. The harness then tells the job to finish."""
 
 ANY_FAILURE = 256
-"""The code of kinds that must fail, with whatever code."""
+"""Stands for any exit code of a failed job."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,15 @@ class Kind:
     """One kind of fault.
 
     Attributes:
-        name: Its name; what happens is in program.py (inside) or harness.py (outside).
+        name: The name of the kind. The code of the fault is in program.py (inside) or harness.py (outside).
         where: `INSIDE` or `OUTSIDE`.
-        code: The exit code that hvdliterun must have.
-        words: What its last words must contain; ``{rank}`` is the rank that it happens to.
-        stages: When it can happen: before ``hvdlite.init()`` ("start"), after it ("init"), before a step of the training
-            ("step"), or while the exchange of one goes on ("exchange").
-        needs: "torch" for what only a program with torch can show, "hosts" for what needs several; or empty.
-        ends_later: hvdliterun is gone before its ranks, which end by themselves.
-        patience: Seconds that the job's own limits take until it ends.
+        code: The expected exit code of hvdliterun.
+        words: The expected parts of hvdliterun's last message. ``{rank}`` is the rank to which the fault happens.
+        stages: The possible stages: before ``hvdlite.init()`` ("start"), after ``hvdlite.init()`` ("init"), before a training
+            step ("step"), or during the exchange of a step ("exchange").
+        needs: "torch" if the program must train with torch, "hosts" if the job must run on several hosts, else empty.
+        ends_later: Whether hvdliterun may end before its ranks, which end by themselves.
+        patience: The seconds until the job's own time limits end the job.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Kind:
 
 _ALWAYS = ("start", "init", "step", "exchange")
 _RANK = "rank {rank} "
-_STALL = 6.0  # seconds: the limit that the harness sets, and a moment
+_STALL = 6.0  # seconds: the limit that the harness sets, and some more
 
 KINDS = {
     kind.name: kind

@@ -1,4 +1,4 @@
-"""Where a job runs: on this machine, or on namespaces as hosts. What it is made of, and what it leaves behind."""
+"""Runs a job on this machine, or on namespaces as hosts, and finds the job's processes and all that the job leaves behind."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LAUNCH = [sys.executable, "-m", "hvdlite.launch"]
 
 
 class Job:
-    """A running hvdliterun and all that belongs to it, which has a mark in its environment.
+    """A running hvdliterun and all processes of its job. A mark in the environment identifies the processes.
 
     Args:
-        words: Its command line.
-        environ: Its environment.
-        folder: Where its output goes, and what the ranks write.
-        on: The hosts that it runs on; None for this machine.
+        words: The command line of hvdliterun.
+        environ: Environment variables to add.
+        folder: The folder for the output of hvdliterun and for the files of the ranks.
+        on: The hosts of the job; None for this machine.
     """
 
     def __init__(self, words: list[str], environ: dict[str, str], folder: Path, on: Hosts | None) -> None:
@@ -46,7 +46,7 @@ class Job:
             )
 
     def wait(self, seconds: float) -> int | None:
-        """The exit code of hvdliterun; None if it does not end."""
+        """Return the exit code of hvdliterun; None if hvdliterun does not end within `seconds`."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def last_words(self) -> str:
-        """From the last line on that hvdliterun has begun."""
+        """The end of stderr, from the last line on that begins with "hvdliterun: "."""
         text = "\n" + self.stderr
         return text[text.rfind("\nhvdliterun: ") + 1 :]
 
@@ -79,18 +79,18 @@ class Job:
 
     @property
     def daemon(self) -> int:
-        """The process of the MPI launcher on another host."""
+        """The process id of the MPI launcher's daemon on another host."""
         return next(pid for pid in self.processes() if os.path.basename(command_line(pid).split(" ")[0]) == "prted")
 
     def rank(self, number: int) -> int:
-        """The process id of a rank's program."""
+        """Return the process id of a rank's program."""
         return next(pid for pid in self._of_rank(number) if parent(pid) in self._of_rank(number))
 
     def guard(self, number: int) -> int:
         return parent(self.rank(number))
 
     def descendants(self, pid: int) -> list[int]:
-        """What a process has started."""
+        """Return the process ids of all descendants of a process."""
         found = children(pid)
         return found + [below for child in found for below in self.descendants(child)]
 
@@ -100,17 +100,17 @@ class Job:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where hvdliterun listens."""
+        """The host and the port at which hvdliterun listens."""
         text = variable(self.guard(0), "HVDLITE_CONTROL") or variable(self.rank(0), "HVDLITE_CONTROL") or ""
         host, port, _ = text.rsplit(":", 2)
         return host, int(port)
 
     def _of_rank(self, number: int) -> list[int]:
-        """The guard, the program, and what it has started."""
+        """Return the process ids of a rank's guard, its program, and the processes that the program has started."""
         return [pid for pid in self.processes() if is_rank(pid, number)]
 
     def processes(self) -> list[int]:
-        """All that belongs to the job and has not ended: what its environment shows, or what runs on the hosts."""
+        """Return the ids of all running processes of the job: those with the mark in their environment, or all on the hosts."""
         if self._on is not None:
             return [pid for pid in self._on.pids() if state(pid) != "Z"]
         return [pid for pid in all_processes() if variable(pid, _MARK) == self.mark and state(pid) != "Z"]
@@ -118,7 +118,7 @@ class Job:
     # ---- what is left ----
 
     def remains(self) -> list[str]:
-        """What the job has left behind: processes, shared memory, temporary files."""
+        """Return descriptions of all that the job has left behind: processes, shared memory, temporary files."""
         left = [f"process {pid}: {command_line(pid)[:80]}" for pid in self.processes()]
         if self._on is None:
             own = f"hvdlite.{self._process.pid}."  # there may be other jobs on this machine
@@ -127,14 +127,14 @@ class Job:
                     left.append(f"/dev/shm/{name}")
         else:
             left += [f"{host}: /dev/shm/{name}" for host in self._on.names for name in self._on.shared_memory(host)]
-        # What killed workers of torch's DataLoader leave is theirs.
+        # torch, not hvdlite, leaves the files of killed DataLoader workers behind.
         left += [
             f"TMPDIR/{path.name}" for path in self._temporary.iterdir() if not path.name.startswith(("pymp-", "torch"))
         ]
         return left
 
     def clean_up(self) -> None:
-        """Kill what is left, so that it cannot disturb the next job."""
+        """Kill the processes that are left, so that they cannot disturb the next job."""
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, 9)
@@ -143,7 +143,7 @@ class Job:
 
 @contextlib.contextmanager
 def place(host_count: int) -> Iterator[Hosts | None]:
-    """Hosts for one job; None for one: this machine."""
+    """Yield the hosts for one job; None for one host, which is this machine."""
     if host_count == 1:
         yield None
     else:
@@ -153,7 +153,7 @@ def place(host_count: int) -> Iterator[Hosts | None]:
 
 @contextlib.contextmanager
 def job(words: list[str], environ: dict[str, str], on: Hosts | None) -> Iterator[Job]:
-    """A job, of which nothing is left in the end whatever happens."""
+    """Start a job. After the body, kill all that is left of the job, whatever happens."""
     with tempfile.TemporaryDirectory(prefix="hvdlite-fault.", ignore_cleanup_errors=True) as folder:
         running = Job(words, {**environ, "FAULT_FOLDER": folder}, Path(folder), on)
         try:
@@ -179,7 +179,7 @@ def variable(pid: int, name: str) -> str | None:
 
 
 def is_rank(pid: int, number: int | None = None) -> bool:
-    """Whether this is (of) a rank, or of the rank with this number."""
+    """Return whether a process belongs to a rank: to any rank, or to the rank `number`."""
     found = variable(pid, "OMPI_COMM_WORLD_RANK") or variable(pid, "PMI_RANK")
     return found is not None and (number is None or found == str(number))
 
@@ -207,5 +207,5 @@ def _stat(pid: int) -> list[str]:
 def _read(pid: int, name: str) -> str:
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes().decode(errors="replace")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""

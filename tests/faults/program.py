@@ -1,6 +1,6 @@
-"""A small training of three ranks, in which rank FAULT_RANK does FAULT at step FAULT_STEP, or at a stage before.
+"""A small training on three ranks. Rank FAULT_RANK causes the fault FAULT at the stage FAULT_STAGE, in the step FAULT_STEP.
 
-Each rank keeps the number of its step in FAULT_FOLDER/step.RANK. The job comes to its end when FAULT_FOLDER/finish is there.
+Each rank writes the number of its last step to FAULT_FOLDER/step.RANK. The job finishes when FAULT_FOLDER/finish exists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP = int(os.environ["FAULT_STEP"])
 FOLDER = Path(os.environ["FAULT_FOLDER"])
 RANK = int(os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK", "0")))
 STRUCK = int(os.environ["FAULT_RANK"]) == RANK
-PAUSE = 0.005  # seconds of a step besides its exchange: the faults need not come in the middle of a storm
+PAUSE = 0.005  # seconds of sleep in each step, so that the ranks do not exchange all the time
 OUTLIVES = 60
 
 
@@ -54,7 +54,7 @@ def fail(kind: str) -> None:
 
 
 def strike() -> None:
-    """Do what this job is for. Returns only if the job must go on."""
+    """Cause the fault. Return only if the job must go on."""
     kind = FAULT.removeprefix("hosts_")
     if kind.startswith("leaves_"):
         if kind == "leaves_program":
@@ -118,7 +118,7 @@ def strike_at(stage: str, step: int = STEP) -> None:
 
 
 def train(exchange: Callable[[], Callable[[], None]], must_finish: Callable[[bool], bool]) -> None:
-    """Steps until the job must finish. ``exchange`` starts that of a step, and returns how to wait for it."""
+    """Make steps until the job must finish. ``exchange`` starts the exchange of a step, and returns a function that waits."""
     for step in range(1_000_000):
         strike_at("step", step)
         wait = exchange()

@@ -1,4 +1,4 @@
-"""Forked children of a rank, each with an end of its own, while the ranks go on. Prints what came of them."""
+"""Each rank forks children that end in different ways, while the ranks go on. Prints how the children ended."""
 
 import os
 import sys
@@ -34,7 +34,7 @@ def operation() -> None:
 
 
 def write() -> None:
-    """Into memory that the ranks share."""
+    """Write into memory that the ranks share."""
     memory[:] = 1000.0
     os._exit(int(memory[5] != 1000.0))
 

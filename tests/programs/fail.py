@@ -1,4 +1,4 @@
-"""Two or more ranks meet; then rank 1 ends in the way that the first argument names, and the others wait for it."""
+"""Two or more ranks meet. Then rank 1 ends in the way that the first argument names, and the others wait for rank 1."""
 
 import ctypes
 import os

@@ -1,10 +1,13 @@
-"""Writes lines to stdout, so many bytes; says on stderr how many its reader took before it paused for a second."""
+"""Write lines to stdout, of as many bytes as the first argument says.
+
+Print on stderr how many bytes the reader took before it paused for a second.
+"""
 
 import os
 import select
 import sys
 
-LINE = b"." * 1023 + b"\n"  # a pipe takes it whole or not at all
+LINE = b"." * 1023 + b"\n"  # a pipe takes the whole line or nothing
 size = int(sys.argv[1])
 os.set_blocking(1, False)
 written = 0

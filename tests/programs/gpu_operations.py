@@ -1,4 +1,4 @@
-"""Named operations on GPU tensors, several ranks on one GPU, against NumPy. Prints "all right" on each rank.
+"""Several ranks on one GPU run operations on GPU tensors, and compare the results with NumPy. Each rank prints "all right".
 
 mpirun -n 2 python gpu_operations.py nccl|staged
 """
@@ -15,7 +15,7 @@ import hvdlite_torch as hvd
 
 hvdlite.init()
 rank, size, way = hvd.rank(), hvd.size(), sys.argv[1]
-# NCCL refuses two ranks on one GPU unless it takes them for two hosts (2.29 and before) or is told so (2.30).
+# NCCL refuses two ranks on one GPU unless NCCL_HOSTID differs (up to 2.29) or NCCL_MULTI_RANK_GPU_ENABLE is set (2.30).
 os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
 os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
 torch.cuda.set_device(0)
@@ -30,7 +30,7 @@ def values_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 def late(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose values are there only after some time on the current stream: whoever does not wait reads zeros."""
+    """Return a copy whose values the current stream writes after some time. A reader that does not wait reads zeros."""
     copy = torch.zeros_like(tensor)
     torch.cuda._sleep(20_000_000)
     return copy.copy_(tensor)
@@ -59,7 +59,7 @@ for name in DTYPES:
     share = hvd.reducescatter(late(torch.ones(size + 1, 2, device=gpu).to(dtype)), op=hvd.Sum)
     assert (values_of(share) == size).all() and len(share) == (2 if rank == 0 else 1)
 
-# In place, on a stream of the caller's, many at once in different orders
+# In place, on the caller's own stream; then many operations at once, in different orders
 side = torch.cuda.Stream()
 with torch.cuda.stream(side):
     y = late(torch.full((1000,), float(rank), device=gpu))
@@ -70,7 +70,7 @@ handles = {n: hvd.allreduce_async(many[n], op=hvd.Sum, name=f"n{n}") for n in so
 for n, handle in handles.items():
     assert (hvd.synchronize(handle).cpu() == n * size + sum(range(size))).all()
 
-# Memory that is freed while it is in flight is not given away
+# Memory that is freed while an operation uses it is not reused before the operation is done
 for step in range(20):
     hvd.allreduce_async(torch.full((100_000,), float(step), device=gpu), name=f"lost {step}").wait()
     big = torch.full((100_000,), float(step + rank), device=gpu)
@@ -80,7 +80,7 @@ for step in range(20):
     assert (hvd.synchronize(handle).cpu() == step * size + sum(range(size))).all()
     del noise
 
-if way == "nccl":  # torch itself says if the host waits for the GPU
+if way == "nccl":  # torch raises an error if the host waits for the GPU
     z = torch.ones(1000, device=gpu)
     hvd.allreduce(z)
     torch.cuda.set_sync_debug_mode("error")
@@ -88,7 +88,7 @@ if way == "nccl":  # torch itself says if the host waits for the GPU
     hvd.allgather(z)
     torch.cuda.set_sync_debug_mode("default")
 
-# Host memory in the same job, and in the same call on one rank only
+# Host memory in the same job, and in a call that uses GPU memory on rank 0
 assert (hvd.allreduce(torch.ones(3), op=hvd.Sum) == size).all()
 with pytest.raises(hvd.MismatchError, match="device=cuda"):
     hvd.allreduce(torch.ones(3, device="cpu" if rank else gpu), op=hvd.Sum)

@@ -1,4 +1,4 @@
-"""Training of several ranks on one GPU, against one process on the joined batch. Prints "all right" on each rank.
+"""Several ranks train on one GPU, and compare the weights with one process on the joined batch. Each rank prints "all right".
 
 mpirun -n 2 python gpu_training.py
 """
@@ -14,7 +14,7 @@ import hvdlite_torch as hvd
 
 hvd.init()
 rank, size = hvd.rank(), hvd.size()
-# NCCL refuses two ranks on one GPU unless it takes them for two hosts (2.29 and before) or is told so (2.30).
+# NCCL refuses two ranks on one GPU unless NCCL_HOSTID differs (up to 2.29) or NCCL_MULTI_RANK_GPU_ENABLE is set (2.30).
 os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
 os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
 torch.cuda.set_device(0)
@@ -22,7 +22,7 @@ torch.manual_seed(3)
 START = torch.nn.Sequential(
     torch.nn.Linear(64, 600), torch.nn.Tanh(), torch.nn.Linear(600, 600), torch.nn.Linear(600, 5)
 )
-make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # Adam would make much of rounding in tiny gradients
+make = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # Adam would magnify rounding errors of tiny gradients
 X, Y = torch.randn(48, 64).cuda(), torch.randint(0, 5, (48,)).cuda()
 
 
@@ -31,7 +31,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: slice)
         optimizer.zero_grad()
         if hasattr(optimizer, "set_batch_weight"):
             optimizer.set_batch_weight(len(X[rows]))
-            torch.cuda._sleep(20_000_000)  # whoever does not wait for gradients gets old ones
+            torch.cuda._sleep(20_000_000)  # an exchange that does not wait gets old gradients
         F.cross_entropy(model(X[rows]), Y[rows]).backward()
         optimizer.step()
     return torch.cat([parameter.detach().flatten().double() for parameter in model.parameters()])

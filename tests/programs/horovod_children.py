@@ -1,4 +1,4 @@
-"""Children of every kind import Horovod, by its name and by the program's own code."""
+"""Child processes of all start methods, and a subprocess, import Horovod."""
 
 import multiprocessing
 import subprocess

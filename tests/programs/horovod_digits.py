@@ -1,4 +1,4 @@
-"""A training script as people wrote them for Horovod: nothing in it knows of hvdlite."""
+"""A training script as users wrote it for Horovod. The script does not mention hvdlite."""
 
 import argparse
 import hashlib

@@ -1,4 +1,4 @@
-"""A Keras script as people wrote them for Horovod, with what hvdlite has of that part: nothing in it knows of hvdlite."""
+"""A Keras script as users wrote it for Horovod, limited to what hvdlite supports. The script does not mention hvdlite."""
 
 import horovod.tensorflow.keras as hvd
 import numpy as np
@@ -12,7 +12,7 @@ order = np.random.default_rng(1).permutation(len(labels))
 images, labels = images[order] / 16, labels[order]
 share = slice(hvd.rank(), 1436, hvd.size())
 
-# As in Horovod's examples: it has no weights until it sees its first batch.
+# As in Horovod's examples, the model has no weights before its first batch.
 model = tf.keras.Sequential([tf.keras.layers.Dense(64, "relu"), tf.keras.layers.Dense(10, "softmax")])
 optimizer = hvd.DistributedOptimizer(tf.keras.optimizers.Adam(0.003 * hvd.size()))
 model.compile(
@@ -31,7 +31,7 @@ model.fit(
 )
 plain = tf.keras.optimizers.SGD(0.1)
 plain.build(model.trainable_variables)
-if callable(plain.variables):  # a property of tf_keras' newer ones, and a method of all optimizers of Horovod's time
+if callable(plain.variables):  # a method of all optimizers of Horovod's time, a property of tf_keras' newer ones
     hvd.broadcast_variables(plain.variables(), root_rank=0)
 _, accuracy = model.evaluate(images[1437:], labels[1437:], verbose=0)
 weights = hvd.allgather(np.concatenate([weight.ravel() for weight in model.get_weights()])[None]).numpy()

@@ -1,4 +1,4 @@
-"""Every rank compares its place in the environment with its place in the job."""
+"""Every rank compares its ranks and sizes in the environment with those in the job."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""A function in several ranks, as people wrote it for Horovod."""
+"""Run a function on several ranks, as users wrote it for Horovod."""
 
 import horovod
 

@@ -1,4 +1,4 @@
-"""TensorFlow scripts as people wrote them for Horovod, one after the other: nothing in them knows of hvdlite."""
+"""TensorFlow scripts as users wrote them for Horovod, one after the other. The scripts do not mention hvdlite."""
 
 import sys
 
@@ -86,8 +86,8 @@ def keras_fit():
         callbacks.append(tf.keras.callbacks.ModelCheckpoint(sys.argv[1] + "/model.keras"))
     history = model.fit(images[share], labels[share], batch_size=32, epochs=6, verbose=0, callbacks=callbacks)
     losses = hvd.allgather(tf.constant(history.history["loss"])[None])
-    assert (losses.numpy() == losses.numpy()[0]).all()  # averaged
-    hvd.broadcast(tf.zeros(1), 0)  # rank 0 has written
+    assert (losses.numpy() == losses.numpy()[0]).all()  # the callback has averaged them
+    hvd.broadcast(tf.zeros(1), 0)  # wait until rank 0 has written the file
     report("keras", model.predict(test_images, verbose=0), model.get_weights())
     loaded = hvd_keras.load_model(sys.argv[1] + "/model.keras")
     assert np.isclose(float(loaded.optimizer.learning_rate), scaled_lr / 2)

@@ -1,6 +1,6 @@
-"""Tests as people wrote them for Horovod, with the standard library's unittest: nothing in them knows of hvdlite."""
+"""Tests as users wrote them for Horovod, with the standard library's unittest. The tests do not mention hvdlite."""
 
-# ruff: noqa: PT009, PT027  # unittest, as the programs that it stands for
+# ruff: noqa: PT009, PT027  # unittest, as in the programs that this file represents
 
 import itertools
 import os
@@ -190,7 +190,7 @@ class OperationsTest(unittest.TestCase):
 
     def test_names_in_flight(self):
         for function in (hvd.allreduce_async, hvd.allgather_async):
-            function(torch.ones(17, 17), name="the same name")  # nobody waits for it, so it is free when it is done
+            function(torch.ones(17, 17), name="the same name")  # nobody waits: the name is free when it is done
             with self.assertRaises(ValueError):
                 for _ in range(10):
                     function(torch.ones(17, 17), name="the same name")

@@ -61,7 +61,7 @@ def deviation(got, expected):
 
 
 def show(what, model, value):
-    """The deviation, and whether all ranks have the same weights."""
+    """Print the largest deviation of all ranks, and whether all ranks have the same weights."""
     same = len({each.tobytes() for each in hvd.allgather_object(flat(model))}) == 1
     values = hvd.allgather_object(value)
     if hvd.rank() == 0:
@@ -77,13 +77,13 @@ hvd.init()
 rank, size = hvd.rank(), hvd.size()
 for name, make in OPTIMIZERS.items():
     expected, history = alone(make)
-    # Ranks begin with weights of their own, which the callback replaces by those of rank 0.
+    # Ranks begin with different weights. The callback replaces them by the weights of rank 0.
     model = make_model(hvd.DistributedOptimizer(make()), scale=1.0 + rank)
     found = fit(model, rank, size, callbacks=[hvd.callbacks.Distributed()])
     show(name, model, deviation(flat(model), flat(expected)))
     show(f"{name}, loss", model, deviation(found["loss"], history["loss"]))
 
-# torch's compiler takes the step apart, and must find the method that exchanges. No C++ compiler is needed for that.
+# torch's compiler must find the method that exchanges gradients in the step. The backend "eager" needs no C++ compiler.
 compiled, torch.compile = torch.compile, functools.partial(torch.compile, backend="eager")
 for name in ("sgd", "adam"):
     expected, _ = alone(OPTIMIZERS[name])
@@ -92,7 +92,7 @@ for name in ("sgd", "adam"):
     show(f"{name}, compiled", model, deviation(flat(model), flat(expected)))
 torch.compile = compiled
 
-# Rank 0 has all batches, and the others one less: the last step is rank 0's alone.
+# Rank 0 has all batches, and the others have one less: rank 0 makes the last step alone.
 expected = make_model(keras.optimizers.SGD(0.1))
 mine = slice(0, ROWS // size)
 for _, batch in itertools.product(range(2), range(BATCHES)):
@@ -102,7 +102,7 @@ model = make_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
 fit(model, rank, size, 2, BATCHES if rank == 0 else BATCHES - 1, callbacks=[hvd.callbacks.Distributed()])
 show("uneven", model, deviation(flat(model), flat(expected)))
 
-# A gradient that one rank has counts as zero on the others. Passes are summed, ranks averaged.
+# A missing gradient counts as zero. Gradients are summed over passes and averaged over ranks.
 variables = [keras.Variable([0.0]), keras.Variable([0.0])]
 optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
 for number in [1.0, 2.0]:
@@ -110,13 +110,13 @@ for number in [1.0, 2.0]:
 got = [float(variable.numpy()[0]) for variable in variables]
 show("missing gradients", model, deviation(got, [-3.0, -3.0 / size]))
 
-# What is applied is clipped, and not what the program has.
+# The applied gradient is clipped. The program's gradient does not change.
 variables, gradient = [keras.Variable([0.0])], torch.tensor([4.0 + rank])
 optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, clipvalue=1.0), compression=hvd.Compression.bf16)
 optimizer.apply([gradient], variables)
 show("clipping", model, deviation([float(variables[0].numpy()[0]), float(gradient[0])], [-1.0, 4.0 + rank]))
 
-# Ranks that count with the samples that they have.
+# Each rank has the weight of its number of samples.
 variables = [keras.Variable([0.0])]
 optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
 optimizer.set_batch_weight(rank)
@@ -124,7 +124,7 @@ optimizer.apply([torch.tensor([float(rank)])], variables)
 weighted = sum(other * other for other in range(size)) / sum(range(size))
 show("weights", model, deviation(variables[0].numpy(), [-weighted]))
 
-# Data of different kinds.
+# The ranks have data of different kinds, which is an error.
 model = make_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
 labels = torch.tensor(Y[0]) if rank == 0 else torch.tensor(Y[0])[:, None]
 try:

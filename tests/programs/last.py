@@ -1,4 +1,4 @@
-"""The last rank fails, once all have met, in the way of the first argument; the others wait for it."""
+"""All ranks meet. Then the last rank fails in the way that the first argument names, and the others wait for the last rank."""
 
 import os
 import signal

@@ -1,4 +1,7 @@
-"""Rank 0 fails, and so does what reports it: sys.excepthook, or torch's handler of a killed data loader."""
+"""Rank 0 fails, and the report of the failure fails too.
+
+The report fails in sys.excepthook, or in a signal handler like torch's handler for a killed data loader.
+"""
 
 import os
 import signal
@@ -24,7 +27,7 @@ if how == "hook":
 hvd.init()
 if hvd.rank() == 0:
     print(f"failing at {time.time()}", flush=True)
-    if how == "signals":  # again and again, as each data loader ends
+    if how == "signals":  # again and again, as if many data loaders end
         signal.signal(signal.SIGALRM, broken_handler)
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.003)
         while True:

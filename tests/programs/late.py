@@ -1,4 +1,4 @@
-"""A rank that finishes its program well, and crashes while it exits."""
+"""A rank finishes its program without an error, and crashes while it exits."""
 
 import atexit
 import os

@@ -1,4 +1,7 @@
-"""Rank 1 leaves (or loops) in the way of the first argument, while the others wait for it in the way of the second."""
+"""Rank 1 leaves (or loops) in the way that the first argument names.
+
+The others wait for rank 1 in the way that the second argument names.
+"""
 
 import sys
 import time

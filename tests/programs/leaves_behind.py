@@ -1,4 +1,4 @@
-"""Each rank leaves a process behind: in a session of its own, with a parent that has ended, that ignores SIGTERM."""
+"""Each rank leaves a process behind, in a session of its own. The parent of the process has ended, and it ignores SIGTERM."""
 
 import os
 import signal

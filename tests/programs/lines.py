@@ -1,4 +1,4 @@
-"""Write many long lines, in two pieces each, to both streams."""
+"""Write many long lines to stdout and stderr, each line in two pieces."""
 
 import os
 import sys

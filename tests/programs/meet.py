@@ -1,4 +1,4 @@
-"""All ranks meet, say so, and wait for a file (if one is named) before they go on."""
+"""All ranks meet and print "ready". They wait for a file, if the argument names one, and meet again."""
 
 import os
 import sys

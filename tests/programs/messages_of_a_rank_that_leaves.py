@@ -1,4 +1,4 @@
-"""Rank 1 sends one message and leaves; rank 0 serves until nobody is left who could ask."""
+"""Rank 1 sends one message and leaves. Rank 0 receives messages until no rank is left that could send one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MPI fails on rank 1 while an operation is agreed on."""
+"""MPI fails on rank 1 while the ranks negotiate an operation."""
 
 import numpy as np
 from mpi4py import MPI
@@ -8,7 +8,7 @@ from hvdlite.api import world
 
 
 class Broken:
-    """A communicator that does what another one does, but for its messages."""
+    """A communicator that passes all calls on to another one, except calls for messages, which fail."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm

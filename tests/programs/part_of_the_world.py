@@ -1,4 +1,4 @@
-"""Jobs on some of the processes that mpirun started; the argument says which."""
+"""Jobs on some of the processes that mpirun started. The argument names the case."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ own, size = everybody.Get_rank(), everybody.Get_size()
 
 
 def total(process_set: hvd.ProcessSet = hvd.global_process_set) -> int:
-    """The sum of the MPI ranks of those who take part."""
+    """Return the sum of the MPI ranks of the processes in a process set."""
     return int(hvd.allreduce(np.array([own]), hvd.Sum, process_set=process_set)[0])
 
 
 def ranks() -> None:
-    """A job of the first and the last process, in any order; then one of all; then two at once."""
+    """Start a job of the first and the last process, in any order; then a job of all; then two jobs at once."""
     if own in (0, size - 1):
         hvd.init([size - 1, 0] if own else (0, size - 1))
         assert (hvd.size(), hvd.rank(), hvd.local_size()) == (2, int(own > 0), 2)
@@ -37,20 +37,20 @@ def ranks() -> None:
 
 
 def communicator() -> None:
-    """A job for each part of a split communicator, at the same time; the user's communicator stays whole."""
+    """Start a job for each part of a split communicator, at the same time. The user's communicator still works."""
     part = everybody.Split(own % 2, -own)  # ranks in the opposite order
     hvd.init(part)
     assert (hvd.size(), hvd.rank()) == (part.Get_size(), part.Get_rank())
     assert total() == sum(r for r in range(size) if r % 2 == own % 2)
     assert part.allreduce(1) == hvd.size()
-    # The ranks of a process set are those of the job, also where a communicator names them.
+    # A process set has the ranks of the job, also if the set is given as a communicator.
     if hvd.size() == 2:
         alone = hvd.add_process_set(part.Split(hvd.rank()))
         assert alone.ranks == [hvd.rank()] and total(alone) == own
 
 
 def process_sets() -> None:
-    """Each part of a split communicator becomes a set; each rank has its own at hand."""
+    """Make a process set of each part of a split communicator. Each rank passes its own part."""
     part = everybody.Split(own % 2, own)
     mine = hvd.ProcessSet(part)
     assert mine.ranks == [] and mine.included() is None
@@ -58,7 +58,7 @@ def process_sets() -> None:
     assert mine.ranks == [r for r in range(size) if r % 2 == own % 2]
     assert mine.included() and mine.rank() == own // 2
     assert total(mine) == sum(mine.ranks)
-    # A communicator that not every rank has.
+    # Some ranks have no communicator.
     some = everybody.Split(0 if own in (0, 1) else MPI.UNDEFINED, own)
     pair = hvd.add_process_set(some)
     assert pair.ranks == [0, 1] and pair.included() == (own < 2)
@@ -70,7 +70,7 @@ def process_sets() -> None:
 
 
 def equal_sets() -> None:
-    """Sets of equal ranks are refused on every rank, and then there is no job; good ones are another matter."""
+    """init() refuses sets of equal ranks on every rank, and starts no job. Then it accepts sets of different ranks."""
     for bad in ([[0, 1], [1, 0]], [range(size)], [[0, size]], [[0, 1], everybody]):
         refused(lambda bad=bad: hvd.init(process_sets=map(hvd.ProcessSet, bad)), "ProcessSet(")
         assert not hvd.is_initialized()
@@ -81,7 +81,7 @@ def equal_sets() -> None:
         if each.included():
             assert total(each) == sum(each.ranks)
     hvd.shutdown()
-    # A job of a communicator, with sets of communicators: sets and job are numbered by ranks of the job.
+    # The job and its sets are given as communicators. The sets have the ranks of the job.
     backwards = everybody.Split(0, -own)
     mine = hvd.ProcessSet(everybody.Split(own % 2, own))
     hvd.init(comm=backwards, process_sets=[mine])
@@ -90,7 +90,7 @@ def equal_sets() -> None:
 
 
 def strangers() -> None:
-    """A process set of processes that are not in the job."""
+    """A process set with a process that is not in the job is refused."""
     if own < 2:
         hvd.init([0, 1])
         refused(
@@ -100,7 +100,7 @@ def strangers() -> None:
 
 
 def disagree() -> None:
-    """The processes of a job name different ones. All are told; a second attempt is another matter."""
+    """The processes of a job name different ranks. Every process gets an error."""
     refused(lambda: hvd.init([0, 1] if own == 0 else range(size)), "the processes of a job name the same ranks")
 
 
@@ -110,7 +110,7 @@ def refused(call: Callable[[], object], text: str) -> None:
 
 
 def arguments() -> None:
-    """What no process can mean. Nothing is sent, so each finds out by itself."""
+    """Arguments that are wrong on any process. Nothing is sent: each process finds the error by itself."""
     refused(lambda: hvd.init([r for r in range(size) if r != own]), "this process's rank is not there")
     refused(lambda: hvd.init([own, own]), "more than once")
     refused(lambda: hvd.init([own, size]), f"{size} is not a rank")

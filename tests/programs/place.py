@@ -1,4 +1,4 @@
-"""Every rank says where it is."""
+"""Every rank prints its ranks and sizes, and the name of its host."""
 
 import socket
 

@@ -1,7 +1,8 @@
-"""What was made before shutdown() goes on after the next init(): as training in one process on the joined batch.
+"""Optimizers and tapes that were made before shutdown() work after the next init().
 
-Each case makes a function of the rows of a batch that trains one step, and says the weights. It trains two steps in each of
-three worlds: of both ranks, of both ranks again, and again. With KERAS_BACKEND=torch, the cases that are made of Keras alone.
+The results must be those of training in one process on the joined batch. Each case makes a function that trains one step on
+some rows of a batch and returns the weights. The function trains two steps in each of three worlds of both ranks, one world
+after the other. With KERAS_BACKEND=torch, only the cases without TensorFlow run.
 """
 
 import os
@@ -49,7 +50,7 @@ def fitted(optimizer, callbacks=list):
 
 
 def applied(traced, passes=1):
-    """A loop of one's own around an optimizer's apply()."""
+    """A custom loop that calls an optimizer's apply()."""
 
     def make(distributed):
         kernel, bias = tf.Variable(START[0]), tf.Variable(START[1])
@@ -79,7 +80,10 @@ def applied(traced, passes=1):
 
 
 def taped(traced):
-    """A table of words, whose gradients are rows, beside a dense layer, of which the last rank has no gradient of its bias."""
+    """A custom loop with a gradient tape, for a table with sparse gradients and a dense layer.
+
+    Only rank 0 has a gradient of the bias of the dense layer.
+    """
 
     def make(distributed):
         table, kernel, bias = tf.Variable(np.ones((6, 4), "float32")), tf.Variable(START[0]), tf.Variable(START[1])
@@ -93,7 +97,7 @@ def taped(traced):
             if distributed:
                 tape = hvd.DistributedGradientTape(tape)
             for source, gradient in zip(sources, tape.gradient(loss, sources), strict=True):
-                # The mean over two ranks of a term that one of them has is half of it.
+                # Only one of two ranks has the term with the bias, so the mean over the ranks is half of that term.
                 share = 0.5 if source is bias and not distributed else 1.0
                 source.assign_sub(tf.convert_to_tensor(gradient) * 0.1 * share)
 
@@ -109,7 +113,7 @@ def taped(traced):
 
 
 def legacy(passes):
-    """An optimizer of tf_keras, in a tf.function."""
+    """An optimizer of tf_keras in a tf.function."""
     import tf_keras
 
     def make(distributed):
@@ -139,7 +143,7 @@ def legacy(passes):
 
 
 def arrays():
-    """NumPy alone."""
+    """A training loop with NumPy alone."""
 
     def make(distributed):
         weights = {"kernel": START[0].copy(), "bias": START[1].copy()}
@@ -199,7 +203,7 @@ for name, deviation in worst.items():
         print(f"{name}: {max(told):.1e}")
 
 if not ON_TORCH:
-    # Of another size: what was traced on two ranks runs on one, and what was traced on one says that it does not fit two.
+    # A world of another size: a function traced on two ranks runs on one. A function traced on one rank fails on two.
     rank = hvd.rank()
     hvd.shutdown()
     hvd.init(comm=[rank])
@@ -210,7 +214,7 @@ if not ON_TORCH:
     hvd.shutdown()
     hvd.init()
     try:
-        traced_alone(1, everything)  # of the same shape, so it is not traced again
+        traced_alone(1, everything)  # the shape is the same, so the function is not traced again
         print("no error")
     except tf.errors.UnknownError as error:
         if hvd.rank() == 0:

@@ -1,4 +1,4 @@
-"""Print what a program can see of how it was started."""
+"""Print how a program was started, as far as the program can see."""
 
 import json
 import os

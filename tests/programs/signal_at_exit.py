@@ -1,4 +1,4 @@
-"""Rank 0 has come to its end, and waits for rank 1's; then its signal handler is called, which raises."""
+"""Rank 0 has reached its end and waits for rank 1. Then a signal handler of rank 0 runs and raises an exception."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Signal handlers that call operations, and that raise exceptions out of them. Prints what went well."""
+"""Signal handlers call operations, and end operations by exceptions. Prints a line for each part that succeeds."""
 
 import signal
 import time
@@ -9,7 +9,7 @@ import hvdlite as hvd
 
 
 class TimedOut(Exception):
-    """What handlers raise."""
+    """The exception that signal handlers raise."""
 
 
 def raise_timeout(*_: object) -> None:
@@ -22,7 +22,10 @@ done = 0
 
 
 def handler(*_: object) -> None:
-    """Meet the other rank's handler. In the middle of an exchange it cannot: it is called again a moment later."""
+    """Run an allreduce with the other rank's handler.
+
+    In the middle of an exchange the allreduce is refused. The handler then runs again a moment later.
+    """
     global done
     try:
         done += hvd.allreduce(np.ones(1), hvd.Sum, f"in handler {done}")[0] == 2
@@ -32,7 +35,7 @@ def handler(*_: object) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.005)
 
 
-# One rank is interrupted while it naps, the other one while it waits for it.
+# One rank is interrupted while it sleeps, the other one while it waits for the first one.
 signal.signal(signal.SIGALRM, handler)
 for turn in range(4):
     signal.setitimer(signal.ITIMER_REAL, 0.05)

@@ -1,4 +1,7 @@
-"""Rank 2 does not come to the second operation, in the way of the first argument, until the second one, a file, is there."""
+"""Rank 2 does not participate in the second operation. The first argument says what rank 2 does instead.
+
+If rank 2 sleeps, it goes on when the file that the second argument names exists.
+"""
 
 import os
 import sys
@@ -24,7 +27,7 @@ if hvd.rank() == 2:
         hvd.allreduce(np.ones(3), name="second")
     elif how == "skip":
         wait_for_release()
-    else:  # goes another way, and waits for the others there
+    else:  # waits for the others in another operation
         alone = hvd.allreduce(np.ones(3), name="another")  # the line that rank 2 is on
 else:
     hvd.allreduce(np.ones(3), name="second")

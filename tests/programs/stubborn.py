@@ -1,4 +1,4 @@
-"""Ranks that ignore polite requests to end."""
+"""Ranks that ignore SIGTERM, SIGINT and SIGHUP."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Say how long an allreduce of 8 MiB takes."""
+"""Print how many seconds an allreduce of 8 MiB takes."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Rank 1 comes late to every operation; at the end it kills itself if the first argument says so, while others wait for it."""
+"""Rank 1 is late for every operation. If the first argument is "killed", rank 1 kills itself at the end, while others wait."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ hvd.init()
 for turn in range(5):
     ready = [folder / f"{turn}.{rank}" for rank in (0, 2)]
     if hvd.rank() == 1:
-        wait_for(*ready)  # after the others have submitted theirs
+        wait_for(*ready)  # until the others have submitted their operations
     handle = hvd.allreduce_async(np.ones(1000), name="loss")
     if hvd.rank() != 1:
         ready[hvd.rank() // 2].touch()

@@ -1,4 +1,4 @@
-"""An optimizer that was made before shutdown() goes on after init(): ranks as processes. Prints "ok" on each rank."""
+"""An optimizer that was made before shutdown() works after the next init(), with ranks as processes. Each rank prints "ok"."""
 
 import torch
 
@@ -6,7 +6,7 @@ import hvdlite_torch as hvd
 
 
 def train(**options: object) -> None:
-    """Restart twice in six steps, and compare with one process."""
+    """Make six steps with two restarts, and compare the parameters with training in one process."""
     hvd.init()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.Linear(300, 1))

@@ -1,4 +1,4 @@
-"""A data loader's process dies while the loop over it is torn down: torch raises within a finalizer, where nobody hears it."""
+"""A process of a data loader dies while its loop ends: torch raises an error in a finalizer, where Python ignores the error."""
 
 import os
 import signal
