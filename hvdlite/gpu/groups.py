@@ -60,17 +60,17 @@ class Devices:
             )
 
     def here(self, kind: str) -> Device:
-        """The device of a kind that this rank works on, or will.
+        """Return the device of a kind that this rank works on, or will work on.
 
         Raises:
-            DeviceError: There is none.
+            DeviceError: The rank has no device of this kind.
         """
         return self._chosen.get(kind) or self.find(kind)
 
     def connect(
         self, host: HierarchicalCollectives, members: Members, kind: str, device: Device | None, owned: bool = True
     ) -> DeviceCollectives:
-        """Make device collectives of a group. All its ranks call this, at the same point of their sequence.
+        """Make device collectives of a group. All ranks of the group call this, at the same point of their sequence.
 
         Args:
             host: The collectives of the group on host memory.
@@ -117,7 +117,7 @@ class Devices:
         return found
 
     def forget(self, members: Members) -> None:
-        """Close the collectives that `shared` made for a group. All its ranks call this."""
+        """Close the collectives that `shared` made for a group. All ranks of the group call this."""
         for key in [key for key in self._shared if key[0] == members.id]:
             self._shared.pop(key).close()
 

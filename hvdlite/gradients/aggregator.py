@@ -32,7 +32,7 @@ class FlatBucket(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """How many samples gradients are the mean of; 1 for each rank if the program has not set it.
+    """The numbers of samples that gradients are the mean of; 1 for each rank if the program has not set a number.
 
     Attributes:
         own: The samples of this rank; 0 if it has none.
@@ -69,7 +69,7 @@ def run_aggregator(
     weights: Weights,
     collectives: Collectives,
 ) -> None:
-    """Let an aggregator combine what is in the memory of this rank's buffer.
+    """Let an aggregator combine the gradients in the memory of this rank's buffer.
 
     Args:
         aggregator: The program's aggregator.

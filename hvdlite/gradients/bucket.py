@@ -7,8 +7,8 @@ all ranks' memory, divides it, and writes it where it is needed, a chunk at a ti
     memory of rank 1   ├── part 0 ──┼── part 1 ──┤      rank 1 reads both parts 1, writes both
 
 No other rank reads a rank's own part of its own gradients. So on one host this part of a large tensor may be summed where the
-framework left it (`Bucket.place`), without a copy. With several hosts, the ranks of equal number then sum over the hosts what
-each host has summed of a part (see `hvdlite.comm.hierarchy`).
+framework left it (`Bucket.place`), without a copy. With several hosts, the ranks of equal number then add the sums of their
+part over the hosts (see `hvdlite.comm.hierarchy`).
 
 What may differ between ranks travels first, in a short header (`hvdlite.gradients.header`): which tensors have a gradient, and
 how many samples the gradients are the mean of. The weighted sum of the gradients, divided by the sum of the weights, is the
@@ -112,11 +112,11 @@ class Bucket:
         return int(own + self._headers[0].nbytes + self._sum.nbytes)
 
     def reduces_in_place(self, index: int) -> bool:
-        """Return whether the combined gradient of tensor `index` is afterwards in the array given to `place`."""
+        """Return whether an exchange leaves the combined gradient of tensor `index` in the array given to `place`."""
         return index in self.ownership.in_place
 
     def place(self, index: int, gradient: Array | None) -> None:
-        """Set where the part of tensor `index` lies that this rank owns of its own gradient.
+        """Set where this rank's own gradient of tensor `index` lies: the part of it that this rank owns.
 
         Args:
             index: The number of a tensor of which this rank owns a part.

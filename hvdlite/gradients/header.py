@@ -16,10 +16,10 @@ from typing import NamedTuple
 from hvdlite.errors import HvdliteError
 
 WORDS = 15
-"""The length of what `words` returns."""
+"""The number of words that `words` returns."""
 
 TAIL_WORDS = 7
-"""The length of what `tail_words` returns."""
+"""The number of words that `tail_words` returns."""
 
 _HALF = 2**16
 
@@ -28,14 +28,14 @@ class Header(NamedTuple):
     """What a rank says to the other ranks with its gradients.
 
     Attributes:
-        weight: The number of samples that its gradients are the mean of.
-        again: Whether gradients that it has sent early have changed since. In host memory, all ranks then repeat their
+        weight: The number of samples that the rank's gradients are the mean of.
+        again: Whether gradients that the rank has sent early have changed since. In host memory, all ranks then repeat their
             exchanges. On a device, where no rank waits for an answer, the step has failed.
         news: Whether all ranks must put this exchange off. Gradients stay as they are.
-        joined: Whether it has run out of data.
+        joined: Whether the rank has run out of data.
         weighted: Whether the program has set the weight; None if this is not to be compared.
         state: The `digest` of what must be the same on all ranks.
-        passes: The number of backward passes that its gradients are from; 0 if it is not known.
+        passes: The number of backward passes that have added to the rank's gradients; 0 if the number is not known.
     """
 
     weight: float = 1.0
@@ -102,7 +102,7 @@ def words(said: Header) -> tuple[float, ...]:
 
 
 def tail_words(said: Header) -> tuple[float, ...]:
-    """Return the words for a header that travels on a device: only those that are read there."""
+    """Return the words for a header that travels on a device: only the words that are read there."""
     return said.weight, said.again, said.joined, *state_words(said.state)
 
 

@@ -13,11 +13,11 @@ from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import TensorInfo
 
 ALIGNMENT = 16
-"""In elements. Tensors and parts begin at multiples, so that vector instructions work on whole cache lines."""
+"""Tensors and parts begin at multiples of this number of elements, so that vector instructions work on whole cache lines."""
 
 
 class Span(NamedTuple):
-    """The elements of a block that are a tensor: the first one, and the one after the last."""
+    """The elements of a block that belong to one tensor: the first one, and the one after the last."""
 
     start: int
     stop: int
@@ -112,7 +112,7 @@ def pieces(block: Block, part: int) -> list[Piece]:
 
 
 def digest_of(layout: object) -> str:
-    """Return 12 hexadecimal digits, by which ranks compare layouts. Different layouts nearly never have the same.
+    """Return 12 hexadecimal digits, by which ranks compare layouts. Different layouts nearly never have the same digits.
 
     Args:
         layout: An object whose `repr` shows all of it.

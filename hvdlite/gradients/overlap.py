@@ -132,7 +132,7 @@ class Overlap:
         return self._reducer.outcome(told)
 
     def drain(self) -> None:
-        """Finish what is under way on any rank, in the middle of a step, and drop the results. Every rank calls this."""
+        """Finish the exchanges under way on any rank, in the middle of a step, and drop the results. Every rank calls this."""
         self.finish(self._all_used, Header(self._weight or 1.0), False)
 
     def close(self) -> None:

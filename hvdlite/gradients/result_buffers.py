@@ -74,7 +74,7 @@ class BufferPool:
     Attributes:
         now: The buffers of the present exchange, or of the last one.
         number: The number of the buffer that this rank uses, if results are not lent.
-        lent: Whether nobody writes into the results of the last exchange as long as the program holds them (see `result_of`).
+        lent: Whether nobody writes to the results of the last exchange as long as the program holds them (see `result_of`).
     """
 
     def __init__(
@@ -130,8 +130,8 @@ class BufferPool:
     def result_of(self, index: int, number: int) -> Array:
         """Return the flat memory of the combined gradient of tensor `index` after an exchange.
 
-        If results are lent, it is that of the last exchange, in an array that is counted. If `lent`, the memory is not
-        overwritten while this array or a view of it exists; if not, it stays until the next exchange.
+        If results are lent, the memory is that of the last exchange, in an array whose references are counted. If `lent`, the
+        memory is not overwritten while this array or a view of it exists; if not, the memory stays until the next exchange.
 
         Args:
             index: The number of the tensor.

@@ -1,4 +1,4 @@
-"""`Segment`: what one rank sums of a bucket, with the memory of all ranks of the host."""
+"""`Segment`: elements of a bucket that one rank sums, with the memory of all ranks of the host."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ class Segment:
         self._home_chunks = self._chunks(views[rank], self._result)
 
     def chunks(self, placed: Array | None, keep: bool) -> tuple[list[Chunk], bool]:
-        """Return what to sum, and where to put it.
+        """Return the chunks to sum.
 
         Args:
             placed: Where this rank's gradient lies, if it is not in the bucket's memory; else None.
-            keep: Whether the result shall lie there too.
+            keep: Whether the result shall lie in `placed` too.
 
         Returns:
             The chunks; and whether results overwrite this rank's gradients.

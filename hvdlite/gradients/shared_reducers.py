@@ -1,4 +1,4 @@
-"""`SharedReducers`: reducers that ranks which have joined make as well.
+"""`SharedReducers`: reducers that are also made on ranks that have joined.
 
 A rank that has run out of data submits nothing. The others may need memory for gradients that they have not exchanged before: a
 second optimizer makes its first step, or a function is traced again. Then the rank makes the same memory from the agreement of
@@ -19,7 +19,7 @@ from hvdlite.operations import SHARED_BUCKETS, Agreement, Operation, Signature
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
 
 Layout = tuple[tuple[TensorInfo, ...], ReduceOp, str]
-"""Dtypes and shapes, how they are combined, and `Device.kind` of where they are; empty for host memory."""
+"""The dtypes and shapes of the gradients, the operation that combines them, and their `Device.kind`; empty for host memory."""
 
 Make = Callable[[Sequence[TensorInfo], ReduceOp, Plan, str, HierarchicalCollectives], Reducer]
 
@@ -47,7 +47,7 @@ class SharedReducers:
 
         Args:
             infos, op, device: See `Layout`.
-            plan: How to exchange.
+            plan: How gradients are exchanged.
 
         Raises:
             MismatchError: The ranks have different layouts. The error is raised on all ranks.

@@ -27,7 +27,7 @@ class StepsWith(enum.Enum):
 
 
 class Results(Protocol):
-    """The combined gradients that one rank steps with: those of all parameters, or of its shard.
+    """The combined gradients that one rank steps with: the gradients of all parameters, or of its shard.
 
     Attributes:
         total_weight: The sum of the weights of all ranks, in the last step in which this rank had no data.
@@ -45,7 +45,7 @@ class Results(Protocol):
         ...
 
     def give(self, there: Sequence[bool]) -> None:
-        """Give what is stepped its combined gradients.
+        """Give the parameters, or pieces of parameters, that this rank steps their combined gradients.
 
         Args:
             there: For each parameter, whether any rank has a gradient of it. Where none has, the gradient becomes None.
@@ -53,7 +53,7 @@ class Results(Protocol):
         ...
 
     def publish(self) -> None:
-        """Let all ranks have what the step has made. Every rank calls this, after its optimizer has made its step."""
+        """Give all ranks the parameters that this rank has stepped. Every rank calls this after its optimizer's step."""
         ...
 
 
@@ -79,7 +79,7 @@ class GradientSync(Protocol):
         ...
 
     def make_hooks(self) -> None:
-        """Have the framework call `ready` after backward passes: for all parameters, if the step counts all."""
+        """Have the framework call `ready` after backward passes: for all parameters, if the step counts the passes of all."""
         ...
 
     def ready(self, index: int, parameter: Any) -> None:

@@ -11,7 +11,7 @@ from hvdlite.tensors.reduction import Reduction
 
 
 class WeightedSum:
-    """Sums chunks, with scratch memory for what cannot be summed where it lies.
+    """Sums chunks, with scratch memory for sums that cannot be computed in place.
 
     Args:
         chunk_bytes: The largest number of bytes of a chunk, in the dtype in which it is summed.

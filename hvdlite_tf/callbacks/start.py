@@ -78,7 +78,7 @@ def state_of(model: Any) -> list[Any]:
 def build_alike(model: Any, process_set: ProcessSet | None) -> None:
     """Build each optimizer of the model on all ranks if it is built on any rank. Every rank calls this.
 
-    An optimizer without a step has no state. Other ranks, where it has state, tell for which of the model's weights.
+    An optimizer that has made no step has no state. Ranks on which it has state tell the others which weights the state is for.
     """
     found = optimizers.optimizers_in(model)
     places = {id(plain_variable(weight)): place for place, weight in enumerate(model.weights)}

@@ -35,8 +35,8 @@ def shard(
     Each rank reads the whole dataset and keeps its share. So shard early: before expensive work, such as decoding images, and
     before batching::
 
-        train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)), shuffle=10_000).batch(64)  # of each rank
-        train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(128), by="batches")   # of all ranks together
+        train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)), shuffle=10_000).batch(64)  # 64 on each rank
+        train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(128), by="batches")   # 128 on all ranks together
 
     A shuffle after `shard` may differ between the ranks. A shuffle before `shard` must be the same on all ranks, which `shard`
     checks. A rank may look at some elements alone, because the order changes only when a pass has been read to its end.
@@ -173,7 +173,7 @@ def part_of_batch(batch: Any, rank: int, size: int, remainder: Remainder = "unev
 
 
 def as_it_is(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The same dataset, which nobody shards once more."""
+    """Return the same dataset, with the option that keeps strategies from sharding it once more."""
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return dataset.with_options(options)

@@ -64,17 +64,17 @@ class _Torch:
     def shield(self, optimizer: Any) -> None:
         """Give the object an `apply` of its own.
 
-        torch's compiler looks for methods in `__class__`, which says the plain class for the sake of saved files. So it would
-        compile the plain `apply`, without the exchange.
+        torch's compiler looks for methods in `__class__`, which is the plain class for the sake of saved files. So the compiler
+        would compile the plain `apply`, without the exchange.
         """
         torch: Any = sys.modules["torch"]  # Keras has imported torch; this package does not import it
         reference = weakref.ref(optimizer)
 
         def apply(*args: Any, **kwargs: Any) -> Any:
-            own: Any = reference()  # it is there: who calls this has it
+            own: Any = reference()  # never None, because the caller holds the optimizer
             return type(own).apply(own, *args, **kwargs)
 
-        # Keras would track what is assigned in the plain way.
+        # A plain assignment would make Keras track the function.
         object.__setattr__(optimizer, "apply", torch.compiler.disable(apply))
 
 

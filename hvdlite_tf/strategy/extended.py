@@ -51,7 +51,7 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
         """Raise if a restart has changed this rank, or the number of ranks, which variables and traced functions know.
 
         Raises:
-            ArgumentError: It has.
+            ArgumentError: A restart has changed one of them.
         """
         here = world("Strategy").topology
         if (here.rank, here.size) != (self._rank, self._size):
@@ -60,7 +60,7 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
                 "after a restart (shutdown() and init()): make another Strategy, and build the model anew within its scope()."
             )
 
-    # Who there is
+    # The ranks
 
     @property
     def _num_replicas_in_sync(self) -> int:

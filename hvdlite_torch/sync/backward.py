@@ -24,7 +24,7 @@ class BackwardPasses:
 
     Attributes:
         profile: The profile of the training loop.
-        capture: What of the present step is captured into a CUDA graph.
+        capture: Knows which parts of the present step are captured into a CUDA graph.
     """
 
     def __init__(self, gradients: DeviceGradients, device: Device, launches: bool) -> None:
@@ -72,7 +72,7 @@ class BackwardPasses:
             passes: How many backward passes the program has announced for a step; 1 if it has announced none.
 
         Returns:
-            True if the gradient was sent before this pass, so that what was sent is incomplete.
+            True if the gradient was sent before this pass, so that the sent gradient is incomplete.
         """
         if self.profile.learning:
             self.profile.saw(index, weight, self._device.current().handle)

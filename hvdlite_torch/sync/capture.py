@@ -12,7 +12,7 @@ from hvdlite_torch.tensors.device import is_capturing
 
 
 class Capture:
-    """Knows what of the present step is captured into a CUDA graph.
+    """Knows which parts of the present step are captured into a CUDA graph.
 
     Attributes:
         backward: Whether the first backward pass of this step is captured; None before that pass.

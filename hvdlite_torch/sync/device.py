@@ -3,7 +3,7 @@
 `hvdlite.gradients.device` owns the buckets and the order in which they are launched. This module connects torch's hooks and
 ``p.grad`` with them. A bucket is launched as soon as a backward pass has all of its gradients, if the profile of the training
 loop (`hvdlite.gradients.device.loop_profile`) allows it: gradients that have been sent must not change afterwards. If they
-do change, what was sent is incomplete, and the step raises an error.
+do change, the sent gradients are incomplete, and the step raises an error.
 
 With one rank, nothing is copied, launched or hooked.
 """
@@ -106,11 +106,11 @@ class DeviceSync:
     def _prepare(self, parameters: list[torch.Tensor]) -> None:
         """Begin to combine the dense gradients of `parameters`, with a new loop profile. Every rank calls this."""
         self._backward = BackwardPasses(DeviceGradients(parameters, None), self._device, self._launches)
-        self._follow(parameters, range(len(parameters) - 1, -1, -1))  # which is about what backward passes do
+        self._follow(parameters, range(len(parameters) - 1, -1, -1))  # roughly the order of backward passes
 
     def _follow(self, parameters: list[torch.Tensor], order: Sequence[int]) -> None:
         """Make buckets and hooks for `parameters`, whose gradients are expected in `order`. Every rank calls this."""
-        self._reducer, self._gradients = None, DeviceGradients(parameters, None)  # room for the new ones
+        self._reducer, self._gradients = None, DeviceGradients(parameters, None)  # frees memory for the new ones
         self._backward.follow(self._gradients)
         if self._shards is not None:
             self._shards.collect()
@@ -199,7 +199,7 @@ class DeviceSync:
         """
         context, joined = self._context, False
         if not are_same(parameters := context.dense(), self._parameters):
-            # All ranks must find the same. Some may have sent gradients already: so all send theirs, and then once more.
+            # All ranks must find this. Some have perhaps sent gradients: so all finish that exchange, undo it and repeat it.
             self._finish(self._gradients.now(), context.step.weight.value)
             self._undo(context.step.weight.value)
             self._prepare(parameters)
@@ -248,7 +248,7 @@ class DeviceSync:
         return news
 
     def _finish(self, gradients: Sequence[torch.Tensor | None], weight: float, problem: str = "") -> None:
-        """Launch the remaining buckets, then give out the combined gradients. Raise if there is a `problem` with sent ones."""
+        """Launch the remaining buckets, then give out the combined gradients. Raise if sent gradients have a `problem`."""
         assert self._reducer is not None
         state = self._context.in_step.digest(rates_only=True)
         self._gradients.finish(gradients, header.Header(weight, again=bool(problem), state=state))
@@ -272,11 +272,11 @@ class DeviceSync:
     def _learned(self) -> None:
         """Lay the gradients out in the order that the loop profile has learned. Every rank calls this."""
         self._backward.launches = self._launches = self._launches and self._backward.profile.settled
-        if self._shards is None:  # sharded buckets keep the guessed order: another would move all parameters
+        if self._shards is None:  # sharded buckets keep the guessed order: a new order would move all parameters
             self._follow(self._parameters, longest(self._context.gather(list(self._backward.profile.order))))
 
     def _lose(self, what: str) -> None:
-        """If gradients were sent: tell all ranks that they have changed since, and raise. `what` is the reason, in words."""
+        """Tell all ranks that sent gradients have changed since, and raise, if any were sent. `what` is the reason in words."""
         if self._reducer is None or not self._reducer.launched:
             return
         gradients = self._gradients.now()

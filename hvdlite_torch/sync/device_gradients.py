@@ -34,7 +34,7 @@ class DeviceGradients:
         return [parameter.grad for parameter in self.parameters]
 
     def make_dense(self, gradients: list[torch.Tensor | None], sparse_as_dense: bool) -> list[int]:
-        """Replace sparse gradients in the list by dense ones, if `sparse_as_dense`; by None if not.
+        """Replace sparse gradients in the list by dense gradients if `sparse_as_dense`, and by None otherwise.
 
         Returns:
             The numbers of the gradients that are sparse and stay so.
@@ -100,7 +100,7 @@ class SentBefore:
         self._memory += reducer.sent_memory()
 
     def problem(self, device: Device, parameters: Sequence[torch.Tensor]) -> str:
-        """Return why a step must not use the present gradients, in words; an empty text if it may. Forget them then.
+        """Return in words why a step must not use the present gradients; an empty text if it may. Forget what was remembered.
 
         Args:
             device: The device of the parameters.

@@ -52,7 +52,7 @@ class DeviceShards:
     def collect(self) -> None:
         """Give the optimizer the state of whole parameters, before parameters are dealt out anew. Every rank calls this."""
         self._sharding.collect()
-        self.leave()  # there is to be room for the new gradients
+        self.leave()  # frees memory for the new gradients
 
     @torch.no_grad()
     def deal(

@@ -3,8 +3,8 @@
 A gradient is compressed once a step, because a compressor may remember what it has seen.
 
 All ranks must know the size of a compressed gradient before they make memory for it. A compressor says the size (``encoded``),
-or the first gradient shows it: the step that has one tells all ranks, which make the memory and go on with the step. Until then
-the parameter is *unknown*, on all ranks alike.
+or the first gradient shows it: a step with a first gradient tells all ranks the size, which then make the memory and continue
+the step. Until then the parameter is *unknown* on all ranks.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Encodings:
         return [parameter for parameter in parameters if self.of(parameter).info is None]
 
     def meet(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Compress the first gradients of unknown parameters. Return whether there are some: then all ranks `agree`."""
+        """Compress the first gradients of unknown parameters. Return whether there are some; if so, all ranks call `agree`."""
         found = False
         for parameter in self._unknown(parameters):
             if parameter.grad is None:

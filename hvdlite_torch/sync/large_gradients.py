@@ -52,11 +52,11 @@ class LargeGradients:
         """Bring the large gradients to where they are reduced.
 
         Args:
-            used: Whether this rank has a gradient, by the number of the slot. Is set to False where there is none.
+            used: Whether this rank has a gradient, by the number of the slot. Becomes False where the rank has none.
             check: Makes a gradient dense, or returns None.
 
         Returns:
-            Whether a gradient has changed since it was copied, so that what was exchanged of it is wrong.
+            Whether a gradient has changed since it was copied, so that exchanged copies are wrong.
         """
         held = [slot.find(parameter) for slot, parameter in self._pairs]
         meet = self._meet()

@@ -30,7 +30,7 @@ class Slot:
     The step combines what is in ``parameter.grad``, however it came there. The gradient is at one of these places (`Where`):
 
     - *home*: in memory of the reducer, which the program was given. So each change that the program makes in place counts.
-    - *own*: in memory of autograd that nobody else sees, and of which no other rank reads anything. It is summed there.
+    - *own*: in memory of autograd that nobody else sees, and that no other rank reads. The gradient is summed there.
     - *away*: anywhere else. The step copies it, and writes the result back to it if the program may see that memory.
 
     Args:
@@ -181,7 +181,7 @@ class Slot:
         number = self.pool.number
         return self._tensor(self.pool.memory_of(self.index, number)) if number else self._memory
 
-    # After it
+    # After an exchange
 
     def result(self) -> torch.Tensor:
         """Return the combined gradient as it lies in the reducer's memory. A compressed one is still compressed."""

@@ -48,7 +48,7 @@ class SmallGradients:
         """Copy the small gradients to the reducer.
 
         Args:
-            used: Whether this rank has a gradient, by the number of the slot. Is set to False where there is none.
+            used: Whether this rank has a gradient, by the number of the slot. Becomes False where the rank has none.
             check: Makes a gradient dense, or returns None.
         """
         if self._trivial:

@@ -1,4 +1,4 @@
-"""`combine_sparse`: of an embedding with ``sparse=True``, only the rows that were looked up travel."""
+"""`combine_sparse`: the ranks exchange only the rows that were looked up in an embedding with ``sparse=True``."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Gradients that lie on a device, and how they become those of all ranks without leaving it.
+"""Gradients on a device, and how they become the combined gradients of all ranks without leaving the device.
 
-- `rules`: what is the same for all buckets: how gradients are scaled, cast and cut into shares.
-- `bucket`: gradients in flat tensors with a header behind them, and their exchange; `parameter_bucket`: with the parameters, of
-  which each rank steps its share.
-- `reducer`: the buckets of one layout, and in which order they are launched; `make`: how all ranks make them.
-- `announced`: gradients that a program has all at once; the ranks tell each other of them in host memory before.
-- `late_changes`: what the ranks come to know of each other without waiting.
+- `rules`: how gradients are scaled, cast and cut into shares; the rules are the same for all buckets.
+- `bucket`: gradients in flat tensors, followed by a header, and their exchange; `parameter_bucket`: a bucket that also has the
+  parameters, of which each rank steps its share.
+- `reducer`: the buckets of one layout, and the order in which they are launched; `make`: makes buckets on all ranks together.
+- `announced`: gradients that a program has all at once; the ranks exchange headers in host memory first.
+- `late_changes`: what the ranks learn about each other without waiting.
 - `loop_profile`: what a training loop does between two steps.
 
-Nothing here knows a framework: tensors are worked on by `hvdlite.protocols.Device`.
+This package knows no framework: it works on tensors only through `hvdlite.protocols.Device`.
 """

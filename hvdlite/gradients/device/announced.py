@@ -1,13 +1,13 @@
-"""Gradients on a device that a program has all at once, and of which the ranks tell each other in host memory before.
+"""Gradients on a device that a program has all at once. The ranks exchange headers in host memory first.
 
 ::
 
-    host     headers of all ranks ─▶ put off, or raised, on all ranks alike; or:
+    host     headers of all ranks ─▶ all ranks put the exchange off, or all raise an error; or:
     device                           pack ─▶ sum over the ranks, divide ─▶ views of the buckets
 
-An optimizer that launches buckets during its backward pass cannot ask the other ranks first. Who has all gradients of a step at
-once can: a header in host memory is one short message, and no rank has to wait for its device to learn which gradients there
-are, that a rank has other ones now, or that it has run out of data.
+An optimizer that launches buckets during its backward pass cannot ask the other ranks first. A program that has all gradients
+of a step at once can ask: a header in host memory is one short message. So no rank has to wait for its device to learn which
+gradients there are, that a rank has other gradients now, or that a rank has run out of data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hvdlite.watchdog.watchdog import Watchdog
 class AnnouncedReducer(Reducer):
     """The gradients of one layout on a device, on one rank. All ranks make one, with equal arguments.
 
-    In host memory it is a reducer of tensors without elements, of which only the headers travel.
+    In host memory this is a reducer of tensors without elements, so only headers travel there.
 
     Args:
         infos, collectives, op, plan, members, watch, timeline: As for `Reducer`.
@@ -66,17 +66,18 @@ class AnnouncedReducer(Reducer):
         """Combine the gradients over the ranks.
 
         Args:
-            gradients: Tensors of `device`, like the layout; None where this rank has none. They are only read.
-            said: What this rank tells the others.
-            device: This rank's.
+            gradients: Tensors of `device`, with the dtypes and shapes of the layout; None where this rank has no gradient. The
+                tensors are only read.
+            said: What this rank tells the other ranks.
+            device: The device of this rank.
 
         Returns:
-            For each gradient a tensor of the device, ready on the current stream, which nobody overwrites as long as it is
-            there; None if no rank has one.
+            For each gradient, a tensor on the device, which is ready on the current stream. Nobody overwrites the tensor as
+            long as it exists. None if no rank has the gradient.
 
         Raises:
-            Postponed, HvdliteError: As `Reducer.exchange`.
-            DeviceError: A rank cannot take part: most of all, it has no memory. Raised on all of them.
+            Postponed, HvdliteError: See `Reducer.exchange`.
+            DeviceError: A rank cannot take part, for example because it has no memory. All ranks raise it.
         """
         self._devices.choose(device)
         anywhere = self.exchange([gradient is not None for gradient in gradients], said)
@@ -86,7 +87,7 @@ class AnnouncedReducer(Reducer):
         stream = device.current()
         for gradient in gradients:
             if gradient is not None:
-                device.keep(gradient, stream)  # whose memory may be another library's
+                device.keep(gradient, stream)  # its memory may belong to another library
         return [device.alias(reducer.view_of(i)) if there else None for i, there in enumerate(anywhere)]
 
     def stand_in(self) -> list[bool] | None:
@@ -110,7 +111,7 @@ class AnnouncedReducer(Reducer):
         return reducer
 
     def _make(self, device: Device | None) -> tuple[DeviceReducer, DeviceCollectives]:
-        """Every rank calls this, in the first exchange that comes to it: one that has joined, too."""
+        """Make the buckets. Every rank calls this in the first exchange on the device, also a rank that has joined."""
         host = self._collectives
         made = self._devices.connect(host.duplicate(), self._members, self._kind, device)
         nbytes = [nbytes_of(info) for info in self._infos]
@@ -130,7 +131,7 @@ class AnnouncedReducer(Reducer):
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Of a contiguous tensor."""
+    """Return the strides of a contiguous tensor of this shape, in elements."""
     strides = [1]
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * max(1, length))

@@ -1,12 +1,12 @@
-"""Gradients in flat tensors on a device, and their exchange: what is put on streams, without the host looking at a value.
+"""Gradients in flat tensors on a device, and their exchange. All work is put on streams; the host looks at no value.
 
-A bucket holds some of the gradients, one flat tensor for each dtype, and a small tail that is summed with them::
+A bucket holds some of the gradients, in one flat tensor for each dtype, and a small tail that is summed with them::
 
     ├─ gradient 0 ─┼─ gradient 1 ─┼ … ┤     tail: ├ used? of each ┼ `tail_words` of the header ┤
 
-The tail says what the headers say in host memory (`hvdlite.gradients.header`), but nobody has to read it: the sum of the
-gradients is divided by the sum of the weights on the device. Only a rank that cannot know the answer by itself reads it, and
-waits for it then.
+The tail says what the headers say in host memory (`hvdlite.gradients.header`), but the host need not read it: the device
+divides the sum of the gradients by the sum of the weights. Only a rank that cannot know the answer by itself reads the tail,
+and then waits for it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ _WEIGHT, _STATE = -TAIL_WORDS, -4
 _REAL = {"complex64": "float32", "complex128": "float64"}
 
 Layout = Sequence[tuple[TensorInfo, Sequence[int]]]
-"""Of each gradient of a model: dtype and shape, and how many elements lie between neighbours along each axis."""
+"""For each gradient of a model: its dtype and shape, and its strides in elements."""
 
 
 class Flat:
-    """The gradients of one dtype.
+    """The gradients of one dtype in a bucket.
 
     Args:
-        block: Where each of them lies.
-        layout: Of all gradients, by the numbers in `block`.
-        device: Where.
-        share: The number of the part that this rank gets; None if it gets all.
+        block: Where each gradient lies.
+        layout: The layout of all gradients of the model. The numbers in `block` are indices of it.
+        device: The device of the memory.
+        share: The number of the part of the result that this rank gets; None if it gets all parts (not sharded).
         wire: The name of the dtype that travels.
-        factor: By what gradients are multiplied before they are added, and divided when they are averaged.
+        factor: The gradients are multiplied by this factor before they are added, and divided by it when they are averaged.
 
     Attributes:
-        block: As given.
-        memory: Shape ``(length,)``: gradients, and later the combined ones (not if sharded).
-        wire: What travels: `memory`, or a copy in another dtype.
-        result: Of a sharded bucket: this rank's part of the combined gradients.
-        factor: As given.
-        numerator, scale: Shape (): ``1 / factor``, and room for what the sums are multiplied by.
-        views: Of each gradient, in its shape; and in the order of its memory, if not sharded.
+        block: Where each gradient lies.
+        memory: Shape ``(length,)``: this rank's gradients; after an exchange the combined gradients, unless sharded.
+        wire: The tensor that travels: `memory`, or a copy in another dtype.
+        result: The combined gradients: `memory`, or a tensor with this rank's part if sharded.
+        factor: The gradients are multiplied by this factor before they are added.
+        numerator, scale: Shape (): ``1 / factor``, and scratch memory for the number by which the sums are multiplied.
+        views: For each gradient, by its number, a view of `memory` in its shape, and with its strides unless sharded.
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Flat:
         return views
 
     def is_held(self, at_home: int) -> bool:
-        """Whether the program holds some of the memory, beside so many gradients that are where they are expected."""
+        """Return whether the program holds tensors of the memory other than the `at_home` gradients at their places."""
         return self._device.users(self.memory) > self._own_uses + at_home
 
     def renew(self) -> None:
-        """Leave the memory to the program, and take other memory."""
+        """Leave the memory to the program, and take new memory."""
         old = self.memory
         self.memory = self._device.zeros([self.block.length], self.block.dtype)
         self.wire = self.memory if self.wire is old else self.wire
@@ -92,7 +92,7 @@ class Flat:
         self.views = self._views()
 
     def counts(self) -> list[int]:
-        """The lengths of the parts."""
+        """Return the lengths of the parts."""
         bounds = self.block.bounds
         return [stop - start for start, stop in itertools.pairwise(bounds)]
 
@@ -101,20 +101,22 @@ class DeviceBucket:
     """Gradients that are exchanged together. All ranks make one, with equal arguments.
 
     Args:
-        layout: Of all gradients of the model.
-        tensors: The numbers of those in this bucket.
-        collectives: Whose ranks take part, and where.
-        rules: How.
+        layout: The layout of all gradients of the model.
+        tensors: The numbers of the gradients in this bucket.
+        collectives: The collectives of the ranks that take part, on the device of the gradients.
+        rules: How gradients are scaled, cast and cut into shares.
 
     Attributes:
-        tensors, collectives: As given.
-        flats: Their memory.
-        views: Where each gradient is expected, and where the combined one is afterwards.
-        tail: See the module; shape ``(len(tensors) + TAIL_WORDS,)``, float64.
+        tensors: The numbers of the gradients in this bucket.
+        collectives: The collectives of the ranks that take part.
+        flats: The memory of the gradients, one object for each dtype.
+        views: For each gradient, by its number, the tensor where the gradient is expected. After an exchange the combined
+            gradient is there, unless the bucket is sharded.
+        tail: The small tail that is summed with the gradients, shape ``(len(tensors) + TAIL_WORDS,)``, float64.
 
     Raises:
-        Device.no_memory: There is no room for it.
-        UnsupportedTensorError: A dtype that has no gradients.
+        Device.no_memory: The device has not enough memory.
+        UnsupportedTensorError: A dtype is neither floating-point nor complex.
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[int], collectives: DeviceCollectives, rules: Rules) -> None:
@@ -139,9 +141,9 @@ class DeviceBucket:
         self._usual_state = 0
 
     def at_home(self, gradients: Sequence[Any]) -> list[bool]:
-        """For each gradient, in the order of `tensors`, whether it is where the bucket expects it.
+        """Return for each gradient, in the order of `tensors`, whether it lies where the bucket expects it.
 
-        It does not matter what a program has done to the tensor object.
+        The program may have replaced the tensor object: only memory, shape, strides and dtype count.
         """
         is_same, views = self._device.is_same, self.views
         return [
@@ -150,13 +152,13 @@ class DeviceBucket:
         ]
 
     def leave_what_is_held(self, at_home: Sequence[bool]) -> list[Any]:
-        """Take other memory where the program still holds what it was given, apart from this step's gradients.
+        """Replace memory of which the program holds tensors other than this step's gradients.
 
         Args:
-            at_home: Of these.
+            at_home: The result of the method `at_home` for this step's gradients.
 
         Returns:
-            New memory. In it no gradient is at home.
+            The new memory. No gradient is at home in it.
         """
         home = {index for index, each in zip(self.tensors, at_home, strict=True) if each}
         renewed = []
@@ -168,14 +170,14 @@ class DeviceBucket:
         return renewed
 
     def memory(self) -> list[Any]:
-        """All that the communication stream works on."""
+        """Return all tensors that the communication stream works on."""
         found = [self.tail]
         for flat in self.flats:
             found += [flat.memory, flat.wire, flat.result, flat.numerator, flat.scale]
         return found
 
     def pieces(self) -> list[tuple[Piece, Any]]:
-        """What this rank answers for, each with its elements in `Flat.result`."""
+        """Return the pieces of gradients that this rank owns, each with its elements in `Flat.result`."""
         assert self._share is not None
         found = []
         for flat in self.flats:
@@ -187,16 +189,16 @@ class DeviceBucket:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Change when somebody writes into the memory by the framework's operations, where it counts these."""
+        """The versions of the memory. They change when the framework's operations write to it, if the framework counts them."""
         return tuple([self._device.version(flat.memory) for flat in self.flats])
 
     def pack(self, gradients: Sequence[Any], at_home: Sequence[bool], weight: float) -> None:
-        """Put this rank's gradients where they are expected, on the current stream.
+        """Copy this rank's gradients to where they are expected, on the current stream.
 
         Args:
-            gradients: In the order of `tensors`: like the layout; None counts as zeros.
-            at_home: Which of them are there already.
-            weight: This rank's; with 0 gradients may be anything, and count as zeros.
+            gradients: The gradients in the order of `tensors`, with the dtypes and shapes of the layout; None counts as zeros.
+            at_home: For each gradient, whether it is there already.
+            weight: The weight of this rank. If it is 0, the gradients may have any value, and count as zeros.
         """
         if weight == 0:
             for flat in self.flats:
@@ -218,7 +220,7 @@ class DeviceBucket:
         """Write the tail, on the current stream.
 
         Args:
-            used: In the order of `tensors`, whether this rank has a gradient.
+            used: For each gradient, in the order of `tensors`, whether this rank has it.
             said: What else this rank says.
         """
         if used != self._all_used or said.joined or said.again:
@@ -227,7 +229,7 @@ class DeviceBucket:
         if said.state != self._usual_state:
             self._usual_state = said.state
             for number, value in enumerate(state_words(said.state), _STATE):
-                self._device.fill(self._usual[number], value)  # no copy from the host, which might wait
+                self._device.fill(self._usual[number], value)  # a copy from the host might wait
         self._device.copy(self._usual, self.tail)
         if said.weight != 1.0:
             self._device.fill(self._weight, said.weight)
@@ -236,7 +238,7 @@ class DeviceBucket:
         self._device.from_host(np.array([*used, *tail_words(said)], np.float64), tail)
 
     def scale_before(self, weight: float) -> None:
-        """Multiply by this rank's weight, and make what travels; on the current stream."""
+        """Multiply the gradients by this rank's weight, and fill `Flat.wire`, on the current stream."""
         for flat in self.flats:
             factor = weight * flat.factor
             if flat.wire is not flat.memory:
@@ -245,7 +247,7 @@ class DeviceBucket:
                 self._device.scale(flat.memory, factor)
 
     def exchange(self, stream: Stream) -> None:
-        """Sum over the ranks and divide, on `stream`, which is the current one. All ranks go through the buckets in order."""
+        """Sum over the ranks and divide, on `stream`, which is current. All ranks exchange their buckets in the same order."""
         collectives = self.collectives
         with collectives.group():
             collectives.allreduce(self.tail, ReduceOp.SUM, stream)

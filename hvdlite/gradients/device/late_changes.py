@@ -1,5 +1,5 @@
-"""What the ranks come to know of each other without waiting: gradients that have changed after they were sent, and states that
-are not the same."""
+"""What the ranks learn about each other without waiting: that gradients have changed after they were sent, and that the states
+of the ranks differ."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _ODD_STATES = (
 
 
 def lost_gradients(what: str) -> ArgumentError:
-    """The error for a step whose gradients were sent before they were what they are; `what` says how that came."""
+    """Return the error for a step whose gradients have changed after they were sent; `what` says how they have changed."""
     return ArgumentError(_LOST.format(what=what))
 
 
 _NEWS = 6
-"""How many numbers of a tail are read: whether gradients are lost, how many ranks have joined, and the states."""
+"""The number of words of a tail that are read: whether gradients are lost, how many ranks have joined, and the states."""
 
 
 class LateChanges:
-    """What the last buckets have said about lost gradients and states, on its way to the host, which does not wait for it.
+    """Brings to the host what the last buckets say about lost gradients and states. The host does not wait for it.
 
     Args:
-        device: Where the tails are.
+        device: The device of the tails.
         size: The number of ranks.
 
     Attributes:
-        memory: What the communication stream works on.
+        memory: The tensor that the communication stream works on.
     """
 
     def __init__(self, device: Device, size: int) -> None:
@@ -50,19 +50,19 @@ class LateChanges:
         self._event: Any = None
 
     def send(self, tail: Any, stream: Stream) -> None:
-        """Begin to read a tail, on `stream`, which is the current one."""
-        self._device.add(tail[-_NEWS:][:1], self.memory[:1])  # once lost, for ever
+        """Begin to read a tail, on `stream`, which is current."""
+        self._device.add(tail[-_NEWS:][:1], self.memory[:1])  # a sum: a loss is never forgotten
         self._device.copy(tail[1 - _NEWS :], self.memory[1:])
         self._mirror.take(self.memory)
-        # That of a graph is never there to be asked.
+        # An event that is captured into a graph cannot be queried.
         self._event = None if self._device.is_capturing() else stream.record()
 
     def check(self) -> None:
-        """Raise if gradients have been lost on any rank, or states differ, as far as that is known.
+        """Raise if gradients have been lost on any rank, or if states differ, as far as this is known.
 
         Raises:
-            ArgumentError: They have been lost.
-            MismatchError: States differ.
+            ArgumentError: Gradients have been lost on some rank.
+            MismatchError: The states of the ranks differ.
         """
         if self._event is None or self._device.is_capturing() or not self._device.is_over(self._event):
             return

@@ -1,8 +1,8 @@
 """What a training loop does between two steps, learned in the first ones.
 
-A gradient can be sent during the backward pass only if nothing changes it before the step. Nobody says so; but loops do the
-same again and again. How often each parameter gets a gradient before a step, in which order, and whether the gradients or the
-weight of the batch are changed afterwards, is seen in the first steps, which send nothing early.
+A gradient can be sent during the backward pass only if nothing changes it before the step. A program does not say whether
+something will change it, but a loop repeats itself. So the first steps send nothing early, and learn: how often each parameter
+gets a gradient before a step, in which order, and whether the gradients or the weight of the batch are changed afterwards.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from hvdlite.gradients.planner import LEARNED_STEPS
 
 
 class GradientState(Protocol):
-    """What gradients are at one time, as the adapter of their framework can tell."""
+    """The state of gradients at one moment, as far as the adapter of their framework can tell."""
 
     def is_like(self, other: Any) -> bool:
-        """Whether nothing has changed, as far as can be seen. The host may wait for the device."""
+        """Return whether the gradients are the same as in `other`, as far as can be seen. The host may wait for the device."""
         ...
 
 
 class LoopProfile:
-    """Of the loop that trains one optimizer's parameters, on one rank.
+    """What the loop that trains one optimizer's parameters does between two steps, learned on one rank.
 
     Args:
         count: The number of parameters.
 
     Attributes:
-        learning: More steps are to be seen.
-        order: In which backward passes have gradients, the last step's: numbers of parameters.
-        passes: For each parameter, how many backward passes add to its gradient before a step, at most.
-        settled: When backward is over, gradients and weight are what they are in the step. And its gradients are all made on
-            one stream: whoever has several has to wait for the end of backward, when the framework brings them together.
+        learning: Whether the profile needs more steps to learn from.
+        order: The numbers of the parameters, in the order in which the backward passes of the last step had their gradients.
+        passes: For each parameter, the largest number of backward passes that add to its gradient before a step.
+        settled: Whether gradients and weight do not change between the backward pass and the step, and all gradients are made
+            on one stream. With several streams, gradients could be sent only at the end of the backward pass, when the
+            framework joins its streams.
     """
 
     def __init__(self, count: int) -> None:
@@ -46,22 +47,22 @@ class LoopProfile:
         self._seen: GradientState | None = None
 
     def saw(self, index: int, weight: float, stream: int) -> None:
-        """A backward pass has added to a gradient, on a stream; `weight` is that of the batch so far."""
+        """Note that a backward pass has added to gradient `index` on `stream`. `weight` is the batch weight so far."""
         if self._weight is None:
             self._weight, self._stream = weight, stream
             self.order.clear()
         if stream != self._stream:
             self.settled = False
-        self.order.pop(index, None)  # what counts is the last pass
+        self.order.pop(index, None)  # the last pass counts
         self.order[index] = None
         self._counts[index] += 1
 
     def pass_over(self, state: GradientState) -> None:
-        """A backward pass is over, with gradients in this state."""
+        """Note that a backward pass is over, with the gradients in this state."""
         self._seen = state
 
     def step(self, state: GradientState, weight: float) -> None:
-        """A step is about to use gradients in this state."""
+        """Note that a step is about to use the gradients in this state."""
         if self._weight not in (None, weight):
             self.settled = False
         if self._seen is not None and not self._seen.is_like(state):
@@ -71,7 +72,7 @@ class LoopProfile:
         self._weight, self._seen = None, None
 
     def stepped(self) -> bool:
-        """A step of all ranks is over. Returns whether this was the last to learn from."""
+        """Note that a step of all ranks is over. Return whether it was the last one to learn from."""
         self._steps += 1
         self.learning = self._steps < LEARNED_STEPS
         return not self.learning

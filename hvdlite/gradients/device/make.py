@@ -1,4 +1,4 @@
-"""How all ranks of a group make the buckets of a layout together, or hear what they disagree on."""
+"""How all ranks of a group make the buckets of a layout together, or raise an error that says what they disagree on."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hvdlite.operations import Agreement, Operation
 from hvdlite.tensors.reduction import nbytes_of
 
 FIRST_BYTES = 2**20
-"""Of the first bucket: it is to be on its way early. As torch's DistributedDataParallel has it."""
+"""The bytes of the first bucket: few, so that it is sent early, as in torch's DistributedDataParallel."""
 
 
 class Together(NamedTuple):
-    """How the ranks of a group do something together.
+    """What the ranks of a group need to do something together.
 
     Attributes:
         run: Runs an operation with the other ranks.
-        gather: Gives every rank's value to every rank, in the order of `ranks`; None of one that has joined.
-        ranks: The world ranks.
-        waiting: For a with statement: the host waits for what other ranks say.
+        gather: Returns the values of all ranks, in the order of `ranks`; None for a rank that has joined.
+        ranks: The world ranks of the group.
+        waiting: A context manager for code in which the host waits for other ranks.
     """
 
     run: Callable[[Operation], Any]
@@ -45,21 +45,21 @@ def make_reducer(
     together: Together,
     kind: type[DeviceBucket] = DeviceBucket,
 ) -> DeviceReducer:
-    """Flat memory for the gradients of a layout. All ranks of the group call this, with equal arguments.
+    """Make flat memory for the gradients of a layout. All ranks of the group call this, with equal arguments.
 
     Args:
-        layout: Of each gradient.
-        order: In which they are expected; a part of them will do.
-        collectives: For this reducer, and others of the same caller that are used in turn.
-        rules: How they are exchanged.
-        bucket_bytes: Of a bucket, about.
-        together: The group.
-        kind: What the buckets are made of.
+        layout: The layout of all gradients.
+        order: The numbers of the gradients in the order in which they are expected; some may be missing.
+        collectives: The collectives for this reducer, and for other reducers of the same caller that are used in turn.
+        rules: How gradients are scaled, cast and cut into shares.
+        bucket_bytes: The bytes of a bucket, about.
+        together: The functions of the group.
+        kind: The class of the buckets.
 
     Raises:
-        MismatchError: The ranks do not agree on one of these. Raised on all of them.
-        HvdliteError: A rank has no room for the buckets. Raised on all of them.
-        UnsupportedTensorError: A dtype that has no gradients.
+        MismatchError: The ranks have different arguments. All ranks raise it.
+        HvdliteError: A rank has not enough memory for the buckets. All ranks raise it.
+        UnsupportedTensorError: A dtype is neither floating-point nor complex.
     """
     nbytes = [nbytes_of(info) for info, _ in layout]
     groups = plan_buckets(order, nbytes, bucket_bytes, FIRST_BYTES) or (tuple(range(len(layout))),)
@@ -82,14 +82,14 @@ def make_reducer(
 
 
 def raise_together(problem: str, together: Together) -> None:
-    """Go on if no rank has a problem. Every rank calls this.
+    """Raise an error on all ranks if any rank has a problem. Every rank calls this.
 
     Args:
-        problem: This rank's, in words; empty if it has none.
-        together: The group.
+        problem: This rank's problem in words; empty if there is none.
+        together: The functions of the group.
 
     Raises:
-        HvdliteError: Some rank has one. The same text on all ranks.
+        HvdliteError: Some rank has a problem. All ranks raise the same text.
     """
     answers = zip(together.ranks, together.gather(problem), strict=True)
     problems = [f"rank {rank}: {text}" for rank, text in answers if text]

@@ -1,6 +1,6 @@
-"""A bucket of gradients with the parameters that they belong to, of which each rank steps its share.
+"""`ParameterBucket`: a bucket of gradients with their parameters. Each rank steps its share of the parameters.
 
-The parameters lie in flat memory like that of the gradients, so nothing is copied to gather them.
+The parameters lie in flat memory with the layout of the gradients, so nothing is copied to gather them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from hvdlite.protocols import Stream
 
 
 class ParameterBucket(DeviceBucket):
-    """Gradients, and their parameters in flat memory of the same layout.
+    """A bucket of gradients, with their parameters in flat memory of the same layout.
 
     Args:
-        layout, tensors, collectives, rules: As for `DeviceBucket`.
+        layout, tensors, collectives, rules: See `DeviceBucket`.
     """
 
     def __init__(self, layout: Layout, tensors: Sequence[int], collectives: DeviceCollectives, rules: Rules) -> None:
@@ -29,7 +29,7 @@ class ParameterBucket(DeviceBucket):
         return [*super().memory(), *self._memories]
 
     def parameters(self) -> dict[int, Any]:
-        """Where each parameter is to lie, flat, by its number."""
+        """Return the flat memory for each parameter, by its number."""
         return {
             index: memory[span.start : span.stop]
             for flat, memory in zip(self.flats, self._memories, strict=True)
@@ -37,7 +37,7 @@ class ParameterBucket(DeviceBucket):
         }
 
     def gather(self, stream: Stream) -> None:
-        """Let all ranks have everybody's share of the parameters."""
+        """Give all ranks the shares of the parameters of all ranks, on `stream`."""
         with self.collectives.group():
             for flat, memory in zip(self.flats, self._memories, strict=True):
                 start, stop = flat.block.bounds[self.collectives.rank :][:2]

@@ -5,13 +5,14 @@
     current stream   … backward ─┬─ pack bucket 0 … backward ─┬─ pack bucket 1 …   ┬─ pack the last ─┐        ┌─ step
     communication                └─▶ sum over the ranks, divide ─▶ sum, divide     └─▶ sum, divide ──┴─ event ┘
 
-Every rank launches every bucket once for each step, in the same order, whatever it has; so no rank has to ask another. The
-last one is launched by the step, the others as soon as their gradients are there, if the caller knows that they stay what they
-are. If they do not, nothing can mend that without waiting for the other ranks in every step. It is an error, on all ranks: on
-this one at once, on the others in their next steps, for the last bucket tells them (`hvdlite.gradients.device.late_changes`).
+Every rank launches every bucket once in each step, in the same order, whatever gradients it has, so no rank has to ask another
+rank. The step launches the last bucket. The other buckets are launched as soon as their gradients are there, if the caller
+knows that the gradients will not change before the step. If they do change, nothing can repair this, unless all ranks wait for
+each other in every step. So a change is an error on all ranks: on this rank at once, and on the other ranks in their next
+steps, because the last bucket tells them (`hvdlite.gradients.device.late_changes`).
 
-The host waits for the device only where it has to know what other ranks have said: in a step in which this rank lacks a
-gradient, or has no samples.
+The host waits for the device only if it must know what other ranks have said: in a step in which this rank lacks a gradient or
+has no samples.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ class DeviceReducer:
     """The gradients of one model on a device, on one rank. All ranks make one, with equal buckets.
 
     Args:
-        buckets: In the order of their launches; at least one.
+        buckets: At least one bucket, in the order of the launches.
         count: The number of gradients.
-        collectives: Of the buckets.
-        waiting: For a with statement: the host waits for what other ranks say.
+        collectives: The collectives of the buckets.
+        waiting: A context manager for code in which the host waits for other ranks.
 
     Attributes:
-        buckets: As given.
-        launched: How many of them are under way in this step.
-        sent_weight: This rank's weight when the first was launched before the step; None if none was.
-        told: What the ranks have said in the last bucket of the latest step that this rank has asked about.
+        buckets: The buckets, in the order of the launches.
+        launched: The number of buckets that are under way in this step.
+        sent_weight: This rank's weight when the first bucket was launched before the step; None if no bucket was.
+        told: The sum of all ranks' headers in the last bucket whose tail this rank has read.
     """
 
     def __init__(
@@ -63,29 +64,29 @@ class DeviceReducer:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """What is under way belongs to no step any more, if anything is."""
+        """Begin a new step. Launches that are still under way do not belong to it."""
         self.launched = 0
         self.sent_weight: float | None = None
         self._seals: list[tuple[int, ...]] = []
-        """Of each bucket that is launched: the versions of its memory then."""
+        """For each launched bucket, the versions of its memory at the launch."""
         self._missing = [len(bucket.tensors) for bucket in self.buckets]
 
     def view_of(self, index: int) -> Any:
-        """Where gradient `index` is expected, and where the combined one is after an exchange."""
+        """Return the tensor where gradient `index` is expected, and where the combined gradient is after an exchange."""
         return self.buckets[self._bucket_of[index]].views[index]
 
     def sent_memory(self) -> list[Any]:
-        """What the gradients that are under way lie in."""
+        """Return the memory of the gradients that are under way."""
         return [flat.memory for bucket in self.buckets[: self.launched] for flat in bucket.flats]
 
     # Before a step
 
     def is_sent(self, index: int) -> bool:
-        """Whether gradient `index` is under way."""
+        """Return whether gradient `index` is under way."""
         return self._bucket_of[index] < self.launched
 
     def ready(self, index: int) -> bool:
-        """This rank has gradient `index`, which stays what it is until the step. Called once for each step, at most.
+        """Note that this rank has gradient `index`, which will not change before the step. Call this once a step at most.
 
         Returns:
             Whether a bucket is to be launched now; see `next_ready`.
@@ -95,7 +96,7 @@ class DeviceReducer:
         return missing[self.launched] == 0 and self.launched < len(missing) - 1
 
     def next_ready(self) -> DeviceBucket | None:
-        """The bucket that is to be launched now (`launch_early`); None if gradients of it are missing, or if it is the last."""
+        """Return the bucket to launch now by `launch_early`; None if the next bucket lacks gradients, or is the last one."""
         if self.launched < len(self.buckets) - 1 and self._missing[self.launched] == 0:
             return self.buckets[self.launched]
         return None
@@ -104,9 +105,9 @@ class DeviceReducer:
         """Launch a bucket before the step; see `next_ready`.
 
         Args:
-            bucket: What `next_ready` has said.
-            gradients: In the order of ``bucket.tensors``.
-            weight: This rank's. In one step it is the same for all.
+            bucket: The result of `next_ready`.
+            gradients: The gradients of the bucket, in the order of ``bucket.tensors``.
+            weight: The weight of this rank. The weight of the first bucket counts for all early buckets of a step.
         """
         if self.sent_weight is None:
             self.sent_weight = weight
@@ -115,11 +116,11 @@ class DeviceReducer:
         self.launched += 1
 
     def what_changed(self, gradients: Sequence[Any], weight: float) -> str:
-        """In what this step is not what was sent; empty if it is.
+        """Return in words how the gradients and the weight differ from what was sent; an empty text if they do not.
 
         Args:
-            gradients: All of this rank's, as they are now; None where it has none.
-            weight: This rank's.
+            gradients: All gradients of this rank, as they are now; None where this rank has none.
+            weight: The weight of this rank.
         """
         if weight != self.sent_weight:
             return "the weight of the batch was set after the backward pass"
@@ -131,20 +132,20 @@ class DeviceReducer:
     # A step
 
     def finish(self, gradients: Sequence[Any], said: Header) -> None:
-        """Launch what has not been yet. Afterwards the current stream waits for all of it; the host does not.
+        """Launch the remaining buckets. Afterwards the current stream waits for all buckets; the host does not wait.
 
         Args:
-            gradients: All of this rank's; None where it has none.
-            said: What this rank says.
+            gradients: All gradients of this rank; None where this rank has none.
+            said: What this rank tells the other ranks.
 
         Raises:
-            ArgumentError, MismatchError: What was said in an earlier step; see `LateChanges.check`.
+            ArgumentError, MismatchError: A rank has reported a problem in an earlier step; see `LateChanges.check`.
             NcclError, PeerLeftError: An earlier exchange has failed.
         """
         gradients = self._apart_from_buckets(gradients)
         last = self.buckets[-1]
         for bucket in self.buckets[self.launched :]:
-            # Only the last bucket's tail is read by all.
+            # All ranks compare states by the last bucket's tail only.
             words = said if bucket is last else said._replace(state=0)
             self._launch(bucket, [gradients[index] for index in bucket.tensors], words)
         with self._device.on(self._stream):
@@ -171,11 +172,11 @@ class DeviceReducer:
             bucket.exchange(stream)
 
     def wait(self) -> None:
-        """Let the current stream wait for what is on its way. The host does not."""
+        """Let the current stream wait for the launched buckets. The host does not wait."""
         self._device.current().wait(self._stream.record())
 
     def _apart_from_buckets(self, gradients: Sequence[Any]) -> list[Any]:
-        """Copies of those gradients that lie where another one is expected (swapped ones): that is about to be overwritten."""
+        """Return the gradients, with copies of those that lie at another gradient's place, which is about to be overwritten."""
         device = self._device
         memory = {device.allocation(flat.memory) for bucket in self.buckets for flat in bucket.flats}
         apart = list(gradients)
@@ -186,17 +187,17 @@ class DeviceReducer:
                     apart[index] = device.cast(gradient, device.dtype(gradient))
         return apart
 
-    # What the others have said
+    # What the other ranks have said
 
     def find_out(self, there: list[bool], weight: float) -> bool:
-        """Where this rank has no gradient, find out whether another one has, after `finish`. The host waits, if it must ask.
+        """Find out after `finish` whether other ranks have the gradients that this rank lacks. The host waits if it must ask.
 
         Args:
-            there: For each gradient, whether this rank has one; becomes whether any rank has.
-            weight: This rank's: without samples it cannot know whether others have some.
+            there: For each gradient, whether this rank has it. Afterwards: whether any rank has it.
+            weight: The weight of this rank. A rank without samples cannot know whether other ranks have samples, so it asks.
 
         Returns:
-            Whether it had to ask; then `told` is new.
+            Whether the rank had to ask. If so, `told` is new.
         """
         asks = [bucket for bucket in self.buckets if weight == 0 or not all([there[i] for i in bucket.tensors])]
         if asks:
@@ -210,19 +211,19 @@ class DeviceReducer:
                 there[index] = there[index] or somewhere
 
     def _read(self, buckets: Sequence[DeviceBucket]) -> list[HeaderSum]:
-        """The tails of buckets that the current stream has waited for. The host waits."""
+        """Return the summed tails of buckets for which the current stream has waited. The host waits."""
         ends = list(itertools.accumulate([self._device.count(bucket.tail) for bucket in buckets], initial=0))
         together = self._device.empty([ends[-1]], "float64")
         self._device.pack([bucket.tail for bucket in buckets], together)
         with self._waiting:
             values = self._device.to_host(together).tolist()
-        self._collectives.check()  # what is given up ends, too
+        self._collectives.check()  # exchanges that were given up have ended too
         return [read_tail(values[start:stop]) for start, stop in itertools.pairwise(ends)]
 
-    # This rank has run out of data, and others have not
+    # This rank has run out of data, and other ranks have not
 
     def stand_in(self) -> list[bool] | None:
-        """Take part in one step of the others with nothing.
+        """Take part in one step of the other ranks without data.
 
         Returns:
             For each gradient, whether any rank has one; None if all ranks have run out of data.

@@ -14,11 +14,12 @@ class Rules(NamedTuple):
     """What is the same for all buckets of a reducer.
 
     Attributes:
-        average: Divide by the sum of the weights.
+        average: Whether sums are divided by the sum of the weights.
         cast: The dtype in which float32 gradients travel; empty if they are not cast.
-        divisor: What is cast is divided by it before, and multiplied by it afterwards.
-        parts: Shares that each bucket is cut into, one for each rank, which gets no other of the result; None if all get all.
-        whole: Shares are never cut within a tensor.
+        divisor: Gradients that are cast are divided by this number before, and multiplied by it afterwards.
+        parts: The number of shares of each bucket, one for each rank, which gets only this share of the result; None if all
+            ranks get the whole result.
+        whole: Whether a tensor is never cut between shares.
     """
 
     average: bool
@@ -33,24 +34,24 @@ class Rules(NamedTuple):
         return ReduceOp.AVERAGE if self.average else ReduceOp.SUM
 
     def wire_of(self, dtype: str) -> str:
-        """The dtype in which gradients of a dtype travel. Of others than float32 a cast would lose more than was asked for."""
+        """Return the dtype in which gradients of `dtype` travel. Only float32 is cast; other dtypes would lose too much."""
         return self.cast if self.cast and dtype == "float32" else dtype
 
     def factor(self, dtype: str, size: int) -> float:
-        """By what gradients of a dtype are multiplied before `size` ranks add them, beside the weight of their rank."""
+        """Return the factor, besides the weight, that scales gradients of `dtype` before `size` ranks add them."""
         if not self.average:
             return 1.0
         wire = self.wire_of(dtype)
         divisor = 1.0 if wire == dtype else self.divisor
-        # Sums of halves leave their range sooner than averages do.
+        # Sums overflow the range of half precision sooner than averages do.
         return 1.0 / divisor / (size if wire in HALF_DTYPES else 1)
 
 
 def cast_of(compressor: Any) -> str:
-    """The dtype to which a compressor casts float32 gradients on their way.
+    """Return the dtype to which a compressor casts float32 gradients before they travel.
 
     Raises:
-        ArgumentError: The compressor does something else.
+        ArgumentError: The compressor is not a CastCompressor.
     """
     kind = compressor if isinstance(compressor, type) else type(compressor)
     if not issubclass(kind, CastCompressor):
