@@ -31,7 +31,7 @@ from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
-from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.reducer import Reducer, ReducerContext
 from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import Key
 from hvdlite.operations import Signature
@@ -166,9 +166,8 @@ def _reducer(transport: LocalTransport, tensors: int) -> Reducer:
     )
     watch = Watchdog(transport.subgroup([transport.rank]), Config(), end_job)
     infos = [TensorInfo("float32", (_ELEMENTS,))] * tensors
-    return Reducer(
-        infos, collectives, ReduceOp.AVERAGE, Plan(), members, watch, Timeline(transport.rank, transport.size)
-    )
+    context = ReducerContext(members, watch, Timeline(transport.rank, transport.size))
+    return Reducer(infos, collectives, ReduceOp.AVERAGE, Plan(), context)
 
 
 def gradients(ranks: int, tensors: int) -> Sent:

@@ -24,6 +24,7 @@ from hvdlite.errors import PeerLeftError
 from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.gpu.groups import Devices, GroupCollectives
 from hvdlite.gradients.planner import Planner
+from hvdlite.gradients.reducer import ReducerContext
 from hvdlite.gradients.reducers import Reducers
 from hvdlite.negotiation.engine import Engine
 from hvdlite.operations import Agreement, AllgatherObject
@@ -115,7 +116,8 @@ class Group:
         self._runtime = runtime
         self.engine = runtime.engine(transport, members)
         plan = Plan(message_bytes=runtime.config.bucket_bytes)
-        self.reducers = Reducers(self.engine.run, members, runtime.watch, runtime.timeline, plan, runtime.devices)
+        context = ReducerContext(members, runtime.watch, runtime.timeline)
+        self.reducers = Reducers(self.engine.run, context, plan, runtime.devices)
         self.engine.use_to_make_late(self.reducers.shared.make_late)
         self.exchanges: list[Exchange] = []
         self.stood_in = 0

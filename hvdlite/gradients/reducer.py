@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -45,6 +46,20 @@ def check_combinable(op: ReduceOp) -> None:
         raise ArgumentError(f"op={op!r}: gradients are combined by Average or Sum.")
 
 
+class ReducerContext(NamedTuple):
+    """What a group gives each of its reducers.
+
+    Attributes:
+        members: The ranks that take part.
+        watch: Watches each exchange.
+        timeline: Records each exchange.
+    """
+
+    members: Members
+    watch: Watchdog
+    timeline: Timeline
+
+
 class Reducer:
     """The gradients of one model on one rank. All ranks make one, with equal arguments.
 
@@ -54,9 +69,7 @@ class Reducer:
         op: SUM or AVERAGE.
         plan: How gradients are exchanged. With several buckets, results lie apart from gradients (see
             `hvdlite.gradients.overlap`).
-        members: The ranks that take part.
-        watch: Watches each exchange.
-        timeline: Records each exchange.
+        context: What all reducers of the group have.
         aggregator: Combines the gradients, in one bucket; None for their weighted sum.
 
     Attributes:
@@ -77,19 +90,16 @@ class Reducer:
         collectives: HierarchicalCollectives,
         op: ReduceOp,
         plan: Plan,
-        members: Members,
-        watch: Watchdog,
-        timeline: Timeline,
+        context: ReducerContext,
         aggregator: Aggregator | None = None,
     ) -> None:
         check_combinable(op)
         self._aggregator = aggregator
         self._collectives = collectives
         self._average = op is ReduceOp.AVERAGE
-        self._members = members
-        self._watch = watch
-        self.timeline = timeline
+        self._members, self._watch, self.timeline = context
         self._busy = threading.Lock()
+        watch, members = context.watch, context.members
         channel = watch.new_channel(members)
         self._link = watch.link(members, channel, collectives.stop)
         self._watching = watch.guarded(self._name, members, channel=channel, link=self._link)

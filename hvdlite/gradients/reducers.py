@@ -11,14 +11,11 @@ from hvdlite.gpu.groups import Devices
 from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.device.announced import AnnouncedReducer
 from hvdlite.gradients.layout import digest_of
-from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.reducer import Reducer, ReducerContext
 from hvdlite.gradients.sharded_reducer import ShardedReducer
 from hvdlite.gradients.shared_reducers import SharedReducers
 from hvdlite.operations import Agreement, Operation
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
-from hvdlite.timeline import Timeline
-from hvdlite.topology import Members
-from hvdlite.watchdog.watchdog import Watchdog
 
 R = TypeVar("R", bound=Reducer)
 
@@ -28,9 +25,7 @@ class Reducers:
 
     Args:
         run: Runs an operation with the other ranks of the group.
-        members: The ranks of the group.
-        watch: Watches each exchange.
-        timeline: Records each exchange.
+        context: What all reducers of the group have.
         plan: The plan of a reducer that is made without one.
         devices: The devices of this rank.
 
@@ -42,14 +37,11 @@ class Reducers:
     def __init__(
         self,
         run: Callable[[Operation], Any],
-        members: Members,
-        watch: Watchdog,
-        timeline: Timeline,
+        context: ReducerContext,
         plan: Plan,
         devices: Devices,
     ) -> None:
-        self._run, self._members, self._watch, self._timeline, self.plan = run, members, watch, timeline, plan
-        self._devices = devices
+        self._run, self._context, self.plan, self._devices = run, context, plan, devices
         self._open: list[Reducer] = []
         self.shared = SharedReducers(run, self._make_shared)
 
@@ -76,7 +68,7 @@ class Reducers:
         how = plan or self.plan
 
         def make(own: HierarchicalCollectives) -> Reducer:
-            return Reducer(infos, own, op, how, self._members, self._watch, self._timeline, aggregator)
+            return Reducer(infos, own, op, how, self._context, aggregator)
 
         kind = "none" if aggregator is None else type(aggregator).__name__
         return self._agree(infos, op, how, [*settings, ("aggregator", kind)], make)
@@ -102,7 +94,7 @@ class Reducers:
         how = plan or self.plan
 
         def make(own: HierarchicalCollectives) -> ShardedReducer:
-            return ShardedReducer(infos, own, op, how, self._members, self._watch, self._timeline, whole)
+            return ShardedReducer(infos, own, op, how, self._context, whole)
 
         return self._agree(infos, op, how, [("whole", whole)], make)
 
@@ -132,11 +124,10 @@ class Reducers:
         self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, device: str, collectives: HierarchicalCollectives
     ) -> Reducer:
         own = collectives.duplicate()
-        how = self._members, self._watch, self._timeline
         reducer = (
-            AnnouncedReducer(infos, own, op, plan, *how, device, self._devices)
+            AnnouncedReducer(infos, own, op, plan, self._context, device, self._devices)
             if device
-            else Reducer(infos, own, op, plan, *how)
+            else Reducer(infos, own, op, plan, self._context)
         )
         self._open.append(reducer)
         return reducer

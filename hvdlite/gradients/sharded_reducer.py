@@ -17,12 +17,9 @@ import numpy as np
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gradients.bucket import Bucket
 from hvdlite.gradients.layout import Block, Piece, pieces
-from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.reducer import Reducer, ReducerContext
 from hvdlite.gradients.segments import Memory
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
-from hvdlite.timeline import Timeline
-from hvdlite.topology import Members
-from hvdlite.watchdog.watchdog import Watchdog
 
 
 class _ShardedBucket(Bucket):
@@ -92,7 +89,7 @@ class ShardedReducer(Reducer):
     """A reducer that gives each rank its shard of the combined gradients.
 
     Args:
-        infos, collectives, op, plan, members, watch, timeline: See `Reducer`. There is one bucket.
+        infos, collectives, op, plan, context: See `Reducer`. There is one bucket.
         whole: Never cut a tensor between ranks.
 
     Attributes:
@@ -105,13 +102,11 @@ class ShardedReducer(Reducer):
         collectives: HierarchicalCollectives,
         op: ReduceOp,
         plan: Plan,
-        members: Members,
-        watch: Watchdog,
-        timeline: Timeline,
+        context: ReducerContext,
         whole: bool,
     ) -> None:
         self._whole = whole
-        super().__init__(infos, collectives, op, plan, members, watch, timeline)
+        super().__init__(infos, collectives, op, plan, context)
         bucket = self._bucket
         self.pieces: list[Piece] = []
         self._parameters: list[Array] = []

@@ -23,13 +23,10 @@ from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules
 from hvdlite.gradients.header import Header
 from hvdlite.gradients.plan import plan_buckets
-from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.reducer import Reducer, ReducerContext
 from hvdlite.operations.on_device import agree
 from hvdlite.protocols import Device, Plan, ReduceOp, TensorInfo
 from hvdlite.tensors.reduction import nbytes_of
-from hvdlite.timeline import Timeline
-from hvdlite.topology import Members
-from hvdlite.watchdog.watchdog import Watchdog
 
 
 class AnnouncedReducer(Reducer):
@@ -38,7 +35,7 @@ class AnnouncedReducer(Reducer):
     In host memory this is a reducer of tensors without elements, so only headers travel there.
 
     Args:
-        infos, collectives, op, plan, members, watch, timeline: As for `Reducer`.
+        infos, collectives, op, plan, context: As for `Reducer`.
         kind: `Device.kind`.
         devices: This rank's.
     """
@@ -49,14 +46,12 @@ class AnnouncedReducer(Reducer):
         collectives: HierarchicalCollectives,
         op: ReduceOp,
         plan: Plan,
-        members: Members,
-        watch: Watchdog,
-        timeline: Timeline,
+        context: ReducerContext,
         kind: str,
         devices: Devices,
     ) -> None:
         nothing = [TensorInfo(info.dtype, (0,)) for info in infos]
-        super().__init__(nothing, collectives, op, Plan(), members, watch, timeline)
+        super().__init__(nothing, collectives, op, Plan(), context)
         self._infos, self._bucket_bytes = infos, plan.message_bytes
         self._kind, self._devices = kind, devices
         self._about = f"{len(infos)} tensors on {kind}"
