@@ -32,7 +32,8 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may lack it, and 
 UNDER_MPI = "HVDLITE_TEST_MPI" in os.environ
 """Set by tests/test_under_mpirun.py, which runs tests/spmd once more with each rank a process."""
 
-THREAD_RANKS = (1, 2, 3)
+THREAD_RANKS = (1, 3)
+"""Two ranks are those of `mpirun -n 2` (tests/test_under_mpirun.py): each test of tests/spmd runs there too."""
 
 LONGEST = ("test_under_mpirun", "test_examples", "test_compat", "test_benchmarks", "test_launch", "test_torch_models")
 """Files that run for minutes. With `pytest -n 2` they go first, so that no process is left with one of them in the end."""
@@ -73,12 +74,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "ranks" in metafunc.fixturenames:
+        mark = metafunc.definition.get_closest_marker("ranks") or pytest.mark.ranks().mark
         if UNDER_MPI:
             hvdlite.init()
-            counts: tuple[int, ...] = (hvdlite.size(),)
+            size = hvdlite.size()
+            skip = (
+                [] if is_for(size, mark) else [pytest.mark.skip(f"the test is for other numbers of ranks than {size}")]
+            )
+            counts = [pytest.param(size, marks=skip)]
         else:
-            counts = THREAD_RANKS
+            chosen = [n for n in THREAD_RANKS if is_for(n, mark)] or list(mark.args)
+            counts = [pytest.param(n) for n in chosen]
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda n: f"{n}ranks")
+
+
+def is_for(size: int, mark: pytest.Mark) -> bool:
+    """Return whether a test with this ``ranks`` mark is for `size` ranks."""
+    if mark.args:
+        return size in mark.args
+    return bool(mark.kwargs.get("at_least", 1) <= size <= mark.kwargs.get("at_most", size))
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +46,34 @@ def mpirun(size: int, *command: str, timeout: float = LIMIT, **environ: str) -> 
         for said in (error.stdout, error.stderr):
             print((said or b"").decode(errors="replace") if not isinstance(said, str) else said)
         raise
+
+
+def run_each(
+    commands: Sequence[str], folder: Path, launch: Sequence[str] = (), **environ: str
+) -> list[dict[str, tuple[int, str, str]]]:
+    """Run several programs one after the other in one job (see tests/programs/run_each.py).
+
+    Args:
+        commands: Each command is the path of a program below `ROOT`, and its arguments, without spaces in them.
+        folder: An empty folder for the results.
+        launch: The words before the program, after ``python``; empty for one process without a launcher.
+        environ: Environment variables to add.
+
+    Returns:
+        For each rank, by command: the exit code, stdout and stderr.
+    """
+    done = subprocess.run(
+        [sys.executable, *launch, str(PROGRAMS / "run_each.py"), str(folder), *commands],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH, **environ},
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=5 * LIMIT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = sorted(folder.glob("[0-9]*.json"))
+    return [json.loads(file.read_text()) for file in files]
 
 
 def seconds_since_failure(out: str, at: float) -> float:

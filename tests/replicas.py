@@ -138,5 +138,5 @@ def on_this_rank(idiom: Idiom, make: MakeOptimizer, **options: Any) -> list[torc
 
 
 def distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Return the largest absolute difference."""
-    return max(float((one - other).abs().max()) for one, other in zip(ones, others, strict=True))
+    """Return the largest absolute difference; NaN if there is one."""
+    return float(torch.stack([(one - other).abs().max() for one, other in zip(ones, others, strict=True)]).max())

@@ -34,7 +34,7 @@ from hvdlite.launch.horovod import STARTUP, check_interpreter, job_environment
 from hvdlite.testing import on_ranks
 from hvdlite.worker.rank_environment import set_horovod_variables
 from tests.hosts import hosts, why_not
-from tests.jobs import LIMIT, PROGRAMS, ROOT, Ended, Start
+from tests.jobs import LIMIT, PROGRAMS, ROOT, Ended, Start, run_each
 
 API: dict[str, Any] = json.loads((ROOT / "tests/data/horovod_api.json").read_text())["modules"]
 
@@ -75,53 +75,72 @@ WAYS = {
 }
 
 
-def program(start: Start, way: str, name: str, *arguments: str, env: dict[str, str] | None = None) -> Ended:
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
-    ended = start(*WAYS[way](str(PROGRAMS / name), *arguments), env=quiet | (env or {})).end()
+FP16, ADASUM, UNIT = (
+    *("horovod_digits.py --fp16-allreduce --max-norm 1.0", "horovod_digits.py --use-adasum"),
+    "horovod_unit.py --verbose",
+)
+Ends = list[dict[str, tuple[int, str, str]]]
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONWARNINGS": "ignore"}
+
+
+def run_programs(folder: Path, way: str, *commands: str, **environ: str) -> Ends:
+    """Run programs one after the other in one job. Return for each rank, by command: the exit code, stdout and stderr."""
+    launch = ["-m", "hvdlite.launch", *WAYS[way]("")[:-1]]
+    ends = run_each([f"tests/programs/{command}" for command in commands], folder, launch, **QUIET, **environ)
+    assert len(ends) == 2
+    return [{command: each[f"tests/programs/{command}"] for command in commands} for each in ends]
+
+
+@pytest.fixture(scope="module")
+def torch_programs(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    return run_programs(tmp_path_factory.mktemp("torch"), "module", FP16, ADASUM, UNIT)
+
+
+def program(start: Start, way: str, name: str) -> Ended:
+    ended = start(*WAYS[way](str(PROGRAMS / name)), env=QUIET).end()
     assert ended.code == 0, ended.err + ended.out
     return ended
 
 
-def result(ended: Ended) -> dict[str, float]:
-    """What rank 0 printed as its last line: names and numbers."""
-    words = [line for line in ended.out.splitlines() if line.startswith("[0] ranks ")][-1].split()[1:]
+def result(ends: Ends, command: str) -> dict[str, float]:
+    """What rank 0 printed as its last line: names and numbers. The other rank printed nothing."""
+    code, out, err = ends[0][command]
+    assert code == 0, err
+    assert "ranks " not in ends[1][command][1]
+    words = out.splitlines()[-1].split()
     return dict(zip(words[::2], map(float, words[1::2]), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("way", "arguments"),
-    [
-        ("module", ["--fp16-allreduce", "--max-norm", "1.0"]),
-        ("option", ["--use-adasum"]),
-    ],
-    ids=["fp16 and clipping", "adasum"],
-)
-def test_training_on_digits(start: Start, way: str, arguments: list[str]) -> None:
-    seen = result(program(start, way, "horovod_digits.py", *arguments))
+@pytest.mark.parametrize("command", [FP16, ADASUM])
+def test_training_on_digits(torch_programs: Ends, command: str) -> None:
+    seen = result(torch_programs, command)
     assert seen["ranks"] == 2 and seen["models"] == 1
     assert seen["accuracy"] > 0.9  # one class in ten is guessing
     assert 0 < seen["loss"] < 0.5
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_unit_tests(start: Start, way: str) -> None:
-    ended = program(start, way, "horovod_unit.py", "--verbose")
-    assert ended.err.count("\n[0] OK") == ended.err.count("\n[1] OK") == 1
-    assert "FAILED" not in ended.err and "skipped" not in ended.err
+def test_unit_tests(torch_programs: Ends) -> None:
+    for end in torch_programs:
+        code, _, err = end[UNIT]
+        assert code == 0 and err.count("\nOK\n") == 1, err
+        assert "FAILED" not in err and "skipped" not in err
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_keras(start: Start, legacy: bool) -> None:
-    """With Keras 3, and with tf_keras as tf.keras."""
-    seen = result(program(start, "option", "horovod_keras.py", env={"TF_USE_LEGACY_KERAS": str(int(legacy))}))
+def test_keras_and_tensorflow(tmp_path: Path) -> None:
+    command = f"horovod_tensorflow.py {tmp_path}"
+    ends = run_programs(tmp_path, "option", "horovod_keras.py", command)
+    seen = result(ends, "horovod_keras.py")
     assert seen["ranks"] == 2 and seen["models"] == 1 and seen["accuracy"] > 0.9
-
-
-def test_tensorflow(start: Start, tmp_path: Path) -> None:
-    ended = program(start, "option", "horovod_tensorflow.py", str(tmp_path))
-    found = re.findall(r"^\[0\] (\w+): ranks 2 accuracy ([\d.]+) models 1$", ended.out, re.MULTILINE)
-    assert [name for name, _ in found] == ["tape", "keras", "loaded", "session"], ended.out
+    out = ends[0][command][1]
+    found = re.findall(r"^(\w+): ranks 2 accuracy ([\d.]+) models 1$", out, re.MULTILINE)
+    assert [name for name, _ in found] == ["tape", "keras", "loaded", "session"], out
     assert all(float(accuracy) > 0.9 for _, accuracy in found)  # one class in ten is guessing
+
+
+def test_tf_keras_as_keras_of_tensorflow(tmp_path: Path) -> None:
+    ends = run_programs(tmp_path, "option", "horovod_keras.py", TF_USE_LEGACY_KERAS="1")
+    seen = result(ends, "horovod_keras.py")
+    assert seen["ranks"] == 2 and seen["models"] == 1 and seen["accuracy"] > 0.9
 
 
 @pytest.mark.parametrize("way", WAYS)

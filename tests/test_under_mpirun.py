@@ -1,7 +1,7 @@
 """The tests of tests/spmd once more, under plain mpirun, each rank a process.
 
-As threads they run on one, two and three ranks. What is left for processes to show: that each test holds where ranks share
-nothing (all of them, on two), and that what moves data between processes does so for other numbers of them (three, and four).
+As threads they run on one and three ranks. What is left for processes to show: that each test holds on two ranks that share
+nothing, and that what moves data between processes does so for other numbers of them (three, and four).
 TensorFlow's have most of their time behind them when they have been traced, so fewer of them run on three.
 """
 

@@ -94,11 +94,10 @@ def test_factors(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 def test_on_a_process_set(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size < 3:
-            return
         others = hvd.add_process_set(range(1, size))
         everybody = vectors_of(size, (17,))
         if others.included():

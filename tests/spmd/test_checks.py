@@ -46,11 +46,10 @@ def test_equal_weights_pass(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_the_first_tensor_and_the_ranks_are_named_on_all_ranks(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         strange = model()
         with torch.no_grad():
             if rank == size - 1:
@@ -67,11 +66,10 @@ def test_the_first_tensor_and_the_ranks_are_named_on_all_ranks(ranks: Any) -> No
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_the_same_bytes_in_another_shape_or_order_are_not_the_same(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         last = rank == size - 1
         others = "rank 0" if size == 2 else f"ranks {', '.join(map(str, range(size - 1)))}"
         zeros = torch.zeros(4)
@@ -88,11 +86,10 @@ def test_the_same_bytes_in_another_shape_or_order_are_not_the_same(ranks: Any) -
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 def test_on_a_process_set_the_ranks_are_those_of_the_job(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size < 3:
-            return
         others = hvd.add_process_set(range(1, size))
         if others.included():
             assert_in_sync(torch.tensor(int(rank == 0)), process_set=others)

@@ -220,12 +220,11 @@ def test_ranks_that_run_out_of_data(ranks: Any, known: bool) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_errors_are_those_of_all_ranks(ranks: Any) -> None:
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         combine = hvd.DistributedGradient()
         for _ in range(2):
             with pytest.raises(HvdliteError, match="add up to 0"):
@@ -238,12 +237,11 @@ def test_errors_are_those_of_all_ranks(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_no_room_on_one_rank(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         combine = hvd.DistributedGradient()
         gpu.capacity = 8 if rank == 0 else None
         with pytest.raises(DeviceError, match=r"(?s)cannot take part.*rank 0: OutOfMemoryError: CUDA out of memory"):
@@ -254,14 +252,13 @@ def test_no_room_on_one_rank(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_arrays_in_host_memory_beside(ranks: Any) -> None:
     """All gradients of all ranks lie on the GPU, or all travel through host memory; and that may change."""
 
     @on_gpu
     def check(gpu: Any) -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         combine = hvd.DistributedGradient()
         for step, host in enumerate(["none", "rank 0", "rank 0", "none", "one array", "all", "all"]):
             given: Any = own(gpu, rank, step)

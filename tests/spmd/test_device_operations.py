@@ -388,10 +388,9 @@ def test_no_memory_on_one_rank(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_two_ranks_on_one_gpu(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() == 1:
-            return
         crowded = r"ranks 0, 1.* use the same GPU.*Start at most 1 ranks"
         with fake_gpu(index=0, visible=1) as gpu, pytest.raises(DeviceError, match=crowded):
             hvd.allreduce(gpu.ready(torch.ones(2)))
@@ -438,13 +437,12 @@ def test_memory_of_others_is_kept_by_who_knows_it(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("end", ["destroy", "abort"])
 def test_the_gpu_is_current_where_a_communicator_ends(ranks: Any, end: str) -> None:
     """NCCL makes current again, in that thread, what was current before: not GPU 0, where another rank works."""
 
     def check() -> None:
-        if hvd.size() == 1:
-            return  # without NCCL
         with fake_gpu() as gpu:
             hvd.allreduce(gpu.ready(torch.ones(2)))
             on, threads = gpu.on, []
@@ -468,10 +466,9 @@ def refuse() -> FakeNccl:
     raise DeviceError("/lib/libnccl.so.2 is NCCL 2.4.8; expected at least 2.18.0.")
 
 
+@pytest.mark.ranks(at_least=2)
 def test_one_rank_cannot_load_nccl(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() == 1:
-            return
         with fake_gpu() as gpu:
             if hvd.rank() == 0:
                 hvdlite.api.world().devices.load = refuse
@@ -485,13 +482,12 @@ def test_one_rank_cannot_load_nccl(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("call", ["connect", "all_reduce"])
 def test_one_rank_cannot_start_nccl(ranks: Any, call: str) -> None:
     """The other ranks are inside of NCCL's own start, or of the first sum, and wait for it."""
 
     def check() -> None:
-        if hvd.size() == 1:
-            return
         library = FakeNccl()
         library.fail_at = call if hvd.rank() == 1 else ""
         with fake_gpu(library) as gpu:
@@ -503,10 +499,9 @@ def test_one_rank_cannot_start_nccl(ranks: Any, call: str) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_no_nccl_is_said_once(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() == 1:
-            return
         with fake_gpu(None) as gpu:
             if hvd.rank() == 0:
                 with pytest.warns(RuntimeWarning, match="go through host memory"):
@@ -581,10 +576,9 @@ def test_a_rank_that_leaves_ends_what_the_others_have_launched() -> None:
     assert isinstance(failure, PeerLeftError) and "rank 1 has left the job" in str(failure)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_the_order_of_making_channels_must_agree(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() == 1:
-            return
         with fake_gpu() as gpu:
             world = hvdlite.api.world()
             call = hvd.barrier if hvd.rank() else (lambda: world.group().device_collectives(gpu))

@@ -922,6 +922,7 @@ def test_what_cannot_be_captured(ranks: Any, monkeypatch: pytest.MonkeyPatch) ->
     ranks(check)
 
 
+@pytest.mark.ranks(at_most=1)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 @pytest.mark.parametrize("what", ["the step", "backward"])
 def test_under_the_compiler(ranks: Any, what: str) -> None:
@@ -929,8 +930,6 @@ def test_under_the_compiler(ranks: Any, what: str) -> None:
 
     @on_gpu
     def check(gpu: FakeDevice) -> None:
-        if hvd.size() > 1:
-            return  # torch compiles for one thread at a time
         model = copy.deepcopy(MODEL)
         optimizer = distributed(model, "sgd")
         compiled = torch.compile(model, backend="eager")

@@ -303,10 +303,9 @@ def test_compression_and_adasum(ranks: Any, op: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_a_process_set(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() < 2:
-            return
         some = hvd.add_process_set(range(hvd.size() - 1))
         if hvd.rank() < hvd.size() - 1:
             found = hvd.DistributedGradient(hvd.Sum, some)([np.float64([hvd.rank() + 1])])

@@ -369,11 +369,10 @@ def test_a_rank_that_has_joined_submits_nothing(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 def test_sets_are_joined_by_themselves(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size < 3:
-            return
         upper = hvd.add_process_set(range(1, size))
         if 0 < rank < size - 1:
             for _ in range(3):

@@ -59,14 +59,13 @@ class Recorder(keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not
 # The start
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("kind", ["sizes", "numbers"])
 def test_different_models_are_a_mismatch(ranks: Any, kind: str) -> None:
     """As where a model is built from data that has another shape on one rank."""
 
     def check() -> None:
         last = hvd.rank() == hvd.size() - 1
-        if hvd.size() == 1:
-            return
         features, layers = (4, 1) if last and kind == "sizes" else (3, 2) if last else (3, 1)
         model = keras.Sequential([keras.layers.Input((features,)), *(keras.layers.Dense(3) for _ in range(layers))])
         model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
@@ -99,13 +98,12 @@ def test_local_variables_stay(ranks: Any) -> None:
 # Metrics
 
 
+@pytest.mark.ranks(at_least=2)
 def test_metrics_are_those_of_all_samples(ranks: Any) -> None:
     """The ranks have different numbers of samples, in batches of different sizes; the last has no validation data."""
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         train = [slice(0, 10), slice(10, 17), slice(17, 40), slice(40, 64)][:size]
         test = [slice(0, 3), slice(3, 20), slice(20, 30), slice(30, 35)][: size - 1]
         w = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, use_bias=False)])
@@ -210,12 +208,11 @@ def test_warmup(ranks: Any, explicit: bool, capsys: pytest.CaptureFixture[str]) 
     assert printed.count("Epoch 3: the warm-up has reached a learning rate of") == (not UNDER_MPI or hvd.rank() == 0)
 
 
+@pytest.mark.ranks(3)
 def test_warmup_of_some_ranks(ranks: Any) -> None:
     """Ranks that are not in the set are neither asked nor counted."""
 
     def check() -> None:
-        if hvd.size() != 3:
-            return
         some = hvd.add_process_set([1, 2])
         if hvd.rank() > 0:
             callback = hvd.callbacks.LearningRateWarmupCallback(0.8, 1, process_set=some)
@@ -318,13 +315,12 @@ def batches(rank: int) -> Any:
     return tf.data.Dataset.from_tensor_slices((X[rows], Y[rows])).batch(8)
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("validate", [True, False])
 def test_ranks_with_different_numbers_of_batches(ranks: Any, validate: bool) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         model = linear(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9)), metrics=["mae"])
         if rank > 0:
             model.set_weights([START + rank])  # the start is rank 0's
@@ -387,6 +383,7 @@ def test_moving_statistics_of_uneven_data(ranks: Any, tmp_path: Path, library: s
     ranks(check)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*HDF5 file")
 def test_tf_keras(ranks: Any, tmp_path: Path) -> None:
     """The same callbacks in a model of Keras 2: uneven data, joint metrics, schedule with momentum correction, one file."""
@@ -394,8 +391,6 @@ def test_tf_keras(ranks: Any, tmp_path: Path) -> None:
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size != 2:
-            return
         optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.SGD(7.0, momentum=0.9))
         model = linear(optimizer, tf_keras, metrics=["mae"])
         if rank > 0:
@@ -573,10 +568,9 @@ def test_learning_rates_that_differ(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_data_of_different_kinds(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() == 1:
-            return
         last = hvd.rank() == hvd.size() - 1
         model = linear(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=True)
         for x, y, text in (

@@ -55,11 +55,10 @@ def same_everywhere(model: Any) -> bool:
 # A plain optimizer
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("how", ["plain", "text", "compiled again", "LossScaleOptimizer", "on one rank"])
 def test_a_plain_optimizer_is_refused(ranks: Any, how: str) -> None:
     def check() -> None:
-        if hvd.size() == 1:
-            return
         optimizer: Any = keras.optimizers.SGD(0.1)
         if how == "text":
             optimizer = "adam"
@@ -109,10 +108,9 @@ def test_a_program_that_exchanges_itself_is_let_pass(ranks: Any, how: str) -> No
     ranks(check)
 
 
+@pytest.mark.ranks(3)
 def test_other_ranks_than_the_callbacks_are_refused(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() != 3:
-            return
         some = hvd.add_process_set([0, 1])
         model = linear(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), process_set=some), run_eagerly=True)
         if hvd.rank() < 2:
@@ -192,6 +190,7 @@ def test_a_rank_that_counts_otherwise_looks_with_the_others() -> None:
 # Learning rates
 
 
+@pytest.mark.ranks(3)
 @pytest.mark.parametrize("package", ["keras", "tf_keras", "legacy", "eager"])
 @pytest.mark.parametrize(
     ("callback", "uneven"),
@@ -205,8 +204,6 @@ def test_learning_rates_that_differ(ranks: Any, callback: Any, package: str, une
     """Rates that each rank sets as an epoch begins: an error in the first step with them, before it changes anything."""
 
     def check() -> None:
-        if hvd.size() != 3:
-            return
         library: Any = importlib.import_module("keras" if package == "eager" else package.replace("legacy", "tf_keras"))
         kind = library.optimizers.legacy.SGD if package == "legacy" else library.optimizers.SGD
         model = linear(hvd.DistributedOptimizer(kind(0.1)), library, run_eagerly=package == "eager")
@@ -228,12 +225,11 @@ def test_learning_rates_that_differ(ranks: Any, callback: Any, package: str, une
     ranks(check)
 
 
+@pytest.mark.ranks(2)
 def test_rates_by_batches_may_end_an_epoch_apart(ranks: Any) -> None:
     """Where one rank has fewer batches. All have the rate of the last one then."""
 
     def check() -> None:
-        if hvd.size() != 2:
-            return
         model = linear(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5)))
         warmup = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
         fit(model, hvd.callbacks.Distributed(), warmup, epochs=2, rows=16 - 8 * hvd.rank())
@@ -243,10 +239,9 @@ def test_rates_by_batches_may_end_an_epoch_apart(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(2)
 def test_epochs_that_differ(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() != 2:
-            return
         for options in ({"initial_epoch": 2 * hvd.rank()}, {"epochs": 3 + hvd.rank()}):
             model = linear(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), run_eagerly=True)
             with pytest.raises(MismatchError, match="the ranks are in different epochs"):
@@ -286,12 +281,11 @@ def test_a_fit_without_steps_and_callbacks_that_are_used_again(ranks: Any) -> No
     ranks(check)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("eagerly", [True, False])
 def test_a_rank_without_data_and_metrics(ranks: Any, eagerly: bool) -> None:
     def check() -> None:
-        if hvd.size() != 2:
-            return
         model = linear(
             hvd.DistributedOptimizer(keras.optimizers.SGD(0.01)), run_eagerly=eagerly, metrics=["mae", "mse"]
         )
@@ -307,13 +301,12 @@ def test_a_rank_without_data_and_metrics(ranks: Any, eagerly: bool) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 def test_an_optimizer_that_only_one_rank_makes(ranks: Any) -> None:
     """To evaluate a model that it has loaded, say. Others are still known by where they are, after a rank had no data too."""
 
     def check() -> None:
-        if hvd.size() == 1:
-            return
         if hvd.rank() == 0:
             hvd.DistributedOptimizer(keras.optimizers.SGD(0.01))
         for number in range(2):
@@ -326,12 +319,11 @@ def test_an_optimizer_that_only_one_rank_makes(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(2)
 def test_tf_keras_legacy_optimizers_with_a_schedule(ranks: Any) -> None:
     import tf_keras
 
     def check() -> None:
-        if hvd.size() != 2:
-            return
         kind = tf_keras.optimizers.legacy.SGD
         decay = tf_keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
         model = linear(hvd.DistributedOptimizer(kind(decay)), tf_keras)

@@ -240,12 +240,11 @@ def train(wrap: Callable[[Any], Any], first: list[Any], rank: int, size: int) ->
     return model.get_weights(), history, recorder.rates
 
 
+@pytest.mark.ranks(2)
 def test_fit(ranks: Any) -> None:
     weights, history, rates = train(lambda optimizer: optimizer, [], 0, 1)
 
     def check() -> None:
-        if hvd.size() != 2:
-            return
         got = train(hvd.DistributedOptimizer, [hvd.callbacks.Distributed()], hvd.rank(), hvd.size())
         assert got[2] == pytest.approx(rates, rel=1e-5)
         for one, other in zip(got[1], history, strict=True):

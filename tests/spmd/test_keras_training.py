@@ -86,13 +86,12 @@ def assert_equal_everywhere(weights: np.ndarray) -> None:
     assert all(np.array_equal(weights, other) for other in hvd.allgather_object(weights))
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str) -> None:
     expected = single(kind)
 
     def check() -> None:
-        if hvd.size() == 1:  # fit takes seconds to begin, and one rank has little to show
-            return
         model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[kind]()))
         fit(model, hvd.rank(), hvd.size())
         assert distance(flat(model), expected) <= 1e-5
@@ -101,6 +100,7 @@ def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str) -> No
     ranks(check)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -114,8 +114,6 @@ def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str) -> No
 )
 def test_fit_with_other_settings(ranks: Any, kind: str, options: dict[str, Any]) -> None:
     def check() -> None:
-        if hvd.size() != 2:
-            return
         model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[kind]()), **options)
         fit(model, hvd.rank(), hvd.size())
         assert distance(flat(model), single(kind)) <= 1e-5
@@ -408,10 +406,9 @@ def test_mixed_float16(ranks: Any, wrap: str) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 def test_a_process_set_trains_alone(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() < 3:
-            return
         pair = hvd.add_process_set([0, hvd.size() - 1])
         if pair.included():
             variable = keras.Variable([0.0])
@@ -551,10 +548,9 @@ def test_bad_use(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_xla_is_refused(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() == 1:  # nothing is exchanged
-            return
         model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()), jit_compile=True)
         with pytest.raises(ArgumentError, match="jit_compile=False"):
             fit(model, hvd.rank(), hvd.size())
@@ -585,6 +581,7 @@ def test_different_models_are_a_mismatch(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_an_error_of_the_exchange_is_named(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: Any, *args: Any) -> None:
         raise HvdliteError("the network is gone")
@@ -592,8 +589,6 @@ def test_an_error_of_the_exchange_is_named(ranks: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(Reducer, "exchange", fail)
 
     def check() -> None:
-        if hvd.size() == 1:
-            return
         variable = tf.Variable([1.0])
         optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
         with pytest.raises(HvdliteError, match="the network is gone"):
@@ -621,6 +616,7 @@ def test_broadcast_variables(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_callback_gives_all_ranks_one_start(ranks: Any, trained: bool) -> None:
     """Weights and optimizer state come from the root; random numbers do not."""
@@ -633,8 +629,6 @@ def test_the_callback_gives_all_ranks_one_start(ranks: Any, trained: bool) -> No
 
     def check() -> None:
         rank, root = hvd.rank(), hvd.size() - 1
-        if hvd.size() == 1:
-            return
         model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["sgd"]()))
         model.set_weights([weight + (root - rank) for weight in weights])
         if rank == root and trained:  # as after load_model; the others' optimizers are not built yet

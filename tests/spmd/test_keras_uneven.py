@@ -83,15 +83,14 @@ def one_process(shares: list[Any], every: int, epochs: int) -> list[np.ndarray]:
     return [*model.first.get_weights(), *model.second.get_weights()]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("tape", [False, True], ids=["optimizers", "tapes"])
 @pytest.mark.parametrize("counts", [(0, 4), (4, 1)], ids=str)
 def test_two_optimizers_one_of_which_has_no_step_on_a_rank(ranks: Any, counts: tuple[int, int], tape: bool) -> None:
     """The second one steps in every third batch, so it makes its first step where the other rank has run out of data."""
 
     def check() -> None:
-        rank, size = hvd.rank(), hvd.size()
-        if size != 2:
-            return
+        rank = hvd.rank()
         shares = [np.arange(32 * r, 32 * r + 4 * count) for r, count in enumerate(counts)]
         model = Pair(3, (lambda each: each) if tape else hvd.DistributedOptimizer, tape)
         model.compile(run_eagerly=True)
@@ -109,6 +108,7 @@ def test_two_optimizers_one_of_which_has_no_step_on_a_rank(ranks: Any, counts: t
     ranks(check)
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "counts"),
     [
@@ -151,8 +151,6 @@ def test_optimizers_where_a_rank_has_fewer_batches(
 
     def check() -> None:
         rank = hvd.rank()
-        if hvd.size() != 2:
-            return
         shares = [slice(6 * r, 6 * r + 2 * count) for r, count in enumerate(counts)]
         model = make(hvd.DistributedOptimizer)
         data = tf.data.Dataset.from_tensor_slices((tokens[shares[rank]], targets[shares[rank]])).batch(2)
@@ -175,6 +173,7 @@ def test_optimizers_where_a_rank_has_fewer_batches(
     assert told == (loses and len(sizes) == 2 and (not UNDER_MPI or hvd.rank() == 0))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("held", [False, True], ids=["alone", "after another"])
 def test_the_rank_that_went_furthest_counts(ranks: Any, monkeypatch: pytest.MonkeyPatch, held: bool) -> None:
     """The third batch of one rank is only added up, so it may be there first and wait for the other one, which had two.
@@ -193,8 +192,6 @@ def test_the_rank_that_went_furthest_counts(ranks: Any, monkeypatch: pytest.Monk
 
     def check() -> None:
         rank = hvd.rank()
-        if hvd.size() != 2:
-            return
         variable = keras.Variable(np.ones(1, np.float32))
         earlier = hvd.DistributedOptimizer(keras.optimizers.SGD())
         for _ in range(10 * held):

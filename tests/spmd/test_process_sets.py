@@ -15,11 +15,10 @@ from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.protocols import TensorInfo
 
 
+@pytest.mark.ranks(at_least=2)
 def test_overlapping_sets_at_the_same_time(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size < 2:
-            return
         # Every pair of neighbours, in a ring: each rank is in two of them (three ranks), or in the one pair (two).
         pairs = [
             hvd.add_process_set(pair)
@@ -140,13 +139,12 @@ def test_groups_of_equal_ranks_exist_side_by_side(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_a_group_beside_a_process_set(ranks: Any) -> None:
     """Only `add_process_set` refuses equal ranks, as Horovod's does; and it minds only what it has added."""
 
     def check() -> None:
         last = [hvd.size() - 1]
-        if hvd.size() == 1:
-            return
         mine = hvd.new_group(last)
         added = hvd.add_process_set(last)
         another = hvd.new_group(last)

@@ -328,13 +328,12 @@ def test_a_failure_in_a_session_has_our_text(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.skipif(UNDER_MPI, reason="ends the job")
 def test_functions_that_wait_for_each_other(ranks: Any) -> None:
     """One in an exchange of gradients, one in an operation: the threads of the program are inside of TensorFlow meanwhile."""
 
     def check() -> None:
-        if hvd.size() == 1:
-            return
         exchange = GradientExchange(Options())
         variable = tf.Variable([1.0])
         step = tf.function(lambda: exchange.combine([variable], [tf.ones(1)]), autograph=False)

@@ -364,12 +364,11 @@ def test_slices(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 @pytest.mark.parametrize("mode", MODES)
 def test_in_a_process_set(ranks: Any, mode: str) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size < 3:
-            return
         pair = hvd.add_process_set([0, size - 1])
         number = pair.process_set_id
         if pair.included():
@@ -553,12 +552,11 @@ WRONG: dict[str, tuple[Callable[[int], Any], str]] = {
 }
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("mode", MODES)
 def test_what_does_not_belong_together_fails_everywhere(ranks: Any, mode: str) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         hvd.barrier()  # a thread of the program has used hvdlite, and waits for TensorFlow's then
         for case, (call, text) in WRONG.items():
             if mode == "session" and case == "names":

@@ -77,27 +77,23 @@ def alone(library: Any, kind: str, normalized: bool) -> dict[str, np.ndarray]:
     return everything(make_model(library, CASES[kind](library), normalized=normalized), 4)
 
 
+@pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(("kind", "normalized"), [("clipped", True), ("accumulated", False)])
 def test_keras_does_what_one_process_does(ranks: Any, kind: str, normalized: bool) -> None:
     """20 steps: 4 epochs of 5 batches, the last one uneven."""
-    sizes = {"clipped": {2} if UNDER_MPI else {3}, "accumulated": {2}}
-    check_everything(ranks, sizes[kind], keras, kind, normalized)
+    check_everything(ranks, keras, kind, normalized)
 
 
+@pytest.mark.ranks(2)
 def test_tf_keras_does_what_one_process_does(ranks: Any) -> None:
     tf_keras = pytest.importorskip("tf_keras")
-    check_everything(ranks, {2}, tf_keras, "clipped", False)
+    check_everything(ranks, tf_keras, "clipped", False)
 
 
-def check_everything(ranks: Any, sizes: set[int], library: Any, kind: str, normalized: bool) -> None:
-    """It takes seconds, so only ranks of some numbers do it."""
-    if UNDER_MPI and hvd.size() not in sizes:
-        return
+def check_everything(ranks: Any, library: Any, kind: str, normalized: bool) -> None:
     expected = alone(library, kind, normalized)
 
     def check() -> None:
-        if hvd.size() not in sizes:
-            return
         strategy = Strategy()
         with strategy.scope():
             model = make_model(library, CASES[kind](library), normalized=normalized)
@@ -152,6 +148,7 @@ def make_metrics(labels: str) -> list[Any]:
     ]
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*lower than 2")
 @pytest.mark.parametrize("labels", ["bits", "classes"])
 def test_metrics_are_those_of_all_rows(ranks: Any, labels: str) -> None:
@@ -167,13 +164,9 @@ def test_metrics_are_those_of_all_rows(ranks: Any, labels: str) -> None:
         found: dict[str, Any] = model.evaluate(X[:rows], y, batch_size=7, verbose=0, return_dict=True)
         return {name.rstrip("_0123456789"): np.asarray(value) for name, value in found.items()}
 
-    if UNDER_MPI and hvd.size() != 2:
-        return
     expected = evaluate()
 
     def check() -> None:
-        if hvd.size() != 2:
-            return
         with Strategy().scope():
             found = evaluate()
         assert found.keys() == expected.keys()
@@ -236,6 +229,7 @@ def test_a_loop_of_ones_own(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(2)
 def test_what_is_built_in_the_first_step(ranks: Any) -> None:
     """A program in the manner of TensorFlow's tutorials: the chief by its task, a model and an optimizer built by `run`."""
 
@@ -271,13 +265,9 @@ def test_what_is_built_in_the_first_step(ranks: Any) -> None:
                 total += float(distributed_step(batch))
         return flat(model), total, float(accuracy.result())
 
-    if UNDER_MPI and hvd.size() != 2:
-        return
     weights, total, accuracy = program(tf.distribute.get_strategy(), 0)
 
     def check() -> None:
-        if hvd.size() != 2:
-            return
         strategy = Strategy()
         found, loss, share = program(strategy, 100 * hvd.rank())
         assert distance(found, weights) <= 1e-4

@@ -160,12 +160,11 @@ def trained_by_one() -> np.ndarray:
     return train(0, 1, keras.layers.BatchNormalization, lambda tape: tape)
 
 
+@pytest.mark.ranks(at_most=3)
 def test_training_equals_one_process_on_the_joined_batch(ranks: Any) -> None:
     expected = trained_by_one()
 
     def check() -> None:
-        if hvd.size() > 3:  # it takes time to trace, and three ranks show as much
-            return
         got = train(hvd.rank(), hvd.size(), hvd.SyncBatchNormalization, hvd.DistributedGradientTape)
         assert np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
 
@@ -214,10 +213,9 @@ def test_tf_keras(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 def test_a_process_set(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() < 3:
-            return
         pair = hvd.add_process_set([0, hvd.size() - 1])
         if pair.included():
             layer = hvd.SyncBatchNormalization(momentum=0.0, process_set=pair)

@@ -92,6 +92,7 @@ def trained_in_session(passes: int) -> np.ndarray:
     return train_in_session(joined(passes), lambda optimizer: optimizer)[0]
 
 
+@pytest.mark.ranks(at_most=3)
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_session(ranks: Any, passes: int) -> None:
     expected = trained_in_session(passes)
@@ -101,8 +102,6 @@ def test_a_session(ranks: Any, passes: int) -> None:
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size > 3:  # it takes time to build graphs, and three ranks show as much
-            return
         batches = shares(rank, size)
         # A branch can write to resources only (unless TensorFlow 2's behaviour is switched off).
         wrap = functools.partial(hvd.DistributedOptimizer, **options)
@@ -184,6 +183,7 @@ def trained_with_tf_keras(kind: str, passes: int) -> np.ndarray:
     return train_tf_keras(kind, True, passes, joined(passes), lambda optimizer: optimizer)[0]
 
 
+@pytest.mark.ranks(at_most=3)
 @pytest.mark.parametrize(
     ("kind", "graph", "passes"), [("new", True, 1), ("new", False, 2), ("legacy", False, 1), ("legacy", True, 2)]
 )
@@ -192,8 +192,6 @@ def test_optimizers_of_tf_keras(ranks: Any, kind: str, graph: bool, passes: int)
     options = {} if passes == 1 else {"backward_passes_per_step": passes, "average_aggregated_gradients": True}
 
     def check() -> None:
-        if hvd.size() > 3:  # as above
-            return
         wrap = functools.partial(hvd.DistributedOptimizer, **options)
         weights, iterations = train_tf_keras(kind, graph, passes, shares(hvd.rank(), hvd.size()), wrap)
         assert_close(weights, expected)

@@ -250,11 +250,10 @@ def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another(ranks: Any) 
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 @every_way
 def test_a_process_set_is_removed_while_an_optimizer_uses_it(ranks: Any, options: Any) -> None:
     def check() -> None:
-        if hvd.size() == 1:
-            return
         members = hvd.add_process_set([0, 1]) if hvd.size() > 2 else hvd.add_process_set([0])
         optimizer, parameter = None, ones(40)
         if members.included():

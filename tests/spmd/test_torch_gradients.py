@@ -162,11 +162,10 @@ def test_gradients_of_gradients(ranks: Any, case: str) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 def test_in_a_process_set(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size < 3:
-            return
         pair = hvd.add_process_set([0, size - 1])
         if pair.included():
             x = torch.full((2,), float(rank + 1), dtype=torch.float64).requires_grad_()
@@ -269,10 +268,9 @@ def test_with_a_rank_that_has_joined(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_a_rank_that_joins_too_early(ranks: Any) -> None:
     def check() -> None:
-        if hvd.size() == 1:
-            return
         gathered = hvd.allgather(torch.ones(2, requires_grad=True))
         if hvd.rank():
             with pytest.raises(ArgumentError, match="join after the backward pass"):

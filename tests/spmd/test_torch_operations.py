@@ -241,13 +241,12 @@ def test_broadcast(ranks: Any, form: str) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 def test_a_root_is_a_rank_of_the_job(ranks: Any) -> None:
     """In a process set too, as in Horovod; the core counts within the set."""
 
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size < 3:
-            return
         upper = hvd.add_process_set([1, size - 1])
         if upper.included():
             for root in upper.ranks:

@@ -69,11 +69,10 @@ def test_the_gradient_of_an_embedding(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 def test_in_a_process_set(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size < 3:
-            return
         pair = hvd.add_process_set([0, size - 1])
         if pair.included():
             x = torch.eye(3).to_sparse() * (rank + 1)
@@ -96,11 +95,10 @@ def test_several_in_any_order(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
 def test_tensors_that_do_not_belong_together(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
-        if size == 1:
-            return
         for mine in (
             torch.ones(3 + rank, 2).to_sparse(),  # shapes that an allgather of entries would not see
             torch.ones((3,) * (1 + min(rank, 1))).to_sparse(),

@@ -355,11 +355,10 @@ def test_groups_and_frozen_parameters_may_change(ranks: Any, options: Any) -> No
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=3)
 @every_way
 def test_a_process_set_trains_alone(ranks: Any, options: Any) -> None:
     def check() -> None:
-        if hvd.size() < 3:
-            return
         pair = hvd.add_process_set([0, hvd.size() - 1])
         if pair.included():
             parameter = torch.nn.Parameter(torch.zeros(1))
