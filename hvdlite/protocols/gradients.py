@@ -44,7 +44,7 @@ class Exchange(Protocol):
     def passes(self) -> Mapping[Hashable, int]: ...
 
     def keep(self) -> object:
-        """Return an object that keeps the exchange alive while the caller holds the object; None if the exchange was dropped."""
+        """Return an object that keeps the exchange alive while the caller holds it; None if the exchange was dropped."""
         ...
 
     def release(self) -> None:

@@ -56,7 +56,8 @@ class Distributed:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context manager: backward passes in its body are not the last ones before `step`.
 
-        The gradients of such passes need not be copied. This is not needed for a right result: `step` combines gradients, however many passes there were.
+        The gradients of such passes need not be copied. The result is right without this too: `step` combines gradients,
+        however many passes there were.
         """
         return self._hvdlite_driver.quiet()
 
