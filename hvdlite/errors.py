@@ -30,7 +30,7 @@ class NotInitializedError(HvdliteError, ValueError):
         This is no constructor, because pickle, Keras and TensorFlow make exceptions again from their text alone.
         """
         text = f"hvdlite.{call} needs hvdlite.init() first: call it once at the start of the program."
-        if "horovod" in sys.modules:  # whose programs look for its words
+        if "horovod" in sys.modules:  # programs for Horovod look for Horovod's words
             text = f"Horovod has not been initialized; use hvd.init(). ({text})"
         return cls(text)
 

@@ -70,7 +70,7 @@ def DistributedOptimizer(
         backward_passes_per_step: The largest number of calls of `backward` before `step`; more raise an error. 1 allows any
             number. Gradients add up over the passes, so divide the loss.
         op: Average, Sum, or Adasum (see `hvdlite_torch.sync.adasum`).
-        gradient_predivide_factor: With compression and Average: gradients are divided by it before they are compressed, and
+        gradient_predivide_factor: With compression and Average, gradients are divided by this before they are compressed, and
             multiplied by it in the end, so that sums fit into the smaller dtype. Without compression it changes nothing.
         num_groups: The same as an int for `groups`.
         groups: An argument of Horovod's. It is checked and has no effect: all gradients travel together anyway.
@@ -78,11 +78,11 @@ def DistributedOptimizer(
         process_set: The ranks that take part; all by default.
         shard: Whether each rank steps its shard of the parameters only, and holds only that shard of the optimizer's state:
             less time, less memory, the same result. `hvdlite_torch.sync.host_sharded` says what differs. Use True for an
-            optimizer of torch, and "parameters" for any other that steps each parameter by itself, as if there were no others.
+            optimizer of torch, and "parameters" for any other that steps each parameter independently of the others.
         overlap: Whether gradients travel while the backward pass goes on (see `hvdlite.gradients.overlap`). None means: where
             each rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". For parameters on a GPU, None means:
             always, if nothing changes gradients between the last backward pass and `step`; see docs/gpu.md.
-        max_grad_norm: The combined gradients are clipped, so that their norm over all parameters is at most this.
+        max_grad_norm: The combined gradients are clipped to at most this norm over all parameters; None does not clip.
         aggregator: Combines gradients in your way: `hvdlite_torch.Aggregator` has the one method that it needs. If it has
             ``state_dict()``, its state is a part of the optimizer's. The parameters must be in host memory.
 
@@ -118,7 +118,7 @@ def DistributedOptimizer(
     kind = Sharded if shard else Distributed if aggregator is None else Aggregating
     add_to_class(optimizer, kind, step=guarded(plain.step))
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        # It never called torch's constructor, as some versions of Lookahead: torch completes it as one that it unpickles.
+        # Some optimizers (versions of Lookahead) never call torch's constructor. torch completes them like unpickled ones.
         vars(optimizer).setdefault("defaults", {})
         torch.optim.Optimizer.__setstate__(optimizer, {})
     optimizer._hvdlite_driver = driver  # type: ignore[attr-defined]

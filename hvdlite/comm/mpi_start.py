@@ -62,7 +62,7 @@ def _load(environ: os._Environ[str]) -> bool:
     if ours:
         mpi4py.rc.finalize = False
     quiet = not any(variable in environ for variable in (*_ALONE, _SM))
-    if quiet:  # alone, it would make a file of 16 MiB in /dev/shm, and leave it there when it is killed
+    if quiet:  # else a single process would make a file of 16 MiB in /dev/shm, which stays if the process is killed
         environ[_SM] = "^sm"
     try:
         import mpi4py.MPI

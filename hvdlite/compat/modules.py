@@ -96,7 +96,7 @@ def _explain(module: str) -> Callable[[str], Any]:
 
 
 def _file_of(entry: Module) -> str:
-    """Return the path of hvdlite's module behind it, as ``__file__``.
+    """Return the ``__file__`` of a module of Horovod: the path of hvdlite's module that has its names.
 
     The path is made without importing that module: its framework may load slowly, or may not be installed.
     """

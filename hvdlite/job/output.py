@@ -22,7 +22,7 @@ _FULL = 1 << 22  # if a slow reader leaves more bytes waiting, the ranks wait fo
 _LONGEST_KEPT = 1 << 24  # an incomplete line with more bytes is shown as it comes
 _LONGEST_REDRAWN = 1 << 12
 _BULK = 1 << 12  # so many bytes at once are no progress bar, so their line gets more time to end
-_BULK_SECONDS = 2.0  # that time
+_BULK_SECONDS = 2.0  # the time that such a line gets to end
 
 
 class Sink:

@@ -205,7 +205,7 @@ class Controller:
     def _decide(self, complete: Mapping[Key, Report]) -> list[Decision]:
         known: dict[Key, tuple[int, int]] = {}
         new: list[Key] = []
-        signatures: dict[Key, Signature] = {}  # of the operations that ranks which have joined did not submit
+        signatures: dict[Key, Signature] = {}  # for operations that joined ranks did not submit
         failures = []
         for key, report in complete.items():
             if isinstance(report, dict):

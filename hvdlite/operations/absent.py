@@ -1,7 +1,7 @@
 """The tensors of a rank that has joined: they have a dtype and a shape, and no values.
 
-A reduction takes its neutral element for their values (`Reduction.neutral`). Every other operation reads zeros. Results that
-are written to them are dropped.
+A reduction uses its neutral element as their values (`Reduction.neutral`). Every other operation reads zeros. A result that is
+written to such a tensor is dropped.
 """
 
 from __future__ import annotations

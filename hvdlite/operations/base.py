@@ -25,7 +25,7 @@ _TENSORS_SHOWN = 4
 
 
 def describe(signature: Signature, start: int = 0) -> str:
-    """Return a signature in words, for errors. Of a long list of tensors it shows a few, from number `start` on."""
+    """Return a signature in words, for errors. The text shows only a few of many tensors, from number `start` on."""
     kind, tensors, arguments = signature
     shown = [f"{dtype}({', '.join('*' if n is None else str(n) for n in shape)})" for dtype, shape in tensors]
     if len(shown) > _TENSORS_SHOWN:

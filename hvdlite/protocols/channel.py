@@ -1,4 +1,4 @@
-"""The contract of messages between two ranks of a group whose waits have an owner."""
+"""The contract of messages between two ranks of a group. Every wait for a message has an owner."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Channel(Protocol):
         ...
 
     def guarded(self, what: str, kind: WaitKind = WaitKind.PEER) -> AbstractContextManager[None]:
-        """Return a context manager that describes the waits of this thread inside of it, on requests of this channel.
+        """Return a context manager that describes the waits of this thread in its body, on requests of this channel.
 
         Args:
             what: What the thread waits for, in words, for reports and errors.

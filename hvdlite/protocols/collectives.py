@@ -11,8 +11,8 @@ from hvdlite.protocols.types import Array, ReduceOp
 class Collectives(Protocol):
     """Operations of a whole group on flat arrays. All ranks make the same calls in the same order.
 
-    These operations have no names and no negotiation. `op` is never AVERAGE: an average is a sum and a division, and the caller
-    divides. Nor is it ADASUM, which must know where each tensor ends (`hvdlite.algorithms.adasum`).
+    These operations have no names and no negotiation. `op` is never AVERAGE: the caller divides a sum instead. `op` is
+    never ADASUM, because Adasum must know where each tensor ends (`hvdlite.algorithms.adasum`).
     """
 
     @property
@@ -50,7 +50,7 @@ class Collectives(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Return when every rank has called this method."""
         ...
 
     def duplicate(self) -> Collectives:

@@ -1,4 +1,4 @@
-"""A kind of device: its memory and its streams."""
+"""The contract of an accelerator: its memory and its streams."""
 
 from __future__ import annotations
 
@@ -10,237 +10,239 @@ from hvdlite.protocols.types import Array
 
 
 class Stream(Protocol):
-    """A queue of work on a device. What is on one stream is done in its order; streams wait for each other by events only."""
+    """A queue of work on a device. Work on one stream is done in order. Two streams wait for each other only by events."""
 
     @property
     def handle(self) -> int:
-        """The driver's handle of it (``cudaStream_t``), for libraries such as NCCL."""
+        """The driver's handle of the stream (``cudaStream_t``), for libraries such as NCCL."""
         ...
 
     def record(self) -> Any:
-        """An event: it happens when all that is on this stream by now has been done."""
+        """Return an event that happens when all work that is on this stream now has been done."""
         ...
 
     def wait(self, event: Any) -> None:
-        """Let what is put on this stream from now on begin after `event`. The host does not wait."""
+        """Let later work on this stream begin only after `event`. The host does not wait."""
         ...
 
     def synchronize(self) -> None:
-        """Let the host wait until all that is on this stream has been done."""
+        """Let the host wait until all work on this stream has been done."""
         ...
 
 
 class HostMirror(Protocol):
-    """A few numbers in host memory that a device copies its own to, while the host goes on.
+    """A few numbers in host memory. A device copies a tensor to them while the host goes on.
 
     Attributes:
-        values: Shape ``(count,)``, float64: zeros at first.
+        values: The numbers: float64, shape ``(count,)``, zeros at first.
     """
 
     @property
     def values(self) -> Array: ...
 
     def take(self, tensor: Any) -> None:
-        """Begin to copy a tensor like `values` there, on the current stream. The host does not wait."""
+        """Begin to copy a tensor of the dtype and shape of `values` to them, on the current stream. The host does not wait."""
         ...
 
 
 class Device(Protocol):
-    """The memory of one accelerator, and the streams that work on it, as a framework has them.
+    """The memory and the streams of one accelerator, by way of a framework.
 
-    Its tensors are the framework's own. Methods that compute or copy put that on the stream that is current in the calling
-    thread (`on`) and return at once, if they do not say otherwise; tensors that they make belong to that stream. Dtypes are
-    names as in `TensorInfo`, and ``"float8_e4m3fn"`` and ``"float8_e5m2"``.
+    The tensors are the framework's own. A method that computes or copies puts this work on the current stream of the calling
+    thread (see `on`) and returns at once, unless its description says that the host waits. A new tensor belongs to that stream.
+    A dtype is given by its name: a name of `TensorInfo`, or ``"float8_e4m3fn"`` or ``"float8_e5m2"``.
     """
 
     @property
     def kind(self) -> str:
-        """What must be the same on all ranks: ``"cuda"`` (AMD's too)."""
+        """The kind of the accelerator, which must be the same on all ranks: ``"cuda"``, also for AMD's GPUs."""
         ...
 
     @property
     def library(self) -> str:
-        """Whose tensors its are: ``"torch"`` or ``"cupy"``."""
+        """The framework of the tensors: ``"torch"`` or ``"cupy"``."""
         ...
 
     @property
     def index(self) -> int:
-        """The number by which the framework knows it."""
+        """The framework's number of the accelerator."""
         ...
 
     @property
     def identity(self) -> str:
-        """What no other accelerator of this host has, whatever each process calls it."""
+        """A text that no other accelerator of this host has. It is the same in all processes, whatever number they use."""
         ...
 
     @property
     def visible(self) -> int:
-        """How many of its kind this process sees."""
+        """The number of accelerators of this kind that this process sees."""
         ...
 
     def current(self) -> Stream:
-        """The stream on which the calling thread works."""
+        """Return the stream on which the calling thread works."""
         ...
 
     def side(self) -> Stream:
-        """A new stream of high priority."""
+        """Return a new stream of high priority."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[None]:
-        """For a with statement: the calling thread works on this device and on `stream`."""
+        """Return a context manager in which the calling thread works on this device and on `stream`."""
         ...
 
     def keep(self, tensor: Any, stream: Stream) -> None:
-        """Do not give away the memory of `tensor` before what is on `stream` now has been done. Called once that is there."""
+        """Keep the memory of `tensor` until all work that is on `stream` at the time of this call has been done."""
         ...
 
     def pointer(self, tensor: Any) -> int:
-        """The address of the first element of a contiguous tensor."""
+        """Return the address of the first element of a contiguous tensor."""
         ...
 
     def dtype(self, tensor: Any) -> str:
-        """The name of the dtype of a tensor."""
+        """Return the name of the dtype of a tensor."""
         ...
 
     def count(self, tensor: Any) -> int:
-        """The number of elements of a tensor."""
+        """Return the number of elements of a tensor."""
         ...
 
     def is_plain(self, tensor: Any) -> bool:
-        """Whether the elements of a tensor lie side by side, as its values: what works on addresses can use it as it is."""
+        """Return whether the memory of a tensor holds its values side by side, so that a library can use it by its address."""
         ...
 
     def empty(self, shape: Sequence[int], dtype: str) -> Any:
-        """A new contiguous tensor without values.
+        """Return a new contiguous tensor whose values are not set.
 
         Raises:
-            Exception: The framework's own, if there is no memory.
+            Exception: There is no memory. The exception is the framework's own.
         """
         ...
 
     def flat(self, tensor: Any) -> Any:
-        """`tensor` with one dimension and its elements side by side: a view if it can be, else a copy."""
+        """Return the elements of `tensor` side by side in one dimension: a view if possible, else a copy."""
         ...
 
     def shaped(self, tensor: Any, shape: Sequence[int]) -> Any:
-        """A contiguous tensor in another shape, as a view."""
+        """Return a view of a contiguous tensor in another shape."""
         ...
 
     def view(self, tensor: Any, dtype: str) -> Any:
-        """The bytes of a flat contiguous tensor as elements of another dtype: a view."""
+        """Return a view of the bytes of a flat contiguous tensor as elements of another dtype."""
         ...
 
     def cast(self, tensor: Any, dtype: str) -> Any:
-        """The values of a tensor in another dtype: a new tensor."""
+        """Return a new tensor with the values of `tensor`, cast to another dtype."""
         ...
 
     def copy(self, source: Any, into: Any) -> None:
-        """Overwrite the values of `into` with those of `source`, of equal shape, cast to its dtype."""
+        """Overwrite `into` with the values of `source`, cast to the dtype of `into`. The shapes are equal."""
         ...
 
     def pack(self, tensors: Sequence[Any], into: Any) -> None:
-        """Copy tensors of any shapes one after the other into a flat one of the same dtype."""
+        """Copy tensors of any shapes, one after the other, into a flat tensor of the same dtype."""
         ...
 
     def unpack(self, flat: Any, tensors: Sequence[Any]) -> None:
-        """Copy a flat tensor back into tensors of any shapes (which need not be contiguous): the reverse of `pack`."""
+        """Copy a flat tensor into tensors of any shapes, contiguous or not. This is the reverse of `pack`."""
         ...
 
     def fill(self, tensor: Any, value: float) -> None:
-        """Give every element the same value."""
+        """Set every element to `value`."""
         ...
 
     def scale(self, tensor: Any, factor: float) -> None:
-        """Multiply floating-point (or complex) elements in place."""
+        """Multiply floating-point or complex elements by `factor`, in place."""
         ...
 
     def divide(self, tensor: Any, divisor: int) -> None:
-        """Divide in place; integers are rounded down, as ``//`` does."""
+        """Divide the elements by `divisor`, in place. Integers are rounded down, as ``//`` does."""
         ...
 
     def to_host(self, tensor: Any) -> Array:
-        """The values of a flat tensor in (pinned) host memory of its own; bfloat16 as its bits in uint16. The host waits."""
+        """Copy a flat tensor to a new array in (pinned) host memory; bfloat16 becomes its bits in uint16. The host waits."""
         ...
 
     def from_host(self, array: Array, tensor: Any) -> None:
-        """Overwrite a flat tensor with what `to_host` gave. `array` may be changed when the call returns."""
+        """Overwrite a flat tensor with an array in the form of `to_host`. The caller may change `array` afterwards."""
         ...
 
-    # What gradients in flat memory need besides
+    # For gradients in flat memory
 
     @property
     def place(self) -> str:
-        """How the framework writes it, such as ``"cuda:0"``, for messages."""
+        """The framework's name of the accelerator for messages, such as ``"cuda:0"``."""
         ...
 
     @property
     def no_memory(self) -> type[Exception]:
-        """What the framework raises where there is no memory."""
+        """The class of the exception that the framework raises if there is no memory."""
         ...
 
     def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph, so that nothing can be asked about it."""
+        """Return whether the current stream is being captured into a graph. No event can be queried during a capture."""
         ...
 
     def is_over(self, event: Any) -> bool:
-        """Whether what `Stream.record` has returned has happened. The host does not wait."""
+        """Return whether an event of `Stream.record` has happened. The host does not wait."""
         ...
 
     def mirror(self, count: int) -> HostMirror:
-        """A new mirror of `count` numbers, in page-locked memory."""
+        """Return a new mirror of `count` numbers, in page-locked memory."""
         ...
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
-        """As `empty`, with zeros in it."""
+        """Return a new contiguous tensor of zeros. The errors are those of `empty`."""
         ...
 
     def strided(self, flat: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
-        """A flat contiguous tensor as a view of another shape; `strides` are in elements and leave no gap."""
+        """Return a view of a flat contiguous tensor in another shape. `strides` are in elements and leave no gaps."""
         ...
 
     def is_same(self, one: Any, other: Any) -> bool:
-        """Whether two tensors are the same elements in the same order: memory, shape, strides and dtype."""
+        """Return whether two tensors have the same memory, shape, strides and dtype."""
         ...
 
     def version(self, tensor: Any) -> int:
-        """Another number after somebody has written into the memory of `tensor` by the framework's operations, if it counts
-        these; else always 0."""
+        """Return a number that changes when an operation of the framework writes to the memory of `tensor`.
+
+        The number is always 0 if the framework does not count writes.
+        """
         ...
 
     def allocation(self, tensor: Any) -> int:
-        """The address where the memory begins that a tensor is a part of."""
+        """Return the address of the beginning of the allocation in which a tensor lies."""
         ...
 
     def users(self, tensor: Any) -> int:
-        """How many tensors, and things made of them, have the memory of `tensor`, and maybe some more, always as many."""
+        """Return how many tensors, and objects made of tensors, use the memory of `tensor`, plus maybe a constant."""
         ...
 
     def alias(self, tensor: Any) -> Any:
-        """Another tensor object with the memory of `tensor`, one more of its users."""
+        """Return another tensor object on the memory of `tensor`. It counts as one more of the `users`."""
         ...
 
     def copy_all(self, sources: list[Any], into: list[Any]) -> None:
-        """`copy` each of at least one tensor; with few launches, whatever their number."""
+        """Apply `copy` to each pair of tensors, at least one pair. The number of launches is small for any number of pairs."""
         ...
 
     def clear_all(self, tensors: list[Any]) -> None:
-        """Overwrite at least one tensor with zeros; with few launches, whatever their number."""
+        """Overwrite one or more tensors with zeros. The number of launches is small for any number of tensors."""
         ...
 
     def add(self, source: Any, into: Any) -> None:
-        """Add the values of `source` to those of `into`, of equal shape and dtype."""
+        """Add `source` to `into`, in place. The shapes and dtypes are equal."""
         ...
 
     def scale_into(self, source: Any, factor: float, into: Any) -> None:
-        """Overwrite the values of `into` with those of `source`, of equal shape, times `factor`, cast to its dtype."""
+        """Overwrite `into` with the values of `source` times `factor`, cast to the dtype of `into`. The shapes are equal."""
         ...
 
     def scale_by_ratio(self, tensor: Any, numerator: Any, denominator: Any, room: Any) -> None:
-        """Multiply in place by a number that only the device knows.
+        """Multiply a tensor by ``numerator / denominator``, in place. The host never sees this ratio.
 
         Args:
-            tensor: Floating-point or complex.
-            numerator, denominator: Shape (), float64.
-            room: Shape (), of the dtype of `tensor`, or of its real part; is overwritten with the number.
+            tensor: A floating-point or complex tensor.
+            numerator, denominator: Tensors on the device: float64, shape ``()``.
+            room: A tensor of shape ``()`` that is overwritten with the ratio. Its dtype is the real dtype of `tensor`.
         """
         ...

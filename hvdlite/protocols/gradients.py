@@ -13,7 +13,7 @@ class Plan(NamedTuple):
         chunk_bytes: The number of bytes of each rank that are summed at a time, so that they stay in a core's cache.
         message_bytes: The number of bytes of a message between hosts.
         buckets: For each bucket the indices of its tensors, in the order of exchange. Empty for one bucket with all tensors.
-        lend: If it is not 0, results lie apart from gradients, and a framework may keep the results of this many exchanges.
+        lend: The number of exchanges whose results a framework may keep. If not 0, results lie apart from gradients.
         spare: True if each rank has a second buffer for results, which is used while the program holds the first.
     """
 
@@ -44,7 +44,7 @@ class Exchange(Protocol):
     def passes(self) -> Mapping[Hashable, int]: ...
 
     def keep(self) -> object:
-        """Return an object that keeps this one alive as long as the caller holds it; None if it has been dropped already."""
+        """Return an object that keeps the exchange alive while the caller holds it; None if the exchange was dropped."""
         ...
 
     def release(self) -> None:

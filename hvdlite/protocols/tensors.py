@@ -55,7 +55,7 @@ class TensorAdapter(Protocol[T]):
 
 
 class HalfConverter(Protocol):
-    """Arithmetic on float16, or on bfloat16 as bits in uint16, by way of float32. All arrays are flat and of equal length."""
+    """Arithmetic in float32 on float16, or on bfloat16 as bits in uint16. All arrays are flat and of equal length."""
 
     def widen(self, half: Array, wide: Array) -> None:
         """Copy 16-bit values to float32."""

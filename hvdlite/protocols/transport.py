@@ -37,7 +37,7 @@ class Request(Protocol):
     def wait(self) -> None:
         """Wait until `test` returns True. The errors are those of `test`.
 
-        The wait on a request of a `Transport` has no owner, like `Transport.recv`. That of a `Channel` has the watchdog.
+        The watchdog owns a wait on a request of a `Channel`. A wait on a request of a `Transport` has no owner, like `recv`.
         """
         ...
 
@@ -45,8 +45,8 @@ class Request(Protocol):
         """Give up a receive.
 
         Returns:
-            True if the receive is over without a message. False if its message is there already, and for every send: a sent
-            message cannot be called back.
+            True if the receive is over without a message. False if its message has arrived already. False for every send,
+            because a sent message cannot be called back.
         """
         ...
 
@@ -72,7 +72,7 @@ class Transport(Protocol):
 
     @property
     def medium(self) -> str:
-        """The name of what carries the messages, for people, such as "Open MPI v5.0.11"."""
+        """The name of the medium of the messages for people to read, such as "Open MPI v5.0.11"."""
         ...
 
     def send(self, data: Array, dest: int) -> None:

@@ -12,7 +12,7 @@ Array = NDArray[Any]
 
 
 class ReduceOp(enum.Enum):
-    """How the values of the ranks become one."""
+    """The operation that combines the values of all ranks."""
 
     SUM = "sum"
     AVERAGE = "average"

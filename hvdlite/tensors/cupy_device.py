@@ -18,12 +18,12 @@ from hvdlite.tensors.held import Held
 
 
 class CupyStream:
-    """A stream of CuPy's.
+    """A stream of CuPy as `hvdlite.protocols.Stream`.
 
     Args:
-        raw: The stream.
-        gpu: For a with statement: its GPU is the thread's current one. On that CuPy makes events, and of that is the default
-            stream.
+        raw: CuPy's stream.
+        gpu: Returns a context manager in which the stream's GPU is the thread's current GPU. CuPy makes events on the current
+            GPU, and its default stream is that of the current GPU.
     """
 
     def __init__(self, raw: Any, gpu: Callable[[], Any]) -> None:
@@ -47,10 +47,10 @@ class CupyStream:
 
 
 class CupyMirror:
-    """As `hvdlite.protocols.HostMirror`.
+    """A `hvdlite.protocols.HostMirror` in memory of CuPy.
 
     Args:
-        cupy: The library.
+        cupy: The module ``cupy``.
         count: The length of `values`.
     """
 
@@ -71,10 +71,10 @@ def cupy_device_of(index: int) -> CupyDevice:
 
 
 class CupyDevice:
-    """A GPU by CuPy, as `hvdlite.protocols.Device`.
+    """A GPU by way of CuPy, as `hvdlite.protocols.Device`.
 
     Args:
-        index: Its number.
+        index: CuPy's number of the GPU.
     """
 
     kind = "cuda"
@@ -87,9 +87,9 @@ class CupyDevice:
 
     @functools.cached_property
     def identity(self) -> str:
-        """As torch writes it, so that ranks with torch and ranks with CuPy can be compared."""
+        """The UUID of the GPU in torch's notation, so that ranks with torch and ranks with CuPy can be compared."""
         digits = bytes(self._cupy.cuda.runtime.getDeviceProperties(self.index)["uuid"]).hex()
-        if len(digits) < 32:  # CuPy takes it for text that ends with a zero byte
+        if len(digits) < 32:  # CuPy reads the UUID as text, which ends at a zero byte
             return str(self._gpu().pci_bus_id)
         return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))
 
@@ -168,7 +168,7 @@ class CupyDevice:
         tensor.fill(value)
 
     def scale(self, tensor: Any, factor: float) -> None:
-        if tensor.dtype.itemsize == 2:  # halves, of which the factor may be none
+        if tensor.dtype.itemsize == 2:  # float16 may not be able to hold the factor
             tensor[...] = tensor.astype(np.float32) * np.float32(factor)
         else:
             tensor *= tensor.dtype.type(factor)
@@ -212,7 +212,7 @@ class CupyDevice:
         return self._cupy.zeros(tuple(shape), self._dtype(dtype))
 
     def strided(self, flat: Any, shape: Sequence[int], strides: Sequence[int]) -> Any:
-        # Axes in the order of memory, without a gap, are a plain reshape; then they change places.
+        # A reshape makes the axes in their order in memory, because there are no gaps. Then the axes change places.
         order = sorted(range(len(shape)), key=lambda axis: (-strides[axis], -shape[axis], axis))
         plain = flat.reshape([shape[axis] for axis in order])
         return plain.transpose([order.index(axis) for axis in range(len(shape))])
@@ -226,7 +226,7 @@ class CupyDevice:
         )
 
     def version(self, tensor: Any) -> int:
-        return 0  # which CuPy does not count
+        return 0  # CuPy does not count writes
 
     def allocation(self, tensor: Any) -> int:
         return int(tensor.data.mem.ptr)

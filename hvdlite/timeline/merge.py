@@ -182,7 +182,7 @@ def _rank_events(file: RankFile) -> list[Event]:
     events += _steps(file.rank, [mark["ts"] for mark in marks], events)
     by_row: dict[int, list[Event]] = defaultdict(list)
     for event in events:
-        begin = round(event["ts"], 3)  # to the nanosecond, and so that what follows without a gap still does
+        begin = round(event["ts"], 3)  # to the nanosecond, so that adjacent events stay adjacent
         if "dur" in event:
             event["dur"] = round(round(event["ts"] + event["dur"], 3) - begin, 3)
         event["ts"] = begin

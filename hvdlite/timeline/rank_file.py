@@ -70,7 +70,7 @@ class RankFile:
         host: The name of the rank's host.
         epoch: The start of the recording in seconds since 1970, on the host's wall clock.
         clocks: The measurements of the rank's clock, in the order of time.
-        events: The events but for metadata, in the order in which they were written.
+        events: The events without metadata, in the order in which they were written.
     """
 
     path: Path

@@ -76,7 +76,7 @@ class Timeline:
     def add(
         self, row: Row, category: str, name: str, begin: int, end: int | None = None, args: dict[str, Any] | None = None
     ) -> None:
-        """Record what lasted from `begin` to `end` in nanoseconds of `clock`; None is now. `args` must not change later."""
+        """Record an event from `begin` to `end`, in nanoseconds of `clock`; None means now. `args` must not change later."""
         self._events.append((row, category, name, begin, self.clock() if end is None else end, args))
 
     def mark(self, row: Row, category: str, name: str, args: dict[str, Any] | None = None) -> None:
@@ -111,7 +111,7 @@ class Timeline:
         return record
 
     def settled(self, record: OperationRecord, error: BaseException | None = None) -> None:
-        """Record that an operation is over which has not run to its end: it needed negotiation only, or it failed."""
+        """Record the end of an operation that has not run to its end: it needed only negotiation, or it failed."""
         args: dict[str, Any] = {"operation": record.number}
         if error is not None:
             args["error"] = str(error)

@@ -1,4 +1,4 @@
-"""Records of what takes some time: operations that run as one, and the exchange of a bucket of gradients."""
+"""Records of events that take some time: operations that run as one, and the exchange of a bucket of gradients."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _COLLECTIVES = frozenset({"allreduce", "adasum", "allgather", "broadcast", "allt
 
 
 class _Timed:
-    """Collectives that take the time of each collective call, and are otherwise those that they wrap."""
+    """A wrapper of collectives that measures the time of each collective call."""
 
     def __init__(self, collectives: Any, calls: list[tuple[int, int]], clock: Clock) -> None:
         self._collectives, self._calls, self._clock = collectives, calls, clock

@@ -47,7 +47,7 @@ def divide(bounds: Sequence[float], waits: Iterable[Interval], exchanges: Iterab
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same stretches of time, ascending and apart from each other."""
+    """Return the union of the intervals: ascending intervals that do not touch each other."""
     found: list[Interval] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:

@@ -76,7 +76,7 @@ class Links:
     def __init__(self, rank: int, post: Callable[..., None], failed: Callable[[Link, HvdliteError], None]) -> None:
         self._rank, self._post, self.failed = rank, post, failed
         self._links: WeakValueDictionary[LinkId, Link] = WeakValueDictionary()
-        self._failures: dict[LinkId, str] = {}  # of links that this rank has not made yet
+        self._failures: dict[LinkId, str] = {}  # the failures of links that this rank has not made yet
 
     def new(self, members: Members, channel: int, interrupt: Callable[[HvdliteError], None]) -> Link:
         """Make a link, with the arguments of `Link`. It replaces an earlier one of the same group and channel."""

@@ -105,8 +105,8 @@ class Watchdog:
         self.users.add()
         self.lacks: dict[int, Callable[[str | int, int], bool]] = {}
         """By the number of each group: returns whether this rank lacks the operation with this key and number."""
-        self._exchanges: dict[tuple[int, int], int] = {}  # of gradients, begun; by group and channel
-        self._channels: dict[int, int] = {}  # by group
+        self._exchanges: dict[tuple[int, int], int] = {}  # the number of gradient exchanges begun, by group and channel
+        self._channels: dict[int, int] = {}  # the latest channel number, by group
         self._is_searching = False
         """Whether messages of the deadlock detector came or went since the last look."""
         self._deadlocks = DeadlockDetector(transport.rank, self._search, self._lacks)

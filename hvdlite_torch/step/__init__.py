@@ -1,14 +1,15 @@
-"""What happens around the step of a distributed optimizer.
+"""The work before and after each step of a distributed optimizer.
 
 - `driver`: `StepDriver` runs before and after each step. It has a `GradientSync` (`hvdlite_torch.sync`) and, if this rank steps
   a shard of the parameters, a `Sharding`.
-- `context`: what the parts of one optimizer share; `pending`: what the program has done for the next step; `batch_weight`: the
-  number of samples of this rank.
+- `context`: the state that the parts of one optimizer share; `pending`: the record of the program's calls for the next step;
+  `batch_weight`: the number of samples of this rank.
 - `wrapped`: the methods that an optimizer's class gets; `typed`: the types that type checkers see.
 - `options`: the checked arguments; `codec`: how gradients are compressed.
-- `step_guard`: steps within steps; `closures`: closures; `amp`: scaled losses; `fused`: torch's fused steps.
+- `step_guard`: finds the outermost of nested steps; `closures`: the closures of steps; `amp`: scaled losses; `fused`: torch's
+  fused steps.
 - `sharding`: when this rank steps its shard; `shards`: the pieces of the shard; `shard_state`: their optimizer state;
   `shardable`: which optimizers can be sharded.
-- `own_parameters`: other weights for a while, on one rank.
+- `own_parameters`: gives one rank other weights for a while.
 - `lease`: memory, channels, hooks and a thread that can outlive an optimizer.
 """

@@ -1,8 +1,8 @@
 """torch's GradScaler on several ranks: all ranks must find the same overflows and skip the same steps.
 
 `GradScaler.unscale_` looks for infinities in ``p.grad``. It must see the combined gradients, which are the same on all ranks.
-So the gradients of a distributed optimizer are combined before. torch has no hook there. This is the only place where hvdlite
-changes a class of torch; optimizers that are not distributed behave as before.
+So the gradients of a distributed optimizer are combined before it looks. torch has no hook there. This is the only place where
+hvdlite changes a class of torch; optimizers that are not distributed behave as before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdlite import ProcessSet
 
 
 def teach_grad_scaler() -> None:
-    """Let each GradScaler of this process call distributed optimizers before and after it unscales. Do that once."""
+    """Let each GradScaler of this process call distributed optimizers before and after it unscales. This is done once."""
     scaler = torch.amp.GradScaler
     unscale = scaler._unscale_grads_
     if hasattr(unscale, "_hvdlite"):
@@ -61,10 +61,11 @@ def finish_unscaling(optimizer: torch.optim.Optimizer, gradients: Sequence[torch
 
 
 def share_infinities(found: Iterable[torch.Tensor], process_set: ProcessSet) -> None:
-    """Let all ranks skip a step if one of them does, where each rank looked at its own gradients.
+    """Let all ranks skip a step if one rank has found an infinity in its own gradients.
 
     Args:
-        found: The numbers of infinities that a GradScaler has counted on this rank, one tensor for each device. Overwritten.
+        found: The numbers of infinities that a GradScaler has counted on this rank, one tensor for each device. Each is
+            overwritten with the sum over all ranks.
         process_set: The ranks that step together.
     """
     for count in found:

@@ -1,4 +1,4 @@
-"""`BatchWeight`: the number of samples that a rank's gradients are the mean of."""
+"""`BatchWeight`: the number of samples in a rank's batch, by which its gradients are weighted."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ class BatchWeight:
         return value
 
     def put_back(self, value: float, is_set: bool) -> None:
-        """Set the weight again that was taken, because a closure evaluates the same batch once more."""
+        """Restore the weight that `take` has returned, because a closure evaluates the same batch once more."""
         self.value, self.is_set = value, is_set

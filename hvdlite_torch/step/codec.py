@@ -1,4 +1,4 @@
-"""`Codec`: what gradients become before they travel, and afterwards."""
+"""`Codec` encodes gradients before they travel, and decodes the combined gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdlite.tensors.compression import Compression, Compressor, encoded_info
 
 
 class Codec:
-    """Encodes the gradients of one optimizer before they travel, and decodes the combined ones.
+    """Encodes the gradients of one optimizer before they travel, and decodes the combined gradients.
 
     Args:
         compressor: Makes gradients smaller.
@@ -35,11 +35,11 @@ class Codec:
         return compressor.__name__ if isinstance(compressor, type) else type(compressor).__name__
 
     def encoded(self, info: TensorInfo) -> TensorInfo | None:
-        """Return the dtype and shape of what travels for gradients like `info`; None if the compressor cannot say it."""
+        """Return the dtype and shape of the encoded form of gradients like `info`; None if the compressor cannot say it."""
         return encoded_info(self.compressor, info)
 
     def encode(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return a gradient as it travels, and the context that `decode` needs."""
+        """Return the encoded form of a gradient, which travels, and the context that `decode` needs."""
         encoded, context = self.compressor.compress(gradient if self.divisor == 1.0 else gradient / self.divisor)
         return encoded, context
 

@@ -1,4 +1,4 @@
-"""`OptimizerContext`: what the parts of one distributed optimizer share, on one rank."""
+"""`OptimizerContext`: the state that the parts of one distributed optimizer share, on one rank."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class OptimizerContext:
     Args:
         optimizer: The optimizer of the program.
         options: The checked arguments of the program.
-        lease: What can outlive the optimizer.
+        lease: The lease of the resources that can outlive the optimizer.
 
     Attributes:
         process_set: The ranks that take part.
-        step: What the program has done and said for the next step.
-        in_step: Compares what must be the same on all ranks.
+        step: The record of the program's calls for the next step.
+        in_step: Compares the state that must be equal on all ranks.
         advice: Warns of common mistakes that raise no error.
         sparse: The parameters that have sparse gradients on some rank.
     """
@@ -98,7 +98,7 @@ class OptimizerContext:
         return hvdlite.allgather_object(value, "optimizer.plan", process_set=self.process_set)
 
     def waiting_for(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """For a with statement that may be entered often: this rank waits for the other ranks. Messages use `what`."""
+        """Return a reusable context manager in which this rank waits for the other ranks. Messages call the wait `what`."""
         return self._world.watch.guarded(lambda: what, self.group.members, remember=False)
 
     def check_in_effect(self) -> None:
@@ -128,14 +128,14 @@ class OptimizerContext:
     # The header that travels with the gradients
 
     def take_weight(self) -> float:
-        """Return the weight of this step. The program has to say that of the next step anew."""
+        """Return the weight of this step, and forget it: the program sets the weight of each step."""
         return self.step.weight.take(first_step=self.in_step.steps == 0)
 
     def header(self, news: bool, changed: bool | None = None) -> Header:
-        """Return what this rank says with its gradients.
+        """Return the header that this rank sends with its gradients.
 
         Args:
-            news: Whether this rank must tell something before gradients can be combined.
+            news: Whether this rank has news for the other ranks, so that all ranks must put this exchange off.
             changed: Whether the program has changed parameters in place since the last step; None if parameters are not shared
                 between ranks.
         """
@@ -143,7 +143,7 @@ class OptimizerContext:
         return Header(weight.value, False, news, False, weight.is_set, state, self.step.passes)
 
     def refuse(self, told: HeaderSum, changed: bool | None = None) -> NoReturn:
-        """Raise on all ranks, because their headers do not fit together. Every rank calls this.
+        """Raise an error on all ranks, because their headers do not fit together. Every rank calls this.
 
         Args:
             told: The sum of the headers.
@@ -159,7 +159,7 @@ class OptimizerContext:
         self.in_step.refuse(changed)
 
     def check_step(self, anywhere: bool, divisor: float) -> None:
-        """Raise on all ranks if no rank has a gradient though there were samples.
+        """Raise an error on all ranks if no rank has a gradient although there were samples.
 
         Args:
             anywhere: Whether some rank has a dense gradient.

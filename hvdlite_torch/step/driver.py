@@ -1,8 +1,8 @@
-"""`StepDriver`: what happens around each step of a distributed optimizer, wherever its gradients lie.
+"""`StepDriver` works before and after each step of a distributed optimizer, with gradients in host memory or on a GPU.
 
-The optimizer calls the driver before and after each step, and the program tells it about the next step. A `GradientSync` makes
-the gradients those of all ranks: `hvdlite_torch.sync.host` in host memory, `hvdlite_torch.sync.device` on a GPU, or
-`hvdlite_torch.sync.adasum` for changes of parameters. `Sharding` knows which parameters this rank steps.
+The optimizer calls the driver before and after each step, and the program tells it about the next step. A `GradientSync`
+combines the gradients of all ranks: `hvdlite_torch.sync.host` in host memory, `hvdlite_torch.sync.device` on a GPU, or
+`hvdlite_torch.sync.adasum`, which combines changes of parameters. `Sharding` knows which parameters this rank steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MakeSync = Callable[[OptimizerContext, Sharding | None], GradientSync]
 
 
 class StepDriver:
-    """Runs around the steps of one distributed optimizer, on one rank. Every rank makes one, at the same point.
+    """Works before and after the steps of one distributed optimizer, on one rank. Every rank makes one, at the same point.
 
     Args:
         optimizer: The optimizer of the program. `attach` makes its step hooks.
@@ -39,8 +39,8 @@ class StepDriver:
         make_sync: Makes the object that combines gradients, without waiting for another rank.
 
     Attributes:
-        lease: What can outlive this object.
-        guard: Finds the outermost step among steps within steps.
+        lease: The lease of the resources that can outlive this object.
+        guard: Finds the outermost of nested steps.
         sync: Combines gradients.
         sharding: The shard that this rank steps; None if this rank steps all parameters.
 
@@ -59,7 +59,7 @@ class StepDriver:
         self.guard = StepGuard(self._before_step, self._after_step)
         self._fused = FusedStep(optimizer)
         self._stands_in_for: list[bool] | None = None
-        """What `GradientSync.stand_in` has returned, for the next step, which this rank makes without data of its own."""
+        """The result of `GradientSync.stand_in`, for the next step, which this rank makes without data of its own."""
         self._begin()
 
     def _begin(self) -> None:
@@ -83,10 +83,10 @@ class StepDriver:
         """The ranks that take part."""
         return self._context.process_set
 
-    # The world ends, and there is another one
+    # The end of a world, and the next world
 
     def leave(self) -> None:
-        """Drop what belongs to the world that has ended. Each rank does this by itself."""
+        """Drop everything that belongs to the world that has ended. Each rank does this by itself."""
         self.lease.leave()
         self.sync.leave()
         self._stands_in_for = None
@@ -94,26 +94,26 @@ class StepDriver:
             self.sharding.leave()
 
     def rebind(self) -> None:
-        """Continue in the present world, with what the program has set and counted. Every rank calls this."""
+        """Continue in the present world, with the program's settings and the counts so far. Every rank calls this."""
         self._begin()
 
-    # What the program says
+    # Calls of the program
 
     def set_weight(self, weight: float) -> None:
-        """Set the number of samples that the gradients of the next step are the mean of: see `BatchWeight.set`."""
+        """Set the number of samples in this rank's batch of the next step: see `BatchWeight.set`."""
         batch = self._step.weight
         batch.set(weight, self._context.options.op)
         if self._context.in_step.steps == 1 and not batch.first_was_set and not self._step.passes:
             self._context.advice.late_weight()
 
     def set_passes(self, passes: int) -> None:
-        """Set the largest number of backward passes before a step; 1 for any number. Less than 1 is an ArgumentError."""
+        """Set the largest number of backward passes before a step; 1 for any number. Raise ArgumentError below 1."""
         self._context.options = self._context.options.with_passes(passes)
         self._step.allowed = passes
         self._count_all()
 
     def synchronize(self) -> None:
-        """Combine the gradients. Afterwards every rank's ``p.grad`` is the combined one, or None if no rank has one."""
+        """Combine the gradients. Then ``p.grad`` is the combined gradient on every rank, or None if no rank has a gradient."""
         if self.sharding is not None:
             refuse_synchronize("synchronize()")
         self._count_all()  # if a step is left out after this, the next one must combine
@@ -126,24 +126,27 @@ class StepDriver:
 
     @contextlib.contextmanager
     def skip(self) -> Iterator[None]:
-        """For a with statement: steps within the body do not combine gradients."""
+        """Return a context manager: steps in its body do not combine gradients."""
         if self.sharding is not None:
             refuse_synchronize("skip_synchronize()")
         with self._step.leaving_out():
             yield
 
     def quiet(self) -> contextlib.AbstractContextManager[None]:
-        """For a with statement: backward passes within are not the last ones before a step, so hooks do not copy gradients."""
+        """Return a context manager: in its body backward passes are not the last ones before a step.
+
+        Hooks do not copy the gradients of such passes.
+        """
         return self._step.being_quiet()
 
-    # What may go wrong quietly
+    # Mistakes that raise no error
 
     def trains_any_of(self, parameters: AbstractSet[int]) -> bool:
         """Return whether this optimizer trains some of these parameters, given by their ``id``."""
         return any(id(parameter) in parameters for parameter in self._context.trained())
 
     def advise_on_clipping(self, called: str, how: str) -> bool:
-        """Warn if the program clips gradients that are not combined yet, and return whether they are not.
+        """Warn if the program clips gradients that are not combined yet, and return whether it does.
 
         Args:
             called: The function that clips.
@@ -161,14 +164,14 @@ class StepDriver:
 
     def after_unscale(self, infinities: Iterable[torch.Tensor]) -> None:
         """Share what a GradScaler has found: all ranks skip a step, or none does."""
-        if self._steps_with is not StepsWith.ALL:  # if it is, all ranks have counted the same
+        if self._steps_with is not StepsWith.ALL:  # with ALL, every rank has counted the same infinities
             self.sync.changed_unseen("a GradScaler has unscaled them")
             share_infinities(infinities, self.process_set)
 
     # A step
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._back()  # a step that failed may have left it
+        self._back()  # a failed step may have left its changes
         refuse_steps(optimizer)
         closure = closure_of(args, kwargs)
         if closure is None:
@@ -209,7 +212,7 @@ class StepDriver:
         """Clip the gradients that the optimizer steps with, if ``max_grad_norm`` is set.
 
         Args:
-            unscale: Do before what a GradScaler may have left to a fused step.
+            unscale: Whether to unscale the gradients before, if a GradScaler has left that to a fused step.
         """
         max_norm = self._context.options.max_grad_norm
         if max_norm is None:
@@ -228,7 +231,7 @@ class StepDriver:
             batch.put_back(weight, weighted)
             self._step.combined = False
             loss = closure()
-            if not self._step.combined:  # by the closure itself
+            if not self._step.combined:  # the closure itself has not combined them
                 batch.put_back(weight, weighted)
                 self._combine()
             self._step.combined = False

@@ -1,4 +1,4 @@
-"""`FusedStep`: use torch's fused step, where the program leaves the choice of implementation to torch.
+"""`FusedStep` switches to torch's fused step, where the program leaves the choice of implementation to torch.
 
 A fused step goes through memory once where the other implementations go several times, on CPUs too; the results differ in the
 last bit. It does not look at strides, shapes and dtypes, so the parameter, the gradient and the state must lie in the same
@@ -39,7 +39,7 @@ class FusedStep:
         self._optimizer = optimizer
         self._class = next((cls for cls in FUSED if isinstance(optimizer, cls)), None)
         self._switched: list[dict[str, object]] = []
-        # Programs may put anything into the state, at any time. What was looked at needs no second look.
+        # Programs may put anything into the state, at any time. Values that were checked once need no second check.
         self._seen: list[object] | None = None
         self._state_is_plain = True
         # The parameters of each group that need no check at each step: there may be thousands.
@@ -105,7 +105,7 @@ class FusedStep:
 
 
 def _is_like(value: object, parameter: torch.Tensor) -> bool:
-    """Return whether a value of the state is a number, or is float32 and lies as the parameter does."""
+    """Return whether a value of the state is a number, or is contiguous float32 of the parameter's shape."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return True
     return value.shape == parameter.shape and value.dtype is torch.float32 and value.is_contiguous()

@@ -19,7 +19,7 @@ from hvdlite.gradients.reducer import Reducer
 
 
 class Lease:
-    """What one optimizer holds on one rank.
+    """The resources that one optimizer holds on one rank: memory, channels, a thread, and hooks.
 
     Args:
         holder: The object that uses the lease, and that is dropped with its optimizer. The lease does not refer to it.

@@ -30,10 +30,10 @@ class Options(options.Options):
         max_grad_norm: The largest norm of the combined gradients, which are clipped; None if they are not clipped.
         shard: Whether each rank steps a shard of the parameters.
         aggregator: Combines gradients; None for their weighted sum.
-        names: The names of parameters by their ``id``, for messages and for the check that all ranks mean the same.
+        names: The names of parameters by their ``id``, for messages and for the check that all ranks have the same ones.
 
     Raises:
-        ArgumentError: One of them has no meaning, or they do not go together.
+        ArgumentError: An argument has a value that is not allowed, or the arguments do not fit together.
     """
 
     process_set: ProcessSet = hvdlite.global_process_set
@@ -60,7 +60,7 @@ class Options(options.Options):
 
     @cached_property
     def codec(self) -> Codec | None:
-        """How gradients are compressed; None if they are not."""
+        """The codec that compresses gradients; None if gradients are not compressed."""
         return None if self.compression is Compression.none else Codec(self.compression, self.divisor)
 
     def _check_aggregator(self) -> None:
@@ -83,7 +83,7 @@ class Options(options.Options):
 
     @property
     def steps_with(self) -> StepsWith:
-        """What the optimizer of each rank steps with."""
+        """Which gradients the optimizer of each rank steps with."""
         if self.op is hvdlite.Adasum:
             return StepsWith.OWN
         return StepsWith.SHARD if self.shard else StepsWith.ALL

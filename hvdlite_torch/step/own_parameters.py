@@ -1,4 +1,4 @@
-"""`own_parameters`: other weights for a while, on one rank, to evaluate averaged ones or those of a checkpoint."""
+"""`own_parameters` gives one rank other weights for a while, to evaluate averaged weights or those of a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _changes: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
 
 @contextlib.contextmanager
 def own_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
-    """For a with statement: within it the parameters lie in memory of this rank alone, and may be overwritten.
+    """Return a context manager: in its body the parameters lie in memory of this rank alone, and may be overwritten.
 
     With ``shard=True`` the parameters of all ranks of a host are one memory, so a rank that loads other weights changes them
     for all ranks. Within the statement a rank changes its own copy only. At the end the parameters have again the values that
@@ -29,15 +29,15 @@ def own_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[
             model.load_state_dict(averaged)
             evaluate(model)
 
-    Ranks may do this at different times, or not at all. Without ``shard=True`` it has the same effect. Buffers, such as running
-    statistics, belong to each rank in any case, and keep what was done to them. The parameters take twice the memory.
+    Ranks may do this at different times, or not at all. Without ``shard=True`` the effect is the same. Buffers, such as running
+    statistics, belong to each rank in any case, and keep their changes. The parameters take twice the memory.
 
     Args:
         model: A model, or some of its parameters.
 
     Raises:
-        ArgumentError: Another such statement is active for one of the parameters; or a step is made within the statement, which
-            would be lost.
+        ArgumentError: Another such statement is active for one of the parameters. A step within the statement raises it too,
+            because the step would be lost.
     """
     given = model.parameters() if isinstance(model, torch.nn.Module) else model
     parameters = list({id(parameter): parameter for parameter in given}.values())

@@ -1,4 +1,4 @@
-"""`PendingStep`: what one rank's program has done for the next step."""
+"""`PendingStep`: the record of one program's calls for the next step, on one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdlite_torch.step.batch_weight import BatchWeight
 
 
 class PendingStep:
-    """What one rank's program has done and said for the next step of one optimizer.
+    """The record of the program's calls for the next step of one optimizer, on one rank.
 
     Args:
         allowed: The largest number of backward passes before a step; 1 for any number.
@@ -20,7 +20,7 @@ class PendingStep:
     Attributes:
         allowed: The largest number of backward passes before a step; 1 for any number. A program may change it.
         counts_all: Whether the backward passes of all parameters are counted, and not only those of some.
-        weight: How many samples the gradients are the mean of.
+        weight: The number of samples in this rank's batch.
         combined: Whether the gradients are combined already, so that the step must not combine them again.
         left_out: Whether the program makes steps without combining (`skip_synchronize`).
         quiet: Whether backward passes are not the last ones before the step (`no_sync`).
@@ -63,7 +63,7 @@ class PendingStep:
 
     @contextlib.contextmanager
     def leaving_out(self) -> Iterator[None]:
-        """For a with statement: steps within do not combine gradients."""
+        """Return a context manager: steps in its body do not combine gradients."""
         self.left_out = True
         try:
             yield
@@ -72,7 +72,7 @@ class PendingStep:
 
     @contextlib.contextmanager
     def being_quiet(self) -> Iterator[None]:
-        """For a with statement: backward passes within are not the last ones before a step."""
+        """Return a context manager: backward passes in its body are not the last ones before a step."""
         self.quiet = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: of pieces on each rank, and of whole parameters when all ranks merge their pieces."""
+"""The state of a sharded optimizer. Each rank has the state of its pieces; all ranks together can merge these states."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ State = dict[Any, dict[str, Any]]
 
 
 class StateShard(NamedTuple):
-    """What one rank has of an optimizer's state.
+    """One rank's shard of an optimizer's state.
 
     Attributes:
         dealt: The rank's number and the number of ranks when shards were dealt out; None if none have been.
-        origin: Where the state comes from, in words.
+        origin: The origin of the state, in words.
         steps: Whether the rank steps a piece of some parameter.
-        pieces: For each piece that has a state: the number of its parameter among all of the optimizer's; its first element,
-            and the one after its last; its state by name, where each value comes with whether it belongs on the parameter's
-            device.
+        pieces: For each piece that has a state: the number of its parameter among all parameters of the optimizer; its first
+            element; the element after its last; and its state by name. A True beside a value says that the value belongs on
+            the parameter's device.
     """
 
     dealt: tuple[int, int] | None
@@ -45,9 +45,9 @@ def gather(
     """Return the state shards of all ranks. Every rank of the process set calls this.
 
     Args:
-        optimizer: Its groups hold whole parameters, and its state is that of `pieces`.
+        optimizer: The optimizer. Its groups hold whole parameters, and its state is the state of `pieces`.
         pieces: This rank's pieces, each with the parameter that the optimizer steps.
-        parameters: The parameters that ``piece.tensor`` is an index of.
+        parameters: The parameters. ``piece.tensor`` is an index in this sequence.
         dealt: See `StateShard`.
         origin: See `StateShard`.
         process_set: The ranks that share the parameters.
@@ -84,7 +84,7 @@ def merge(
 
     Args:
         optimizer: The optimizer of the parameters.
-        own: The state that this rank has beside its pieces.
+        own: The state that this rank has besides the state of its pieces.
         everybody: The state shards of all ranks.
         in_host_memory: Whether the state is put into host memory, and not on the device of the parameters.
         ranks: The world ranks that share the parameters, for messages.
@@ -113,7 +113,7 @@ def merge(
 
 
 def why_lost(everybody: Sequence[StateShard]) -> str:
-    """Return why shards that were dealt out in an earlier world do not make up a state, in words; an empty text if they do."""
+    """Return the reason why the shards of an earlier world do not make a whole state, in words; an empty text if they do."""
     there = [shard for shard in everybody if shard.dealt is not None]
     sizes = {shard.dealt[1] for shard in there if shard.dealt is not None}
     numbers = {shard.dealt[0] for shard in there if shard.dealt is not None}
@@ -150,7 +150,7 @@ def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def shard_of(whole: State, parameters: Sequence[torch.Tensor], pieces: Mapping[Piece, torch.Tensor]) -> State:
-    """Return the state of pieces, and of anything but `parameters`, cut from the state of whole parameters.
+    """Return the state of pieces, cut from the state of whole parameters, and of everything except `parameters`.
 
     Args:
         whole: The state of whole parameters.
@@ -170,7 +170,7 @@ def shard_of(whole: State, parameters: Sequence[torch.Tensor], pieces: Mapping[P
 
 
 def _check_complete(parameters: Sequence[torch.Tensor], everybody: Sequence[StateShard], ranks: Sequence[int]) -> None:
-    """Raise if pieces of some parameter's state are missing, or have different names.
+    """Raise an error if pieces of some parameter's state are missing, or have different names.
 
     Raises:
         ArgumentError: The text says which ranks have some state.

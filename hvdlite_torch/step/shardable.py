@@ -1,9 +1,9 @@
-"""`check_shardable`: an optimizer can be sharded if it steps each parameter by itself, or even each element.
+"""`check_shardable` checks that an optimizer steps each parameter by itself, or even each element, so that it can be sharded.
 
-What an optimizer's step looks at cannot be seen from outside. torch's own optimizers are known. For any other one, the user
-says that it steps each parameter by itself (``shard="parameters"``), and it is tried out on small parameters, because the user
-may be wrong: an optimizer that looks at all gradients, such as one with a norm over all of them, would see this rank's shard
-only.
+Nobody can see from outside which gradients the step of an optimizer reads. torch's own optimizers are known. For any other
+optimizer, the user says that it steps each parameter by itself (``shard="parameters"``). The optimizer is then tried out on
+small parameters, because the user may be wrong. An optimizer that reads all gradients, such as for a norm over all of them,
+would see this rank's shard only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PARAMETERWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "
 UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 _STEPS = 16
-_TRIED = 2  # parameters of each group
-_LENGTH = 5  # of each of their dimensions
+_TRIED = 2  # the number of parameters of each group that are tried
+_LENGTH = 5  # the largest length of their dimensions
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
-    """Raise if an optimizer cannot be sharded.
+    """Raise an error if an optimizer cannot be sharded.
 
     Args:
         optimizer: The optimizer, which is not distributed yet.
@@ -78,9 +78,9 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
 
 
 def _algorithm(cls: type) -> type | None:
-    """Return the optimizer of torch whose step a class has unchanged; None if there is none.
+    """Return the optimizer class of torch whose step a class inherits unchanged; None if there is none.
 
-    A class of the user's may have another constructor, and methods that torch's own methods do not call.
+    The user's class may have another constructor, and methods that torch's own methods do not call.
     """
     for base in cls.__mro__:
         if base in ELEMENTWISE or base in PARAMETERWISE:
@@ -104,9 +104,9 @@ _generator = threading.Lock()
 
 
 def _try_out(optimizer: torch.optim.Optimizer) -> str:
-    """Return what is different if an optimizer has one parameter only, in words.
+    """Return a text that says what changes if an optimizer has only one parameter.
 
-    The text is empty if nothing is different, or if the optimizer cannot be tried out.
+    The text is empty if nothing changes, or if the optimizer cannot be tried out.
     """
     chosen = [p for group in optimizer.param_groups for p in [q for q in group["params"] if q.requires_grad][:_TRIED]]
     with _generator, torch.random.fork_rng(devices=[]):
@@ -138,7 +138,7 @@ def _steps(
         alone: The one parameter that the copy has; None if the copy has all.
 
     Returns:
-        For each parameter of the copy, by the ``id`` of the large one: its values and the settings of its group, at the end.
+        For each parameter of the copy, by the ``id`` of the original one: its values and the settings of its group, at the end.
     """
     generator = torch.Generator().manual_seed(0)
     small: dict[int, Any] = {}
@@ -171,7 +171,7 @@ def _copy(optimizer: torch.optim.Optimizer, parameters: dict[int, Any]) -> torch
 
     Args:
         optimizer: The optimizer to copy.
-        parameters: What the copy has instead of each parameter, by ``id``; None for a parameter that it does not have.
+        parameters: The copy's replacement of each parameter, by ``id``; None for a parameter that the copy does not have.
     """
     memo: dict[int, Any] = {**parameters, id(optimizer.state): defaultdict(dict)}
     groups = []

@@ -1,4 +1,4 @@
-"""`Sharding`: an optimizer steps this rank's shard only, wherever the parameters lie.
+"""`Sharding` lets an optimizer step only this rank's shard of the parameters, in host memory or on a GPU.
 
 During a step the optimizer's groups hold this rank's pieces of the parameters, and its state is that of the pieces. The program
 sees whole parameters, and saves and loads whole states.
@@ -21,7 +21,7 @@ from hvdlite_torch.step.shards import ParameterShards
 
 
 def refuse_synchronize(what: str) -> NoReturn:
-    """Raise an error: combined gradients cannot be had without a step.
+    """Raise an error, because a rank with a sharded optimizer never has all combined gradients.
 
     Args:
         what: The call of the program.
@@ -39,7 +39,7 @@ class Sharding:
     """This rank's shard of one optimizer: its pieces of the parameters, and the origin of their state.
 
     Args:
-        context: The optimizer, which is not distributed yet.
+        context: The context of the optimizer, which is not distributed yet.
 
     Attributes:
         shards: The pieces, and their state.
@@ -89,16 +89,16 @@ class Sharding:
     def after_step(self) -> None:
         """Drop the gradients of the pieces, after the optimizer has stepped them."""
         self.shards.drop_gradients()
-        self.shards.loaded = None  # the headers have shown that all ranks have loaded as often
+        self.shards.loaded = None  # the headers have shown that all ranks have loaded equally often
 
     def have_same_state(self) -> None:
         """Note that all ranks have been given the same state."""
         self._know_origin("that of all ranks")
 
-    # What `hvdlite_torch.step.wrapped.Sharded` and `hvdlite_torch.training.state` call
+    # For `hvdlite_torch.step.wrapped.Sharded` and `hvdlite_torch.training.state`
 
     def whole_state(self, root: int | None = None) -> contextlib.AbstractContextManager[None]:
-        """For a with statement: the optimizer has the state of whole parameters. Every rank calls this.
+        """Return a context manager: in its body the optimizer has the state of whole parameters. Every rank calls this.
 
         Args:
             root: A rank, by its number in the process set. If it has loaded a state since the last step, its optimizer gets
@@ -121,7 +121,7 @@ class Sharding:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """For a with statement: the optimizer loads a state of whole parameters. Inner statements do nothing."""
+        """Return a context manager: in its body the optimizer loads a state of whole parameters. A nested call does nothing."""
         if self._loading:
             yield
             return

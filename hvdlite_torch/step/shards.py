@@ -1,7 +1,7 @@
 """`ParameterShards`: this rank's shard of the parameters and of the optimizer state, as pieces that the optimizer steps.
 
-During a step the optimizer's groups hold the pieces. During ``state_dict()`` its state is that of whole parameters, collected
-from all ranks.
+During a step the optimizer's groups hold the pieces. During ``state_dict()`` the optimizer has the state of whole parameters,
+collected from all ranks.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class ParameterShards:
         self._addresses: list[int] = []
         self._whole_groups: list[list[torch.Tensor]] | None = None
         self._cut_groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """For each group: its parameters, and this rank's pieces of them."""
+        """For each group: its parameters, and this rank's pieces of these parameters."""
         self._left_out: list[torch.Tensor] = []
         """The parameters in the groups that were not dealt out, such as frozen ones."""
         self._dealt: tuple[int, int] | None = None
-        """This rank's number in the process set and the number of its ranks when shards were dealt out; None before."""
+        """This rank's number in the process set, and the size of the set, when shards were dealt out; None before that."""
         self._restarted = True
         """Whether shards have not been dealt out in the present world."""
         self._lost = ""
-        """Why a part of the state is gone, in words; an empty text if nothing is."""
+        """The reason why a part of the state is gone, in words; an empty text if no part is gone."""
         self.adopted = False
         self.pieces: dict[Piece, torch.nn.Parameter] = {}
         self.loaded: dict[Any, dict[str, Any]] | None = None
@@ -74,7 +74,7 @@ class ParameterShards:
         return self._dealt is not None
 
     def leave(self) -> None:
-        """Note that the world has ended in which shards were dealt out. Each rank keeps its shard of the state."""
+        """Note that the world of these shards has ended. Each rank keeps its shard of the state."""
         self.put_back()
         self._restarted = True
 
@@ -82,11 +82,11 @@ class ParameterShards:
     def collect(self, origin: str) -> None:
         """Give the optimizer the state of whole parameters, before shards are dealt out anew. Every rank calls this.
 
-        Shards that were dealt out in an earlier world count, if all ranks that had one are in the present world. If not,
-        there is no state, and a step raises until the program loads one.
+        Shards from an earlier world are used if all ranks that had one are in the present world. Otherwise the optimizer has no
+        state, and a step raises an error until the program loads a state.
 
         Args:
-            origin: Where this rank's state comes from, in words.
+            origin: The origin of this rank's state, in words.
         """
         everybody = self._gather(origin)
         state = self._optimizer.state
@@ -108,7 +108,7 @@ class ParameterShards:
         )
 
     def _own(self) -> shard_state.State:
-        """Return the state of anything but this rank's pieces."""
+        """Return the state of everything except this rank's pieces."""
         pieces = set(self.pieces.values())
         return {key: values for key, values in self._optimizer.state.items() if key not in pieces}
 
@@ -134,7 +134,7 @@ class ParameterShards:
         self.cut_state()
 
     def check_memory(self) -> None:
-        """Raise if a parameter was given other memory since it was dealt out.
+        """Raise an error if a parameter was given other memory since it was dealt out.
 
         Raises:
             ArgumentError: The text has the parameter's shape.
@@ -176,7 +176,7 @@ class ParameterShards:
             group["params"] = pieces
 
     def _are_cut(self, groups: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Return whether these groups are those that were cut in the last step."""
+        """Return whether these groups are the same as those that were cut in the last step."""
         return len(groups) == len(self._cut_groups) and all(
             are_same(group, whole) for group, (whole, _) in zip(groups, self._cut_groups, strict=True)
         )
@@ -203,11 +203,11 @@ class ParameterShards:
         """Return the gradients of the pieces that have one."""
         return [parameter.grad for parameter in self.pieces.values() if parameter.grad is not None]
 
-    # The optimizer's state: of pieces here, of whole parameters for everybody else
+    # The optimizer's state: pieces in this class, whole parameters for the program
 
     @contextlib.contextmanager
     def whole_state(self) -> Iterator[None]:
-        """For a with statement: the optimizer has the state of whole parameters. Every rank calls this.
+        """Return a context manager: in its body the optimizer has the state of whole parameters. Every rank calls this.
 
         The state is in host memory, because the device may have no room for all of it.
 
@@ -223,7 +223,7 @@ class ParameterShards:
 
     @contextlib.contextmanager
     def loaded_state(self) -> Iterator[None]:
-        """For a with statement: the optimizer has the state of whole parameters that this rank has loaded."""
+        """Return a context manager: in its body the optimizer has the state of whole parameters that this rank has loaded."""
         assert self.loaded is not None
         self.put_back()
         with self._instead(self.loaded):
@@ -243,7 +243,7 @@ class ParameterShards:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """For a with statement: the optimizer loads a state of whole parameters within."""
+        """Return a context manager: in its body the optimizer loads a state of whole parameters."""
         self.put_back()
         self._optimizer.state.clear()
         yield
@@ -263,7 +263,7 @@ class ParameterShards:
 def squared_norm(gradients: Sequence[torch.Tensor]) -> float:
     """Return the sum of the squares of all elements, in double precision."""
     norms = map(_norm, gradients)
-    return sum((norm * norm for norm in norms), 0.0)  # the product becomes infinite where ** raises OverflowError
+    return sum((norm * norm for norm in norms), 0.0)  # a product overflows to infinity; ** would raise OverflowError
 
 
 def _norm(gradient: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""`StepGuard`: gradients are combined once a step, however often the optimizer's step hooks run in it.
+"""`StepGuard` makes sure that gradients are combined once per step, however often the optimizer's step hooks run in it.
 
 torch wraps the `step` of each optimizer class, so a ``step`` that calls ``super().step()`` runs all hooks twice. The work
 around a step of a distributed optimizer must be done once: combined gradients must not be combined again.
@@ -37,7 +37,7 @@ class StepGuard:
         """The call of `after` that the outermost step still has to make; None if it has made it."""
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the optimizer call this at each step, before its other hooks.
+        """Have the optimizer call this object at each step, before its other hooks.
 
         The other hooks (clipping, logging), even earlier ones, see the combined gradients and the new parameters.
         """
@@ -47,7 +47,7 @@ class StepGuard:
         after = optimizer.register_step_post_hook(plain(self._leave))  # type: ignore[no-untyped-call]
         optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # type: ignore[attr-defined]
         optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]
-        if "step" in vars(optimizer):  # a scheduler has set it, and calls the optimizer's class of that time
+        if "step" in vars(optimizer):  # a scheduler has set it, and it calls the `step` of the earlier class
             step = optimizer.step
             guarded = functools.wraps(step)(functools.partial(self.run, step))
             optimizer.step = guarded  # type: ignore[method-assign]

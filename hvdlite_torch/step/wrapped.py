@@ -1,4 +1,4 @@
-"""`Distributed`: the methods that a distributed optimizer has beside those of torch."""
+"""`Distributed`: the methods that a distributed optimizer has besides those of torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
 class Distributed:
-    """What `DistributedOptimizer` adds to an optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to an optimizer's class."""
 
     _hvdlite_driver: StepDriver
     _hvdlite_plain: type[torch.optim.Optimizer]
 
     def set_batch_weight(self, weight: float) -> None:
-        """Set how many samples this rank's gradients are the mean of, for the next step only; 1 if it is not set.
+        """Set the number of samples in this rank's batch, for the next step only; 1 if it is not set.
 
         Ranks with different numbers of samples (even 0, without a backward pass) then get the gradient of the joint batch. If
-        it is set before `backward`, gradients can travel early.
+        the weight is set before `backward`, gradients can travel early.
 
         Args:
             weight: The number of samples, 0 or more.
@@ -44,7 +44,7 @@ class Distributed:
         self._hvdlite_driver.synchronize()
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
-        """For a with statement: a `step` within does not combine gradients.
+        """Return a context manager: a `step` in its body does not combine gradients.
 
         After `synchronize` this is not needed: the next step does not combine anyway.
 
@@ -54,9 +54,10 @@ class Distributed:
         return self._hvdlite_driver.skip()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """For a with statement: backward passes within are not the last ones before `step`, so gradients need not be copied.
+        """Return a context manager: backward passes in its body are not the last ones before `step`.
 
-        This is not needed for a right result: `step` combines gradients, however many passes there were.
+        The gradients of such passes need not be copied. The result is right without this too: `step` combines gradients,
+        however many passes there were.
         """
         return self._hvdlite_driver.quiet()
 
@@ -84,7 +85,7 @@ class Distributed:
 
 
 class Aggregating(Distributed):
-    """What `DistributedOptimizer` with ``aggregator=`` adds to an optimizer's class: its state includes the aggregator's."""
+    """The methods that ``aggregator=`` adds to an optimizer's class: its state includes the state of the aggregator."""
 
     _hvdlite_aggregator: Any
 
@@ -96,14 +97,14 @@ class Aggregating(Distributed):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the optimizer, and that of the aggregator if it is there."""
+        """Load the state of the optimizer, and the state of the aggregator if `state_dict` has one."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         if "aggregator" in state_dict:
             self._hvdlite_aggregator.load_state_dict(state_dict["aggregator"])
 
 
 class Sharded(Distributed):
-    """What `DistributedOptimizer` with ``shard=True`` adds to an optimizer's class."""
+    """The methods that ``shard=True`` adds to an optimizer's class."""
 
     @property
     def _hvdlite_sharding(self) -> Sharding:
@@ -140,7 +141,7 @@ def add_to_class(optimizer: torch.optim.Optimizer, mixin: type, **members: Any) 
 
 
 def _anchor(plain: type) -> tuple[type, ...]:
-    """Return what must come first among the bases, so that Python lets an object of `plain` change to the new class.
+    """Return the bases that must come first, so that Python lets an object of `plain` change to the new class.
 
     Both classes must have the same memory layout by way of their first bases. That fails for optimizers whose first base is
     a class without instance attributes, such as ABC. Then another child of that class goes first.
