@@ -33,10 +33,20 @@ UNDER_MPI = "HVDLITE_TEST_MPI" in os.environ
 """Set by tests/test_under_mpirun.py, which runs tests/spmd once more with each rank a process."""
 
 THREAD_RANKS = (1, 3)
-"""Two ranks are those of `mpirun -n 2` (tests/test_under_mpirun.py): each test of tests/spmd runs there too."""
+"""Two ranks are those of `mpirun -n 2` (tests/test_under_mpirun.py): each test of tests/spmd runs there too. With --everything
+threads are two ranks as well.
+"""
 
 LONGEST = ("test_under_mpirun", "test_examples", "test_compat", "test_benchmarks", "test_launch", "test_torch_models")
 """Files that run for minutes. With `pytest -n 2` they go first, so that no process is left with one of them in the end."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--everything",
+        action="store_true",
+        help="run every test on every number of ranks, as threads and as processes: takes twice as long",
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -56,11 +66,21 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files go first, where tests are in the order in which they are found."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longest files go first. Under mpirun, of a costly test only the first case stays: threads compare the cases."""
     place = {name: number for number, name in enumerate(LONGEST)}
     if not UNDER_MPI:
         items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+    elif not config.option.everything:
+        seen: set[str] = set()
+        left_out = []
+        for item in items:
+            test = item.nodeid.partition("[")[0]
+            if test in seen and item.get_closest_marker("costly"):
+                left_out.append(item)
+            seen.add(test)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -83,7 +103,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             )
             counts = [pytest.param(size, marks=skip)]
         else:
-            chosen = [n for n in THREAD_RANKS if is_for(n, mark)] or list(mark.args)
+            everywhere = (1, 2, 3) if metafunc.config.option.everything else THREAD_RANKS
+            chosen = [n for n in everywhere if is_for(n, mark)] or list(mark.args)
             counts = [pytest.param(n) for n in chosen]
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda n: f"{n}ranks")
 

@@ -28,30 +28,48 @@ def named(*names: str) -> list[Path]:
 # Comparisons of many programs with one process: two processes tell what threads do not.
 LONG = named("torch_idioms", "torch_models", "torch_programs", "torch_steps")
 # What is about messages, memory that processes share, and who is there: the core's tests, and torch's that use most of it.
-MOVES_DATA = [
-    *named("adasum", "checks", "join", "order", "overlap", "process_sets", "schedule", "timeline"),
-    *named("sharded", "torch_gradients", "torch_join", "torch_operations", "torch_training"),
-]
-OPERATIONS = named("operations")
-OPERATIONS_OF_TENSORFLOW = named("tf_graph", "tf_operations", "tf_tape")
+MESSAGES = named("adasum", "join", "order", "overlap", "process_sets", "schedule", "sharded", "torch_operations")
+MOVES_DATA = [*MESSAGES, *named("checks", "timeline", "torch_gradients", "torch_join", "torch_training")]
+ON_DEVICES_AND_SHARDS = named("device_gradients", "device_operations", "distributed_gradient", "sharded_state")
+OPERATIONS = named("operations", "tf_operations", "tf_tape")
+
+FEW = {
+    "2": (2, REST),
+    "2-tensorflow": (2, TENSORFLOW),
+    "3": (3, [*MOVES_DATA, *ON_DEVICES_AND_SHARDS, *named("sync_batch_norm")]),
+    "3-tensorflow": (3, OPERATIONS),
+    "4": (4, MESSAGES),
+}
+"""For each job the number of ranks, and the files."""
+ALL = FEW | {
+    "3": (3, [path for path in REST if path not in LONG]),
+    "3-tensorflow": (3, [*OPERATIONS, *named("tf_graph")]),
+    "4": (4, MOVES_DATA),
+}
+"""The jobs of ``pytest --everything``."""
 
 LIMIT = 900.0  # on a busy machine
 
 
 @pytest.mark.timeout(LIMIT + 20)
-@pytest.mark.parametrize(
-    ("size", "files"),
-    [
-        *[(2, REST), (2, TENSORFLOW)],
-        *[(3, [path for path in REST if path not in LONG]), (3, OPERATIONS + OPERATIONS_OF_TENSORFLOW)],
-        (4, MOVES_DATA),
-    ],
-    ids=["2", "2-tensorflow", "3", "3-tensorflow", "4"],
-)
-def test_spmd(size: int, files: list[Path]) -> None:
+@pytest.mark.parametrize("job", FEW)
+def test_spmd(job: str, pytestconfig: pytest.Config) -> None:
+    everything = ["--everything"] if pytestconfig.option.everything else []
+    size, files = (ALL if everything else FEW)[job]
     done = mpirun(
         size,
-        *("-m", "pytest", "-x", "-q", "--timeout=60", "--color=no", "-p", "no:cacheprovider", *map(str, files)),
+        *(
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "--timeout=60",
+            "--color=no",
+            "-p",
+            "no:cacheprovider",
+            *everything,
+            *map(str, files),
+        ),
         timeout=LIMIT,
         HVDLITE_TEST_MPI="1",
         HVDLITE_DEADLOCK_TIME_SECONDS="0.3",

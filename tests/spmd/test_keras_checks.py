@@ -130,6 +130,7 @@ def test_other_ranks_than_the_callbacks_are_refused(ranks: Any) -> None:
 HOW = ["tape", "tape in a function", "optimizer", "optimizer in a function"]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", HOW)
 def test_what_is_told(ranks: Any, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that start apart; that read the same data; and that do neither. The first rank says it."""
@@ -281,6 +282,7 @@ def test_a_fit_without_steps_and_callbacks_that_are_used_again(ranks: Any) -> No
     ranks(check)
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("eagerly", [True, False])

@@ -147,6 +147,7 @@ def trained_alone(name: str) -> tuple[np.ndarray, list[float]]:
     return fit(CASES[name], make(CASES[name], same))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["optimizer", "strategy"])
 @pytest.mark.parametrize("name", CASES if not UNDER_MPI else ["weights of rows", "NaN and a scaled loss"])
 def test_fit(ranks: Any, name: str, way: str) -> None:

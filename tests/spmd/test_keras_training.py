@@ -86,6 +86,7 @@ def assert_equal_everywhere(weights: np.ndarray) -> None:
     assert all(np.array_equal(weights, other) for other in hvd.allgather_object(weights))
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str) -> None:
@@ -100,6 +101,7 @@ def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str) -> No
     ranks(check)
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
@@ -366,6 +368,7 @@ def test_loss_scale(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("wrap", ["compile", "inside", "outside"])
 def test_mixed_float16(ranks: Any, wrap: str) -> None:
     """The scale of the loss is outside of the exchange however it is put there, and the result that of the joined batch."""

@@ -83,6 +83,7 @@ def one_process(shares: list[Any], every: int, epochs: int) -> list[np.ndarray]:
     return [*model.first.get_weights(), *model.second.get_weights()]
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("tape", [False, True], ids=["optimizers", "tapes"])
 @pytest.mark.parametrize("counts", [(0, 4), (4, 1)], ids=str)
@@ -108,6 +109,7 @@ def test_two_optimizers_one_of_which_has_no_step_on_a_rank(ranks: Any, counts: t
     ranks(check)
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "counts"),

@@ -77,6 +77,7 @@ def alone(library: Any, kind: str, normalized: bool) -> dict[str, np.ndarray]:
     return everything(make_model(library, CASES[kind](library), normalized=normalized), 4)
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize(("kind", "normalized"), [("clipped", True), ("accumulated", False)])
 def test_keras_does_what_one_process_does(ranks: Any, kind: str, normalized: bool) -> None:
@@ -148,6 +149,7 @@ def make_metrics(labels: str) -> list[Any]:
     ]
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*lower than 2")
 @pytest.mark.parametrize("labels", ["bits", "classes"])

@@ -92,6 +92,7 @@ def trained_in_session(passes: int) -> np.ndarray:
     return train_in_session(joined(passes), lambda optimizer: optimizer)[0]
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(at_most=3)
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_session(ranks: Any, passes: int) -> None:
@@ -183,6 +184,7 @@ def trained_with_tf_keras(kind: str, passes: int) -> np.ndarray:
     return train_tf_keras(kind, True, passes, joined(passes), lambda optimizer: optimizer)[0]
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(at_most=3)
 @pytest.mark.parametrize(
     ("kind", "graph", "passes"), [("new", True, 1), ("new", False, 2), ("legacy", False, 1), ("legacy", True, 2)]
