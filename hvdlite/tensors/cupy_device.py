@@ -249,6 +249,8 @@ class CupyDevice:
         into += source
 
     def scale_into(self, source: Any, factor: float, into: Any) -> None:
+        if source.dtype.itemsize == 2:  # see `scale`
+            source = source.astype(np.float32)
         into[...] = source * source.dtype.type(factor)
 
     def scale_by_ratio(self, tensor: Any, numerator: Any, denominator: Any, room: Any) -> None:
