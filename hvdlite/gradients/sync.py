@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 
 class StepsWith(enum.Enum):
-    """What a rank's optimizer steps with."""
+    """The gradients that a rank's optimizer steps with."""
 
     ALL = "the combined gradients of all parameters"
     SHARD = "the combined gradients of this rank's shard of the parameters"
@@ -58,7 +58,7 @@ class Results(Protocol):
 
 
 class GradientSync(Protocol):
-    """What one rank does so that all ranks train one model.
+    """The work of one rank so that all ranks train one model.
 
     All ranks call each method but `ready` and `leave` at the same point of the program.
 

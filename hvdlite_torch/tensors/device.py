@@ -54,11 +54,11 @@ class TorchStream:
 
 
 class TorchMirror:
-    """As `hvdlite.protocols.HostMirror`.
+    """A `hvdlite.protocols.HostMirror` whose memory is a torch tensor.
 
     Args:
         count: The length of `values`.
-        pinned: In page-locked memory.
+        pinned: Whether the memory is page-locked.
     """
 
     def __init__(self, count: int, pinned: bool) -> None:
@@ -251,7 +251,7 @@ class TorchDevice:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph, so that nothing can be asked about it."""
+    """Return whether the current stream is being captured into a CUDA graph. The host cannot query such a stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 

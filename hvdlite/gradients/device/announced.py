@@ -35,9 +35,9 @@ class AnnouncedReducer(Reducer):
     In host memory this is a reducer of tensors without elements, so only headers travel there.
 
     Args:
-        infos, collectives, op, plan, context: As for `Reducer`.
-        kind: `Device.kind`.
-        devices: This rank's.
+        infos, collectives, op, plan, context: See `Reducer`.
+        kind: The `Device.kind` of the devices of all ranks.
+        devices: The devices of this rank.
     """
 
     def __init__(
