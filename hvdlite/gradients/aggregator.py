@@ -46,7 +46,9 @@ class Weights(NamedTuple):
 class Aggregator(Protocol):
     """Combines the gradients of the ranks. Every rank makes one, with equal settings.
 
-    It may have ``state_dict()`` and ``load_state_dict(state)``. Then its state is a part of the optimizer's state.
+    An aggregator may have ``state_dict()`` and ``load_state_dict(state)``. Then its state is a part of the optimizer's state, and
+    a broadcast of the optimizer's state gives all ranks the root's state of the aggregator. A rank whose state is its own, such
+    as an error memory, loads it again after the broadcast.
     """
 
     def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: Collectives) -> None:
