@@ -46,9 +46,9 @@ class Weights(NamedTuple):
 class Aggregator(Protocol):
     """Combines the gradients of the ranks. Every rank makes one, with equal settings.
 
-    An aggregator may have ``state_dict()`` and ``load_state_dict(state)``. Then its state is a part of the optimizer's state, and
-    a broadcast of the optimizer's state gives all ranks the root's state of the aggregator. A rank whose state is its own, such
-    as an error memory, loads it again after the broadcast.
+    An aggregator may have ``state_dict()`` and ``load_state_dict(state)``. Then its state is a part of the optimizer's state,
+    and a broadcast of the optimizer's state gives all ranks the root's state of the aggregator. State that belongs to one rank,
+    such as an error memory, is loaded again after the broadcast.
     """
 
     def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: Collectives) -> None:
