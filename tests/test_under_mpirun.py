@@ -31,19 +31,18 @@ LONG = named("torch_idioms", "torch_models", "torch_programs", "torch_steps")
 MESSAGES = named("adasum", "join", "order", "overlap", "process_sets", "schedule", "sharded", "torch_operations")
 MOVES_DATA = [*MESSAGES, *named("checks", "timeline", "torch_gradients", "torch_join", "torch_training")]
 ON_DEVICES_AND_SHARDS = named("device_gradients", "device_operations", "distributed_gradient", "sharded_state")
-OPERATIONS = named("operations", "tf_operations", "tf_tape")
 
 FEW = {
     "2": (2, REST),
     "2-tensorflow": (2, TENSORFLOW),
     "3": (3, [*MOVES_DATA, *ON_DEVICES_AND_SHARDS, *named("sync_batch_norm")]),
-    "3-tensorflow": (3, OPERATIONS),
+    "3-tensorflow": (3, named("operations", "tf_tape")),
     "4": (4, MESSAGES),
 }
 """For each job the number of ranks, and the files."""
 ALL = FEW | {
     "3": (3, [path for path in REST if path not in LONG]),
-    "3-tensorflow": (3, [*OPERATIONS, *named("tf_graph")]),
+    "3-tensorflow": (3, named("operations", "tf_graph", "tf_operations", "tf_tape")),
     "4": (4, MOVES_DATA),
 }
 """The jobs of ``pytest --everything``."""
