@@ -40,7 +40,7 @@ threads are two ranks as well.
 FIRST = (
     "test_under_mpirun",
     *("test_launch", "test_faults", "test_failures", "test_out_of_step", "test_run_function", "test_channel"),
-    *("test_examples", "test_compat", "test_keras_backends", "test_benchmarks", "test_pages", "test_torch_models"),
+    *("test_examples", "test_compat", "test_keras_backends", "test_benchmarks", "test_pages", "test_two_hosts"),
 )
 """The files that go first with `pytest -n 2`, so that no process is left with a long one in the end. The first one takes half
 of the time, on all cores. Meanwhile the other process runs jobs that wait more than they work.
