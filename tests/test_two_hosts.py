@@ -61,13 +61,13 @@ def assert_nothing_left(on: Hosts) -> None:
 
 # What depends on which ranks share a host.
 SPMD = [
-    *("adasum", "join", "operations", "order", "overlap", "process_sets", "sharded"),
-    *("torch_join", "torch_options", "torch_training"),
+    *("adasum", "join", "order", "overlap", "process_sets", "sharded"),
+    *("torch_join", "torch_operations", "torch_options", "torch_training"),
 ]
 
 
 # They take longest, and do not look at the number of ranks of a host.
-ON_EVEN_HOSTS = ("operations", "torch_options")
+ON_EVEN_HOSTS = ("torch_operations", "torch_options")
 
 
 @pytest.mark.timeout(SPMD_LIMIT + 20)
@@ -75,6 +75,7 @@ ON_EVEN_HOSTS = ("operations", "torch_options")
 def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None:
     everything = where == EVEN or pytestconfig.option.everything
     chosen = [name for name in SPMD if everything or name not in ON_EVEN_HOSTS]
+    chosen += ["operations"] * pytestconfig.option.everything  # each process takes seconds to import TensorFlow
     files = [str(ROOT / f"tests/spmd/test_{name}.py") for name in chosen]
     done = mpirun(
         two_hosts,

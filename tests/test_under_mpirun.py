@@ -37,7 +37,7 @@ FEW = {
     "2-tensorflow": (2, TENSORFLOW),
     "3": (3, [*MOVES_DATA, *ON_DEVICES_AND_SHARDS, *named("sync_batch_norm")]),
     "3-tensorflow": (3, named("operations", "tf_tape")),
-    "4": (4, MESSAGES),
+    "4": (4, named("join", "overlap", "process_sets", "schedule", "sharded", "torch_operations")),
 }
 """For each job the number of ranks, and the files."""
 ALL = FEW | {
