@@ -45,7 +45,7 @@ def make_model(optimizer, scale=1.0, **options):
     return model
 
 
-def fit(model, rank, size, epochs=5, batches=BATCHES, **options):
+def fit(model, rank, size, epochs=3, batches=BATCHES, **options):
     rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     x, y = X[:batches, rows].reshape(-1, 10), Y[:batches, rows].reshape(-1)
     return model.fit(x, y, batch_size=ROWS // size, epochs=epochs, shuffle=False, verbose=0, **options).history
@@ -68,7 +68,7 @@ def show(what, model, value):
         print(f"{what}: {max(values):.1e} {'alike' if same else 'different'}")
 
 
-def alone(make, epochs=5, batches=BATCHES):
+def alone(make, epochs=3, batches=BATCHES):
     model = make_model(make())
     return model, fit(model, 0, 1, epochs, batches)
 
