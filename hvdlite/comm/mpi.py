@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.comm.messages import check_message, wrong_size
-from hvdlite.comm.mpi_errors import maps_all_errors
+from hvdlite.comm.mpi_errors import in_our_words, maps_all_errors, maps_own_errors
 from hvdlite.comm.naps import wait_until
 from hvdlite.protocols import ANY, Array
 
@@ -130,21 +130,29 @@ class MpiTransport:
         if self._dropped:
             self._dropped = [each for each in self._dropped if not each[0].Test()]
 
+    @maps_own_errors
     def post(self, content: bytes, dest: int) -> None:
-        if self._posted:
-            self._posted = [request for request in self._posted if not request.Test()]
-        request = self.comm.Isend([content, MPI.BYTE], dest, _CONTROL_TAG)
-        if not request.Test():
-            self._posted.append(request)  # the request keeps the message's memory until MPI has read it
+        try:
+            if self._posted:
+                self._posted = [request for request in self._posted if not request.Test()]
+            request = self.comm.Isend([content, MPI.BYTE], dest, _CONTROL_TAG)
+            if not request.Test():
+                self._posted.append(request)  # the request keeps the message's memory until MPI has read it
+        except MPI.Exception as error:
+            raise in_our_words("post", error) from error
 
+    @maps_own_errors
     def poll(self) -> tuple[int, bytes] | None:
         status = self._status
-        message = self.comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, status)
-        if message is None:
-            return None
-        content = bytearray(status.Get_count(MPI.BYTE))
-        message.Recv([content, MPI.BYTE])
-        return status.Get_source(), bytes(content)
+        try:
+            message = self.comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, status)
+            if message is None:
+                return None
+            content = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([content, MPI.BYTE])
+            return status.Get_source(), bytes(content)
+        except MPI.Exception as error:
+            raise in_our_words("poll", error) from error
 
     def duplicate(self) -> MpiTransport:
         return MpiTransport(self.comm.Dup())

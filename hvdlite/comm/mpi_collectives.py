@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.comm.mpi import MpiTransport, as_bytes
-from hvdlite.comm.mpi_errors import maps_all_errors, maps_errors
+from hvdlite.comm.mpi_errors import in_our_words, maps_all_errors, maps_errors, maps_own_errors
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine, ufunc_of
 
@@ -60,10 +60,14 @@ class MpiCollectives:
         self.rank = transport.rank
         self.size = transport.size
 
+    @maps_own_errors
     def allreduce(self, data: Array, op: ReduceOp, algorithm: str = "auto") -> None:
         if algorithm in ("auto", "mpi"):
-            for part in _parts(data):
-                self._comm.Allreduce(MPI.IN_PLACE, part, _op(op, data))
+            try:
+                for part in _parts(data):
+                    self._comm.Allreduce(MPI.IN_PLACE, part, _op(op, data))
+            except MPI.Exception as error:
+                raise in_our_words("allreduce", error) from error
         elif algorithm in ALGORITHMS:
             ALGORITHMS[algorithm](self._transport, data, numpy_combine(op))
         else:

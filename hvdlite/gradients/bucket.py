@@ -93,6 +93,7 @@ class Bucket:
         self.pool = BufferPool(
             self.host, self.ownership, chunk_bytes, self._separate, separate, lend, spare, self._shares_results
         )
+        self._lends = self.pool.lends
         self._sum = WeightedSum(self.pool.largest_chunk, average)
         self._placed: dict[int | None, Array] = {}
 
@@ -177,7 +178,7 @@ class Bucket:
             mine[:at] = used
             self._told = list(used)
         mine[at : at + WORDS] = words(said)
-        mine[at + WORDS :] = [self.pool.number, *self.pool.in_use]
+        mine[at + WORDS :] = [self.pool.number, *self.pool.in_use] if self._lends else self.pool.number
         if not all(used):
             for index, there in zip(self.tensors, used, strict=True):
                 if not there:

@@ -290,7 +290,8 @@ class Reducer:
                 raise Postponed(each)
         anywhere = [False] * self._count
         for bucket, (there, divisor, *_) in zip(self.buckets, told, strict=True):
-            check_divisor(self._average, divisor, any(there))
+            if divisor <= 0:
+                check_divisor(self._average, divisor, any(there))
             for index, answer in zip(bucket.tensors, there, strict=True):
                 anywhere[index] = answer
         return anywhere

@@ -98,7 +98,8 @@ class BufferPool:
         self._chosen: dict[tuple[int, ...], ResultBuffers] = {}
         # The buffers to be lent, and one more for copies, if all are in use.
         self._lendable = [self._make_lendable() for _ in range(lend + 1)] if lend else []
-        self.now = self._lendable[0] if lend else self._at(0)
+        self._first = self._lendable[0] if lend else self._at(0)
+        self.now = self._first
         self.number = 0
         self.lent = False
 
@@ -146,12 +147,12 @@ class BufferPool:
             numbers: The buffer that each rank of the host uses; empty if all ranks use the first one.
             in_use: For each buffer to be lent, how many ranks hold it.
         """
-        if self.lends:
+        if self._lendable:
             number = next((number for number, ranks in enumerate(in_use) if not ranks), len(in_use))
             self.now = self._lendable[number]
             self.lent = number < len(in_use)
         else:
-            self.now = self._of_ranks(tuple(map(int, numbers))) if numbers else self._at(0)
+            self.now = self._of_ranks(tuple(map(int, numbers))) if numbers else self._first
 
     def _allocate(self) -> list[list[Array]]:
         """Allocate memory for each block, on each rank."""

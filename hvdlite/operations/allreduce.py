@@ -167,7 +167,8 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
             flat = flat.astype(how.storage)
     else:
         flat = np.concatenate([array.reshape(-1) for array in arrays], dtype=how.storage, casting="unsafe")
-    how.scale(flat)
+    if scales:
+        how.scale(flat)
     if any([part.is_absent for part in parts]):
         for where in _where_nothing_is(parts, arrays):
             how.neutralize(flat[where])

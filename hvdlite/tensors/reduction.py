@@ -91,6 +91,10 @@ class Reduction:
         return reduction(self.dtype, self.op, self.before, self.after, size)
 
     @functools.cached_property
+    def _ufunc(self) -> np.ufunc:
+        return ufunc_of(self.combining)
+
+    @functools.cached_property
     def _half(self) -> HalfConverter | None:
         return half_converter(self.dtype) if self.dtype in HALF_DTYPES else None
 
@@ -112,7 +116,7 @@ class Reduction:
             if into is not sources[0]:
                 np.copyto(into, sources[0])
         else:
-            ufunc = ufunc_of(self.combining)
+            ufunc = self._ufunc
             ufunc(sources[0], sources[1], out=into)
             for source in sources[2:]:
                 ufunc(into, source, out=into)
@@ -125,9 +129,9 @@ class Reduction:
             half.widen(sources[0], into)
         for source in sources[1:]:
             if half is None:
-                ufunc_of(self.combining)(into, source, out=into)
+                self._ufunc(into, source, out=into)
             else:
-                half.accumulate(ufunc_of(self.combining), into, source)
+                half.accumulate(self._ufunc, into, source)
 
     def finish(self, wide: Array) -> None:
         """Turn the combined values into the result, in place: divide by `divide_by`, then multiply by `after`."""
