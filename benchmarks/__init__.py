@@ -13,6 +13,7 @@
     backends   starts gloo and Horovod beside hvdlite
     checks     checks the results: a wrong result gives no figures
     figures    computes medians and minima of samples; `machine` describes the machine that was measured
+    against    compares hvdlite in this tree with hvdlite in another tree, by `trainer` too
     report     shows figures as text; `plots` draws them
 
 There are two other programs. ``python -m benchmarks.scaling`` counts the messages of the negotiation by the number of ranks and

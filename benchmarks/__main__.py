@@ -6,6 +6,7 @@ Examples:
     python -m benchmarks allreduce --kinds float32 --ranks 2
     python -m benchmarks steps --json figures.json --plot steps.png
     python -m benchmarks keras                  steps of Keras' fit on TensorFlow
+    python -m benchmarks against ../before      this tree and another one in turns: did a change make hvdlite slower?
     python -m benchmarks scaling --help         the cost of negotiation by number of ranks (a separate program)
 """
 
@@ -22,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import job, plan, report, steps
+from benchmarks import against, job, plan, report, steps
 from benchmarks.checks import WrongResult
 from benchmarks.machine import machine
 
@@ -30,6 +31,8 @@ from benchmarks.machine import machine
 def main(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["scaling"]:
         return _scaling(arguments[1:])
+    if arguments[:1] == ["against"]:
+        return against.main(arguments[1:])
     options = _parser().parse_args(arguments)
     here = machine()
     results: dict[str, Any] = {"machine": here}

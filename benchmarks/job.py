@@ -36,10 +36,16 @@ class Job:
         ranks: The number of ranks. The launcher does not bind ranks to cores, and lets waiting ranks yield if cores are few.
         settings: The keyword arguments of ``measure``, which must be valid in JSON.
         environ: Environment variables to add.
+        root: The folder from which the job imports hvdlite and this package; this tree if None.
     """
 
     def __init__(
-        self, module: str, ranks: int, settings: Mapping[str, Any], environ: Mapping[str, str] | None = None
+        self,
+        module: str,
+        ranks: int,
+        settings: Mapping[str, Any],
+        environ: Mapping[str, str] | None = None,
+        root: Path | None = None,
     ) -> None:
         self._what = f"{module} on {ranks} ranks"
         self._folder = tempfile.TemporaryDirectory()
@@ -47,7 +53,10 @@ class Job:
         command = [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--no-tag-output"]
         command += [sys.executable, "-m", "benchmarks.job", f"benchmarks.{module}", json.dumps(settings)]
         env = {**os.environ, **ONE_THREAD, **(environ or {})}
-        self._process = subprocess.Popen([*command, str(self._result)], cwd=ROOT, env=env, stdin=subprocess.DEVNULL)
+        if root is not None:
+            env["PYTHONPATH"] = str(root)
+        command.append(str(self._result))
+        self._process = subprocess.Popen(command, cwd=root or ROOT, env=env, stdin=subprocess.DEVNULL)
 
     def __enter__(self) -> Job:
         return self

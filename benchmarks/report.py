@@ -37,9 +37,9 @@ def allreduce_tables(figures: Sequence[Figure]) -> str:
         sizes = list(dict.fromkeys(nbytes for _, nbytes in cells))
         rows = [["", *map(size, sizes), f"GB/s, {size(sizes[-1])}"]]
         for peer in dict.fromkeys(peer for peer, _ in cells):
-            times = [f"{_time(cells[peer, nbytes])}  {_ratio(cells[peer, nbytes])}" for nbytes in sizes]
+            times = [f"{time_of(cells[peer, nbytes])}  {_ratio(cells[peer, nbytes])}" for nbytes in sizes]
             rows.append([peer, *times, f"{cells[peer, sizes[-1]]['bytes_per_second'] / 1e9:.2f}"])
-        blocks.append(f"{kind}, {ranks} ranks\n{_aligned(rows)}")
+        blocks.append(f"{kind}, {ranks} ranks\n{aligned(rows)}")
     return "\n\n".join(blocks)
 
 
@@ -51,11 +51,11 @@ def step_table(figures: Sequence[Figure], memory: Sequence[Figure]) -> str:
         rows = [["", "step", "ratio", "weights off by"] + (["MB kept", "MB peak", "MB process"] if held else [])]
         mine = [f for f in figures if f["workload"] == name]
         for figure in mine:
-            row = [figure["variant"], _time(figure), _ratio(figure), f"{figure['deviation']:.1g}"]
+            row = [figure["variant"], time_of(figure), _ratio(figure), f"{figure['deviation']:.1g}"]
             if at := held.get((name, figure["variant"])):
                 row += [f"{statistics.mean(at[what]) / 1e6:.0f}" for what in ("kept", "peak", "process_peak")]
             rows.append(row)
-        blocks.append(f"{name}: {mine[0]['parameters']:,} parameters\n{_aligned(rows)}")
+        blocks.append(f"{name}: {mine[0]['parameters']:,} parameters\n{aligned(rows)}")
     return "\n\n".join(blocks)
 
 
@@ -67,7 +67,8 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def _time(figure: Figure) -> str:
+def time_of(figure: Figure) -> str:
+    """Return the median and the minimum of a figure as text, such as "12.3 (10.0) ms"."""
     unit, factor = ("ms", 1e3) if figure["median"] >= 1e-3 else ("µs", 1e6)
     return f"{_three_digits(factor * figure['median'])} ({_three_digits(factor * figure['minimum'])}) {unit}"
 
@@ -81,7 +82,7 @@ def _three_digits(value: float) -> str:
     return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
-def _aligned(rows: Iterable[Sequence[str]]) -> str:
+def aligned(rows: Iterable[Sequence[str]]) -> str:
     """Return a table as text. The first column is aligned to the left, the others to the right."""
     table = list(rows)
     widths = [max(len(row[at]) for row in table if at < len(row)) for at in range(len(table[0]))]

@@ -39,7 +39,7 @@ def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bo
     skipped: dict[str, str] = {}
     mpi: dict[str, str] = {}
     chosen = [variant for variant in VARIANTS if variant in variants or variant in (ALONE, FLAT)]
-    with players("trainer", STEP_RANKS, {variant: {"tiny": tiny} for variant in chosen}) as jobs:
+    with players("trainer", STEP_RANKS, {variant: {"variant": variant, "tiny": tiny} for variant in chosen}) as jobs:
         for workload in names:
             parameters = 0
             there = []
@@ -51,7 +51,7 @@ def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bo
                     there.append(variant)
                     parameters, mpi = began["parameters"], began["mpi"]
             times = _interleaved(jobs, there, rounds, workload if progress else None)
-            deviations, spreads = _compare(jobs, there)
+            deviations, spreads = compare(jobs, there, FLAT)
             together = [variant for variant in there if variant not in (ALONE, ALONE_TUNED)]
             check_weights({f"{workload}: {variant}, against {FLAT}": deviations[variant] for variant in together})
             check_weights({f"{workload}: {variant}, rank against rank": spreads[variant] for variant in together})
@@ -79,8 +79,8 @@ def _interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | 
     return times
 
 
-def _compare(jobs: Players, names: Sequence[str]) -> tuple[dict[str, float], dict[str, float]]:
-    """Return by variant the largest distance of a rank's weights from the reference `FLAT`, and from rank 0 of the variant."""
+def compare(jobs: Players, names: Sequence[str], reference: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return by name the largest distance of a rank's weights from those of the reference, and from rank 0 of the name."""
     deviations, spreads = {}, {}
     with tempfile.TemporaryDirectory() as folder:
 
@@ -88,7 +88,7 @@ def _compare(jobs: Players, names: Sequence[str]) -> tuple[dict[str, float], dic
             jobs.ask(name, do="save", path=f"{folder}/{{rank}}.npy")
             return [np.load(f"{folder}/{rank}.npy") for rank in range(STEP_RANKS)]
 
-        truth = ways(FLAT)
+        truth = ways(reference)
         for name in names:
             own = ways(name)
             # np.max keeps a NaN of weights that exploded; max() may drop it.

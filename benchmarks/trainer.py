@@ -1,4 +1,4 @@
-"""Trains one variant in a job of its own. `benchmarks.steps` tells the job when to make a step."""
+"""Trains one variant in a job of its own, or sums tensors. `benchmarks.steps` and `benchmarks.against` give the orders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+import hvdlite
 from benchmarks.backends import start_gloo, start_horovod
+from benchmarks.checks import addend, check_sum, true_sum
+from benchmarks.collectives import DTYPES
 from benchmarks.figures import mpi_in_use
 from benchmarks.models import Workload, parameters_of, workloads
 from benchmarks.plan import DDP
@@ -17,28 +20,30 @@ from benchmarks.turns import orders
 from benchmarks.variants import Missing, Variant, make
 
 
-def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
-    """Follow the orders of `benchmarks.steps` on this rank, and send the answers back.
+def measure(name: str, address: str, variant: str, tiny: bool) -> dict[str, Any]:
+    """Follow the orders of `benchmarks.steps` or `benchmarks.against` on this rank, and send the answers back.
 
     Args:
-        name: A name in `plan.VARIANTS`.
+        name: The name of the job.
         address: The address of the program that gives the orders.
+        variant: A name in `plan.VARIANTS`.
         tiny: Whether to use models with few parameters.
 
     Returns:
         An empty dictionary: the answers go to the program that gives the orders.
     """
     comm = MPI.COMM_WORLD
-    if name == DDP:
+    if variant == DDP:
         start_gloo()
-    horovod = start_horovod() if name == "Horovod" else None
+    horovod = start_horovod() if variant == "Horovod" else None
     trained: _Trained | None = None
+    summed: _Summed | None = None
     for line, order in orders(address, name, comm.rank):
         match order.pop("do"):
             case "begin":
                 trained = None  # frees its memory before the next one is made
                 try:
-                    trained = _Trained(name, workloads(tiny)[order["workload"]], horovod)
+                    trained = _Trained(variant, workloads(tiny)[order["workload"]], horovod)
                     line.say({"parameters": trained.parameters, "mpi": mpi_in_use()})
                 except Missing as reason:
                     line.say({"missing": str(reason)})
@@ -49,6 +54,12 @@ def measure(name: str, address: str, tiny: bool) -> dict[str, Any]:
                 assert trained is not None
                 np.save(order["path"].format(rank=comm.rank), trained.way())
                 line.say(None)
+            case "tensor":
+                summed = _Summed(order["kind"], order["bytes"])
+                line.say(None)
+            case "calls":
+                assert summed is not None
+                line.say(summed.calls(order["repeats"]))
     return {}
 
 
@@ -75,6 +86,33 @@ class _Trained:
     def way(self) -> np.ndarray[Any, Any]:
         """Return the change of the weights by training, as a flat float32 array."""
         return _weights(self._variant.model) - self._start
+
+
+class _Summed:
+    """A tensor of a kind in `plan.KINDS` that hvdlite sums over the ranks."""
+
+    def __init__(self, kind: str, nbytes: int) -> None:
+        dtype, comm = DTYPES[kind], MPI.COMM_WORLD
+        elements = max(1, nbytes // dtype.itemsize)
+        self._data = torch.empty(elements, dtype=dtype)
+        self._given = self._data.numpy() if kind.endswith("NumPy") else self._data
+        self._mine, self._sum = addend(comm.rank, elements, dtype), true_sum(comm.size, elements, dtype)
+
+    def calls(self, repeats: int) -> list[float]:
+        """Sum the tensor, and return this rank's seconds in each call. One more call before these warms up.
+
+        Raises:
+            WrongResult: The last sum is wrong.
+        """
+        seconds = []
+        for _ in range(repeats + 1):
+            self._data.copy_(self._mine)
+            MPI.COMM_WORLD.Barrier()
+            start = time.perf_counter()
+            hvdlite.allreduce(self._given, hvdlite.Sum, inplace=True)
+            seconds.append(time.perf_counter() - start)
+        check_sum("hvdlite", self._data, self._sum)
+        return seconds[1:]
 
 
 def _weights(model: torch.nn.Module) -> np.ndarray[Any, Any]:

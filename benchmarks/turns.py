@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.job import Job, JobFailed
@@ -67,13 +68,16 @@ class Players:
 
 
 @contextmanager
-def players(module: str, ranks: int, settings: Mapping[str, Mapping[str, Any]]) -> Iterator[Players]:
+def players(
+    module: str, ranks: int, settings: Mapping[str, Mapping[str, Any]], roots: Mapping[str, Path] = MappingProxyType({})
+) -> Iterator[Players]:
     """Start a job for each name. The jobs end with the body of the with statement.
 
     Args:
         module: The module of each `Job`. Its ``measure`` also gets ``address`` and ``name``, and iterates over `orders`.
         ranks: The number of ranks of each job.
         settings: The settings of each job, by name.
+        roots: The root of a job that runs in another tree, by name: see `Job`.
 
     Raises:
         JobFailed: A job has ended before all jobs were ready, or has failed at the end.
@@ -85,7 +89,9 @@ def players(module: str, ranks: int, settings: Mapping[str, Mapping[str, Any]]) 
         server.listen(ranks * len(settings))
         server.settimeout(_LOOK_SECONDS)
         jobs = {
-            name: stack.enter_context(Job(module, ranks, {**own, "address": address, "name": name}))
+            name: stack.enter_context(
+                Job(module, ranks, {**own, "address": address, "name": name}, root=roots.get(name))
+            )
             for name, own in settings.items()
         }
         lines: dict[tuple[str, int], Line] = {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import job
+from benchmarks import against, job
 from benchmarks.checks import WEIGHT_TOLERANCE, WrongResult, addend, check_sum, check_weights, true_sum
 from benchmarks.collectives import DTYPES
 from benchmarks.report import allreduce_tables, size
@@ -77,6 +77,28 @@ def test_all_parts(tmp_path: Path) -> None:
         assert f"without {name}: " in done.stdout
     for part in ("allreduce", "steps"):
         assert (tmp_path / f"p-{part}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_this_tree_against_itself(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "against", str(job.ROOT), "--tiny", "--rounds", "3", "--sizes", "4"]
+    command += ["--variants", "hvdlite", "--workloads", "MLP, Adam", "--kinds", "float32"]
+    done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"^  (hvdlite|4 B) .* ([\d.]+)   ([\d.]+) to ([\d.]+)$", done.stdout, re.MULTILINE)
+    assert [name for name, *_ in found] == ["hvdlite", "4 B"], done.stdout
+    for _, middle, low, high in found:
+        assert 0 < float(low) <= float(high) and float(middle) > 0
+
+
+def test_no_tree_to_compare_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert against.main([str(tmp_path)]) == 2
+    assert "has no hvdlite, hvdlite_torch, hvdlite_tf: expected a clone of hvdlite" in capsys.readouterr().err
+
+
+def test_ratio_of_medians() -> None:
+    low, middle, high = against.ratio_of_medians([1.0, 2.0, 3.0], [2.0, 4.0, 6.0])
+    assert low < middle == 2.0 < high
+    assert against.ratio_of_medians([2.0] * 5, [3.0] * 5) == (1.5, 1.5, 1.5)
 
 
 def test_keras(tmp_path: Path) -> None:

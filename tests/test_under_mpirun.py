@@ -57,18 +57,9 @@ def test_spmd(job: str, pytestconfig: pytest.Config) -> None:
     size, files = (ALL if everything else FEW)[job]
     done = mpirun(
         size,
-        *(
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "--timeout=60",
-            "--color=no",
-            "-p",
-            "no:cacheprovider",
-            *everything,
-            *map(str, files),
-        ),
+        *("-m", "pytest", "-x", "-q", "--timeout=60", "--color=no", "-p", "no:cacheprovider"),
+        *everything,
+        *map(str, files),
         timeout=LIMIT,
         HVDLITE_TEST_MPI="1",
         HVDLITE_DEADLOCK_TIME_SECONDS="0.3",

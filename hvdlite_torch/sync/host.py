@@ -183,7 +183,10 @@ class HostSync:
         joined = here.reducer.joined
         self.missed = self.missed or joined > 0
         weight = context.take_weight()
-        (here.deliver if self._shards is None else self._shards.give)(anywhere)
+        for part in here.parts if self._shards is None else ():
+            part.deliver(anywhere)
+        if self._shards is not None:
+            self._shards.give(anywhere)
         context.check_step(any(anywhere), here.reducer.divisor)
         if context.sparse:
             combine_sparse(context.sparse, weight, context.options.op is hvdlite.Average, context.process_set)

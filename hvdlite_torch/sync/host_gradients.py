@@ -1,6 +1,6 @@
 """`HostGradients`: the dense gradients of some parameters in the memory of one reducer.
 
-Hooks and the step bring gradients there, and the step brings the combined gradients back.
+Hooks and the step bring gradients there. `LargeGradients` and `SmallGradients` bring the combined gradients back.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class HostGradients:
     Attributes:
         overlap: Exchanges buckets early; None if nothing is exchanged early.
         slots: One for each parameter.
+        parts: The large and the small gradients. After an exchange each part delivers its results.
         news: The numbers of the gradients that the last `collect` has found to be sparse.
     """
 
@@ -73,6 +74,7 @@ class HostGradients:
         of_large, of_small = ([parameters[slot.index] for slot in some] for some in (large, small))
         self._large = LargeGradients(large, of_large, reducer.buckets, self.overlap, alone and not sharded)
         self._small = SmallGradients(small, of_small, alone and not sharded)
+        self.parts = (self._large, self._small)
 
     def take(self, index: int, parameter: torch.Tensor, weight: float) -> None:
         """Copy a large gradient to which a backward pass has added, while it is in the cache, if other ranks read any of it.
@@ -115,15 +117,6 @@ class HostGradients:
                 refuse_sparse(slot.shape)
             self.news.append(slot.index)
         return dense
-
-    def deliver(self, anywhere: Sequence[bool]) -> None:
-        """Set ``p.grad`` to the combined gradients.
-
-        Args:
-            anywhere: For each parameter, whether any rank has a gradient of it.
-        """
-        self._large.deliver(anywhere)
-        self._small.deliver(anywhere)
 
     def forget(self) -> None:
         """Forget where the gradients of this step are."""

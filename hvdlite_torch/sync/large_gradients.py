@@ -116,10 +116,15 @@ class LargeGradients:
         Args:
             anywhere: Whether any rank has a gradient, by the number of the slot.
         """
-        for some, do in ((self._pairs, Slot.give), (self._met, Slot.separate)):
-            for slot, parameter in some:
-                if anywhere[slot.index]:
-                    do(slot, parameter)
+        for slot, parameter in self._pairs:
+            if anywhere[slot.index]:
+                where = slot.where
+                if where is Where.OWN or (where is Where.HOME and not slot.pool.number):
+                    continue  # the result lies where the gradient lay
+                slot.give(parameter)
+        for slot, parameter in self._met:
+            if anywhere[slot.index]:
+                slot.separate(parameter)
 
     def forget(self) -> None:
         """Forget where the gradients of this step are."""

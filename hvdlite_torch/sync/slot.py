@@ -193,10 +193,8 @@ class Slot:
         return result if self._encoded is None else self._encoded.decode(result)
 
     def give(self, parameter: torch.Tensor) -> None:
-        """Set ``parameter.grad`` to the combined gradient. Some rank has a gradient of the parameter."""
+        """Set ``parameter.grad`` to the combined gradient, which lies elsewhere. Some rank has a gradient of the parameter."""
         gradient, buffer = parameter.grad, self.pool.number
-        if self.where is Where.OWN or (self.where is Where.HOME and not buffer):
-            return
         if self.where is Where.HOME and gradient is not None:
             gradient.copy_(self.result())
             return
