@@ -26,7 +26,7 @@ WRONG = {
 }
 JOBS = {
     "alone": [
-        *("torch_digits.py --epochs 12", f"torch_synthetic_benchmark.py {FEW}"),
+        *("torch_digits.py", f"torch_synthetic_benchmark.py {FEW}"),
         f"torch_gpt_text.py {SMALL_GPT} --plot FOLDER/loss.png",
         "algorithms.py --ranks 4,6 --sizes 1K,1M --plot FOLDER/algorithms.png",
         *WRONG,
@@ -35,9 +35,9 @@ JOBS = {
         "torch_large_batch.py",
         *(f"torch_synthetic_benchmark.py {FEW} {option}" for option in ("--fp16-allreduce", "--shard", "--use-adasum")),
     ],
-    "tensorflow on 2": ["keras_digits.py --epochs 8", "tf_custom_loop.py --epochs 8", "keras_strategy.py --epochs 7"],
+    "tensorflow on 2": ["keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"],
     "3": [
-        "torch_digits.py --epochs 12",
+        "torch_digits.py",
         "numpy_digits.py",
         f"torch_gpt_text.py {SMALL_GPT} --shard --plot FOLDER/loss.png",
     ],
