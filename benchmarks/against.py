@@ -19,7 +19,7 @@ from benchmarks import job, plan
 from benchmarks.checks import WrongResult, check_weights
 from benchmarks.figures import summary
 from benchmarks.report import aligned, size, time_of
-from benchmarks.steps import WARM_UP, compare
+from benchmarks.steps import compare, interleaved
 from benchmarks.turns import Players, players
 
 OTHER, THIS = "other", "this"
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
             settings = {name: {"variant": name.partition(", ")[0], "tiny": options.tiny} for name in names}
             roots = {name: root for name in names if name.endswith(OTHER)}
             with players("trainer", plan.STEP_RANKS, settings, roots) as jobs:
-                _steps(jobs, options)
+                _steps(jobs, names, options)
                 _allreduce(jobs, options)
     except (job.JobFailed, WrongResult) as failure:
         print(f"python -m benchmarks against: {failure}", file=sys.stderr)
@@ -77,18 +77,11 @@ def _name(variant: str, tree: str) -> str:
     return f"{variant}, {tree}"
 
 
-def _steps(jobs: Players, options: argparse.Namespace) -> None:
-    names = [_name(variant, tree) for variant in options.variants for tree in (OTHER, THIS)]
+def _steps(jobs: Players, names: Sequence[str], options: argparse.Namespace) -> None:
     for workload in options.workloads:
         for name in names:
             jobs.ask(name, do="begin", workload=workload)
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for turn in tqdm(range(WARM_UP + options.rounds), workload, unit="round", leave=False, disable=None):
-            first = turn % len(names)
-            for name in [*names[first:], *names[:first]]:
-                seconds = max(jobs.ask(name, do="step"))
-                if turn >= WARM_UP:
-                    times[name].append(seconds)
+        times = interleaved(jobs, names, options.rounds, workload if sys.stderr.isatty() else None)
         for variant in options.variants:
             deviations, _ = compare(jobs, [_name(variant, THIS)], _name(variant, OTHER))
             check_weights(deviations)

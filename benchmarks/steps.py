@@ -50,7 +50,7 @@ def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bo
                 else:
                     there.append(variant)
                     parameters, mpi = began["parameters"], began["mpi"]
-            times = _interleaved(jobs, there, rounds, workload if progress else None)
+            times = interleaved(jobs, there, rounds, workload if progress else None)
             deviations, spreads = compare(jobs, there, FLAT)
             together = [variant for variant in there if variant not in (ALONE, ALONE_TUNED)]
             check_weights({f"{workload}: {variant}, against {FLAT}": deviations[variant] for variant in together})
@@ -67,7 +67,7 @@ def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bo
     return {"figures": figures, "skipped": skipped, "mpi": mpi}
 
 
-def _interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | None) -> dict[str, list[float]]:
+def interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | None) -> dict[str, list[float]]:
     """Let the variants take turns. Return the seconds of each timed step on the slowest rank, by variant."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in tqdm(range(WARM_UP + rounds), label, unit="round", leave=False, disable=label is None):

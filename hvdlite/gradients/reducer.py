@@ -97,9 +97,9 @@ class Reducer:
         self._aggregator = aggregator
         self._collectives = collectives
         self._average = op is ReduceOp.AVERAGE
-        self._members, self._watch, self.timeline = context
+        members, watch, self.timeline = context
+        self._members, self._watch = members, watch
         self._busy = threading.Lock()
-        watch, members = context.watch, context.members
         channel = watch.new_channel(members)
         self._link = watch.link(members, channel, collectives.stop)
         self._watching = watch.guarded(self._name, members, channel=channel, link=self._link)

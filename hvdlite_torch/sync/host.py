@@ -183,9 +183,10 @@ class HostSync:
         joined = here.reducer.joined
         self.missed = self.missed or joined > 0
         weight = context.take_weight()
-        for part in here.parts if self._shards is None else ():
-            part.deliver(anywhere)
-        if self._shards is not None:
+        if self._shards is None:
+            for part in here.parts:
+                part.deliver(anywhere)
+        else:
             self._shards.give(anywhere)
         context.check_step(any(anywhere), here.reducer.divisor)
         if context.sparse:

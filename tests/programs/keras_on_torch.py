@@ -85,10 +85,11 @@ for name, make in OPTIMIZERS.items():
 
 # torch's compiler must find the method that exchanges gradients in the step. The backend "eager" needs no C++ compiler.
 compiled, torch.compile = torch.compile, functools.partial(torch.compile, backend="eager")
-expected, _ = alone(OPTIMIZERS["adam"])
-model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["adam"]()), scale=1.0 + rank, jit_compile=True)
-fit(model, rank, size, callbacks=[hvd.callbacks.Distributed()])
-show("adam, compiled", model, deviation(flat(model), flat(expected)))
+for name in ("sgd", "adam"):
+    expected, _ = alone(OPTIMIZERS[name])
+    model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[name]()), scale=1.0 + rank, jit_compile=True)
+    fit(model, rank, size, callbacks=[hvd.callbacks.Distributed()])
+    show(f"{name}, compiled", model, deviation(flat(model), flat(expected)))
 torch.compile = compiled
 
 # Rank 0 has all batches, and the others have one less: rank 0 makes the last step alone.
