@@ -13,7 +13,7 @@ from hvdlite.comm.local import LocalFabric
 from hvdlite.errors import ranks_text
 from hvdlite.negotiation.controller import CACHE_ENTRIES, FANOUT, Controller
 from hvdlite.negotiation.messages import Decision, Key
-from hvdlite.operations import Signature
+from hvdlite.operations import Milestone, Signature
 
 
 def signature(value: str) -> Signature:
@@ -317,6 +317,44 @@ def test_ranks_that_have_joined_count_as_having_submitted_everything(
         for entry, parts in zip(log, given_parts, strict=True):
             entry.clear()
             parts.clear()
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 5), st.sampled_from([2, CACHE_ENTRIES]), st.integers(0))
+def test_a_milestone_needs_all_ranks_whether_they_have_joined_or_not(
+    size: int, fanout: int, milestones: int, cache_entries: int, seed: int
+) -> None:
+    """One thread of each rank comes to the milestones, twice to each; another one announces an operation and joins, three times."""
+    draw = random.Random(seed)
+    _, ranks = controllers(size, fanout, 1, cache_entries)
+    log: list[list[Decision]] = [[] for _ in ranks]
+    names: list[Key] = [f"milestone {number}" for number in range(milestones)]
+    to_come = [draw.sample(names, milestones) + draw.sample(names, milestones) for _ in ranks]
+    to_do: list[list[str]] = [["operation", "join"] * 3 for _ in ranks]
+    come: list[list[Key]] = [[] for _ in ranks]
+    while any(to_come) or any(to_do) or any(entry != log[0] for entry in log) or len(log[0]) < 2 * milestones + 6:
+        rank = draw.randrange(size)
+        joined = len([done for done in log[rank] if done.last_joined is not None])
+        done = [key for decision in log[rank] for key in decision.keys]
+        match draw.choice(["step", "come", "do"]):
+            case "come" if to_come[rank] and come[rank].count(key := to_come[rank][0]) == done.count(key):
+                come[rank].append(to_come[rank].pop(0))
+                ranks[rank].announce(key, Milestone().signature)
+            case "do" if to_do[rank] and to_do[rank][0] == "operation" and len(to_do[rank]) == 6 - 2 * joined:
+                to_do[rank].pop(0)
+                ranks[rank].announce("operation", signature("f"))
+            case "do" if to_do[rank] and to_do[rank][0] == "join":
+                to_do[rank].pop(0)
+                ranks[rank].join()
+            case _:
+                for decision in ranks[rank].step():
+                    for key in decision.keys:
+                        if key in names:  # nobody is left out
+                            assert min(each.count(key) for each in come) > sum(key in old.keys for old in log[rank])
+                    log[rank].append(decision)
+                assert not ranks[rank].unsubmitted.keys() & set(names)
+                ranks[rank].unsubmitted.clear()
+    assert all(decision.error is None for decision in log[0])
+    assert sum(decision.last_joined is not None for decision in log[0]) == 3
 
 
 def test_the_last_to_join_is_told_whatever_the_way_of_its_letter() -> None:

@@ -21,7 +21,7 @@ from hvdlite.negotiation.handle import Handle
 from hvdlite.negotiation.in_flight import InFlight
 from hvdlite.negotiation.messages import JOIN, Key
 from hvdlite.negotiation.waiters import Background, Waiters
-from hvdlite.operations import Join, Operation, Signature, describe
+from hvdlite.operations import Join, Operation, Signature, describe, needs_every_rank
 from hvdlite.protocols import Transport
 from hvdlite.timeline import Row, Timeline
 from hvdlite.topology import Members
@@ -100,7 +100,8 @@ class Engine:
         with self._submit_lock:
             if self._submitting or self._driver.thread:
                 self._check_not_interrupted()
-            if self._driver.broken is not None or JOIN in self._in_flight.entries:
+            joined = JOIN in self._in_flight.entries and not needs_every_rank(operation.signature)
+            if joined or self._driver.broken is not None:
                 self._refuse(operation.signature)
             try:
                 self._submitting = True

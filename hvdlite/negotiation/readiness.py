@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from hvdlite.negotiation.messages import Key, Report
-from hvdlite.operations import Signature
+from hvdlite.operations import Signature, needs_every_rank
 
 
 class _Readiness:
     """One operation of the table: the parties that have reported it, and the signatures of their ranks."""
 
-    __slots__ = ("agreed", "first", "reports")
+    __slots__ = ("agreed", "first", "needs_every_rank", "reports")
 
     def __init__(self, first: Report) -> None:
         self.first = first
         self.agreed = not isinstance(first, dict)
+        self.needs_every_rank = self.agreed and needs_every_rank(first)
         self.reports: list[tuple[int, Report]] = []
 
 
 class ReadyTable:
     """Counts the reports of the parties of one rank: its own program, and its children with their subtrees.
 
-    An operation is complete when every party has reported it or has joined. A child has joined when it and all ranks below it
+    An operation is complete when every party has reported it or has joined (some operations need every rank: there, joining
+    does not count). A child has joined when it and all ranks below it
     have joined. The child says so after it has reported all operations that they had submitted. So a complete operation stays
     complete.
 
@@ -80,7 +82,9 @@ class ReadyTable:
         self.complete.pop(key, None)
 
     def _is_complete(self, entry: _Readiness) -> bool:
-        return len(self.joined.union([party for party, _ in entry.reports])) == self._parties
+        reported = [party for party, _ in entry.reports]
+        counted = reported if entry.needs_every_rank else self.joined.union(reported)
+        return len(counted) == self._parties
 
     def _finish(self, key: Key, entry: _Readiness) -> None:
         del self._table[key]

@@ -3,7 +3,8 @@
 A rank makes an operation from its own tensors; bad arguments raise at this point, before anything is sent. The rank submits
 the operation to its engine. The engine runs it when every rank has submitted its own.
 
-- `base`: the base classes of all operations, and the small operations `Barrier`, `Join` and `Agreement`.
+- `base`: the base classes of all operations, and the small operations `Barrier`, `Milestone`, `Join` and
+  `Agreement`.
 - `allreduce`, `reducescatter`, `allgather`, `broadcast`, `alltoall`, `objects`: one operation each; `objects` has two, on
   Python objects.
 - `reducible`: the reductions that each dtype allows.
@@ -16,7 +17,16 @@ from __future__ import annotations
 from hvdlite.operations.allgather import Allgather
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.alltoall import Alltoall
-from hvdlite.operations.base import Agreement, Barrier, Join, Operation, Signature, describe
+from hvdlite.operations.base import (
+    Agreement,
+    Barrier,
+    Join,
+    Milestone,
+    Operation,
+    Signature,
+    describe,
+    needs_every_rank,
+)
 from hvdlite.operations.broadcast import Broadcast
 from hvdlite.operations.joined import SHARED_BUCKETS, operation_for_absent, why_absent_refused
 from hvdlite.operations.objects import AllgatherObject, BroadcastObject
@@ -33,10 +43,12 @@ __all__ = [
     "Broadcast",
     "BroadcastObject",
     "Join",
+    "Milestone",
     "Operation",
     "Reducescatter",
     "Signature",
     "describe",
+    "needs_every_rank",
     "operation_for_absent",
     "why_absent_refused",
 ]

@@ -22,6 +22,7 @@ None in a shape stands for a length that may differ from rank to rank. Signature
 """
 
 _TENSORS_SHOWN = 4
+_MILESTONE = "milestone"
 
 
 def describe(signature: Signature, start: int = 0) -> str:
@@ -184,6 +185,25 @@ class Barrier(Operation):
 
     def run(self, collectives: GroupCollectives) -> None:
         return None
+
+
+class Milestone(Operation):
+    """Say that this rank has come to a point, which the name of the operation gives. It is done when all ranks have come there.
+
+    `join` does not count as coming there: a rank that has joined may submit this operation, and is waited for until it has.
+    Threads that prepare data use it, because they run on while the program's thread joins.
+    """
+
+    def __init__(self) -> None:
+        self.signature = (_MILESTONE, (), ())
+
+    def run(self, collectives: GroupCollectives) -> None:
+        return None
+
+
+def needs_every_rank(signature: Signature) -> bool:
+    """Return whether ranks that have joined are waited for too."""
+    return signature[0] == _MILESTONE
 
 
 class Join(Operation):

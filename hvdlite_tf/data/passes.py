@@ -1,10 +1,14 @@
 """An order for each pass over a dataset, which is the same on all ranks even if a rank has looked at elements alone.
 
 TensorFlow's own shuffle takes a new order whenever a program begins to read. So a rank that looks at one element alone would
-have other orders than the other ranks from then on. Here a pass counts only when it has been read to its end::
+have other orders than the other ranks from then on. Here a pass counts only when half of it has been read::
 
-    begin ──▶ seed of (seed, number of passes that have ended) ──▶ shuffle ──▶ elements ──▶ end: announced to all ranks
-      └ waits until all ranks have read the pass before to its end
+    begin ──▶ seed of (seed, number of passes that count) ──▶ shuffle ──▶ elements ──▶ half of them: announced to all ranks
+      └ waits until the pass before counts on all ranks
+
+Half of it, and not all, because a program may not read all: a batch that is not full is dropped, and who knows the number of
+batches does not ask for one more. Any number of full batches is more than half. Where the number of elements is not known, a
+program has to read until there are no more, and the pass counts at its end.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite.operations import Milestone
 from hvdlite.protocols import Array
 
 
@@ -30,34 +35,49 @@ class Passes:
         name: The name of the dataset, the same on all ranks.
         seed: The seed of the orders, the same on all ranks.
         process_set: The ranks that share the dataset; None means all ranks.
+
+    Attributes:
+        size: The number of ranks that share the dataset.
     """
 
     def __init__(self, name: str, seed: int, process_set: ProcessSet | None) -> None:
+        self.size = world("shard()").group(process_set).size
         self._name = name
         self._seed = seed
         self._process_set = process_set
-        self._ended = 0
+        self._counted = 0
         self._told: list[Any] = []  # handles
+        self._failure: BaseException | None = None
         self._lock = threading.Lock()
 
     def begin(self) -> Array:
         """Return the seed of the pass that begins now, an int64 scalar.
 
-        The method waits until all ranks have ended the pass before. If this rank alone has read the dataset to its end, the
-        method waits for ever, and the watchdog reports it like any other long wait.
+        The method waits until the pass before counts on all ranks. If this rank alone has read the dataset, the method waits for
+        ever, and the watchdog reports it like any other long wait.
         """
         with self._lock:
-            told, self._told, ended = self._told, [], self._ended
+            if self._failure is not None:
+                raise self._failure
+            told, self._told, counted = self._told, [], self._counted
         for handle in told:
             handle.wait()
-        return np.asarray(np.random.SeedSequence([self._seed, ended]).generate_state(1)[0], np.int64)
+        return np.asarray(np.random.SeedSequence([self._seed, counted]).generate_state(1)[0], np.int64)
 
-    def end(self) -> Array:
-        """Tell the other ranks that this rank has read a pass to its end. Return 0, an int64 scalar."""
+    def count(self) -> Array:
+        """Tell the other ranks that this pass counts. Return 0, an int64 scalar.
+
+        A thread that fetches elements in advance calls this, so the program's thread may be in `join` (at the end of an epoch),
+        and an error here may be seen by nobody. `begin` raises it again.
+        """
         with self._lock:
-            name = f"the end of pass {self._ended + 1} over {self._name}"
-            self._told.append(hvdlite.allreduce_async(np.zeros(1), hvdlite.Sum, name, process_set=self._process_set))
-            self._ended += 1
+            try:
+                engine = world("a shuffled dataset of shard()").engine(self._process_set)
+                self._told.append(engine.submit(Milestone(), f"pass {self._counted + 1} over {self._name}"))
+            except BaseException as error:
+                self._failure = error
+                raise
+            self._counted += 1
         return np.asarray(0, np.int64)
 
 
@@ -69,13 +89,18 @@ def shuffled(dataset: tf.data.Dataset, buffer_size: Any, passes: Passes) -> tf.d
         buffer_size: The number of elements in the shuffle buffer; see `tf.data.Dataset.shuffle`.
         passes: This rank's passes over the dataset.
     """
-    cardinality = dataset.cardinality()
-
-    once = tf.data.Dataset.from_tensors(0)
+    once = tf.data.Dataset.from_tensors(np.int64(0))
     elements = once.map(lambda _: _called(passes.begin)).flat_map(lambda seed: _in_order(dataset, buffer_size, seed, 1))
-    nothing = once.flat_map(lambda _: dataset.take(_called(passes.end)))
-    whole = elements.concatenate(nothing)
-    return whole.apply(tf.data.experimental.assert_cardinality(cardinality)) if cardinality >= 0 else whole
+    total = int(dataset.cardinality())
+    if total < 0:
+        nothing = once.flat_map(lambda _: dataset.take(_called(passes.count)))
+        return elements.concatenate(nothing)
+    # Of the ranks that share these elements, the first may have read up to size - 1 elements less than the last.
+    before = max(0, (total - passes.size) // 2)
+    marks = once.repeat(before).concatenate(once.map(lambda _: _called(passes.count)))
+    marks = marks.concatenate(once.repeat(max(0, total - before - 1)))
+    whole = tf.data.Dataset.zip((elements, marks)).map(lambda element, _: element)
+    return whole.apply(tf.data.experimental.assert_cardinality(total))
 
 
 def _in_order(dataset: Any, buffer_size: Any, seed: Any, seed2: Any) -> Any:

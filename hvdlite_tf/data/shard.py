@@ -39,7 +39,7 @@ def shard(
         train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(128), by="batches")   # 128 on all ranks together
 
     A shuffle after `shard` may differ between the ranks. A shuffle before `shard` must be the same on all ranks, which `shard`
-    checks. A rank may look at some elements alone, because the order changes only when a pass has been read to its end.
+    checks. A rank may look at some elements alone, because the order changes only when more than half of a pass has been read.
 
     Args:
         dataset: A dataset of single examples, or of global batches.
@@ -91,8 +91,6 @@ def shard(
         share = dataset.shard(engine.size, engine.rank)
     else:
         share = rows_of_batches(dataset, engine.rank, engine.size, remainder)
-    if shuffle or shuffles:
-        share = share.prefetch(1)  # so that the last element of a pass also ends the pass
     return as_it_is(share)
 
 

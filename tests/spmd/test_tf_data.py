@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
+import threading
+import time
 from collections import Counter
 from typing import Any
 
@@ -12,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdlite_tf as hvd
+from hvdlite.api import world
 from hvdlite.errors import ArgumentError, MismatchError, NotInitializedError, UnsupportedTensorError
 from hvdlite_tf.data.shard import part_of_batch
 from tests.conftest import UNDER_MPI
@@ -127,6 +131,63 @@ def test_what_a_rank_looks_at_alone_changes_nothing(ranks: Any) -> None:
             assert (orders[0] == orders[1]) == (name == "once"), name
             repeated = rows_of(share.repeat().take(72 // size if name != "batches" else 12))
             assert len(repeated) == 72 // size, name
+
+    ranks(check)
+
+
+def test_a_pass_whose_last_rows_are_dropped_counts(ranks: Any) -> None:
+    """The program knows the number of batches and does not ask for one more, so it never reads the rows that remain."""
+
+    def check() -> None:
+        size = hvd.size()
+        for rows, batch in ((60, 7), (9, 2), (20, 6), (1437, 64)):
+            before = tf.data.Dataset.range(rows)
+            for share in (
+                hvd.shard(before, shuffle=rows, seed=1).batch(max(1, batch // size), drop_remainder=True),
+                hvd.shard(before.shuffle(rows, seed=1).batch(batch, drop_remainder=True), by="batches", remainder="uneven"),
+            ):
+                passes = []
+                for _ in range(3):
+                    some = iter(share)
+                    read = [row for _ in range(int(share.cardinality())) for row in next(some).numpy().tolist()]
+                    del some
+                    passes.append([row for part in hvd.allgather_object(read) for row in part])
+                assert all(len(set(each)) == len(each) or rows % size for each in passes)
+                assert len({tuple(each) for each in passes}) == 3, (rows, batch)
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_a_pass_counts_though_its_rank_has_joined(ranks: Any) -> None:
+    """Elements are fetched in advance by another thread, which runs on while the program's thread has joined."""
+
+    def check() -> None:
+        share = hvd.shard(tf.data.Dataset.range(48), shuffle=48, seed=1)
+        engine = world("this test").engine()
+        context = contextvars.copy_context()
+        failed: list[BaseException] = []
+
+        def read_after_joining() -> None:
+            try:
+                while not engine.has_joined:
+                    time.sleep(0)
+                rows_of(share)
+            except BaseException as error:
+                failed.append(error)
+
+        fetcher = threading.Thread(target=context.run, args=(read_after_joining,))
+        if hvd.rank():
+            fetcher.start()
+        else:
+            rows_of(share)
+            next(iter(share))  # waits until all ranks have read the first pass, and all others have joined
+        hvd.join()
+        if hvd.rank():
+            fetcher.join()
+        assert not failed
+        for _ in range(2):
+            assert sorted(row for each in all_shares(share) for row in each) == list(range(48))
 
     ranks(check)
 
