@@ -323,7 +323,7 @@ def test_ranks_that_have_joined_count_as_having_submitted_everything(
 def test_a_milestone_needs_all_ranks_whether_they_have_joined_or_not(
     size: int, fanout: int, milestones: int, cache_entries: int, seed: int
 ) -> None:
-    """One thread of each rank comes to the milestones, twice to each; another one announces an operation and joins, three times."""
+    """One thread of each rank comes to the milestones, twice to each; another one joins three times."""
     draw = random.Random(seed)
     _, ranks = controllers(size, fanout, 1, cache_entries)
     log: list[list[Decision]] = [[] for _ in ranks]

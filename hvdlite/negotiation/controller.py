@@ -14,8 +14,8 @@ After an operation was agreed on once, a small number stands for it. So the same
 however many operations it has. All ranks receive the same plans in the same order, and number the operations in them alike
 (`Cache`).
 
-A rank that has joined counts as one that has reported every operation but milestones (`ReadyTable`). The plan tells it which operations it
-takes part in: by their ids, or by the signatures that come with new names.
+A rank that has joined counts as one that has reported every operation but milestones (`ReadyTable`). The plan tells it which
+operations it takes part in: by their ids, or by the signatures that come with new names.
 """
 
 from __future__ import annotations

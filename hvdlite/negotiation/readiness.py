@@ -14,7 +14,7 @@ class _Readiness:
     def __init__(self, first: Report) -> None:
         self.first = first
         self.agreed = not isinstance(first, dict)
-        self.needs_every_rank = self.agreed and needs_every_rank(first)
+        self.needs_every_rank = not isinstance(first, dict) and needs_every_rank(first)
         self.reports: list[tuple[int, Report]] = []
 
 

@@ -53,8 +53,8 @@ class Passes:
     def begin(self) -> Array:
         """Return the seed of the pass that begins now, an int64 scalar.
 
-        The method waits until the pass before counts on all ranks. If this rank alone has read the dataset, the method waits for
-        ever, and the watchdog reports it like any other long wait.
+        The method waits until the pass before counts on all ranks. If this rank alone has read the dataset, the method
+        waits for ever, and the watchdog reports it like any other long wait.
         """
         with self._lock:
             if self._failure is not None:

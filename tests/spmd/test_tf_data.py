@@ -144,7 +144,9 @@ def test_a_pass_whose_last_rows_are_dropped_counts(ranks: Any) -> None:
             before = tf.data.Dataset.range(rows)
             for share in (
                 hvd.shard(before, shuffle=rows, seed=1).batch(max(1, batch // size), drop_remainder=True),
-                hvd.shard(before.shuffle(rows, seed=1).batch(batch, drop_remainder=True), by="batches", remainder="uneven"),
+                hvd.shard(
+                    before.shuffle(rows, seed=1).batch(batch, drop_remainder=True), by="batches", remainder="uneven"
+                ),
             ):
                 passes = []
                 for _ in range(3):
