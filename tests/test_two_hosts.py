@@ -60,14 +60,11 @@ def assert_nothing_left(on: Hosts) -> None:
 
 
 # What depends on which ranks share a host.
-SPMD = [
-    *("adasum", "join", "order", "overlap", "process_sets", "sharded"),
-    *("torch_join", "torch_operations", "torch_options", "torch_training"),
-]
-
-
-# They take longest, and do not look at the number of ranks of a host.
-ON_EVEN_HOSTS = ("torch_operations", "torch_options")
+SPMD = ["adasum", "join", "operations", "overlap", "process_sets", "sharded", "torch_join", "torch_training"]
+# With --everything too: they look at what ranks agree on, or at options of the adapter, and not at who shares memory with whom.
+OTHERS = ["order", "torch_operations", "torch_options"]
+# They look at named operations with tensors of every kind, and on uneven hosts some would show nothing more.
+ON_EVEN_HOSTS = ("join", "operations", "torch_join")
 
 
 @pytest.mark.timeout(SPMD_LIMIT + 20)
@@ -75,7 +72,7 @@ ON_EVEN_HOSTS = ("torch_operations", "torch_options")
 def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None:
     everything = where == EVEN or pytestconfig.option.everything
     chosen = [name for name in SPMD if everything or name not in ON_EVEN_HOSTS]
-    chosen += ["operations"] * pytestconfig.option.everything  # each process takes seconds to import TensorFlow
+    chosen += OTHERS if pytestconfig.option.everything else []
     files = [str(ROOT / f"tests/spmd/test_{name}.py") for name in chosen]
     done = mpirun(
         two_hosts,

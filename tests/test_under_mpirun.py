@@ -2,7 +2,7 @@
 
 As threads they run on one and three ranks. What is left for processes to show: that each test holds on two ranks that share
 nothing, and that what moves data between processes does so for other numbers of them (three, and four).
-TensorFlow's have most of their time behind them when they have been traced, so fewer of them run on three.
+Each process takes seconds to import TensorFlow, so its tests run on two processes alone, except with --everything.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ def named(*names: str) -> list[Path]:
 LONG = named("torch_idioms", "torch_models", "torch_programs", "torch_steps")
 # What is about messages, memory that processes share, and who is there: the core's tests, and torch's that use most of it.
 MESSAGES = named("adasum", "join", "order", "overlap", "process_sets", "schedule", "sharded", "torch_operations")
-MOVES_DATA = [*MESSAGES, *named("checks", "timeline", "torch_gradients", "torch_join", "torch_training")]
+MOVES_DATA = [*MESSAGES, *named("operations", "checks", "timeline", "torch_gradients", "torch_join", "torch_training")]
 ON_DEVICES_AND_SHARDS = named("device_gradients", "device_operations", "distributed_gradient", "sharded_state")
 
 FEW = {
     "2": (2, REST),
     "2-tensorflow": (2, TENSORFLOW),
     "3": (3, [*MOVES_DATA, *ON_DEVICES_AND_SHARDS, *named("sync_batch_norm")]),
-    "3-tensorflow": (3, named("operations", "tf_tape")),
     "4": (4, named("join", "overlap", "process_sets", "schedule", "sharded", "torch_operations")),
 }
 """For each job the number of ranks, and the files."""
 ALL = FEW | {
     "3": (3, [path for path in REST if path not in LONG]),
-    "3-tensorflow": (3, named("operations", "tf_graph", "tf_operations", "tf_tape")),
+    "3-tensorflow": (3, named("tf_graph", "tf_operations", "tf_tape", "tf_tensors")),
     "4": (4, MOVES_DATA),
 }
 """The jobs of ``pytest --everything``."""

@@ -83,15 +83,11 @@ def test_keras_does_what_one_process_does(ranks: Any) -> None:
     check_everything(ranks, keras, "clipped", True)
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(2)  # as three threads it takes a busy machine a minute
-def test_keras_accumulates_as_one_process_does(ranks: Any) -> None:
-    check_everything(ranks, keras, "accumulated", False)
-
-
-@pytest.mark.ranks(2)
-def test_tf_keras_does_what_one_process_does(ranks: Any) -> None:
-    tf_keras = pytest.importorskip("tf_keras")
-    check_everything(ranks, tf_keras, "clipped", False)
+@pytest.mark.parametrize(("library", "kind"), [("keras", "accumulated"), ("tf_keras", "clipped")])
+def test_it_does_so_too(ranks: Any, library: str, kind: str) -> None:
+    check_everything(ranks, pytest.importorskip(library), kind, False)
 
 
 def check_everything(ranks: Any, library: Any, kind: str, normalized: bool) -> None:
