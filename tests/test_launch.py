@@ -633,14 +633,34 @@ def test_an_endless_line_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.got == b"[0] " + b"x" * 30_000 + b"\n"
 
 
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_a_rank_ends_before_the_others_start_mpi(start: Start, tmp_path: Path, order: str) -> None:
+    """MPI starts on all ranks together, so the others would wait for ever."""
+    ended = start("-np", "3", "python", str(PROGRAMS / "ends_before_init.py"), order, str(tmp_path)).end()
+    assert ended.code == 1
+    last = ended.err[ended.err.rindex("hvdliterun: ") :]
+    assert re.match(
+        r"hvdliterun: rank 0 on host \S+ failed \(exit code 1\):\n"
+        r"rank 0 has left the job without hvdlite\.init\(\): .* rank(s 1-2| 1| 2) cannot start MPI without it\.",
+        last,
+    ), ended.err
+
+
 def test_directories_of_others_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for number, make in enumerate((lambda path: path.mkdir(0o755), lambda path: path.symlink_to(tmp_path))):
         path = tmp_path / f"hvdlite.{number}"
         monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(path))
         shared_memory.create_directory()
         assert path.stat().st_mode & 0o777 == 0o700
-        shared_memory.create_directory()  # the host's next rank
+        with monkeypatch.context() as other:
+            other.setattr("os.getpid", lambda: 1)
+            shared_memory.create_directory()  # the host's next rank
         shared_memory.leave_directory()
+        assert [mark.name for mark in path.iterdir()] == ["guard.1"]
+        with monkeypatch.context() as other:
+            other.setattr("os.getpid", lambda: 1)
+            shared_memory.leave_directory()
+        assert not path.exists()
         make(path)
         with pytest.raises(PermissionError, match="made by another user"):
             shared_memory.create_directory()

@@ -29,6 +29,7 @@ class Rank:
         guard: The process id of the guard.
         local: The rank runs on this machine.
         finished: The program came to its end by itself.
+        starts_mpi: The program has begun to start MPI, which waits for all ranks.
         used_mpi: Whether the program loaded MPI; None as long as the program has not said so.
         exited: The program's process has ended.
         gone: The connection to the guard has ended.
@@ -46,6 +47,7 @@ class Rank:
     guard: int
     local: bool
     finished: bool = False
+    starts_mpi: bool = False
     used_mpi: bool | None = None
     exited: bool = False
     gone: bool = False

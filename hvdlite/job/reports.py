@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from hvdlite.errors import ranks_text
 from hvdlite.job import failures
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank, Ranks
@@ -81,8 +82,12 @@ class Reports:
             case "output":
                 rank.unacknowledged[fields["stream"]] += len(message.payload)
                 self._output.feed(rank.number, fields["stream"], message.payload)
+            case "mpi":
+                rank.starts_mpi = True
+                self._check_start_of_mpi()
             case "done":
                 rank.finished, rank.used_mpi = True, fields["used"]
+                self._check_start_of_mpi()
             case "failed":
                 rank.reported = True
                 text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
@@ -106,6 +111,19 @@ class Reports:
                     # If the MPI launcher killed the guard, or the whole host is gone, the launcher ends too and says why.
                     consequence = rank.asked or not fields["closed"]
                     self._fail(text, 137, rank=rank.number, consequence=consequence)
+
+    def _check_start_of_mpi(self) -> None:
+        """Fail if a rank has ended without MPI, and others start MPI: they would wait for that rank, and for ever."""
+        alone = next((rank for rank in self._ranks if rank.finished and rank.used_mpi is False), None)
+        waiting = [rank.number for rank in self._ranks if rank.starts_mpi]
+        if alone is not None and waiting:
+            self._fail(
+                f"rank {alone.number} has left the job without hvdlite.init(): its program ({alone.host}, pid {alone.pid}) "
+                f"has come to its end, and {ranks_text(waiting)} cannot start MPI without it. All ranks call hvdlite.init(), or "
+                "none does.",
+                1,
+                rank=alone.number,
+            )
 
     def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
         if rank.reported or (status == 0 and rank.finished):

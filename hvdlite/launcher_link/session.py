@@ -39,6 +39,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     # rank -> launcher
     "hello": {"rank": int, "host": str, "pid": int, "guard": int, "threads": (int, type(None))},
     "output": {"stream": str},
+    "mpi": {},
     "done": {"used": bool},
     "failed": {"text": str, "code": int, "error": str},
     "stopped": {"signal": int},

@@ -104,6 +104,7 @@ def _run(arguments: list[str], reports: int) -> NoReturn:
     if arguments[0] == "--exec":
         _exec(arguments[1:], reports)
     _note_finalizer_errors()
+    sys.meta_path.insert(0, _StartOfMpi(reports))
     try:
         run_python(arguments)
     except BaseException as error:
@@ -116,6 +117,22 @@ def _run(arguments: list[str], reports: int) -> NoReturn:
         _end_child(None)
     _report(reports, kind="done", used="mpi4py.MPI" in sys.modules)
     raise SystemExit(code)
+
+
+class _StartOfMpi:
+    """An import hook that finds nothing. It reports that this process is about to start MPI, which waits for all ranks.
+
+    Args:
+        reports: The write end of the pipe to the guard.
+    """
+
+    def __init__(self, reports: int) -> None:
+        self._reports, self._own = reports, os.getpid()
+
+    def find_spec(self, name: str, *_: object) -> None:
+        """Report the import of ``mpi4py.MPI``, which starts MPI unless the program has set ``mpi4py.rc.initialize``."""
+        if name == "mpi4py.MPI" and os.getpid() == self._own and sys.modules["mpi4py"].rc.initialize:
+            _report(self._reports, kind="mpi")
 
 
 def _fail_by(error: BaseException, reports: int) -> NoReturn:

@@ -43,13 +43,21 @@ def create_directory() -> None:
         found = os.lstat(directory)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             raise PermissionError(f"{directory} was made by another user, or others may use it")
+        # A mark of this guard: a rank that ends before the others start MPI must not take the empty directory from them.
+        with open(_mark(directory), "xb"):
+            pass
 
 
 def leave_directory() -> None:
-    """Remove the directory if it is empty: then this rank is the last one on its host that used it."""
+    """Remove this guard's mark from the directory, and the directory if it is empty: then no rank of this host uses it."""
     if directory := _directory():
         with contextlib.suppress(OSError):  # other ranks of this host still use it
+            os.unlink(_mark(directory))
             os.rmdir(directory)
+
+
+def _mark(directory: str) -> str:
+    return os.path.join(directory, f"guard.{os.getpid()}")
 
 
 def sweep(pid: int) -> None:
