@@ -119,8 +119,8 @@ class Reports:
         if alone is not None and waiting:
             self._fail(
                 f"rank {alone.number} has left the job without hvdlite.init(): its program ({alone.host}, pid {alone.pid}) "
-                f"has come to its end, and {ranks_text(waiting)} cannot start MPI without it. All ranks call hvdlite.init(), or "
-                "none does.",
+                f"has come to its end, and {ranks_text(waiting)} cannot start MPI without it. All ranks call hvdlite.init(), "
+                "or none does.",
                 1,
                 rank=alone.number,
             )
