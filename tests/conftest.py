@@ -40,10 +40,20 @@ threads are two ranks as well.
 FIRST = (
     "test_under_mpirun",
     *("test_launch", "test_faults", "test_failures", "test_out_of_step", "test_run_function", "test_channel"),
-    *("test_examples", "test_compat", "test_keras_backends", "test_benchmarks", "test_pages", "test_two_hosts"),
+    *(
+        "test_two_hosts",
+        "test_keras_training",
+        "test_pages",
+        "test_tf_strategy",
+        "test_keras_backends",
+        "test_keras_checks",
+    ),
+    *("test_benchmarks", "test_torch_models", "test_examples", "test_tf_data", "test_compat"),
 )
-"""The files that go first with `pytest -n 2`, so that no process is left with a long one in the end. The first one takes half
-of the time, on all cores. Meanwhile the other process runs jobs that wait more than they work.
+"""The files that go first with `pytest -n 2`, so that no process is left with a long one in the end. The first one takes a
+third of the time, on all cores. Meanwhile the other process runs jobs that wait more than they work. Then jobs of several ranks
+and tests by threads are mixed: two jobs at once have more ranks than there are cores, and ranks that wait take time from
+others.
 """
 
 

@@ -16,7 +16,11 @@ from hvdlite.errors import HvdliteError, MissingPackageError
 
 _PROMISES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _ALONE = (*_PROMISES, "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
-_SM = "OMPI_MCA_btl"
+_BTL = "OMPI_MCA_btl"
+_NOT_ALONE = "^sm,ofi"
+"""The ways of messages that Open MPI leaves out in a process alone: shared memory, for which it would make a file of 16 MiB in
+/dev/shm, which stays if the process is killed; and ofi, which looks for networks for a second.
+"""
 
 
 def start_mpi() -> bool:
@@ -61,14 +65,14 @@ def _load(environ: os._Environ[str]) -> bool:
     ours = mpi4py.rc.finalize is None
     if ours:
         mpi4py.rc.finalize = False
-    quiet = not any(variable in environ for variable in (*_ALONE, _SM))
-    if quiet:  # else a single process would make a file of 16 MiB in /dev/shm, which stays if the process is killed
-        environ[_SM] = "^sm"
+    quiet = not any(variable in environ for variable in (*_ALONE, _BTL))
+    if quiet:
+        environ[_BTL] = _NOT_ALONE
     try:
         import mpi4py.MPI
     finally:
         if quiet:
-            del environ[_SM]  # children may be MPI programs of their own
+            del environ[_BTL]  # children may be MPI programs of their own
         if ours:
             mpi4py.rc.finalize = None
     return ours
