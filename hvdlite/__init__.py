@@ -2,7 +2,10 @@
 
 ``import hvdlite`` loads no framework and does not start MPI; `init` starts it. The functions here take NumPy arrays, tensors of
 torch and TensorFlow, and arrays with DLPack, and return arrays of the same kind. `hvdlite.basics` lists the names that all
-packages of hvdlite have.
+packages of hvdlite have, and `hvdlite.adapter.plain` those of this one.
+
+These names are loaded when a program asks for the first of them. It takes a quarter of a second, most of it for NumPy, which
+hvdliterun does not need.
 """
 
 from __future__ import annotations
@@ -10,65 +13,37 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hvdlite import basics
 from hvdlite.adapter import guide
-from hvdlite.adapter.distributed_gradient import DistributedGradient
-from hvdlite.api import (
-    allgather,
-    allgather_async,
-    allgather_object,
-    allgather_object_async,
-    allreduce,
-    allreduce_async,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_async,
-    broadcast_object,
-    broadcast_object_async,
-    join,
-    reducescatter,
-    reducescatter_async,
-)
-from hvdlite.basics import *  # noqa: F403
-from hvdlite.tensors.registry import register_adapter
 
 if TYPE_CHECKING:
+    from hvdlite import basics
+    from hvdlite.adapter import plain
+    from hvdlite.adapter.plain import *  # noqa: F403
+    from hvdlite.basics import *  # noqa: F403
     from hvdlite.launch.run_function import run
+
+    __all__ = ["run"]
+    __all__ += plain.__all__
+    __all__ += basics.__all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DistributedGradient",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allgather_object_async",
-    "allreduce",
-    "allreduce_async",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_async",
-    "broadcast_object",
-    "broadcast_object_async",
-    "join",
-    "reducescatter",
-    "reducescatter_async",
-    "register_adapter",
-    "run",
-]
-__all__ += basics.__all__
+if not TYPE_CHECKING:
 
+    def __getattr__(name: str) -> Any:
+        if name == "run":  # a training process does not import the launcher
+            return importlib.import_module("hvdlite.launch.run_function").run
+        if name.startswith("__") and name != "__all__":  # Python and its tools ask for many of these
+            raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
+        homes = [importlib.import_module(f"hvdlite.{home}") for home in ("basics", "adapter.plain")]
+        found = {each: getattr(home, each) for home in homes for each in home.__all__}
+        globals().update(found, __all__=["run", *found])
+        if name in globals():  # one of these names, or a module that was loaded with them
+            return globals()[name]
+        raise AttributeError(guide.advice_on(name))
 
-def __getattr__(name: str) -> Any:
-    if name == "run":  # a training process does not import the launcher
-        return importlib.import_module("hvdlite.launch.run_function").run
-    if name.startswith("__"):  # Python and its tools ask for many of these
-        raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
-    raise AttributeError(guide.advice_on(name))
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})
 
 
 guide.install()

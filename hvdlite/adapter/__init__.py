@@ -3,6 +3,7 @@
 - `arguments`: converts Horovod's arguments to those of hvdlite.
 - `capabilities`: the libraries that hvdlite can use here (MPI, NCCL, …).
 - `distributed_gradient`, `tree`: `hvdlite.DistributedGradient`, for NumPy, JAX and programs without a framework.
+- `plain`: the names of `hvdlite` itself.
 - `rows`: which rows belong to which rank, for the gradients of allgather and reducescatter.
 - `options`: the options of a gradient exchange.
 - `array_sync`, `eager_sync`: exchange gradients as arrays of any framework; `buckets`: the exchange in host memory and on a

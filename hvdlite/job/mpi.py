@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hvdlite import worker
 from hvdlite.errors import LaunchError
 from hvdlite.job.hosts import Host, is_local, ssh_options
+from hvdlite.worker import FILE as WORKER
 from hvdlite.worker.rank_environment import HOROVOD_VARIABLE, cores
 
 PROGRAMS = {"openmpi": ("mpirun", "mpiexec"), "mpich": ("mpiexec.hydra", "mpiexec", "mpirun")}
@@ -274,7 +274,7 @@ def worker_command(arguments: Sequence[str]) -> list[str]:
     name = os.path.basename(arguments[0])
     if arguments[0].endswith(".py"):
         _check_script(arguments[0])
-        return [sys.executable, worker.FILE, *arguments]
+        return [sys.executable, WORKER, *arguments]
     program = shutil.which(arguments[0])
     if re.fullmatch(r"python(\d+(\.\d+)?)?", name):
         interpreter = sys.executable if arguments[0] in ("python", "python3") else program
@@ -284,10 +284,10 @@ def worker_command(arguments: Sequence[str]) -> list[str]:
                 raise LaunchError(f"{shlex.join(arguments)}: no script, -m module or -c code; ranks have no stdin.")
             if rest[0] not in ("-m", "-c"):
                 _check_script(rest[0])
-            return [interpreter, *options, worker.FILE, *rest]
+            return [interpreter, *options, WORKER, *rest]
     if program is None:
         raise LaunchError(f"there is no program {arguments[0]!r}: not on the PATH, or not executable.")
-    return [sys.executable, worker.FILE, "--exec", *arguments]
+    return [sys.executable, WORKER, "--exec", *arguments]
 
 
 def _check_script(path: str) -> None:

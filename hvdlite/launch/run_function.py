@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvdlite import worker
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
 from hvdlite.job.failures import Failure
@@ -21,6 +20,7 @@ from hvdlite.job.output import Output, Sink, TextSink
 from hvdlite.launch.cli import check_not_nested, find_hosts, make_folder
 from hvdlite.launcher_link.link import Address, request
 from hvdlite.launcher_link.session import Message
+from hvdlite.worker import FILE as WORKER
 from hvdlite.worker.rank_environment import own_rank
 from hvdlite.worker.shared_memory import new_directory
 
@@ -145,7 +145,7 @@ def _program(executable: str) -> list[str]:
     root = str(Path(__file__).parent.parent.parent)
     # The root goes last on the path: it matters only where hvdlite is not installed there.
     code = f"import sys; sys.path.append({root!r}); from hvdlite.launch.run_function import work; work()"
-    return [executable, worker.FILE, "-c", code]
+    return [executable, WORKER, "-c", code]
 
 
 def _dumps(value: object) -> bytes:
