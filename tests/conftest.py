@@ -83,39 +83,20 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Some files go first. Of a costly test only the first case stays under mpirun, and on one rank alone of TensorFlow's."""
+    """Some files go first. Under mpirun, of a costly test only the first case stays: threads compare the cases."""
+    place = {name: number for number, name in enumerate(FIRST)}
     if not UNDER_MPI:
-        place = {name: number for number, name in enumerate(FIRST)}
         items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
-    if config.option.everything:
-        return
-    seen: set[str] = set()
-    left_out = []
-    for item in items:
-        if once(item):
+    elif not config.option.everything:
+        seen: set[str] = set()
+        left_out = []
+        for item in items:
             test = item.nodeid.partition("[")[0]
-            if test in seen:
+            if test in seen and item.get_closest_marker("costly"):
                 left_out.append(item)
             seen.add(test)
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
-
-
-def once(item: pytest.Item) -> bool:
-    """Return whether one case of this test is enough here, because threads, more than one, compare the cases.
-
-    TensorFlow traces its functions for each case anew. These are most of its tests' time.
-    """
-    traced = item.path.stem.startswith(("test_tf_", "test_keras_")) and item.path.parent.name == "spmd"
-    if UNDER_MPI:
-        return traced or item.get_closest_marker("costly") is not None
-    return traced and isinstance(item, pytest.Function) and item_ranks(item) == 1
-
-
-def item_ranks(item: pytest.Function) -> int | None:
-    """Return the number of ranks that a test runs on; None if it does not take `ranks`."""
-    found: int | None = getattr(item, "callspec", None) and item.callspec.params.get("ranks")
-    return found
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,7 +3,6 @@
 As threads they run on one and three ranks. What is left for processes to show: that each test holds on two ranks that share
 nothing, and that what moves data between processes does so for other numbers of them (three, and four).
 Each process takes seconds to import TensorFlow, so its tests run on two processes alone, except with --everything.
-There, one case of each is enough (conftest.py).
 """
 
 from __future__ import annotations
