@@ -105,7 +105,7 @@ class _Begun:
 
     def again(self) -> Iterator[Any]:
         """Return an iterator over all elements, including those that were read."""
-        rest = tf.data.Dataset.counter().map(as_written(lambda _: self._iterator.get_next_as_optional()))
+        rest = tf.data.Dataset.from_tensors(0).repeat().map(as_written(lambda _: self._iterator.get_next_as_optional()))
         there = rest.take_while(as_written(lambda each: each.has_value()))
         whole = there.map(as_written(lambda each: each.get_value()))
         for element in reversed(self._first):
