@@ -40,8 +40,8 @@ def shard(
 
     A shuffle after `shard` may differ between the ranks. A shuffle before `shard` must be the same on all ranks, which `shard`
     checks. A rank may look at some elements alone, because the order changes only when more than half of a pass has been read.
-    All ranks read a shuffled dataset equally often: a rank that begins its next pass waits until the others have read half of the
-    pass before, and joining (`hvd.join`) does not count as reading.
+    All ranks read a shuffled dataset equally often: a rank that begins its next pass waits until the others have read half of
+    the pass before, and joining (`hvd.join`) does not count as reading.
 
     Args:
         dataset: A dataset of single examples, or of global batches.
