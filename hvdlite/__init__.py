@@ -35,9 +35,10 @@ if not TYPE_CHECKING:
             return importlib.import_module("hvdlite.launch.run_function").run
         if name.startswith("__") and name != "__all__":  # Python and its tools ask for many of these
             raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
-        homes = [importlib.import_module(f"hvdlite.{home}") for home in ("basics", "adapter.plain")]
-        found = {each: getattr(home, each) for home in homes for each in home.__all__}
-        globals().update(found, __all__=["run", *found])
+        if "__all__" not in globals():
+            homes = [importlib.import_module(f"hvdlite.{home}") for home in ("basics", "adapter.plain")]
+            found = {each: getattr(home, each) for home in homes for each in home.__all__}
+            globals().update({"__all__": ["run", *found], **found} | globals())  # what a program has replaced stays
         if name in globals():  # one of these names, or a module that was loaded with them
             return globals()[name]
         raise AttributeError(guide.advice_on(name))

@@ -17,7 +17,7 @@ from tests.jobs import LIMIT, PROGRAMS, ROOT, Start
 
 CASES = ["sgd", "adam", "all settings", "accumulating", "loss scaling"]
 CASES = [shown for case in CASES for shown in (case, f"{case}, loss")]
-CASES += ["adam, compiled", "uneven", "missing gradients", "clipping", "weights", "different data"]
+CASES += ["sgd, compiled", "adam, compiled", "uneven", "missing gradients", "clipping", "weights", "different data"]
 
 RESTARTED = [
     "arrays",

@@ -187,18 +187,14 @@ class Barrier(Operation):
         return None
 
 
-class Milestone(Operation):
-    """Say that this rank has come to a point, which the name of the operation gives. It is done when all ranks have come there.
+class Milestone(Barrier):
+    """A barrier that waits for ranks that have joined too, and that these may submit.
 
-    `join` does not count as coming there: a rank that has joined may submit this operation, and is waited for until it has.
     Threads that prepare data use it, because they run on while the program's thread joins.
     """
 
     def __init__(self) -> None:
         self.signature = (_MILESTONE, (), ())
-
-    def run(self, collectives: GroupCollectives) -> None:
-        return None
 
 
 def needs_every_rank(signature: Signature) -> bool:

@@ -13,8 +13,7 @@ if rank == 0:
     while order == "last" and len(list(folder.glob("*.starts"))) < size - 1:
         pass
     sys.exit(0)
-while order == "first":
-    if any(not Path(f"/proc/{path.stem}").exists() for path in folder.glob("*.0")):
-        break
+while order == "first" and all(Path(f"/proc/{path.stem}").exists() for path in folder.glob("*.0")):
+    pass
 (folder / f"{rank}.starts").touch()
 hvd.init()

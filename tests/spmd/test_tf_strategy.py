@@ -86,7 +86,7 @@ def test_keras_does_what_one_process_does(ranks: Any) -> None:
 @pytest.mark.costly
 @pytest.mark.ranks(2)  # as three threads it takes a busy machine a minute
 @pytest.mark.parametrize(("library", "kind"), [("keras", "accumulated"), ("tf_keras", "clipped")])
-def test_it_does_so_too(ranks: Any, library: str, kind: str) -> None:
+def test_sums_of_passes_and_tf_keras_do_what_one_process_does(ranks: Any, library: str, kind: str) -> None:
     check_everything(ranks, pytest.importorskip(library), kind, False)
 
 
