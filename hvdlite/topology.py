@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,3 +65,8 @@ class Topology:
             cross_size=len(cross),
             is_homogeneous=len({len(ranks) for ranks in members.values()}) == 1,
         )
+
+
+def has_free_core(local_size: int) -> bool:
+    """Return whether each rank of this host can have a second core to itself."""
+    return len(os.sched_getaffinity(0)) >= 2 * local_size

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
+from hvdlite.communicator.communicator import Communicators
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.gpu.groups import Devices
@@ -229,6 +230,7 @@ class World:
         self.timeline = Timeline(transport.rank, transport.size)
         self.devices = Devices(config, hosts, self.watch.launches_on)
         self.groups = Groups(transport, Runtime(config, hosts, make_flat, self.watch, self.timeline, self.devices))
+        self.communicators = Communicators(transport, hosts, make_flat, config, self.watch)
         self.over = False
         """Whether this rank has left the job."""
         self.is_childs_copy = False
@@ -302,6 +304,7 @@ class World:
                 self.timeline.stop(self._transport)
             except HvdliteError as error:
                 print(f"hvdlite: {error}", file=sys.stderr, flush=True)
+        self.communicators.close()
         self.groups.close_reducers()
         self.devices.close()
         self.groups.close()

@@ -20,6 +20,8 @@ require("torch", "torch", "hvdlite_torch")
 
 from hvdlite_torch import elastic  # noqa: E402
 from hvdlite_torch.checks import alone  # noqa: E402
+from hvdlite_torch.distributed import backend  # noqa: E402
+from hvdlite_torch.distributed.backend import init as init  # noqa: E402
 from hvdlite_torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async  # noqa: E402
 from hvdlite_torch.ops.allreduce import (  # noqa: E402
     allreduce,
@@ -56,6 +58,7 @@ from hvdlite_torch.training.state import (  # noqa: E402
 from hvdlite_torch.training.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
 at_the_end.append(alone.look)
+backend.register()
 
 __all__ = [
     "Aggregator",

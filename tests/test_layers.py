@@ -23,7 +23,7 @@ FLOORS = {
         {"config", "process_set", "launcher_link", "protocols"},
         {"worker", "algorithms", "tensors", "timeline", "watchdog"},
         {"comm", "job", "cli"},
-        {"gpu", "launch", "__main__"},
+        {"gpu", "communicator", "launch", "__main__"},
         {"operations"},
         {"negotiation", "gradients"},
         {"group"},
@@ -34,7 +34,7 @@ FLOORS = {
     ),
     "hvdlite_torch": (
         {"tensors", "checks", "elastic"},
-        {"ops", "step"},
+        {"ops", "step", "distributed"},
         {"training", "sync"},
         {"optimizer"},
         {"__init__", "horovod"},

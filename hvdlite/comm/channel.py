@@ -35,11 +35,12 @@ class WatchedChannel:
         transport: A transport over the group, for this object alone. `close` closes it.
         members: The ranks of the group.
         watch: The watchdog of this rank.
+        limit: The longest time of a wait in seconds; None for the setting `stall_shutdown_time_seconds`.
     """
 
-    def __init__(self, transport: Transport, members: Members, watch: Watchdog) -> None:
+    def __init__(self, transport: Transport, members: Members, watch: Watchdog, limit: float | None = None) -> None:
         self.rank, self.size = transport.rank, transport.size
-        self._transport, self._members, self._watch = transport, members, watch
+        self._transport, self._members, self._watch, self._limit = transport, members, watch, limit
         self._link = watch.link(members, watch.new_channel(members), lambda error: None)
         self._guard = _Guard()
 
@@ -103,6 +104,7 @@ class WatchedChannel:
             link=link,
             kind=kind,
             one_of=tuple(self._members.ranks[rank] for rank in peers),
+            limit=self._limit,
         )
 
         def check() -> None:

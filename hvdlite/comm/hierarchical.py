@@ -163,12 +163,24 @@ class HierarchicalCollectives:
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
         self.flat.alltoall(data, send_counts, out, recv_counts)
 
-    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
-        if self._one_host and self._here is not None:
-            with np.errstate(all="ignore"):
-                self._here.reduce_scatter(data, out, counts, reduction(check_dtype(data.dtype), op))
-        else:
-            self.flat.reduce_scatter(data, out, counts, op)
+    def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp | Reduction) -> None:
+        """Reduce `data` over the ranks and keep slice `rank` of it in `out`, which must not overlap `data`.
+
+        `op` is that of `allreduce`: a `Reduction` is finished, and `out` has the dtype of `data`.
+        """
+        how = op if isinstance(op, Reduction) else reduction(check_dtype(data.dtype), op)
+        with np.errstate(all="ignore"):
+            if self._one_host and self._here is not None:
+                self._here.reduce_scatter(data, out, counts, how)
+                return
+            wide, part = data, out
+            if not how.exact:
+                wide, part = np.empty(data.size, how.wide_dtype), np.empty(out.size, how.wide_dtype)
+                how.combine((data,), wide)
+            self.flat.reduce_scatter(wide, part, counts, how.combining)
+            how.finish(part)
+            if not how.exact:
+                how.narrow(part, out)
 
     def barrier(self) -> None:
         if self._one_host:

@@ -69,7 +69,7 @@ class HostCollectives:
             shown[rank][:] = block
             self._meet()
             shown[rank] = block
-            self._reduce(shown, block, how)
+            self._reduce(shown, block, how, self._can_be_direct(shown, how))
 
     def allreduce_by_slices(
         self, data: Array, how: Reduction, owners: int, between: Callable[[Array], None] | None = None
@@ -98,7 +98,7 @@ class HostCollectives:
                     part = owned[rank]
                     sources = [slot[part] for slot in shown]
                     sources[rank] = block[part]
-                    self._reduce(sources, block[part], how, between)
+                    self._reduce(sources, block[part], how, self._can_be_direct(sources, how), between)
                     results[rank][part] = block[part]
             if before is not None:
                 earlier, their_slices, their_results = before
@@ -107,10 +107,19 @@ class HostCollectives:
                         earlier[part] = their_results[owner][part]
             before = None if block is None else (block, owned, results)
 
+    @staticmethod
+    def _can_be_direct(sources: list[Array], how: Reduction) -> bool:
+        """Return whether sources can be combined into one of them. See `Reduction.combine`."""
+        return how.exact and len(sources) <= 2
+
     def _reduce(
-        self, sources: list[Array], into: Array, how: Reduction, between: Callable[[Array], None] | None = None
+        self,
+        sources: list[Array],
+        into: Array,
+        how: Reduction,
+        direct: bool,
+        between: Callable[[Array], None] | None = None,
     ) -> None:
-        direct = how.exact and len(sources) <= 2
         wide = into if direct else self._scratch.view(how.wide_dtype)[: into.size]
         how.combine(sources, wide)
         if between is not None:
@@ -123,7 +132,7 @@ class HostCollectives:
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], how: Reduction) -> None:
         """Reduce `data` over the ranks, and put slice r (``counts[r]`` elements) in `out` on rank r.
 
-        The function only reads `data`, and does not finish the reduction (`Reduction.finish`).
+        The function only reads `data`, which must not overlap `out`.
         """
         host = self._host
         length = max(1, self._slot_bytes // data.itemsize // host.size)
@@ -140,7 +149,7 @@ class HostCollectives:
             size = sizes[host.rank]
             sources = [slot[host.rank * length :][:size] for slot in shown]
             sources[host.rank] = data[starts[host.rank] + begin :][:size]
-            how.combine(sources, out[begin : begin + size])
+            self._reduce(sources, out[begin : begin + size], how, direct=how.exact)
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         """Concatenate the ranks' `data` (``counts[r]`` elements from rank r) in `out`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 BUCKET_SECONDS = 1e-3
@@ -11,11 +10,6 @@ BUCKET_SECONDS = 1e-3
 
 MAX_FAILED = 2
 """After so many failed speculations, buckets do not travel early any more."""
-
-
-def has_free_core(local_size: int) -> bool:
-    """Return whether each rank of this host can have a second core to itself."""
-    return len(os.sched_getaffinity(0)) >= 2 * local_size
 
 
 def longest(orders: Sequence[Sequence[int]]) -> Sequence[int]:

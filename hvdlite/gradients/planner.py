@@ -8,8 +8,9 @@ from typing import Any
 
 from hvdlite.config import Config
 from hvdlite.gradients.autotune import Autotune, candidates
-from hvdlite.gradients.plan import BUCKET_SECONDS, MAX_FAILED, has_free_core, longest, plan_buckets
+from hvdlite.gradients.plan import BUCKET_SECONDS, MAX_FAILED, longest, plan_buckets
 from hvdlite.protocols import Plan
+from hvdlite.topology import has_free_core
 
 LEARNED_STEPS = 2
 _TRIED_BUCKETS = 2, 4, 8

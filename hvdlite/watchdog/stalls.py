@@ -44,7 +44,7 @@ class Stalls:
 
     def check(self, wait: Wait, now: float) -> None:
         """Ask the ranks of a wait where they are, if the wait has lasted long enough."""
-        if not self._enabled or not (now > wait.next_report or 0 < self._end_after < now - wait.since):
+        if not self._enabled or not (now > wait.next_report or 0 < self._limit(wait) < now - wait.since):
             return
         wait.next_report = now + self._report_after
         if all(question.wait is not wait for question in self._questions.values()):
@@ -52,6 +52,9 @@ class Stalls:
             self._questions[number] = _Question(wait, now)
             for rank in wait.members.ranks:
                 self._tell(rank, "where", number)
+
+    def _limit(self, wait: Wait) -> float:
+        return self._end_after if wait.limit is None else wait.limit
 
     def hear(self, sender: int, number: int, answer: Answer) -> None:
         """Take the answer of a rank: where it is."""
@@ -72,8 +75,9 @@ class Stalls:
 
     def _report(self, question: _Question, now: float, left: Mapping[int, float]) -> None:
         wait, what = question.wait, question.wait.what()
-        limit, end_after = self._report_after, self._end_after
-        if self._rank != reporter(what, question.answers, min(limit, end_after) if end_after > 0 else limit):
+        report_after, end_after = self._report_after, self._limit(wait)
+        shortest = min(report_after, end_after) if end_after > 0 else report_after
+        if self._rank != reporter(what, question.answers, shortest):
             return  # over meanwhile, or another rank's to report
         text = report(self._rank, what, now - wait.since, wait.members.ranks, question.answers, left)
         if 0 < end_after < now - wait.since:

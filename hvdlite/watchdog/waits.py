@@ -39,6 +39,8 @@ class Wait:
     kind: WaitKind = WaitKind.PEER
     one_of: tuple[int, ...] = ()
     """The world ranks of which any one can end the wait; empty if all of `members` must take part."""
+    limit: float | None = None
+    """The longest time of the wait in seconds; None for the setting `stall_shutdown_time_seconds`."""
     failed: tuple[float, HvdliteError] | None = None
     """The time at which the wait was given up, and why. The wait may go on inside of a library that nothing interrupts."""
 

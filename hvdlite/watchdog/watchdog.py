@@ -45,7 +45,7 @@ class Guard:
     It may be used in several with statements, one after the other. It stands around every exchange, so it does little.
     """
 
-    __slots__ = ("_channel", "_link", "_members", "_number", "_remember", "_watch", "_what")
+    __slots__ = ("_channel", "_limit", "_link", "_members", "_number", "_remember", "_watch", "_what")
 
     def __init__(
         self,
@@ -55,9 +55,10 @@ class Guard:
         remember: bool,
         channel: int,
         link: Link | None,
+        limit: float | None,
     ) -> None:
         self._watch, self._what, self._members, self._remember = watch, what, members, remember
-        self._channel, self._link = channel, link
+        self._channel, self._link, self._limit = channel, link, limit
 
     def __enter__(self) -> None:
         watch, link = self._watch, self._link
@@ -66,7 +67,7 @@ class Guard:
         else:
             if link.failure is not None:
                 link.check()
-            wait = Wait(self._what, self._members, link.fail, link=link)
+            wait = Wait(self._what, self._members, link.fail, link=link, limit=self._limit)
         if self._remember:
             wait.need = partial(self._need, watch.begin_exchange(self._members, self._channel))
         elif self._channel:
@@ -146,6 +147,7 @@ class Watchdog:
         remember: bool = True,
         channel: int = 0,
         link: Link | None = None,
+        limit: float | None = None,
     ) -> Guard:
         """Return a context manager that watches the body of a with statement, which is inside of a collective.
 
@@ -157,8 +159,9 @@ class Watchdog:
             channel: The number that `new_channel` gave for these gradients. If `remember` is false and there is a channel,
                 this thread waits for another thread of its rank, which makes the exchange.
             link: The link in which the body runs. Without a link no exception reaches the body, and a failure ends the job.
+            limit: The longest time in seconds, for a body with a link; None for the setting `stall_shutdown_time_seconds`.
         """
-        return Guard(self, what, members, remember, channel, link)
+        return Guard(self, what, members, remember, channel, link, limit)
 
     def completed(self, what: Callable[[], str]) -> None:
         """Note that this rank has completed something. Reports name the latest; only then `what` is called for its text."""

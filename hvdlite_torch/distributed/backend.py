@@ -1,0 +1,70 @@
+"""Enters the backend in torch, and makes process groups for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from hvdlite import api
+from hvdlite.errors import ArgumentError
+from hvdlite.process_set import ProcessSet
+from hvdlite_torch.distributed import rendezvous
+from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
+
+NAME = "hvdlite"
+
+
+def register() -> None:
+    """Enter the backend in torch. torch keeps it as long as the process lives."""
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    rendezvous.register()
+
+
+def _create(options: Any, backend_options: Any) -> HvdliteProcessGroup:
+    """Make a process group; torch calls this on its members only.
+
+    Raises:
+        ArgumentError: Torch and MPI count the ranks differently, or there are options, which this backend does not have.
+    """
+    if backend_options is not None:
+        raise ArgumentError(f"pg_options={backend_options!r}: the backend hvdlite has no options.")
+    api.init()
+    ranks = tuple(options.global_ranks_in_group)
+    name = f"the torch group {options.group_id}"
+    if not ranks:
+        ranks, name = tuple(range(api.size())), "the default group of torch.distributed"
+    if options.group_size != len(ranks) or ranks[options.group_rank] != api.rank():
+        raise ArgumentError(
+            f"torch.distributed counts this process as rank {options.group_rank} of {options.group_size}, and MPI as rank "
+            f"{api.rank()} of {api.size()}. Do not set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: hvdlite needs none."
+        )
+    limit = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
+    return HvdliteProcessGroup(options.store, api.world().communicators.new(ranks, name, limit))
+
+
+def init(
+    comm: Sequence[int] | Any | None = None,
+    process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None,
+    torch_distributed: bool = False,
+) -> None:
+    """Join the job, as `hvdlite.init` does, and make torch.distributed ready if asked.
+
+    Args:
+        comm, process_sets: See `hvdlite.init`.
+        torch_distributed: Call ``torch.distributed.init_process_group("hvdlite")`` too, unless torch.distributed is ready.
+
+    Raises:
+        HvdliteError: See `hvdlite.init`.
+    """
+    api.init(comm, process_sets)
+    if not torch_distributed:
+        return
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        if not isinstance(group, HvdliteProcessGroup) or group.communicator.is_open:
+            return
+        dist.destroy_process_group()  # it belongs to a job that has ended by shutdown()
+    dist.init_process_group(NAME)

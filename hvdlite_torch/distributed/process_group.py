@@ -1,0 +1,385 @@
+"""`HvdliteProcessGroup`: the collectives and messages of one group of torch.distributed, under the names that torch calls.
+
+torch has two names for some methods: that of today (2.13) and that of before. Both are given, for torch's C++ code and its
+Python code look for different ones. The names in texts are those of the functions that programs call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, ReduceScatterOptions, Store
+
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.communicator.calls import Call
+from hvdlite.communicator.communicator import Communicator
+from hvdlite.errors import MismatchError, NotYetError, UnsupportedTensorError
+from hvdlite.protocols import ANY, Array
+from hvdlite_torch.distributed.operands import Operand, TorchReduction, check_equal, describe
+from hvdlite_torch.distributed.work import CollectiveWork, MessageWork, SeveralWorks
+
+Tensors = Sequence[torch.Tensor]
+Run = Callable[[HierarchicalCollectives], None]
+
+
+class HvdliteProcessGroup(dist.ProcessGroup):
+    """One rank's end of a process group. See `torch.distributed.ProcessGroup` for the methods; roots are ranks of the group.
+
+    It is its own backend too (`torch.distributed.Backend`), because a backend cannot be made in Python in torch 2.13.
+
+    Args:
+        store: The store that torch keeps for the group.
+        communicator: The communicator over the same ranks.
+    """
+
+    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+    """Torch asks a backend for these. It then makes coalesced messages one by one, and new groups by `new_group`."""
+
+    def __init__(self, store: Store, communicator: Communicator) -> None:
+        # The constructor with a store makes an object that C++ does not let Python subclass.
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg, arg-type]
+        self._store = store
+        self.communicator = communicator
+        self._rank, self._size = communicator.rank, communicator.size
+        self._coalesced: list[dist.Work] | None = None
+        self._begun = 0
+
+    # Reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        opts = AllreduceOptions() if opts is None else opts
+        return self._reduce_all("all_reduce", tensors, opts)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        opts = AllreduceCoalescedOptions() if opts is None else opts
+        return self._reduce_all("all_reduce_coalesced", tensors, opts)
+
+    def _reduce_all(self, name: str, tensors: Tensors, opts: Any) -> dist.Work:
+        operands = self._operands(tensors)
+        hows = [TorchReduction(opts.reduceOp, tensor.dtype, self._size) for tensor in tensors]
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            for operand, how in zip(operands, hows, strict=True):
+                how.allreduce(collectives, operand.values)
+                operand.write_back()
+
+        return self._begin(f"{name}({_texts(tensors)}, {hows[0].name})", run, tensors, opts)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
+        (operand,) = self._operands(tensors)
+        how = TorchReduction(opts.reduceOp, tensors[0].dtype, self._size)
+        root = opts.rootRank
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            values = operand.values if self._rank == root else operand.values.copy()
+            how.allreduce(collectives, values)
+            if self._rank == root:
+                operand.write_back()
+
+        return self._begin(f"reduce({_texts(tensors)}, {how.name}, group_dst={root})", run, tensors, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+        (out,) = self._operands(outputs)
+        (sources,) = (self._operands(tensors) for tensors in inputs)
+        opts = ReduceScatterOptions() if opts is None else opts
+        how = TorchReduction(opts.reduceOp, outputs[0].dtype, self._size)
+        counts = [source.values.size for source in sources]
+        check_equal("the output of reduce_scatter", out.values.size, counts[self._rank])
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            how.reduce_scatter(collectives, np.concatenate([source.values for source in sources]), out.values, counts)
+            out.write_back()
+
+        return self._begin(f"reduce_scatter({_texts(inputs[0])}, {how.name})", run, outputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self._reduce_scatter_tensors("reduce_scatter_tensor", [output], [input], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._reduce_scatter_tensors("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
+
+    def _reduce_scatter_tensors(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+        outs, sources = self._operands(outputs), self._operands(inputs)
+        opts = ReduceScatterOptions() if opts is None else opts
+        hows = [TorchReduction(opts.reduceOp, tensor.dtype, self._size) for tensor in outputs]
+        for out, source in zip(outs, sources, strict=True):
+            check_equal(f"the input of {name}", source.values.size, out.values.size * self._size)
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            for out, source, how in zip(outs, sources, hows, strict=True):
+                how.reduce_scatter(collectives, source.values, out.values, [out.values.size] * self._size)
+                out.write_back()
+
+        return self._begin(f"{name}({_texts(inputs)}, {hows[0].name})", run, outputs, opts)
+
+    # Moves
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
+        (operand,) = self._operands(tensors)
+        root = opts.rootRank
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            collectives.broadcast(operand.values, root)
+            if self._rank != root:
+                operand.write_back()
+
+        return self._begin(f"broadcast({_texts(tensors)}, group_src={root})", run, tensors, opts)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._gather_all("all_gather", outputs, inputs, opts)
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._gather_all("all_gather_coalesced", list(zip(*outputs, strict=True)), inputs, opts)
+
+    def _gather_all(self, name: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        outs, sources = [self._operands(tensors) for tensors in outputs], self._operands(inputs)
+        for out, source in zip(outs, sources, strict=True):
+            check_equal("the list of outputs", len(out), self._size)
+            check_equal(f"the input of {name}", source.values.size, out[self._rank].values.size)
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            for out, source in zip(outs, sources, strict=True):
+                everything = np.empty(sum(each.values.size for each in out), source.values.dtype)
+                collectives.allgather(source.values, everything, [each.values.size for each in out])
+                _deal(everything, out)
+
+        return self._begin(f"{name}({', '.join(map(_texts, outputs))})", run, list(chain(*outputs)), opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self._gather_into_tensors("all_gather_into_tensor", [output], [input], opts)
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        return self._gather_into_tensors("all_gather_into_tensor_coalesced", outputs, inputs, opts)
+
+    def _gather_into_tensors(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
+        outs, sources = self._operands(outputs), self._operands(inputs)
+        for out, source in zip(outs, sources, strict=True):
+            check_equal(f"the output of {name}", out.values.size, source.values.size * self._size)
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            for out, source in zip(outs, sources, strict=True):
+                collectives.allgather(source.values, out.values, [source.values.size] * self._size)
+                out.write_back()
+
+        return self._begin(f"{name}({_texts(inputs)})", run, outputs, opts)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
+        (source,) = self._operands(inputs)
+        root, count = opts.rootRank, source.values.size
+        outs = self._operands(outputs[0]) if self._rank == root else []
+        if self._rank == root:
+            _check_list("gather", outs, self._size, count)
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            out = np.empty(len(outs) * count, source.values.dtype)
+            collectives.alltoall(source.values, _only(root, count, self._size), out, [len(outs) and count] * self._size)
+            _deal(out, outs)
+
+        text = f"gather({_texts(inputs)}, group_dst={root})"
+        return self._begin(text, run, outputs[0] if self._rank == root else [], opts)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
+        (out,) = self._operands(outputs)
+        root, count = opts.rootRank, out.values.size
+        sources = self._operands(inputs[0]) if self._rank == root else []
+        if self._rank == root:
+            _check_list("scatter", sources, self._size, count)
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            values = np.concatenate([source.values for source in sources]) if sources else out.values[:0]
+            collectives.alltoall(
+                values, [len(sources) and count] * self._size, out.values, _only(root, count, self._size)
+            )
+            out.write_back()
+
+        return self._begin(f"scatter({_texts(outputs)}, group_src={root})", run, outputs, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+        outs, sources = self._operands(outputs), self._operands(inputs)
+        check_equal("the list of outputs", len(outs), self._size)
+        check_equal("the list of inputs", len(sources), self._size)
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            out = np.empty(sum(each.values.size for each in outs), sources[0].values.dtype)
+            _exchange(
+                collectives, np.concatenate([each.values for each in sources]), _sizes(sources), out, _sizes(outs)
+            )
+            _deal(out, outs)
+
+        return self._begin(f"all_to_all({_dtype(inputs[0])})", run, outputs, opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        out, source = self._operands([output, input])
+        sends = _splits(input, source, input_split_sizes, self._size)
+        receives = _splits(output, out, output_split_sizes, self._size)
+
+        def run(collectives: HierarchicalCollectives) -> None:
+            _exchange(collectives, source.values, sends, out.values, receives)
+            out.write_back()
+
+        return self._begin(f"all_to_all_single({_dtype(input)})", run, [output], opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        # The ranks meet before every call, to compare what they call.
+        return self._begin("barrier()", lambda collectives: None, [], opts)
+
+    # Messages
+
+    def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
+        (operand,) = self._operands(tensors)
+        request = self.communicator.channel.isend(operand.values.view(np.uint8), dst, tag)
+        return self._note(MessageWork(request, operand, receives=False))
+
+    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
+        (operand,) = self._operands(tensors)
+        request = self.communicator.channel.irecv(operand.values.view(np.uint8), src, tag)
+        return self._note(MessageWork(request, operand, receives=True))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        return self.recv(tensors, ANY, tag)
+
+    # What torch asks of a group and of a backend
+
+    def getBackendName(self) -> str:
+        return "hvdlite"
+
+    name = getBackendName
+
+    def _get_backend(self, device: torch.device) -> HvdliteProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"the backend hvdlite has no way for tensors on {device}.")
+        return self
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def get_group_store(self) -> Store:
+        return self._store
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return SeveralWorks(works)
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: the ranks count their calls from the beginning."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._begun
+
+    def shutdown(self) -> None:
+        self.communicator.close()
+
+    abort = shutdown
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        raise NotYetError("monitored_barrier: every wait of hvdlite names who is missing; use barrier().")
+
+    def set_timeout(self, timeout: Any) -> None:
+        raise NotYetError(
+            "the time limit of a group is that of init_process_group(timeout=...) or new_group(timeout=...)."
+        )
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def _operands(self, tensors: Tensors) -> list[Operand]:
+        if isinstance(tensors, torch.Tensor):
+            raise NotYetError("methods of a group take lists of tensors here: call torch.distributed's functions, with group=.")
+        for tensor in tensors:
+            if not tensor.is_cpu:
+                raise UnsupportedTensorError(f"expected tensors in host memory; got one on {tensor.device}.")
+        return [Operand(tensor) for tensor in tensors]
+
+    def _begin(self, text: str, run: Run, results: Tensors, opts: Any) -> dist.Work:
+        self._begun += 1
+        call = Call(text, run)
+        pending = self.communicator.submit(call, background=getattr(opts, "asyncOp", True))
+        return self._note(CollectiveWork(self.communicator, pending, results))
+
+    def _note(self, work: dist.Work) -> dist.Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype)[6:]
+
+
+def _texts(tensors: Tensors) -> str:
+    return describe(tensors[0]) if len(tensors) == 1 else ", ".join(map(describe, tensors))
+
+
+def _sizes(operands: Sequence[Operand]) -> list[int]:
+    return [operand.values.size for operand in operands]
+
+
+def _deal(everything: Array, outs: Sequence[Operand]) -> None:
+    """Copy consecutive pieces of an array to the outputs."""
+    start = 0
+    for out in outs:
+        out.values[:] = everything[start : start + out.values.size]
+        out.write_back()
+        start += out.values.size
+
+
+def _only(root: int, count: int, size: int) -> list[int]:
+    return [count if rank == root else 0 for rank in range(size)]
+
+
+def _check_list(name: str, operands: Sequence[Operand], size: int, count: int) -> None:
+    check_equal(f"the list of {name}", len(operands), size)
+    for operand in operands:
+        check_equal(f"a tensor in the list of {name}", operand.values.size, count)
+
+
+def _splits(tensor: torch.Tensor, operand: Operand, splits: Sequence[int], size: int) -> list[int]:
+    """Return how many elements go to each rank, from the rows in `splits`; equally many if it is empty."""
+    if not splits:
+        check_equal("the first dimension, cut in equal parts,", tensor.numel() // size * size, tensor.numel())
+        return [tensor.numel() // size] * size
+    rows = tensor.shape[0]
+    check_equal("the list of split sizes", len(splits), size)
+    check_equal("the first dimension", rows, sum(splits))
+    row = operand.values.size // rows if rows else 0
+    return [count * row for count in splits]
+
+
+def _exchange(
+    collectives: HierarchicalCollectives, data: Array, sends: Sequence[int], out: Array, receives: Sequence[int]
+) -> None:
+    """Send slice r to rank r, after all ranks have seen that what is sent is what is expected."""
+    size = collectives.size
+    table = np.empty(2 * size * size, np.int64)
+    collectives.allgather(np.array([*sends, *receives], np.int64), table, [2 * size] * size)
+    sent, expected = table.reshape(size, 2, size).swapaxes(0, 1)
+    wrong = np.argwhere(sent != expected.T)
+    if wrong.size:
+        source, dest = wrong[0]
+        raise MismatchError(
+            f"all_to_all: rank {source} of the group sends {sent[source, dest]} elements to rank {dest}, which expects "
+            f"{expected[dest, source]} from it. What rank r sends to rank s must be what rank s expects from rank r."
+        )
+    collectives.alltoall(data, sends, out, receives)
