@@ -5,7 +5,7 @@
 - `local`: a transport among the threads of one process, over a simulated network.
 - `messages`: the checks of `isend` and `irecv`; `mailbox`: how the threads of `local` exchange such messages.
 - `channel`: `isend` and `irecv` with the watchdog as the owner of every wait.
-- `naps`: how a thread waits for other ranks.
+- `naps`: how a thread waits for other ranks; `background`: a thread that does what nobody waits for.
 - `point_to_point`: collectives made of messages alone.
 - `shared_memory`: memory that all ranks of a host see; `host`: how the ranks of a host meet; `host_collectives`: how they
   reduce and move data through that memory.

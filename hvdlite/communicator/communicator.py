@@ -18,9 +18,10 @@ from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.host import PATIENT
 from hvdlite.communicator.calls import Call, Calls, Pending
 from hvdlite.communicator.comparison import Comparison
+from hvdlite.communicator.messages import Progress
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError, MismatchError, ranks_text
-from hvdlite.protocols import Channel, ReduceOp, Transport
+from hvdlite.protocols import ANY, Array, Channel, ReduceOp, Request, Transport
 from hvdlite.topology import Members, has_free_core
 from hvdlite.watchdog.watchdog import Guard, Watchdog
 
@@ -37,6 +38,7 @@ class Communicators:
         make_flat: A function that makes collectives by messages over the ranks of a transport, which nobody else uses.
         config: The settings.
         watch: The watchdog, which owns every wait.
+        progress: The thread for messages that nobody waits for.
     """
 
     transport: Transport
@@ -44,6 +46,7 @@ class Communicators:
     make_flat: MakeCollectives
     config: Config
     watch: Watchdog
+    progress: Progress = field(default_factory=Progress)
     open: list[Communicator] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -69,7 +72,7 @@ class Communicators:
             self.make_flat(transport).allreduce(agreed, ReduceOp.MAX)
             members = Members(int(agreed[0]), ours.ranks)
             made = Communicator(self, transport, members, name, limit, bool(agreed[1] == 0))
-        made.run(Call(f"a group named {name!r}", lambda _: None))
+        made.run(Call(f"the making of {name}", lambda _: None))
         self.open.append(made)
         return made
 
@@ -77,6 +80,7 @@ class Communicators:
         """Close all communicators. This does not wait for other ranks."""
         for each in list(self.open):
             each.close()
+        self.progress.close()
 
 
 class Communicator:
@@ -93,7 +97,6 @@ class Communicator:
     Attributes:
         rank: The rank of this process in the group.
         size: The number of ranks in the group.
-        channel: The messages of the group between two ranks.
         begins_at_once: Whether submitted calls run while the program computes. If not, the program should wait for a call
             whose result it needs: it then runs the call itself.
     """
@@ -115,7 +118,7 @@ class Communicator:
             transport.duplicate(), hosts, shared.make_flat, config.shared_memory
         )
         self._comparison = Comparison(self._collectives)
-        self.channel: Channel = WatchedChannel(transport, members, watch, limit)
+        self._channel: Channel = WatchedChannel(transport, members, watch, limit)
         self._number = watch.new_channel(members)
         self._link = watch.link(members, self._number, self._interrupt)
         self.begins_at_once = config.overlap == "on" or (config.overlap == "auto" and has_free_cores)
@@ -157,6 +160,14 @@ class Communicator:
         """Call `act` when a call is over: now, if it is; else in the thread that runs it, before the next call runs."""
         self._calls.then(pending, act)
 
+    def isend(self, data: Array, dest: int, tag: int = 0) -> Request:
+        """Begin to send an array; it goes on while the program computes. See `Channel.isend`."""
+        return self._shared.progress.begin(self._channel.isend(data, dest, tag), data.nbytes)
+
+    def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> Request:
+        """Begin to receive an array; it goes on while the program computes. See `Channel.irecv`."""
+        return self._shared.progress.begin(self._channel.irecv(data, source, tag), data.nbytes)
+
     @property
     def is_open(self) -> bool:
         """Whether `close` was not called, and hvdlite was not shut down."""
@@ -169,12 +180,14 @@ class Communicator:
         self._shared.open.remove(self)
         self._link.fail(HvdliteError(f"{self._name} is closed: hvdlite has been shut down, or the group destroyed."))
         self._calls.close()
-        self.channel.close()
+        self._channel.close()
         self._collectives.close()
 
     def _guard(self, call: Call, runs: bool = False) -> Guard:
-        watch, what = self._shared.watch, lambda: f"{call.text} of {self._name}"
-        return watch.guarded(what, self.members, runs, self._number, self._link, self._limit)
+        def what() -> str:
+            return call.text if self._name in call.text else f"{call.text} of {self._name}"
+
+        return self._shared.watch.guarded(what, self.members, runs, self._number, self._link, self._limit)
 
     def _run(self, call: Call, in_background: bool) -> Any:
         collectives = self._collectives

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
+from hvdlite.comm.background import Background
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.gpu.groups import GroupCollectives
@@ -20,7 +21,7 @@ from hvdlite.negotiation.execution import Execution
 from hvdlite.negotiation.handle import Handle
 from hvdlite.negotiation.in_flight import InFlight
 from hvdlite.negotiation.messages import JOIN, Key
-from hvdlite.negotiation.waiters import Background, Waiters
+from hvdlite.negotiation.waiters import Waiters
 from hvdlite.operations import Join, Operation, Signature, describe, needs_every_rank
 from hvdlite.protocols import Transport
 from hvdlite.timeline import Row, Timeline
@@ -75,7 +76,9 @@ class Engine:
         )
         self._deadlock_seconds = config.deadlock_time_seconds
         self._waiters = Waiters(self._driver.drive_for, self._report_if_blocked, self._watched, watch)
-        self._background = Background(lambda: not self._in_flight.entries, self._drive_unless_waited_for)
+        self._background = Background(
+            lambda: not self._in_flight.entries, self._drive_unless_waited_for, "hvdlite-engine"
+        )
         watch.lacks[members.id] = self._driver.lacks
 
     def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle[Any]:

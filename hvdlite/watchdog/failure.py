@@ -51,6 +51,10 @@ def end_job_on_uncaught_exceptions() -> None:
             traceback.print_exception(kind, value, trace)
             traceback.print_exc()
         finally:
+            # torch.distributed captures what is printed here, and would print it after this hook, which does not return.
+            captured = getattr(sys.stderr, "getvalue", None)
+            if captured is not None and sys.__stderr__ is not None:
+                print(captured(), end="", file=sys.__stderr__, flush=True)
             if os.getpid() == rank:  # a forked child ends alone
                 abort(1)
 

@@ -15,6 +15,7 @@ import faulthandler
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -145,8 +146,7 @@ def _fail_by(error: BaseException, reports: int) -> NoReturn:
     more = ""
     try:
         silence_handlers()
-        if sys.excepthook is not sys.__excepthook__:
-            sys.excepthook(type(error), error, error.__traceback__)
+        _call_excepthook(error)
     # The hook raised it, or a signal handler did: torch's handler for a killed data loader raises a second time.
     except BaseException as other:
         if type(other) is not type(error) and not isinstance(other, SystemExit):
@@ -158,6 +158,23 @@ def _fail_by(error: BaseException, reports: int) -> NoReturn:
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod":
         more += _HOROVOD
     _fail(reports, text + more, 1, type(error).__name__)
+
+
+def _call_excepthook(error: BaseException) -> None:
+    """Call the program's own ``sys.excepthook``, if there is one. Leave out what prints the traceback and nothing else."""
+    hook = sys.excepthook
+    if hook is sys.__excepthook__:
+        return
+    if hook.__module__ != "torch.distributed.distributed_c10d":
+        hook(type(error), error, error.__traceback__)
+        return
+    # torch.distributed's hook prints what the hook before it prints, with the rank before each line.
+    captured = io.StringIO()
+    with contextlib.redirect_stderr(captured):
+        hook(type(error), error, error.__traceback__)
+    plain = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    if re.sub(r"(?m)^\[rank\d+\]: ", "", captured.getvalue()).split() != plain.split():
+        print(captured.getvalue(), end="", file=sys.stderr, flush=True)
 
 
 def _note_finalizer_errors() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from hvdlite.protocols import Array, ReduceOp
 from hvdlite.tensors.reduction import Reduction, reduction
 from hvdlite_torch.tensors.device import DTYPES
 
-_Op = dist.ReduceOp.RedOpType
+_Op: Any = dist.ReduceOp.RedOpType
 _OPS = {
     _Op.SUM: ReduceOp.SUM,
     _Op.AVG: ReduceOp.AVERAGE,
@@ -85,7 +86,7 @@ class TorchReduction:
         NotYetError: The reduction does not exist here.
     """
 
-    def __init__(self, op: dist.ReduceOp, dtype: torch.dtype, size: int) -> None:
+    def __init__(self, op: Any, dtype: torch.dtype, size: int) -> None:
         kind = op.op if isinstance(op, dist.ReduceOp) else op
         self.name: str = kind.name
         self._bitwise = _BITWISE.get(kind)

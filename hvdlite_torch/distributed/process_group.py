@@ -42,7 +42,7 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     def __init__(self, store: Store, communicator: Communicator) -> None:
         # The constructor with a store makes an object that C++ does not let Python subclass.
-        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg, arg-type]
+        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
         self._store = store
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
@@ -239,12 +239,12 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         (operand,) = self._operands(tensors)
-        request = self.communicator.channel.isend(operand.values.view(np.uint8), dst, tag)
+        request = self.communicator.isend(operand.values.view(np.uint8), dst, tag)
         return self._note(MessageWork(request, operand, receives=False))
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         (operand,) = self._operands(tensors)
-        request = self.communicator.channel.irecv(operand.values.view(np.uint8), src, tag)
+        request = self.communicator.irecv(operand.values.view(np.uint8), src, tag)
         return self._note(MessageWork(request, operand, receives=True))
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
@@ -306,7 +306,9 @@ class HvdliteProcessGroup(dist.ProcessGroup):
 
     def _operands(self, tensors: Tensors) -> list[Operand]:
         if isinstance(tensors, torch.Tensor):
-            raise NotYetError("methods of a group take lists of tensors here: call torch.distributed's functions, with group=.")
+            raise NotYetError(
+                "methods of a group take lists of tensors here: call torch.distributed's functions, with group=."
+            )
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise UnsupportedTensorError(f"expected tensors in host memory; got one on {tensor.device}.")
