@@ -267,7 +267,7 @@ class World:
     @property
     def kinds(self) -> set[str]:
         """The kinds of the operations that this rank has submitted."""
-        return set().union(*(group.engine.kinds for group in self.groups))
+        return self.communicators.kinds.union(*(group.engine.kinds for group in self.groups))
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
         """Begin to record what every rank does. All ranks of the job call this; only the arguments of rank 0 are used.

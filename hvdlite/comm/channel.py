@@ -6,6 +6,7 @@ In this file a rank is a number in the group. The watchdog counts the ranks of t
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +20,11 @@ from hvdlite.watchdog.watchdog import Watchdog
 
 _SERVICE_NAP = 10 * LONGEST_NAP
 """The longest nap of a server, in seconds. A server that gets no requests looks every 2 ms and uses a hundredth of a core."""
+
+
+_SPINS = 50
+"""How often a wait looks before it lets other threads of this process run, which takes 40 µs. A look takes 1 to 2 µs, and Open
+MPI finds a small message at the fourth."""
 
 
 class _Guard(threading.local):
@@ -92,8 +98,10 @@ class WatchedChannel:
         Raises:
             HvdliteError: The watchdog has failed the wait, or the channel is broken or closed.
         """
-        if request.test():
-            return
+        for _ in range(_SPINS):
+            if request.test():
+                return
+            os.sched_yield()
         guard, link = self._guard, self._link
         said, kind = guard.what, guard.kind
         errors: list[HvdliteError] = []

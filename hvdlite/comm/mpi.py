@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,64 +25,96 @@ def as_bytes(data: Array) -> list[object]:
 
 
 @maps_all_errors
-class MpiRequest:
-    """A `Request` on a request of MPI.
+class MpiSend:
+    """A `Request` for a message that this rank sends.
 
     Args:
         transport: The transport. It keeps `data` alive if this object is dropped before MPI is done.
         request: The request of MPI.
-        data: The flat array that MPI reads or writes.
-        receives: True for a receive, False for a send.
-
-    Attributes:
-        source: See `Request.source`.
+        data: The flat array that MPI reads.
     """
 
-    def __init__(self, transport: MpiTransport, request: MPI.Request, data: Array, receives: bool) -> None:
-        self._transport, self._request, self._data, self._receives = transport, request, data, receives
+    source: int | None = None
+
+    def __init__(self, transport: MpiTransport, request: MPI.Request, data: Array) -> None:
+        self._transport, self._request, self._data = transport, request, data
         self._over = False
-        self.source: int | None = None
 
     def __del__(self) -> None:
         if not self._over:
             self._transport.keep(self._request, self._data)
 
     def test(self) -> bool:
-        if self._over:
-            return True
-        status = MPI.Status()
-        try:
-            if not self._request.Test(status):
-                return False
-        except MPI.Exception as error:
-            self._over = True
-            if self._receives and error.Get_error_class() == MPI.ERR_TRUNCATE:
-                raise wrong_size(f"{self._data.nbytes} bytes", status.Get_source(), "more") from error
-            raise
-        self._end(status)
-        return True
-
-    def _end(self, status: MPI.Status) -> None:
-        self._over = True
-        if self._receives:
-            count, source = status.Get_count(MPI.BYTE), status.Get_source()
-            if count != self._data.nbytes:
-                raise wrong_size(f"{self._data.nbytes} bytes", source, f"{count}")
-            self.source = source
+        self._over = self._over or bool(self._request.Test())
+        return self._over
 
     def wait(self) -> None:
         wait_until(self.test, lambda: None)
 
     def cancel(self) -> bool:
-        if self._over or not self._receives:
+        return False
+
+
+@maps_all_errors
+class MpiReceive:
+    """A `Request` for a message that this rank receives.
+
+    MPI is asked for the message only when it is there and its size is known. Open MPI (5.0.11, one host) writes a message that
+    is longer than the array behind the array's end, and reports the error afterwards.
+
+    Args:
+        transport: The transport. It finds the message, in the order in which the program has asked for messages.
+        data: The flat array that MPI writes.
+        sender: The rank of the sender, or `ANY`.
+        tag: The tag of the message.
+
+    Attributes:
+        source: See `Request.source`.
+    """
+
+    def __init__(self, transport: MpiTransport, data: Array, sender: int, tag: int) -> None:
+        self._transport, self._data, self.sender, self.tag = transport, data, sender, tag
+        self._request: MPI.Request | None = None
+        self._error: Exception | None = None
+        self._over = False
+        self.source: int | None = None
+
+    def __del__(self) -> None:
+        if not self._over and self._request is not None:
+            self._transport.keep(self._request, self._data)
+
+    def begin(self, message: MPI.Message, status: MPI.Status) -> None:
+        """Receive a message that is there; into memory of its own, if it has another size than the array."""
+        size, source = status.Get_count(MPI.BYTE), status.Get_source()
+        if size != self._data.nbytes:
+            self._error = wrong_size(f"{self._data.nbytes} bytes", source, f"{size}")
+            self._data = np.empty(size, np.uint8)
+        self._request = message.Irecv(as_bytes(self._data))
+        self.source = source
+
+    def test(self) -> bool:
+        if self._over:
+            return True
+        if self._request is None:
+            self._transport.match()
+        if self._request is None or not self._request.Test():
             return False
-        status = MPI.Status()
-        self._request.Cancel()
-        self._request.Wait(status)  # MPI promises that this returns after a Cancel
-        if status.Is_cancelled():
+        self._over = True
+        if self._error is not None:
+            self.source = None
+            raise self._error
+        return True
+
+    def wait(self) -> None:
+        wait_until(self.test, lambda: None)
+
+    def cancel(self) -> bool:
+        if self._over:
+            return False
+        if self._transport.forget(self):
             self._over = True
             return True
-        self._end(status)
+        self.wait()
         return False
 
 
@@ -96,6 +129,9 @@ class MpiTransport:
         self._posted: list[MPI.Request] = []
         self._status = MPI.Status()
         self._dropped: list[tuple[MPI.Request, Array]] = []
+        self._awaited: list[MpiReceive] = []
+        """Receives whose messages have not been found yet, in the order in which the program has asked for them."""
+        self._lock = threading.Lock()  # of `_awaited`
 
     @property
     def medium(self) -> str:
@@ -111,16 +147,42 @@ class MpiTransport:
     def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
         self.comm.Sendrecv(as_bytes(send), dest, _DATA_TAG, as_bytes(recv), source, _DATA_TAG)
 
-    def isend(self, data: Array, dest: int, tag: int = 0) -> MpiRequest:
+    def isend(self, data: Array, dest: int, tag: int = 0) -> MpiSend:
         check_message(data, dest, tag, self.size, receives=False)
         self._forget_dropped()
-        return MpiRequest(self, self.comm.Isend(as_bytes(data), dest, _FIRST_TAG + tag), data, receives=False)
+        return MpiSend(self, self.comm.Isend(as_bytes(data), dest, _FIRST_TAG + tag), data)
 
-    def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> MpiRequest:
+    def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> MpiReceive:
         check_message(data, source, tag, self.size, receives=True)
         self._forget_dropped()
-        sender = MPI.ANY_SOURCE if source == ANY else source
-        return MpiRequest(self, self.comm.Irecv(as_bytes(data), sender, _FIRST_TAG + tag), data, receives=True)
+        receive = MpiReceive(self, data, source, tag)
+        with self._lock:
+            self._awaited.append(receive)
+        return receive
+
+    def match(self) -> None:
+        """Begin each receive whose message is there. A message belongs to the first receive that can take it."""
+        with self._lock:
+            waiting: list[MpiReceive] = []
+            for receive in self._awaited:
+                message = None
+                if not any(_may_take_the_same(receive, earlier) for earlier in waiting):
+                    sender = MPI.ANY_SOURCE if receive.sender == ANY else receive.sender
+                    status = MPI.Status()
+                    message = self.comm.Improbe(sender, _FIRST_TAG + receive.tag, status)
+                if message is None:
+                    waiting.append(receive)
+                else:
+                    receive.begin(message, status)
+            self._awaited = waiting
+
+    def forget(self, receive: MpiReceive) -> bool:
+        """Give up a receive. Return whether its message was not found yet."""
+        with self._lock:
+            if receive not in self._awaited:
+                return False
+            self._awaited.remove(receive)
+            return True
 
     def keep(self, request: MPI.Request, data: Array) -> None:
         """Keep `data` alive until MPI is done with `request`, which nobody awaits any more."""
@@ -165,9 +227,16 @@ class MpiTransport:
             group.Free()
 
     def close(self) -> None:
+        with self._lock:  # another thread may look for messages
+            self._awaited = []
         MPI.Request.Waitall(self._posted)
         _never_over.extend(self._dropped)
         self.comm.Free()
+
+
+def _may_take_the_same(receive: MpiReceive, other: MpiReceive) -> bool:
+    """Return whether some message could be for both receives."""
+    return receive.tag == other.tag and (receive.sender == other.sender or ANY in (receive.sender, other.sender))
 
 
 _never_over: list[tuple[MPI.Request, Array]] = []

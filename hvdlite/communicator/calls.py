@@ -98,8 +98,7 @@ class Calls:
             raise HvdliteError(
                 f"{call.text} was called in the middle of another collective: in a signal handler, or by a callback of a "
                 "future that was not over yet. On other ranks it may have been over, and then the ranks call things in "
-                "different orders. Set HVDLITE_OVERLAP=off: then a collective is over when the program gets its future, and "
-                "callbacks run at once."
+                "different orders. Set HVDLITE_OVERLAP=off: then a collective is over when the program gets its future."
             )
         pending = Pending(call)
         with self._lock:

@@ -39,6 +39,8 @@ class Communicators:
         config: The settings.
         watch: The watchdog, which owns every wait.
         progress: The thread for messages that nobody waits for.
+        kinds: The kinds of calls that this rank has made, such as "all_reduce", and "message".
+        open: The communicators that are open.
     """
 
     transport: Transport
@@ -47,6 +49,7 @@ class Communicators:
     config: Config
     watch: Watchdog
     progress: Progress = field(default_factory=Progress)
+    kinds: set[str] = field(default_factory=set)
     open: list[Communicator] = field(default_factory=list)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -72,7 +75,7 @@ class Communicators:
             self.make_flat(transport).allreduce(agreed, ReduceOp.MAX)
             members = Members(int(agreed[0]), ours.ranks)
             made = Communicator(self, transport, members, name, limit, bool(agreed[1] == 0))
-        made.run(Call(f"the making of {name}", lambda _: None))
+        made.meet()
         self.open.append(made)
         return made
 
@@ -124,6 +127,10 @@ class Communicator:
         self.begins_at_once = config.overlap == "on" or (config.overlap == "auto" and has_free_cores)
         self._calls = Calls(self._run, self._guard, self.begins_at_once, watch.users.leave_out)
 
+    def meet(self) -> None:
+        """Wait until all ranks have made this communicator, under the same name."""
+        self._calls.wait(self._calls.submit(Call(f"the making of {self._name}", lambda _: None), background=False))
+
     def run(self, call: Call) -> Any:
         """Run a call after those that were submitted before, and return its result.
 
@@ -141,6 +148,7 @@ class Communicator:
             background: Whether it may run before this rank waits for it. False saves time if the program waits at once.
         """
         self._link.check()
+        self._shared.kinds.add(call.text.partition("(")[0])
         return self._calls.submit(call, background)
 
     def wait(self, pending: Pending, seconds: float | None = None) -> Any:
@@ -162,11 +170,15 @@ class Communicator:
 
     def isend(self, data: Array, dest: int, tag: int = 0) -> Request:
         """Begin to send an array; it goes on while the program computes. See `Channel.isend`."""
-        return self._shared.progress.begin(self._channel.isend(data, dest, tag), data.nbytes)
+        return self._go_on(self._channel.isend(data, dest, tag), data)
 
     def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> Request:
         """Begin to receive an array; it goes on while the program computes. See `Channel.irecv`."""
-        return self._shared.progress.begin(self._channel.irecv(data, source, tag), data.nbytes)
+        return self._go_on(self._channel.irecv(data, source, tag), data)
+
+    def _go_on(self, request: Request, data: Array) -> Request:
+        self._shared.kinds.add("message")
+        return self._shared.progress.begin(request, data.nbytes)
 
     @property
     def is_open(self) -> bool:

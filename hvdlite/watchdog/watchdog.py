@@ -154,10 +154,9 @@ class Watchdog:
         Args:
             what: Returns a description of what the body does.
             members: The ranks that must take part.
-            remember: Whether the body is an exchange of its own, not a part of an operation. Then `completed` is called at
-                its end. All ranks make the same such exchanges in the same order.
-            channel: The number that `new_channel` gave for these gradients. If `remember` is false and there is a channel,
-                this thread waits for another thread of its rank, which makes the exchange.
+            remember: Whether the body is an exchange of its own, of which all ranks make the same in the same order. Then
+                `completed` is called at its end.
+            channel: The number that `new_channel` gave. Without `remember`, another thread of this rank makes the exchange.
             link: The link in which the body runs. Without a link no exception reaches the body, and a failure ends the job.
             limit: The longest time in seconds, for a body with a link; None for the setting `stall_shutdown_time_seconds`.
         """
@@ -176,9 +175,9 @@ class Watchdog:
         return self._exchanges.get((members.id, channel), 0)
 
     def begin_exchange(self, members: Members, channel: int) -> int:
-        """Note that this thread begins a gradient exchange. Return its number in this channel of the group, from 1."""
+        """Note that this thread begins an exchange. Return its number in this channel of the group, from 1."""
         self.users.add()
-        number = self._exchanges[members.id, channel] = self._exchanges.get((members.id, channel), 0) + 1
+        number = self._exchanges[members.id, channel] = self.exchanges_begun(members, channel) + 1
         return number
 
     def begin(self, wait: Wait) -> int:
@@ -195,8 +194,7 @@ class Watchdog:
     def leave(self, how: str) -> None:
         """Tell the other ranks that this rank leaves the job, and answer their questions until all of them leave.
 
-        Args:
-            how: Why this rank leaves, for the others' error texts, such as "it has come to the end of its program".
+        `how` says why this rank leaves, for the others' error texts, such as "it has come to the end of its program".
         """
         if self._thread is None:
             return

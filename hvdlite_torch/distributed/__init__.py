@@ -6,6 +6,7 @@ srun.
 - `backend`: enters the backend in torch, and makes process groups.
 - `rendezvous`: how the ranks find each other's store without MASTER_ADDR.
 - `process_group`: the collectives and messages of one group, under the names that torch calls.
+- `group_and_backend`: what else torch asks of a group.
 - `operands`: tensors as flat arrays, and torch's reductions.
 - `work`: what torch waits for.
 """

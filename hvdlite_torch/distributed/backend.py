@@ -42,7 +42,7 @@ def _create(options: Any, backend_options: Any) -> HvdliteProcessGroup:
             f"{api.rank()} of {api.size()}. Do not set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: hvdlite needs none."
         )
     limit = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
-    return HvdliteProcessGroup(options.store, api.world().communicators.new(ranks, name, limit))
+    return HvdliteProcessGroup(options.store, options.group_id, api.world().communicators.new(ranks, name, limit))
 
 
 def init(

@@ -48,13 +48,13 @@ class Operand:
         if not tensor.is_contiguous() or tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
             self._copied_from = plain
             plain = plain.resolve_conj().resolve_neg().contiguous()
-        flat = plain.reshape(-1)
+        flat = plain.reshape(-1) if plain.numel() else plain.new_empty(0)  # an empty tensor may have any strides
         if flat.dtype in _AS_BITS:
             flat = flat.view(_AS_BITS[flat.dtype])
         elif flat.dtype not in DTYPES:
             flat = flat.view(torch.uint8)
         self._flat = flat
-        self.values: Array = flat.numpy()
+        self.values: Array = np.asarray(_Memory(flat))
 
     def write_back(self) -> None:
         """Make the tensor see what was written to `values`."""
@@ -62,6 +62,22 @@ class Operand:
             self._copied_from.copy_(self._flat.view(self._copied_from.dtype).view(self._copied_from.shape))
 
 
+class _Memory:
+    """The memory of a flat tensor, for NumPy. After ``tensor.numpy()`` the memory could not be resized, as FSDP does."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # kept alive
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": _TYPES[tensor.dtype],
+        }
+
+
+_TYPES = {dtype: np.dtype(name).str for dtype, name in DTYPES.items() if dtype is not torch.bfloat16}
 _AS_BITS = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
 
 
@@ -74,7 +90,7 @@ class TorchReduction:
     """How torch wants values to become one.
 
     Args:
-        op: The reduction, as torch passes it in its options.
+        op: The reduction, as torch passes it in its options or as a program names it.
         dtype: The dtype of the tensor.
         size: The number of ranks.
 
@@ -87,7 +103,7 @@ class TorchReduction:
     """
 
     def __init__(self, op: Any, dtype: torch.dtype, size: int) -> None:
-        kind = op.op if isinstance(op, dist.ReduceOp) else op
+        kind = getattr(op, "op", op)
         self.name: str = kind.name
         self._bitwise = _BITWISE.get(kind)
         self._how: Reduction | None = None

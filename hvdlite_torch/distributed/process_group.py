@@ -6,48 +6,25 @@ Python code look for different ones. The names in texts are those of the functio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, ReduceScatterOptions, Store
+from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, ReduceScatterOptions
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.communicator.calls import Call
-from hvdlite.communicator.communicator import Communicator
-from hvdlite.errors import MismatchError, NotYetError, UnsupportedTensorError
+from hvdlite.errors import MismatchError
 from hvdlite.protocols import ANY, Array
+from hvdlite_torch.distributed.group_and_backend import GroupAndBackend, Tensors
 from hvdlite_torch.distributed.operands import Operand, TorchReduction, check_equal, describe
-from hvdlite_torch.distributed.work import CollectiveWork, MessageWork, SeveralWorks
-
-Tensors = Sequence[torch.Tensor]
-Run = Callable[[HierarchicalCollectives], None]
+from hvdlite_torch.distributed.work import MessageWork
 
 
-class HvdliteProcessGroup(dist.ProcessGroup):
-    """One rank's end of a process group. See `torch.distributed.ProcessGroup` for the methods; roots are ranks of the group.
-
-    It is its own backend too (`torch.distributed.Backend`), because a backend cannot be made in Python in torch 2.13.
-
-    Args:
-        store: The store that torch keeps for the group.
-        communicator: The communicator over the same ranks.
-    """
-
-    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
-    """Torch asks a backend for these. It then makes coalesced messages one by one, and new groups by `new_group`."""
-
-    def __init__(self, store: Store, communicator: Communicator) -> None:
-        # The constructor with a store makes an object that C++ does not let Python subclass.
-        super().__init__(communicator.rank, communicator.size)  # type: ignore[call-arg]
-        self._store = store
-        self.communicator = communicator
-        self._rank, self._size = communicator.rank, communicator.size
-        self._coalesced: list[dist.Work] | None = None
-        self._begun = 0
+class HvdliteProcessGroup(GroupAndBackend):
+    """One rank's end of a process group. `torch.distributed.ProcessGroup` has the methods; roots are ranks of the group."""
 
     # Reductions
 
@@ -250,80 +227,11 @@ class HvdliteProcessGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, ANY, tag)
 
-    # What torch asks of a group and of a backend
-
-    def getBackendName(self) -> str:
-        return "hvdlite"
-
-    name = getBackendName
-
-    def _get_backend(self, device: torch.device) -> HvdliteProcessGroup:
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"the backend hvdlite has no way for tensors on {device}.")
-        return self
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def get_group_store(self) -> Store:
-        return self._store
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
-
-    def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
-        works, self._coalesced = self._coalesced or [], None
-        return SeveralWorks(works)
-
-    def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the ranks count their calls from the beginning."""
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._begun
-
-    def shutdown(self) -> None:
-        self.communicator.close()
-
-    abort = shutdown
-
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
-        raise NotYetError("monitored_barrier: every wait of hvdlite names who is missing; use barrier().")
-
-    def set_timeout(self, timeout: Any) -> None:
-        raise NotYetError(
-            "the time limit of a group is that of init_process_group(timeout=...) or new_group(timeout=...)."
-        )
-
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-    def _operands(self, tensors: Tensors) -> list[Operand]:
-        if isinstance(tensors, torch.Tensor):
-            raise NotYetError(
-                "methods of a group take lists of tensors here: call torch.distributed's functions, with group=."
-            )
-        for tensor in tensors:
-            if not tensor.is_cpu:
-                raise UnsupportedTensorError(f"expected tensors in host memory; got one on {tensor.device}.")
-        return [Operand(tensor) for tensor in tensors]
-
-    def _begin(self, text: str, run: Run, results: Tensors, opts: Any) -> dist.Work:
-        self._begun += 1
-        call = Call(text, run)
-        pending = self.communicator.submit(call, background=getattr(opts, "asyncOp", True))
-        return self._note(CollectiveWork(self.communicator, pending, results))
-
-    def _note(self, work: dist.Work) -> dist.Work:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
 
 
 def _dtype(tensor: torch.Tensor) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -51,10 +52,13 @@ class CollectiveWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future with the tensors.
 
-        Where the ranks have no core to spare it is over already. Then its callbacks run at once, at the same point of the
-        program on every rank, and may call collectives.
+        Python code may add callbacks that call collectives (PowerSGD does). They must run at the same point of the program on
+        every rank, so the future is over when Python code gets it, and callbacks run at once. C++ code (the reducer of DDP)
+        only waits for its futures, and gets them while the collective runs. A wrong guess of who asks is safe: it costs the
+        overlap, or `Calls.submit` refuses the callback's collective.
         """
-        if not self._communicator.begins_at_once and not self._pending.done:
+        asked_by_python = "get_future" in sys._getframe(1).f_code.co_names
+        if (asked_by_python or not self._communicator.begins_at_once) and not self._pending.done:
             self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
 
