@@ -6,6 +6,7 @@ Examples:
     python -m benchmarks allreduce --kinds float32 --ranks 2
     python -m benchmarks steps --json figures.json --plot steps.png
     python -m benchmarks keras                  steps of Keras' fit on TensorFlow
+    python -m benchmarks backend                torch.distributed over the backend hvdlite, and over gloo
     python -m benchmarks against ../before      this tree and another one in turns: did a change make hvdlite slower?
     python -m benchmarks scaling --help         the cost of negotiation by number of ranks (a separate program)
 """
@@ -37,8 +38,8 @@ def main(arguments: Sequence[str]) -> int:
     here = machine()
     results: dict[str, Any] = {"machine": here}
     try:
-        for part, measure in (("allreduce", _allreduce), ("steps", _steps), ("keras", _keras)):
-            if options.part == part or (options.part == "all" and part != "keras"):
+        for part, measure in PARTS.items():
+            if options.part == part or (options.part == "all" and part in ("allreduce", "steps")):
                 results[part] = measure(options, here)
     except (job.JobFailed, WrongResult) as failure:
         print(f"python -m benchmarks: {failure}", file=sys.stderr)
@@ -55,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    parts = ("all", "allreduce", "steps", "keras")
+    parts = ("all", *PARTS)
     add("part", nargs="?", choices=parts, default="all", help="what to measure (all: allreduce and steps)")
     add("--quick", action="store_true", help="few rounds and sizes")
     rounds = f"turns of each peer ({plan.ROUNDS}), timed steps ({plan.STEP_ROUNDS}), timed fits ({plan.KERAS_ROUNDS})"
@@ -118,6 +119,23 @@ def _keras(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _backend(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
+    settings = {
+        "sizes": options.sizes or (plan.QUICK_SIZES if options.quick else plan.BACKEND_SIZES),
+        "rounds": options.rounds or (plan.QUICK_ROUNDS if options.quick else plan.ROUNDS),
+        "step_rounds": options.rounds or (plan.QUICK_STEP_ROUNDS if options.quick else plan.STEP_ROUNDS),
+        "tiny": options.tiny,
+        "progress": sys.stderr.isatty(),
+    }
+    run = job.run("torch_backend", plan.STEP_RANKS, settings)
+    result = {"how": plan.HOW_BACKEND, "settings": settings, **run}
+    _print("torch.distributed", here, result, report.backend_tables(run["figures"], run["steps"]))
+    return result
+
+
+PARTS = {"allreduce": _allreduce, "steps": _steps, "keras": _keras, "backend": _backend}
+
+
 def _memory(options: argparse.Namespace, variants: Sequence[str]) -> list[dict[str, Any]]:
     cases = [(name, variant) for name in options.workloads for variant in variants]
     return [
@@ -135,12 +153,14 @@ def _print(title: str, here: dict[str, Any], result: dict[str, Any], tables: str
 def _plot(results: dict[str, Any], path: Path) -> None:
     from benchmarks import plots  # only this part needs matplotlib
 
-    parts = [part for part in ("allreduce", "steps", "keras") if part in results]
+    parts = [part for part in PARTS if part in results]
     paths = {part: path if len(parts) == 1 else path.with_stem(f"{path.stem}-{part}") for part in parts}
     if "allreduce" in paths:
         plots.plot_allreduce(results["allreduce"]["figures"], paths["allreduce"])
     if "steps" in paths:
         plots.plot_steps(results["steps"]["figures"], results["steps"]["memory"], paths["steps"])
+    if "backend" in paths:
+        plots.plot_backend(results["backend"]["figures"], results["backend"]["steps"], paths["backend"])
     if "keras" in paths:
         plots.plot_steps(results["keras"]["figures"], [], paths["keras"])
 

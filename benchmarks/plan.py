@@ -72,3 +72,16 @@ processes, beginning with another one in each round. Every step starts after a b
 longest, from Keras' callback before it to that after it. After the first fit, all variants that exchange must hold the weights
 that one model has got from the batches of both ranks joined, and after the last the same on all ranks. Ratio: of medians, to
 the step of Keras 3 without exchange."""
+
+# The backend of torch.distributed
+
+GLOO = "gloo"
+BACKENDS = {"hvdlite": "hvdlite", GLOO: "gloo"}
+BACKEND_SIZES = (4, 2**20, 64 * 2**20)
+
+HOW_BACKEND = """\
+Operations of torch.distributed, blocking, on float32 tensors, over a group of the backend hvdlite and one of gloo; then steps
+of a model of 10 layers (DDP, and FSDP2 with each layer sharded) over both, on 2 ranks. The backends take turns in the same
+processes, beginning with another one in each round. The first result of each operation is compared with its closed form, and
+the trained weights with each other. Up to 1 MiB several calls follow each other, as in a program with many tensors. Cells:
+median (minimum) of one call, and the ratio of medians to gloo (below 1: faster). One thread for each rank."""

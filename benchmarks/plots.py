@@ -20,6 +20,7 @@ from benchmarks.plan import (
     BUCKETS,
     DDP,
     FLAT,
+    GLOO,
     MEMCPY,
     MPI_HALF,
     MPI_OWN,
@@ -86,6 +87,30 @@ def _ratios_by_size(panel: Axes, figures: Sequence[Figure]) -> None:
     panel.grid(alpha=0.3)
     panel.axhline(1, color="black", linewidth=1.2)
     panel.axhspan(1, 1e6, color=LOSS, zorder=0)
+
+
+def plot_backend(figures: Sequence[Figure], steps: Sequence[Figure], path: Path) -> None:
+    """Draw the ratio of medians to gloo: of each operation by size, and of the steps."""
+    ours = [f for f in figures if f["backend"] != GLOO]
+    sizes = list(dict.fromkeys(f["bytes"] for f in ours))
+    picture, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 4.5), width_ratios=(3, 1), sharey=True, layout="constrained"
+    )
+    for operation in dict.fromkeys(f["operation"] for f in ours):
+        mine = [f for f in ours if f["operation"] == operation]
+        left.plot([sizes.index(f["bytes"]) for f in mine], [f["ratio"] for f in mine], marker="o", label=operation)
+    left.set_xticks(range(len(sizes)), [size(nbytes) for nbytes in sizes])
+    left.set_ylabel("time over hvdlite ÷ time over gloo")
+    left.legend()
+    trained = [f for f in steps if f["backend"] != GLOO]
+    right.bar([f["training"] for f in trained], [f["ratio"] for f in trained], color=COLOURS["hvdlite"])
+    for panel, title in ((left, "operations"), (right, "steps")):
+        panel.axhline(1, color="black", linewidth=1)
+        panel.set_ylim(bottom=0)
+        panel.set_title(title)
+    picture.suptitle("torch.distributed: ratio of medians (below 1: faster than gloo)")
+    picture.savefig(path, dpi=120)
+    plt.close(picture)
 
 
 def plot_steps(figures: Sequence[Figure], memory: Sequence[Figure], path: Path) -> None:

@@ -43,6 +43,20 @@ def allreduce_tables(figures: Sequence[Figure]) -> str:
     return "\n\n".join(blocks)
 
 
+def backend_tables(figures: Sequence[Figure], steps: Sequence[Figure]) -> str:
+    """Return a table of operations by backend and size, and one of steps by backend."""
+    sizes = list(dict.fromkeys(figure["bytes"] for figure in figures))
+    cells = {(f["operation"], f["backend"], f["bytes"]): f for f in figures}
+    rows = [["", *map(size, sizes)]]
+    for operation, backend in dict.fromkeys((f["operation"], f["backend"]) for f in figures):
+        found = [cells.get((operation, backend, nbytes)) for nbytes in sizes]
+        row = [f"{time_of(figure)}  {_ratio(figure)}" if figure else "" for figure in found]
+        rows.append([f"{operation}, {backend}", *row])
+    trained = [["", "step", "ratio"]]
+    trained += [[f"{f['training']}, {f['backend']}", time_of(f), _ratio(f)] for f in steps]
+    return f"{aligned(rows)}\n\n{aligned(trained)}"
+
+
 def step_table(figures: Sequence[Figure], memory: Sequence[Figure]) -> str:
     """Return a table for each workload: the times of the variants, and their memory if it was measured."""
     held = {(m["workload"], m["variant"]): m for m in memory}

@@ -79,6 +79,21 @@ def test_all_parts(tmp_path: Path) -> None:
         assert (tmp_path / f"p-{part}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_backend_of_torch_distributed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "backend", "--tiny", "--rounds", "2", "--sizes", "4", "4096"]
+    command += ["--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "p.png")]
+    done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "figures.json").read_text())["backend"]
+    assert {(f["operation"], f["bytes"]) for f in found["figures"]} >= {("all_reduce", 4096), ("barrier", 4)}
+    assert {f["training"] for f in found["steps"]} == {"DDP", "FSDP2"}
+    for figure in found["figures"] + found["steps"]:
+        assert figure["median"] >= figure["minimum"] > 0
+        assert (figure["ratio"] == 1) == (figure["backend"] == "gloo")
+    assert "all_reduce, hvdlite" in done.stdout
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_this_tree_against_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "against", str(job.ROOT), "--tiny", "--rounds", "3", "--sizes", "4"]
     command += ["--variants", "hvdlite", "--workloads", "MLP, Adam", "--kinds", "float32"]

@@ -7,6 +7,7 @@ import threading
 from hvdlite.comm.background import Background
 from hvdlite.protocols import Request
 
+_DOZE_SECONDS = 0.05
 _EAGER_BYTES = 2**12
 """The size of messages that are on their way as soon as they are sent."""
 
@@ -16,7 +17,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._under_way: set[Message] = set()
-        self._background = Background(lambda: not self._under_way, self._drive, "hvdlite-messages")
+        self._background = Background(lambda: not self._under_way, self._drive, "hvdlite-messages", _DOZE_SECONDS)
 
     def begin(self, request: Request, nbytes: int) -> Request:
         """Return a request that goes on while the program computes. A program that drops it loses nothing.
