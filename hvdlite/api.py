@@ -21,6 +21,7 @@ from hvdlite.comm.local import LocalFabric
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, NotInitializedError
+from hvdlite.grid import Grid
 from hvdlite.group import RebindableExchange
 from hvdlite.launcher_link.handlers import silence_handlers
 from hvdlite.launcher_link.link import check_address
@@ -373,6 +374,45 @@ def new_group(ranks: Iterable[int]) -> ProcessSet:
     if hasattr(ranks, "Get_group"):
         raise ArgumentError("new_group(communicator): expected world ranks; add_process_set() takes a communicator.")
     return here.groups.new(ranks)
+
+
+class ProcessGrid(Grid):
+    """The ranks of the job on a grid with named axes, such as ``ProcessGrid(dp=2, pp=2, tp=2)``. All ranks of the job make it.
+
+    ``grid["dp"]`` is the process set of the ranks that differ from this one in their place on this axis only. Ranks that are
+    neighbours on "tp", then on "pp", then on the last of the other axes share hosts. ``print(grid)`` shows a picture.
+
+    Args:
+        axes: The size of each axis by its name. Their product is the number of ranks. One size may be -1, for what is left.
+
+    Attributes:
+        axes: The size of each axis by its name, in the order of the arguments.
+        ranks: The world rank at each place: int64, of shape ``tuple(axes.values())``.
+        place: The place of this rank on each axis.
+
+    Raises:
+        ArgumentError: The product of the axes is not the number of ranks, or a size is not positive.
+        MismatchError: The ranks asked for different grids.
+    """
+
+    def __init__(self, **axes: int) -> None:
+        here = world("ProcessGrid()")
+        super().__init__(axes, here.hosts)
+        self.place = self.place_of(here.topology.rank)
+        self._sets: dict[str, ProcessSet] = {}
+        for name in self.axes:
+            for line in self.lines(name):
+                made = here.groups.new(line)
+                if here.topology.rank in line:
+                    self._sets[name] = made
+
+    def __getitem__(self, name: str) -> ProcessSet:
+        """Return the process set along an axis that contains this rank.
+
+        Raises:
+            ArgumentError: The grid has no such axis.
+        """
+        return self._sets[self.check_axis(name)]
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:

@@ -238,6 +238,11 @@ class World:
         if config.timeline not in ("", "DYNAMIC"):
             self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
+    @property
+    def hosts(self) -> Sequence[int]:
+        """For each rank of the job, a number of its host."""
+        return self._hosts
+
     def describe(self) -> str:
         """Return how many ranks there are, on how many hosts, and the medium of their messages, as a text."""
         ranks, hosts = len(self._hosts), len(set(self._hosts))

@@ -22,6 +22,7 @@ from hvdlite_torch import elastic  # noqa: E402
 from hvdlite_torch.checks import alone  # noqa: E402
 from hvdlite_torch.distributed import backend  # noqa: E402
 from hvdlite_torch.distributed.backend import init as init  # noqa: E402
+from hvdlite_torch.distributed.grid import ProcessGrid as ProcessGrid  # noqa: E402
 from hvdlite_torch.ops.allgather import allgather, allgather_async, grouped_allgather, grouped_allgather_async  # noqa: E402
 from hvdlite_torch.ops.allreduce import (  # noqa: E402
     allreduce,

@@ -21,7 +21,7 @@ FLOORS = {
     "hvdlite": (
         {"errors", "topology"},
         {"config", "process_set", "launcher_link", "protocols"},
-        {"worker", "algorithms", "tensors", "timeline", "watchdog"},
+        {"worker", "algorithms", "tensors", "timeline", "watchdog", "grid"},
         {"comm", "job", "cli"},
         {"gpu", "communicator", "launch", "__main__"},
         {"operations"},

@@ -17,8 +17,8 @@ class Background:
         is_idle: A function that says whether there is nothing to drive.
         drive: A function that drives one step if no other thread does. It returns whether there was progress.
         name: The name of the thread.
-        doze_seconds: If not 0, the thread drives once in a millisecond. For so long after it had something to drive, it looks by
-            itself, because to wake it costs the caller more.
+        doze_seconds: If not 0, the thread drives once in a millisecond. For so long after it had something to drive, it looks
+            by itself, because to wake it costs the caller more.
     """
 
     _GRACE = 200e-6

@@ -4,6 +4,7 @@ As soon as `hvdlite_torch` is imported, ``torch.distributed.init_process_group("
 srun.
 
 - `backend`: enters the backend in torch, and makes process groups.
+- `grid`: `ProcessGrid` as a `DeviceMesh`.
 - `rendezvous`: how the ranks find each other's store without MASTER_ADDR.
 - `process_group`: the collectives and messages of one group, under the names that torch calls.
 - `group_and_backend`: what else torch asks of a group.

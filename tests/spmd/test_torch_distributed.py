@@ -305,6 +305,18 @@ def test_groups_and_meshes() -> None:
     dist.barrier()
 
 
+def test_a_grid_is_a_mesh() -> None:
+    size = hvd.size()
+    grid = hvd.ProcessGrid(dp=-1, tp=2 if size % 2 == 0 else 1)
+    mesh = grid.to_torch()
+    assert mesh.mesh.tolist() == grid.ranks.tolist()
+    assert list(mesh.get_coordinate() or ()) == list(grid.place.values())
+    for name in grid.axes:
+        one = torch.ones(1)
+        dist.all_reduce(one, group=mesh.get_group(name))
+        assert one.item() == grid.axes[name] == grid[name].size()
+
+
 def test_init_again_and_arguments() -> None:
     hvd.barrier()
     dist.destroy_process_group()
