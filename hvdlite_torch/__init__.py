@@ -46,6 +46,7 @@ from hvdlite_torch.ops.reducescatter import (  # noqa: E402
 )
 from hvdlite_torch.ops.sparse import sparse_allreduce_async  # noqa: E402
 from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.pipeline.pipeline import Pipeline  # noqa: E402
 from hvdlite_torch.step.own_parameters import own_parameters  # noqa: E402
 from hvdlite_torch.step.wrapped import Distributed  # noqa: E402
 from hvdlite_torch.training.in_sync import assert_in_sync, rank_zero_only  # noqa: E402
@@ -66,6 +67,7 @@ __all__ = [
     "Distributed",
     "DistributedOptimizer",
     "FlatBucket",
+    "Pipeline",
     "SyncBatchNorm",
     "Weights",
     "allgather",

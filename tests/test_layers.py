@@ -35,7 +35,7 @@ FLOORS = {
     "hvdlite_torch": (
         {"tensors", "checks", "elastic"},
         {"ops", "step", "distributed"},
-        {"training", "sync"},
+        {"training", "sync", "pipeline"},
         {"optimizer"},
         {"__init__", "horovod"},
     ),

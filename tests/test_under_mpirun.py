@@ -35,14 +35,33 @@ ON_DEVICES_AND_SHARDS = named("device_gradients", "device_operations", "distribu
 FEW = {
     "2": (2, REST),
     "2-tensorflow": (2, TENSORFLOW),
-    "3": (3, [*MOVES_DATA, *ON_DEVICES_AND_SHARDS, *named("sync_batch_norm", "communicator", "torch_distributed")]),
-    "4": (4, named("join", "overlap", "process_sets", "schedule", "sharded", "torch_distributed", "torch_operations")),
+    "3": (
+        3,
+        [
+            *MOVES_DATA,
+            *ON_DEVICES_AND_SHARDS,
+            *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline"),
+        ],
+    ),
+    "4": (
+        4,
+        named(
+            "join",
+            "overlap",
+            "process_sets",
+            "schedule",
+            "sharded",
+            "torch_distributed",
+            "torch_pipeline",
+            "torch_operations",
+        ),
+    ),
 }
 """For each job the number of ranks, and the files."""
 ALL = FEW | {
     "3": (3, [path for path in REST if path not in LONG]),
     "3-tensorflow": (3, named("tf_graph", "tf_operations", "tf_tape", "tf_tensors")),
-    "4": (4, [*MOVES_DATA, *named("communicator", "torch_distributed", "torch_group")]),
+    "4": (4, [*MOVES_DATA, *named("communicator", "torch_distributed", "torch_pipeline", "torch_group")]),
 }
 """The jobs of ``pytest --everything``."""
 

@@ -1,0 +1,237 @@
+"""`Pipeline`: a model in stages on several ranks, a training step in one call."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+import hvdlite
+from hvdlite.adapter.arguments import Everybody, rank_in, size_of
+from hvdlite.errors import ArgumentError
+from hvdlite.process_set import ProcessSet
+from hvdlite_torch.distributed import backend
+from hvdlite_torch.pipeline.bubble import Bubble, theoretical
+from hvdlite_torch.pipeline.stages import check_cuts, choose_cuts, make_stages
+
+Loss = Callable[[Any, Any], torch.Tensor]
+_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+class Pipeline:
+    """A model whose layers are on different ranks. Micro-batches go through the stages one after the other, and back.
+
+    Every rank of the process set makes the same pipeline, from the same model with the same weights. It keeps the layers of its
+    own stages; drop the model afterwards, so that the memory of the others is free. A step computes the gradients of the mean
+    of the micro-batches' losses, which is the loss of the whole batch if `loss` is a mean over the samples::
+
+        pipeline = hvd.Pipeline(model, grid["pp"], loss=F.cross_entropy, microbatches=8, example=x[:4])
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(pipeline.parameters()), process_set=grid["dp"])
+        for x, y in batches:
+            loss = pipeline.step(x, y, optimizer)
+
+    The schedules are GPipe (arXiv:1811.06965), 1F1B (PipeDream-Flush, arXiv:2006.09503) and interleaved 1F1B
+    (arXiv:2104.04473), of ``torch.distributed.pipelining``.
+
+    Args:
+        model: An ``nn.Sequential``, which is cut between its children; or another model, which torch.export cuts before items
+            of its ``nn.ModuleList`` or ``nn.Sequential``.
+        process_set: The ranks of the pipeline. The ascending ranks have the stages in order.
+        loss: ``loss(output, target)`` returns the mean loss of a micro-batch.
+        microbatches: How many equal parts of a batch go through the stages one after the other; 1 means that the stages take
+            turns.
+        schedule: "1f1b", "gpipe", or "interleaved", where each rank has several stages.
+        cuts: The names of the layers with which the stages but the first begin. None measures the layers with `example`, and
+            balances time, then memory. Then all ranks of the job make pipelines of this model, and rank 0's times decide.
+        example: The inputs of a micro-batch: a tensor, or a tuple for a model with several inputs. The values do not matter.
+        stages_per_rank: The stages of each rank, for "interleaved"; 2 by default.
+
+    Attributes:
+        cuts: The names of the layers with which the stages but the first begin.
+        stages: The numbers of this rank's stages.
+
+    Raises:
+        ArgumentError: An argument is wrong, or the model cannot be split. Raised on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        process_set: ProcessSet = Everybody,
+        *,
+        loss: Loss,
+        microbatches: int = 4,
+        schedule: str = "1f1b",
+        cuts: Sequence[str] | None = None,
+        example: Any = None,
+        stages_per_rank: int | None = None,
+    ) -> None:
+        if schedule not in _SCHEDULES:
+            raise ArgumentError(f"schedule={schedule!r}: expected one of {', '.join(map(repr, _SCHEDULES))}.")
+        if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+            raise ArgumentError(f"microbatches={microbatches!r}: expected a number from 1 on.")
+        if stages_per_rank is not None and schedule != "interleaved":
+            raise ArgumentError(f'stages_per_rank={stages_per_rank} is for schedule="interleaved"; got {schedule!r}.')
+        rank, size = rank_in(process_set), size_of(process_set)
+        self._per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
+        count = size * self._per_rank
+        example = example if example is None or isinstance(example, tuple) else (example,)
+        if cuts is None:
+            cuts = choose_cuts(model, count, example)  # all ranks raise alike
+            cuts = hvdlite.broadcast_object(cuts, 0)
+        check_cuts(model, cuts, count)
+        self.cuts, self.stages = list(cuts), list(range(rank, count, size))
+        self.process_set, self._loss, self._microbatches, self._schedule = process_set, loss, microbatches, schedule
+        self._group = self._torch_group()
+        made = make_stages(model, cuts, self.stages, example, self._group)
+        self._modules = {number: module for number, (module, _) in made.items()}
+        self._make = {number: make for number, (_, make) in made.items()}
+        self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
+        self._count, self._last_place = count, size - 1
+        self._takes_any_shape = isinstance(model, nn.Sequential)
+        self._runs: dict[tuple[Any, ...], Any] = {}
+        self._bubble = Bubble()
+
+    def _torch_group(self) -> dist.ProcessGroup:
+        backend.init(torch_distributed=True)
+        ranks = list(self.process_set.members)
+        group = dist.new_group(ranks, backend=backend.NAME, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+    def step(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+        """Train on one batch. Every rank of the pipeline calls this with the same batch.
+
+        Args:
+            x: The input: a tensor, or a tuple of them, with a dimension 0 that `microbatches` divides.
+            y: The target, likewise.
+            optimizer: The optimizer of this rank's parameters, plain or distributed: its gradients are set to zero before, and
+                it makes a step. None leaves both to the program; gradients are added to those that are there.
+
+        Returns:
+            The loss, the same on all ranks of the pipeline: shape ``()``.
+
+        Raises:
+            ArgumentError: The batch cannot be cut into equal micro-batches.
+            HvdliteError: A rank has left in the middle of the step.
+        """
+        inputs = x if isinstance(x, tuple) else (x,)
+        run = self._run_for(inputs, self._loss)
+        if optimizer is not None:
+            optimizer.zero_grad()
+        begin = time.perf_counter()
+        losses: list[torch.Tensor] = []
+        run.step(
+            *(inputs if self._is_first else ()),
+            **({"target": y, "losses": losses} if self._is_last else {}),
+            return_outputs=False,
+        )
+        self._bubble.total += time.perf_counter() - begin
+        mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else torch.zeros(())
+        mean = self._from_last(mean)
+        if optimizer is not None:
+            optimizer.step()
+        return mean
+
+    def predict(self, x: Any) -> Any:
+        """Return the output for a batch, on all ranks of the pipeline, without gradients. Every rank calls this.
+
+        The layers are used in the mode in which they are; call `eval` before.
+
+        Raises:
+            ArgumentError: The batch cannot be cut into equal micro-batches.
+        """
+        inputs = x if isinstance(x, tuple) else (x,)
+        run = self._run_for(inputs, None)
+        with torch.no_grad():
+            output = run.eval(*(inputs if self._is_first else ()))
+        return hvdlite.broadcast_object(
+            output if self._is_last else None, self._last_place, process_set=self.process_set
+        )
+
+    def _from_last(self, value: torch.Tensor) -> torch.Tensor:
+        return hvdlite.broadcast(value.double(), self._last_place, process_set=self.process_set)
+
+    def _run_for(self, inputs: Sequence[torch.Tensor], loss: Loss | None) -> Any:
+        """Return the schedule for inputs of these shapes; without a loss, one that only goes forward.
+
+        A stage of torch knows the shapes of its messages, and whether it goes back, so each schedule has stages of its own.
+        """
+        rows = inputs[0].shape[0] if inputs[0].dim() else 0
+        if rows == 0 or rows % self._microbatches:
+            fits = rows - rows % self._microbatches
+            raise ArgumentError(
+                f"a batch of {rows} samples cannot be cut into {self._microbatches} equal micro-batches. Drop the last samples "
+                f"({fits} would do; drop_last=True in a DataLoader), or choose `microbatches` that divides {rows}."
+            )
+        goes_back = loss is not None
+        key = (goes_back, *((tensor.dtype, tuple(tensor.shape)) for tensor in inputs))
+        if key not in self._runs:
+            if not self._takes_any_shape and any(other[0] == goes_back for other in self._runs):
+                raise ArgumentError(
+                    f"inputs of {[tuple(tensor.shape) for tensor in inputs]}: torch.export has traced this model for the shape "
+                    "of `example` times `microbatches`. Drop a last batch that is smaller, or write the model as an "
+                    "nn.Sequential."
+                )
+            stages = [self._make[number]() for number in self.stages]
+            if goes_back:
+                for stage in stages:
+                    self._bubble.watch(stage)
+            self._runs[key] = self._new_run(stages, loss)
+        return self._runs[key]
+
+    def _new_run(self, stages: list[Any], loss: Loss | None) -> Any:
+        if self._schedule == "interleaved":
+            return ScheduleInterleaved1F1B(stages, self._microbatches, loss_fn=loss)
+        # With fewer micro-batches than stages, 1F1B is GPipe: no rank begins a backward pass before its last forward pass.
+        is_1f1b = loss is not None and self._schedule == "1f1b" and self._microbatches >= self._count
+        return (Schedule1F1B if is_1f1b else ScheduleGPipe)(stages[0], self._microbatches, loss_fn=loss)
+
+    # The layers of this rank
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters of this rank's stages, under the names that they have in the model."""
+        return itertools.chain(*(module.named_parameters() for module in self._modules.values()))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return the parameters of this rank's stages."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's stages, under the names of the model."""
+        return {name: value for module in self._modules.values() for name, value in module.state_dict().items()}
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the state of all stages, on every rank of the pipeline: what the whole model's `load_state_dict` takes."""
+        parts = hvdlite.allgather_object(self.state_dict(), process_set=self.process_set)
+        return {name: value for part in parts for name, value in part.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of the state of the whole model, or its own part."""
+        for module in self._modules.values():
+            module.load_state_dict({name: state[name] for name in module.state_dict()})
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the mode of this rank's layers, as ``nn.Module.train`` does."""
+        for module in self._modules.values():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set the mode of this rank's layers, as ``nn.Module.eval`` does."""
+        return self.train(False)
+
+    def report(self) -> str:
+        """Return the share of the bubble in the steps so far, and the theoretical one. All ranks of the pipeline call this."""
+        share = self._bubble.share(self.process_set)
+        ideal = theoretical(self._count, self._microbatches, self._per_rank)
+        return (
+            f"{self._count} stages, {self._microbatches} micro-batches, {self._schedule}: the ranks waited for {share:.0%} of "
+            f"the time (theory: {ideal:.0%})"
+        )

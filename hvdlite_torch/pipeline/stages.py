@@ -1,0 +1,165 @@
+"""Cuts a model into stages, and keeps those of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
+
+from hvdlite.errors import ArgumentError
+from hvdlite_torch.pipeline.costs import balance, measure
+
+CPU = torch.device("cpu")
+
+
+class Layers(nn.Module):
+    """Some layers of an ``nn.Sequential``, under the names that they have there."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, *x: Any) -> Any:
+        for layer in _children(self).values():
+            out = layer(*x)
+            x = out if isinstance(out, tuple) else (out,)
+        return x if len(x) > 1 else x[0]
+
+
+def candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers with which a stage may begin: the children of a Sequential, or the items of lists within a model."""
+    if isinstance(model, nn.Sequential):
+        return _children(model)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+            found |= {f"{name}.{item}": child for item, child in _children(module).items()}
+    return found
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children by name. `named_children` leaves out a layer that is there a second time, such as an activation."""
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def choose_cuts(model: nn.Module, count: int, example: tuple[Any, ...] | None) -> list[str]:
+    """Return the names of the layers with which the stages but the first begin, by measurement.
+
+    Args:
+        model: The whole model.
+        count: The number of stages.
+        example: A micro-batch.
+
+    Raises:
+        ArgumentError: There is no example, the model has too few layers, or a layer does not run once.
+    """
+    layers = candidates(model)
+    if example is None:
+        raise ArgumentError(
+            "Pipeline: give `cuts`, the names of the layers with which the stages but the first begin, or `example`, the "
+            "inputs of a micro-batch, by which the layers are measured."
+        )
+    if len(layers) < count:
+        raise ArgumentError(
+            f"Pipeline: {count} stages need at least {count} layers; {type(model).__name__} has {len(layers)} that can begin a "
+            f"stage ({', '.join(layers) or 'none'}): the children of an nn.Sequential, or the items of lists within a model."
+        )
+    costs = measure(model, layers, example) if count > 1 else {}
+    names = list(costs)
+    has_parameters = [any(True for _ in layers[name].parameters()) for name in names]
+    if count > 1 and sum(has_parameters) < count:
+        raise ArgumentError(
+            f"Pipeline: {count} stages need at least {count} layers with parameters; {type(model).__name__} has "
+            f"{sum(has_parameters)}. Use fewer ranks for the pipeline."
+        )
+    return [names[cut] for cut in balance(list(costs.values()), count, has_parameters)] if count > 1 else []
+
+
+def check_cuts(model: nn.Module, cuts: Sequence[str], count: int) -> None:
+    """Check cuts that a program gives.
+
+    Raises:
+        ArgumentError: There are not ``count - 1`` cuts, one is no layer, or they are not in the model's order.
+    """
+    layers = list(candidates(model))
+    unknown = [cut for cut in cuts if cut not in layers]
+    in_order = not unknown and [layers.index(cut) for cut in cuts] == sorted({layers.index(cut) for cut in cuts})
+    if len(cuts) != count - 1 or not in_order or (layers and layers[0] in cuts):
+        raise ArgumentError(
+            f"Pipeline: cuts={list(cuts)}: expected the names of {count - 1} layers, in order and without the first one, for "
+            f"{count} stages; the layers are {', '.join(layers)}."
+        )
+
+
+def make_stages(
+    model: nn.Module, cuts: Sequence[str], own: Sequence[int], example: tuple[Any, ...] | None, group: dist.ProcessGroup
+) -> dict[int, tuple[nn.Module, Callable[[], Any]]]:
+    """Return the modules of this rank's stages, and functions that make the stages of torch for them.
+
+    Args:
+        model: The whole model. The layers of other ranks are not kept.
+        cuts: The names of the layers with which the stages but the first begin.
+        own: The numbers of this rank's stages.
+        example: A micro-batch, with which torch traces a model that is not an ``nn.Sequential``.
+        group: The group of the pipeline.
+
+    Raises:
+        ArgumentError: The model cannot be traced, or a stage has no parameters.
+    """
+    count = len(cuts) + 1
+    made: dict[int, tuple[nn.Module, Callable[[], Any]]] = {}
+    if isinstance(model, nn.Sequential):
+        names = list(candidates(model))
+        ends = [0, *map(names.index, cuts), len(names)]
+        modules = [Layers({name: model.get_submodule(name) for name in names[a:b]}) for a, b in pairwise(ends)]
+        for number in own:
+            make = partial(PipelineStage, modules[number], number, count, CPU, group=group)
+            made[number] = modules[number], make
+        described = [", ".join(names[a:b]) for a, b in pairwise(ends)]
+    else:
+        pipe = _trace(model, cuts, example)
+        modules = [pipe.get_stage_module(number) for number in range(count)]
+        for number in own:
+            # One to train and one to predict, made now, because `pipe` holds the layers of all ranks.
+            both = iter([pipe.build_stage(number, CPU, group) for _ in range(2)])
+            made[number] = modules[number], partial(next, both)
+        described = [f"from {cut}" for cut in ("the beginning", *cuts)]
+    owners: dict[int, int] = {}
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            if owners.setdefault(id(parameter), number) != number:
+                raise ArgumentError(
+                    f"Pipeline: the parameter {name} is in stage {owners[id(parameter)]} and in stage {number}, whose ranks "
+                    "would train it differently. Cut so that the layers which share it are in one stage, or untie them."
+                )
+        if not any(True for _ in module.parameters()):
+            raise ArgumentError(
+                f"Pipeline: stage {number} of {count} ({described[number]}) has no parameters, so its rank has nothing to "
+                "train. Cut elsewhere, or use fewer ranks for the pipeline."
+            )
+    return made
+
+
+def _trace(model: nn.Module, cuts: Sequence[str], example: tuple[Any, ...] | None) -> Any:
+    if example is None:
+        raise ArgumentError(
+            f"Pipeline: {type(model).__name__} is no nn.Sequential, so torch.export cuts it: give `example`, the inputs of a "
+            "micro-batch."
+        )
+    try:
+        return pipeline(model, example, split_spec=dict.fromkeys(cuts, SplitPoint.BEGINNING))
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ArgumentError(
+            f"Pipeline: {type(model).__name__} cannot be split automatically, because torch.export cannot follow it (a branch "
+            f"or a loop that depends on data, most likely): {first}. Write it as an nn.Sequential of layers, which is cut "
+            "without torch.export."
+        ) from error
