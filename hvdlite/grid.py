@@ -117,6 +117,7 @@ def _checked(axes: Mapping[str, int], ranks: int) -> dict[str, int]:
         raise ArgumentError(
             f"ProcessGrid({asked}): {product}{'' if open_axes or not axes else f' = {known} places'}, and the job has {ranks} "
             f"rank{'s' * (ranks > 1)}. The product of the axes must be the number of ranks: start the job with "
-            f"hvdliterun -np {known}, or change an axis. One axis may be -1: it takes what is left."
+            f"hvdliterun -np {known}{' (or a multiple)' if open_axes else ''}, or change an axis. One axis may be -1: it takes "
+            "what is left."
         )
     return sizes

@@ -34,6 +34,7 @@ JOBS = {
     "torch on 2": [
         "torch_large_batch.py",
         *(f"torch_synthetic_benchmark.py {FEW} {option}" for option in ("--fp16-allreduce", "--shard", "--use-adasum")),
+        "torch_pipeline.py --check --epochs 4 --plot FOLDER/pipeline.png",  # the last one, for it changes torch's default dtype
     ],
     "tensorflow on 2": ["keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"],
     "3": [
@@ -166,6 +167,18 @@ def test_synthetic_benchmark(run: Run, job: str, option: str) -> None:
         assert found, out
         assert float(found[1]) == pytest.approx(scale * mean, abs=0.1 * scale + 0.06)  # printed to one digit
         assert float(found[2]) == pytest.approx(scale * deviation, abs=0.2 * scale + 0.06)
+
+
+def test_pipeline(run: Run) -> None:
+    job = run("torch on 2")
+    out = job.out("torch_pipeline")
+    accuracy, away = re.search(r"test accuracy: ([\d.]+) %", out), re.search(r"weights differ by (\S+) at most", out)
+    assert accuracy and away, out
+    assert float(accuracy[1]) >= 90
+    assert float(away[1]) < 1e-9
+    assert re.search(r"2 stages, 8 micro-batches, 1f1b: the ranks waited for \d+% of the time \(theory: 11%\)", out)
+    assert out.startswith("ProcessGrid(dp=1, pp=2): 2 ranks on 1 host\n")
+    assert (job.folder / "pipeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("command", WRONG)
