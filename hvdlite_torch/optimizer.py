@@ -8,6 +8,7 @@ by one that combines after each evaluation::
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,7 +16,7 @@ import torch
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.api import world
-from hvdlite.errors import ArgumentError, DistributedAlreadyError
+from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
 from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.sync import GradientSync, StepsWith
 from hvdlite.tensors.compression import Compression, Compressor
@@ -90,6 +91,7 @@ def DistributedOptimizer(
         `optimizer`, still an instance of its class, with its state.
 
     Raises:
+        UnsupportedTensorError: A parameter is a DTensor.
         ArgumentError: The optimizer is wrapped already, or has no parameters, or the arguments do not fit together.
         MismatchError: The ranks have different parameters. The error is raised on all ranks.
     """
@@ -99,6 +101,7 @@ def DistributedOptimizer(
     named = list(named_parameters or ())
     if named_parameters is not None:
         _check_names(optimizer, named)
+    _check_plain(optimizer)
     _check_groups(optimizer, groups if groups is not None else num_groups)
     options = Options(
         op,
@@ -159,6 +162,18 @@ def _check_optimizer(given: object) -> None:
     if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         advice = "optimizer = hvd.DistributedOptimizer(optimizer), and then make the schedule with it"
     raise ArgumentError(f"DistributedOptimizer wraps an optimizer of torch; got {what}. Write {advice}.")
+
+
+def _check_plain(optimizer: torch.optim.Optimizer) -> None:
+    distributed = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor
+    if distributed is None:
+        return
+    if any(isinstance(p, distributed.DTensor) for group in optimizer.param_groups for p in group["params"]):
+        raise UnsupportedTensorError(
+            "a parameter is a DTensor, sliced over ranks by FSDP or parallelize_module; DistributedOptimizer averages "
+            "gradients of plain tensors only. FSDP averages gradients itself: with it, use the plain optimizer. With "
+            'parallelize_module, let FSDP have the data-parallel axis: fully_shard(model, mesh=grid.to_torch()["dp"]).'
+        )
 
 
 def _check_names(optimizer: torch.optim.Optimizer, named: list[tuple[str, torch.nn.Parameter]]) -> None:

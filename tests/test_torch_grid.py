@@ -1,0 +1,20 @@
+"""Grids of data, pipeline and tensor parallelism equal training in one process, on 4 and on 8 processes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.jobs import PROGRAMS, mpirun
+
+
+@pytest.mark.parametrize(
+    ("size", "grids"), [(4, ["dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2"]), (8, ["dp=2,pp=2,tp=2"])], ids=["4", "8"]
+)
+def test_a_grid_trains_as_one_process_does(size: int, grids: list[str]) -> None:
+    done = mpirun(size, str(PROGRAMS / "torch_grid.py"), *grids, HVDLITE_ADVICE="0", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    distances = re.findall(r"^distance (\S+)$", done.stdout, re.MULTILINE)
+    assert len(distances) == done.stdout.count("replicas equal") == size * len(grids), done.stdout
+    assert max(map(float, distances)) <= 1e-12
