@@ -60,11 +60,21 @@ def assert_nothing_left(on: Hosts) -> None:
 
 
 # What depends on which ranks share a host.
-SPMD = ["adasum", "join", "operations", "overlap", "process_sets", "sharded", "torch_join", "torch_training"]
+SPMD = [
+    "adasum",
+    "join",
+    "operations",
+    "overlap",
+    "process_sets",
+    "sharded",
+    "torch_distributed",
+    "torch_join",
+    "torch_training",
+]
 # With --everything too: they look at what ranks agree on, or at options of the adapter, and not at who shares memory with whom.
-OTHERS = ["order", "torch_operations", "torch_options"]
-# They look at named operations with tensors of every kind, and on uneven hosts some would show nothing more.
-ON_EVEN_HOSTS = ("join", "operations", "torch_join")
+OTHERS = ["communicator", "order", "torch_operations", "torch_options", "torch_pipeline"]
+# They look at operations with tensors of every kind, and on uneven hosts some would show nothing more.
+ON_EVEN_HOSTS = ("join", "operations", "torch_distributed", "torch_join")
 
 
 @pytest.mark.timeout(SPMD_LIMIT + 20)
