@@ -19,7 +19,7 @@ NAME = "hvdlite"
 
 def register() -> None:
     """Enter the backend in torch. torch keeps it as long as the process lives."""
-    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     rendezvous.register()
 
 

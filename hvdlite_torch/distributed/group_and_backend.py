@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.communicator.calls import Call
 from hvdlite.communicator.communicator import Communicator
-from hvdlite.errors import NotYetError, UnsupportedTensorError
+from hvdlite.errors import DeviceError, NotYetError, UnsupportedTensorError
 from hvdlite_torch.distributed.operands import Operand
 from hvdlite_torch.distributed.work import CollectiveWork, SeveralWorks
 
 Tensors = Sequence[torch.Tensor]
 Run = Callable[[HierarchicalCollectives], None]
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_any_device(method: Method) -> Method:
+    """Let a method of a process group hand tensors on a GPU to torch's own backend there."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def chosen(self: GroupAndBackend, *args: Any) -> Any:
+        tensor = _first_tensor(args)
+        if tensor is None or not tensor.is_cuda:
+            return method(self, *args)
+        return getattr(self.on_gpu, name)(*args)
+
+    return chosen  # type: ignore[return-value]
+
+
+def _first_tensor(given: Any) -> Any:
+    """Return the first tensor in nested lists; None if there is none."""
+    for each in given:
+        found = _first_tensor(each) if isinstance(each, list | tuple) else each
+        if hasattr(found, "is_cuda"):
+            return found
+    return None
 
 
 class GroupAndBackend(dist.ProcessGroup):
@@ -65,14 +92,38 @@ class GroupAndBackend(dist.ProcessGroup):
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
-    def _get_backend(self, device: torch.device) -> GroupAndBackend:
-        if torch.device(device).type != "cpu":
+    @functools.cached_property
+    def on_gpu(self) -> dist.ProcessGroup:
+        """The process group over the same ranks with torch's NCCL backend. NCCL connects the ranks at the first call.
+
+        Raises:
+            DeviceError: This torch has no NCCL.
+        """
+        if not (torch.cuda.is_available() and dist.is_nccl_available()):
+            raise DeviceError(
+                "a tensor is on a GPU, and this torch has no NCCL: use tensor.cpu(), or a torch for CUDA."
+            )
+        store = PrefixStore("cuda/", self._store)
+        group = dist.ProcessGroup(store, self._rank, self._size)
+        options = dist.ProcessGroupNCCL.Options()
+        nccl = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+        group._set_group_name(self._name)  # type: ignore[arg-type]
+        return group
+
+    def _get_backend(self, device: torch.device) -> Any:
+        kind = torch.device(device).type
+        if kind == "cuda":
+            return self.on_gpu._get_backend(torch.device("cuda"))
+        if kind != "cpu":
             raise RuntimeError(f"the backend hvdlite has no way for tensors on {device}.")
         return self
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+        kinds = ("cpu", "cuda") if torch.cuda.is_available() and dist.is_nccl_available() else ("cpu",)
+        return [torch.device(kind) for kind in kinds]
 
     def get_group_store(self) -> Store:
         return self._store
@@ -81,9 +132,14 @@ class GroupAndBackend(dist.ProcessGroup):
         return False
 
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalesced = []
+        if torch.device(device).type == "cuda":
+            self.on_gpu._start_coalescing(device)
+        else:
+            self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if torch.device(device).type == "cuda":
+            return self.on_gpu._end_coalescing(device)
         works, self._coalesced = self._coalesced or [], None
         return SeveralWorks(works)
 
@@ -95,6 +151,8 @@ class GroupAndBackend(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         self.communicator.close()
+        if "on_gpu" in vars(self):
+            self.on_gpu.shutdown()
 
     abort = shutdown
 

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptio
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import MismatchError
 from hvdlite.protocols import ANY, Array
-from hvdlite_torch.distributed.group_and_backend import GroupAndBackend, Tensors
+from hvdlite_torch.distributed.group_and_backend import GroupAndBackend, Tensors, on_any_device
 from hvdlite_torch.distributed.operands import Operand, TorchReduction, check_equal, describe
 from hvdlite_torch.distributed.work import MessageWork
 
@@ -28,10 +28,12 @@ class HvdliteProcessGroup(GroupAndBackend):
 
     # Reductions
 
+    @on_any_device
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = AllreduceOptions() if opts is None else opts
         return self._reduce_all("all_reduce", tensors, opts)
 
+    @on_any_device
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         opts = AllreduceCoalescedOptions() if opts is None else opts
         return self._reduce_all("all_reduce_coalesced", tensors, opts)
@@ -47,6 +49,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"{name}({_texts(tensors)}, {hows[0].name})", run, tensors, opts)
 
+    @on_any_device
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         (operand,) = self._operands(tensors)
         how = TorchReduction(opts.reduceOp, tensors[0].dtype, self._size)
@@ -60,6 +63,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"reduce({_texts(tensors)}, {how.name}, group_dst={root})", run, tensors, opts)
 
+    @on_any_device
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         (out,) = self._operands(outputs)
         (sources,) = (self._operands(tensors) for tensors in inputs)
@@ -74,9 +78,11 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"reduce_scatter({_texts(inputs[0])}, {how.name})", run, outputs, opts)
 
+    @on_any_device
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._reduce_scatter_tensors("reduce_scatter_tensor", [output], [input], opts)
 
+    @on_any_device
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         return self._reduce_scatter_tensors("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
@@ -96,6 +102,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
     # Moves
 
+    @on_any_device
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
         (operand,) = self._operands(tensors)
         root = opts.rootRank
@@ -107,9 +114,11 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"broadcast({_texts(tensors)}, group_src={root})", run, tensors, opts)
 
+    @on_any_device
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         return self._gather_all("all_gather", outputs, inputs, opts)
 
+    @on_any_device
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         return self._gather_all("all_gather_coalesced", list(zip(*outputs, strict=True)), inputs, opts)
 
@@ -127,9 +136,11 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"{name}({', '.join(map(_texts, outputs))})", run, list(chain(*outputs)), opts)
 
+    @on_any_device
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._gather_into_tensors("all_gather_into_tensor", [output], [input], opts)
 
+    @on_any_device
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         return self._gather_into_tensors("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
@@ -145,6 +156,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"{name}({_texts(inputs)})", run, outputs, opts)
 
+    @on_any_device
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         (source,) = self._operands(inputs)
         root, count = opts.rootRank, source.values.size
@@ -160,6 +172,7 @@ class HvdliteProcessGroup(GroupAndBackend):
         text = f"gather({_texts(inputs)}, group_dst={root})"
         return self._begin(text, run, outputs[0] if self._rank == root else [], opts)
 
+    @on_any_device
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         (out,) = self._operands(outputs)
         root, count = opts.rootRank, out.values.size
@@ -176,6 +189,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"scatter({_texts(outputs)}, group_src={root})", run, outputs, opts)
 
+    @on_any_device
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         outs, sources = self._operands(outputs), self._operands(inputs)
         check_equal("the list of outputs", len(outs), self._size)
@@ -190,6 +204,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"all_to_all({_dtype(inputs[0])})", run, outputs, opts)
 
+    @on_any_device
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -214,16 +229,19 @@ class HvdliteProcessGroup(GroupAndBackend):
 
     # Messages
 
+    @on_any_device
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> dist.Work:
         (operand,) = self._operands(tensors)
         request = self.communicator.isend(operand.values.view(np.uint8), dst, tag)
         return self._note(MessageWork(request, operand, receives=False))
 
+    @on_any_device
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
         (operand,) = self._operands(tensors)
         request = self.communicator.irecv(operand.values.view(np.uint8), src, tag)
         return self._note(MessageWork(request, operand, receives=True))
 
+    @on_any_device
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, ANY, tag)
 

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 
 import hvdlite_torch as hvd
 from hvdlite.api import world
-from hvdlite.errors import ArgumentError, MismatchError, NotYetError, UnsupportedTensorError
+from hvdlite.errors import ArgumentError, DeviceError, MismatchError, NotYetError, UnsupportedTensorError
 from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
 
 Ranks = Callable[..., list[Any]]
@@ -269,6 +269,60 @@ def test_a_receive_from_any_rank_says_from_which(ranks: Ranks) -> None:
                 work = group.pg.recv_anysource([got], 0)
                 work.wait()
                 assert got.item() == work._source_rank() != 0
+
+    ranks(check)
+
+
+class OnGpu:
+    """Stands for torch's process group with NCCL: it notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., str]:
+        return lambda *_: self.asked.append(name) or f"work of {name}"  # type: ignore[func-returns-value]
+
+
+def test_tensors_on_a_gpu_go_to_torchs_nccl(ranks: Ranks) -> None:
+    def check() -> None:
+        with Group() as group:
+            pg, there = group.pg, OnGpu()
+            vars(pg)["on_gpu"] = there
+            tensor, given = SimpleNamespace(is_cuda=True), options(Op.SUM)
+            calls: list[tuple[str, tuple[Any, ...]]] = [
+                *((name, ([tensor], given)) for name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast")),
+                *((name, ([[tensor]], [tensor], given)) for name in ("allgather", "allgather_coalesced")),
+                *((name, (tensor, tensor, given)) for name in ("all_gather_single", "reduce_scatter_single")),
+                *((name, ([tensor], [[tensor]], given)) for name in ("reduce_scatter", "scatter")),
+                *((name, ([], [tensor], given)) for name in ("gather",)),  # this rank is not the root
+                *((name, ([tensor], [tensor], given)) for name in ("alltoall", "all_gather_single_coalesced")),
+                ("reduce_scatter_single_coalesced", ([tensor], [tensor], given)),
+                ("all_to_all_single", (tensor, tensor, [], [], given)),
+                *(("send", ([tensor], 0, 1)), ("recv", ([tensor], 0, 1)), ("recv_anysource", ([tensor], 1))),
+            ]
+            assert [getattr(pg, name)(*arguments) for name, arguments in calls] == [
+                f"work of {name}" for name, _ in calls
+            ]
+            pg._start_coalescing(torch.device("cuda", 0))
+            assert pg._end_coalescing(torch.device("cuda", 0)) == "work of _end_coalescing"
+            assert pg._get_backend(torch.device("cuda")) == "work of _get_backend"
+            assert there.asked == [*(name for name, _ in calls), "_start_coalescing", "_end_coalescing", "_get_backend"]
+            host = torch.ones(2)
+            pg.allreduce([host], given).wait()
+            assert host.tolist() == [group.size] * 2
+
+    ranks(check)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_torch_without_nccl_says_so(ranks: Ranks) -> None:
+    def check() -> None:
+        with Group() as group:
+            assert group.pg._device_types == [torch.device("cpu")]
+            with pytest.raises(DeviceError, match="this torch has no NCCL"):
+                group.pg._get_backend(torch.device("cuda"))
+            with pytest.raises(RuntimeError, match="no way for tensors on meta"):
+                group.pg._get_backend(torch.device("meta"))
 
     ranks(check)
 
