@@ -230,7 +230,7 @@ class World:
         self.timeline = Timeline(transport.rank, transport.size)
         self.devices = Devices(config, hosts, self.watch.launches_on)
         self.groups = Groups(transport, Runtime(config, hosts, make_flat, self.watch, self.timeline, self.devices))
-        self.communicators = Communicators(transport, hosts, make_flat, config, self.watch)
+        self.communicators = Communicators(transport, hosts, make_flat, config, self.watch, self.timeline)
         self.over = False
         """Whether this rank has left the job."""
         self.is_childs_copy = False

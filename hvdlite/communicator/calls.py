@@ -32,6 +32,11 @@ class Call(NamedTuple):
     text: str
     run: Callable[[HierarchicalCollectives], Any]
 
+    @property
+    def kind(self) -> str:
+        """The name of the function in `text`, such as "all_reduce"."""
+        return self.text.partition("(")[0]
+
 
 class Pending:
     """A call that was submitted.
@@ -74,7 +79,8 @@ class Calls:
         self._run, self._guard, self._prepare_thread = run, guard, prepare_thread
         self._grace = 0.0 if begins_at_once else _GRACE_SECONDS
         self._queue: deque[Pending] = deque()
-        self._lock = threading.Lock()
+        # Reentrant, because a thread that is interrupted in `_wait_for_another_thread` lets the queue fail.
+        self._lock = threading.RLock()
         self._something_to_do = threading.Condition(self._lock)
         self._something_is_over = threading.Condition(self._lock)
         self._waiting = 0
@@ -165,6 +171,15 @@ class Calls:
         for pending in waiting:
             for act in pending.then:
                 act()
+
+    def finish(self, seconds: float) -> bool:
+        """Let the calls in the queue run, for at most some seconds. Return whether none is left."""
+        with self._lock:
+            self._waiting += 1
+            try:
+                return self._something_is_over.wait_for(lambda: not (self._queue or self._runner), seconds)
+            finally:
+                self._waiting -= 1
 
     def close(self) -> None:
         """End the background thread."""

@@ -22,10 +22,13 @@ from hvdlite.communicator.messages import Progress
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError, MismatchError, ranks_text
 from hvdlite.protocols import ANY, Array, Channel, ReduceOp, Request, Transport
+from hvdlite.timeline import Row, Timeline
 from hvdlite.topology import Members, has_free_core
 from hvdlite.watchdog.watchdog import Guard, Watchdog
 
 _NO_NUMBER = -(2**62)
+_FINISH_SECONDS = 1.0
+"""How long `close` waits for calls that nobody waits for."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Communicators:
         make_flat: A function that makes collectives by messages over the ranks of a transport, which nobody else uses.
         config: The settings.
         watch: The watchdog, which owns every wait.
+        timeline: The timeline, which records every call.
         progress: The thread for messages that nobody waits for.
         kinds: The kinds of calls that this rank has made, such as "all_reduce", and "message".
         open: The communicators that are open.
@@ -48,6 +52,7 @@ class Communicators:
     make_flat: MakeCollectives
     config: Config
     watch: Watchdog
+    timeline: Timeline
     progress: Progress = field(default_factory=Progress)
     kinds: set[str] = field(default_factory=set)
     open: list[Communicator] = field(default_factory=list)
@@ -148,7 +153,7 @@ class Communicator:
             background: Whether it may run before this rank waits for it. False saves time if the program waits at once.
         """
         self._link.check()
-        self._shared.kinds.add(call.text.partition("(")[0])
+        self._shared.kinds.add(call.kind)
         return self._calls.submit(call, background)
 
     def wait(self, pending: Pending, seconds: float | None = None) -> Any:
@@ -190,10 +195,12 @@ class Communicator:
         if self not in self._shared.open:
             return
         self._shared.open.remove(self)
+        idle = self._calls.finish(_FINISH_SECONDS)  # a program may end without a wait for its last calls
         self._link.fail(HvdliteError(f"{self._name} is closed: hvdlite has been shut down, or the group destroyed."))
         self._calls.close()
         self._channel.close()
-        self._collectives.close()
+        if idle:
+            self._collectives.close()
 
     def _guard(self, call: Call, runs: bool = False) -> Guard:
         def what() -> str:
@@ -204,7 +211,8 @@ class Communicator:
     def _run(self, call: Call, in_background: bool) -> Any:
         collectives = self._collectives
         naps = collectives.host.patiently(PATIENT) if in_background else nullcontext()
-        with naps, self._guard(call, runs=True):
+        span = self._shared.timeline.span(Row.EXCHANGE, call.kind.upper(), call.text, group=self._name)
+        with naps, self._guard(call, runs=True), span:
             if not self._comparison.all_show(zlib.crc32(call.text.encode())):
                 raise self._mismatch(call)
             return call.run(collectives)

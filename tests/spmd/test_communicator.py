@@ -109,6 +109,48 @@ def test_a_call_that_nobody_waits_for_is_run(ranks: Ranks) -> None:
     ranks(check)
 
 
+def test_a_group_ends_its_calls_before_it_closes(ranks: Ranks) -> None:
+    def check() -> None:
+        group = everybody()
+        pending = [group.submit(total(float(number))) for number in range(5)]
+        group.close()
+        assert [each.result for each in pending] == [hvd.size() * number for number in range(5)]
+
+    ranks(check)
+
+
+def test_an_interrupted_wait_for_another_thread_breaks_the_group_off() -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def interrupted(_: float | None) -> None:
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        group = everybody()
+        if hvd.rank() == 1:
+            group.run(Call("stand", lambda _: None))
+            with pytest.raises(PeerLeftError, match="KeyboardInterrupt"):
+                group.run(total(1.0))
+            go_on.set()
+            return
+
+        def stand(_: HierarchicalCollectives) -> None:
+            inside.set()
+            assert go_on.wait(30)
+
+        runner = threading.Thread(target=group.run, args=(Call("stand", stand),))
+        runner.start()
+        assert inside.wait(30)
+        group._calls._something_is_over.wait = interrupted  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            group.run(total(1.0))
+        runner.join(30)
+        with pytest.raises(CommunicationError, match="KeyboardInterrupt"):
+            group.run(total(1.0))
+
+    on_ranks(2, check)
+
+
 def test_a_callback_may_not_call(ranks: Ranks) -> None:
     def check() -> None:
         group = everybody()
