@@ -34,6 +34,7 @@ JOBS = {
     "torch on 2": [
         "torch_large_batch.py",
         *(f"torch_synthetic_benchmark.py {FEW} {option}" for option in ("--fp16-allreduce", "--shard", "--use-adasum")),
+        "torch_bert_size.py --layers 2 --width 64 --length 16 --steps 30 --batch 4 --lr 3e-3",
         "torch_pipeline.py --check --epochs 4 --plot FOLDER/pipeline.png",  # the last one, for it changes torch's default dtype
     ],
     "tensorflow on 2": ["keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"],
@@ -167,6 +168,15 @@ def test_synthetic_benchmark(run: Run, job: str, option: str) -> None:
         assert found, out
         assert float(found[1]) == pytest.approx(scale * mean, abs=0.1 * scale + 0.06)  # printed to one digit
         assert float(found[2]) == pytest.approx(scale * deviation, abs=0.2 * scale + 0.06)
+
+
+def test_bert_size(run: Run) -> None:
+    out = run("torch on 2").out("torch_bert_size")
+    losses = re.search(r"^loss ([\d.]+) to ([\d.]+) nats for each masked word$", out, re.MULTILINE)
+    assert losses, out
+    assert float(losses[1]) > 9 > float(losses[2])  # it guesses among 30522 words at first
+    assert re.findall(r"^rank (\d): at most [\d.]+ GB$", out, re.MULTILINE) == ["0", "1"]
+    assert "hvdlite, shard=True: 2,0" in out  # parameters
 
 
 def test_pipeline(run: Run) -> None:
