@@ -33,6 +33,7 @@ from tests.spmd.test_torch_distributed import (
     make_model,
     whole,
 )
+from tests.spmd.test_torch_distributed import train as train_alone
 
 processes = pytest.mark.skipif(
     not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
@@ -116,11 +117,7 @@ def test_interleaved_stages_and_cuts_by_measurement() -> None:
     train(pipeline, rows=rows)
     reference = nn.Sequential(*[nn.Linear(12, 12, dtype=DTYPE) if i % 2 == 0 else nn.Tanh() for i in range(16)])
     reference.load_state_dict(state)
-    optimizer = adam(reference.parameters())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(reference(x), y).backward()
-        optimizer.step()
+    train_alone(reference, adam(reference.parameters()), x, y)
     for name, value in pipeline.full_state_dict().items():
         assert (value - reference.state_dict()[name]).abs().max().item() <= 1e-12
 
@@ -155,11 +152,7 @@ def test_a_model_that_torch_traces() -> None:
     pipeline = hvd.Pipeline(Blocks(), loss=loss_of, microbatches=6, example=x[:4])
     assert all(cut.startswith("blocks.") for cut in pipeline.cuts)
     train(pipeline)
-    optimizer = adam(reference.parameters())
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss_of(reference(x), y).backward()
-        optimizer.step()
+    train_alone(reference, adam(reference.parameters()), x, y)
     for name, value in pipeline.full_state_dict().items():
         assert (value - reference.state_dict()[name]).abs().max().item() <= 1e-12
     output = pipeline.eval().predict(x)
