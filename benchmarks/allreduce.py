@@ -12,7 +12,7 @@ from tqdm import tqdm
 from benchmarks.backends import start_gloo, start_horovod
 from benchmarks.checks import addend, check_sum, true_sum
 from benchmarks.collectives import DTYPES, Peer, peers
-from benchmarks.figures import mpi_in_use, summary, until_all_are_done
+from benchmarks.figures import in_turn, mpi_in_use, summary, until_all_are_done
 from benchmarks.plan import MPI_OWN
 
 
@@ -62,8 +62,7 @@ def _interleaved(found: Mapping[str, Peer], elements: int, rounds: int, repeats:
     expected = {dtype: true_sum(comm.size, elements, dtype) for dtype in dtypes}
     names = list(found)
     for turn in range(rounds):
-        first = turn % len(names)  # gloo's threads may still be busy: each peer comes after gloo in turn
-        for name in names[first:] + names[:first]:
+        for name in in_turn(names, turn):  # gloo's threads may still be busy: each peer comes after gloo in turn
             peer = found[name]
             for repeat in range(repeats + 1):
                 peer.data.copy_(mine[peer.data.dtype])

@@ -12,6 +12,12 @@ import numpy as np
 MPI_SETTINGS = ("OMPI_MCA_mpi_yield_when_idle", "OMPI_MCA_pml", "OMPI_MCA_btl")
 
 
+def in_turn(names: Sequence[str], turn: int) -> list[str]:
+    """Return the order of the peers in a turn: each turn begins with another peer than the one before."""
+    first = turn % len(names)
+    return [*names[first:], *names[:first]]
+
+
 def until_all_are_done(seconds: Sequence[float]) -> list[float]:
     """Return the time of the slowest rank for each measurement. Every rank calls this function."""
     from mpi4py import MPI

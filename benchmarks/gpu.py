@@ -40,6 +40,7 @@ from torch import nn
 import hvdlite_torch
 import hvdlite_torch.sync.device
 from benchmarks.checks import WrongResult, check_weights
+from benchmarks.figures import in_turn
 from benchmarks.models import Gpt, GptSize, ResNet, parameters_of
 from hvdlite.api import world
 from hvdlite.config import Config
@@ -221,8 +222,7 @@ def _interleaved(
     for turn in range(WARM_UP + rounds):
         inputs, labels = task.batch(generator)
         batch = inputs.to(device), labels.to(device)
-        first = turn % len(order)
-        for variant in order[first:] + order[:first]:
+        for variant in in_turn(order, turn):
             wait(device)
             begin = time.perf_counter()
             for _ in range(steps):

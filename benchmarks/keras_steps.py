@@ -17,7 +17,7 @@ from mpi4py import MPI
 from tqdm import tqdm
 
 from benchmarks.checks import check_weights
-from benchmarks.figures import mpi_in_use, summary, until_all_are_done
+from benchmarks.figures import in_turn, mpi_in_use, summary, until_all_are_done
 from benchmarks.plan import ALONE, KERAS_STEPS, MULTI_WORKER, TF_KERAS_ALONE
 
 BATCH = 64
@@ -77,8 +77,7 @@ def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> di
         truth = joined.weights() - _flat(initial)
         deviations = {variant: _distance(each.weights() - _flat(initial), truth) for variant, each in variants.items()}
         for turn in tqdm(range(rounds), name, unit="round", leave=False, disable=not progress or comm.rank > 0):
-            order = list(variants)
-            for variant in order[turn % len(order) :] + order[: turn % len(order)]:
+            for variant in in_turn(list(variants), turn):
                 variants[variant].fit()
         spreads = {}
         for variant, each in variants.items():

@@ -10,7 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks.checks import check_weights
-from benchmarks.figures import summary
+from benchmarks.figures import in_turn, summary
 from benchmarks.plan import ALONE, ALONE_TUNED, FLAT, STEP_RANKS, VARIANTS
 from benchmarks.turns import Players, players
 
@@ -71,8 +71,7 @@ def interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | N
     """Let the variants take turns. Return the seconds of each timed step on the slowest rank, by variant."""
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in tqdm(range(WARM_UP + rounds), label, unit="round", leave=False, disable=label is None):
-        first = turn % len(names)
-        for name in [*names[first:], *names[:first]]:
+        for name in in_turn(names, turn):
             seconds = max(jobs.ask(name, do="step"))
             if turn >= WARM_UP:
                 times[name].append(seconds)

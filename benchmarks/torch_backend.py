@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 import hvdlite_torch  # noqa: F401  (enters the backend)
 from benchmarks.checks import WrongResult, addend, check_weights, true_sum
-from benchmarks.figures import mpi_in_use, summary, until_all_are_done
+from benchmarks.figures import in_turn, mpi_in_use, summary, until_all_are_done
 from benchmarks.plan import BACKENDS, GLOO
 
 Groups = dict[str, dist.ProcessGroup]
@@ -63,8 +63,7 @@ def calls_in_a_row(nbytes: int) -> int:
 def _in_turns(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(-2, rounds):  # the first two turns are not counted
-        order = list(calls)
-        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+        for name in in_turn(list(calls), turn):
             MPI.COMM_WORLD.Barrier()
             begin = time.perf_counter()
             for _ in range(repeats):

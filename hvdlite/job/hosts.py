@@ -154,12 +154,21 @@ def control_host(hosts: Sequence[Host], interface: str | None) -> str:
     if interface is not None:
         return _interface_address(interface.split(",")[0])
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(remote[0], 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing, but picks the route
-            return str(probe.getsockname()[0])
+        return address_towards(remote[0])
     except OSError as error:
         raise LaunchError(f"no way to host {remote[0]}: {error}. Check the name in -H or the hostfile.") from error
+
+
+def address_towards(name: str) -> str:
+    """Return the address from which this machine speaks to another host.
+
+    Raises:
+        OSError: The name has no address, or there is no way to it.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing, but picks the route
+        return str(probe.getsockname()[0])
 
 
 def _interface_address(interface: str) -> str:

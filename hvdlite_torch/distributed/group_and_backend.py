@@ -29,11 +29,11 @@ def on_any_device(method: Method) -> Method:
     name = method.__name__
 
     @functools.wraps(method)
-    def chosen(self: GroupAndBackend, *args: Any) -> Any:
-        tensor = _first_tensor(args)
+    def chosen(self: GroupAndBackend, *args: Any, **kwargs: Any) -> Any:
+        tensor = _first_tensor((*args, *kwargs.values()))
         if tensor is None or not tensor.is_cuda:
-            return method(self, *args)
-        return getattr(self.on_gpu, name)(*args)
+            return method(self, *args, **kwargs)
+        return getattr(self.on_gpu, name)(*args, **kwargs)
 
     return chosen  # type: ignore[return-value]
 
@@ -45,6 +45,10 @@ def _first_tensor(given: Any) -> Any:
         if hasattr(found, "is_cuda"):
             return found
     return None
+
+
+def _has_nccl() -> bool:
+    return torch.cuda.is_available() and dist.is_nccl_available()
 
 
 class GroupAndBackend(dist.ProcessGroup):
@@ -99,7 +103,7 @@ class GroupAndBackend(dist.ProcessGroup):
         Raises:
             DeviceError: This torch has no NCCL.
         """
-        if not (torch.cuda.is_available() and dist.is_nccl_available()):
+        if not _has_nccl():
             raise DeviceError(
                 "a tensor is on a GPU, and this torch has no NCCL: use tensor.cpu(), or a torch for CUDA."
             )
@@ -122,7 +126,7 @@ class GroupAndBackend(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        kinds = ("cpu", "cuda") if torch.cuda.is_available() and dist.is_nccl_available() else ("cpu",)
+        kinds = ("cpu", "cuda") if _has_nccl() else ("cpu",)
         return [torch.device(kind) for kind in kinds]
 
     def get_group_store(self) -> Store:

@@ -81,9 +81,14 @@ _TYPES = {dtype: np.dtype(name).str for dtype, name in DTYPES.items() if dtype i
 _AS_BITS = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 def describe(tensor: torch.Tensor) -> str:
     """Return dtype and number of elements, which are equal on all ranks of a collective, as a text: "float32[1024]"."""
-    return f"{str(tensor.dtype)[6:]}[{tensor.numel()}]"
+    return f"{name_of(tensor.dtype)}[{tensor.numel()}]"
 
 
 class TorchReduction:

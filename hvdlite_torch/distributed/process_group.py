@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, ReduceScatterOptions
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import MismatchError
 from hvdlite.protocols import ANY, Array
 from hvdlite_torch.distributed.group_and_backend import GroupAndBackend, Tensors, on_any_device
-from hvdlite_torch.distributed.operands import Operand, TorchReduction, check_equal, describe
+from hvdlite_torch.distributed.operands import Operand, TorchReduction, check_equal, describe, name_of
 from hvdlite_torch.distributed.work import MessageWork
 
 
@@ -30,17 +29,15 @@ class HvdliteProcessGroup(GroupAndBackend):
 
     @on_any_device
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        opts = AllreduceOptions() if opts is None else opts
         return self._reduce_all("all_reduce", tensors, opts)
 
     @on_any_device
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        opts = AllreduceCoalescedOptions() if opts is None else opts
         return self._reduce_all("all_reduce_coalesced", tensors, opts)
 
     def _reduce_all(self, name: str, tensors: Tensors, opts: Any) -> dist.Work:
         operands = self._operands(tensors)
-        hows = [TorchReduction(opts.reduceOp, tensor.dtype, self._size) for tensor in tensors]
+        hows = [TorchReduction(_op(opts), tensor.dtype, self._size) for tensor in tensors]
 
         def run(collectives: HierarchicalCollectives) -> None:
             for operand, how in zip(operands, hows, strict=True):
@@ -67,13 +64,12 @@ class HvdliteProcessGroup(GroupAndBackend):
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         (out,) = self._operands(outputs)
         (sources,) = (self._operands(tensors) for tensors in inputs)
-        opts = ReduceScatterOptions() if opts is None else opts
-        how = TorchReduction(opts.reduceOp, outputs[0].dtype, self._size)
-        counts = [source.values.size for source in sources]
+        how = TorchReduction(_op(opts), outputs[0].dtype, self._size)
+        counts = _sizes(sources)
         check_equal("the output of reduce_scatter", out.values.size, counts[self._rank])
 
         def run(collectives: HierarchicalCollectives) -> None:
-            how.reduce_scatter(collectives, np.concatenate([source.values for source in sources]), out.values, counts)
+            how.reduce_scatter(collectives, _joined(sources), out.values, counts)
             out.write_back()
 
         return self._begin(f"reduce_scatter({_texts(inputs[0])}, {how.name})", run, outputs, opts)
@@ -88,8 +84,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
     def _reduce_scatter_tensors(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
         outs, sources = self._operands(outputs), self._operands(inputs)
-        opts = ReduceScatterOptions() if opts is None else opts
-        hows = [TorchReduction(opts.reduceOp, tensor.dtype, self._size) for tensor in outputs]
+        hows = [TorchReduction(_op(opts), tensor.dtype, self._size) for tensor in outputs]
         for out, source in zip(outs, sources, strict=True):
             check_equal(f"the input of {name}", source.values.size, out.values.size * self._size)
 
@@ -130,8 +125,8 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         def run(collectives: HierarchicalCollectives) -> None:
             for out, source in zip(outs, sources, strict=True):
-                everything = np.empty(sum(each.values.size for each in out), source.values.dtype)
-                collectives.allgather(source.values, everything, [each.values.size for each in out])
+                everything = np.empty(sum(_sizes(out)), source.values.dtype)
+                collectives.allgather(source.values, everything, _sizes(out))
                 _deal(everything, out)
 
         return self._begin(f"{name}({', '.join(map(_texts, outputs))})", run, list(chain(*outputs)), opts)
@@ -181,7 +176,7 @@ class HvdliteProcessGroup(GroupAndBackend):
             _check_list("scatter", sources, self._size, count)
 
         def run(collectives: HierarchicalCollectives) -> None:
-            values = np.concatenate([source.values for source in sources]) if sources else out.values[:0]
+            values = _joined(sources) if sources else out.values[:0]
             collectives.alltoall(
                 values, [len(sources) and count] * self._size, out.values, _only(root, count, self._size)
             )
@@ -196,13 +191,11 @@ class HvdliteProcessGroup(GroupAndBackend):
         check_equal("the list of inputs", len(sources), self._size)
 
         def run(collectives: HierarchicalCollectives) -> None:
-            out = np.empty(sum(each.values.size for each in outs), sources[0].values.dtype)
-            _exchange(
-                collectives, np.concatenate([each.values for each in sources]), _sizes(sources), out, _sizes(outs)
-            )
+            out = np.empty(sum(_sizes(outs)), sources[0].values.dtype)
+            _exchange(collectives, _joined(sources), _sizes(sources), out, _sizes(outs))
             _deal(out, outs)
 
-        return self._begin(f"all_to_all({_dtype(inputs[0])})", run, outputs, opts)
+        return self._begin(f"all_to_all({name_of(inputs[0].dtype)})", run, outputs, opts)
 
     @on_any_device
     def all_to_all_single(
@@ -221,7 +214,7 @@ class HvdliteProcessGroup(GroupAndBackend):
             _exchange(collectives, source.values, sends, out.values, receives)
             out.write_back()
 
-        return self._begin(f"all_to_all_single({_dtype(input)})", run, [output], opts)
+        return self._begin(f"all_to_all_single({name_of(input.dtype)})", run, [output], opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         # The ranks meet before every call, to compare what they call.
@@ -252,8 +245,8 @@ class HvdliteProcessGroup(GroupAndBackend):
     alltoall_base = all_to_all_single
 
 
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype)[6:]
+def _op(opts: Any) -> Any:
+    return dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
 
 def _texts(tensors: Tensors) -> str:
@@ -262,6 +255,12 @@ def _texts(tensors: Tensors) -> str:
 
 def _sizes(operands: Sequence[Operand]) -> list[int]:
     return [operand.values.size for operand in operands]
+
+
+def _joined(operands: Sequence[Operand]) -> Array:
+    """Return the values of all operands as one array."""
+    joined: Array = np.concatenate([operand.values for operand in operands])
+    return joined
 
 
 def _deal(everything: Array, outs: Sequence[Operand]) -> None:

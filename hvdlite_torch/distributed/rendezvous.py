@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -14,6 +15,8 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 
 from hvdlite import api
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError
+from hvdlite.job.hosts import address_towards
+from hvdlite.launcher_link.link import Address
 
 _CONNECT_SECONDS = 3.0
 _OURS = "hvdlite"
@@ -61,25 +64,14 @@ def _own_addresses() -> list[str]:
     if api.local_size() == api.size():
         return ["127.0.0.1"]
     names = [socket.gethostname(), socket.getfqdn()]
-    control = api.world().config.control
-    found = [_address_towards(control.rsplit(":", 2)[0])] if control else []
+    found: list[str] = []
+    with suppress(OSError):  # under hvdliterun: all ranks can reach the launcher, and so the address that leads there
+        if control := api.world().config.control:
+            found.append(address_towards(Address.parse(control).host))
     for name in names:
-        try:
+        with suppress(OSError):
             found += [str(each[4][0]) for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
-        except OSError:
-            continue
-    return list(dict.fromkeys([*filter(None, found), *names, "127.0.0.1"]))
-
-
-def _address_towards(host: str) -> str:
-    """Return the address from which this host speaks to another one; empty if there is no way."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing, but picks the route
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+    return list(dict.fromkeys([*found, *names, "127.0.0.1"]))
 
 
 def _reachable(addresses: list[str], port: int) -> str:

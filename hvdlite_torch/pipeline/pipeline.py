@@ -81,7 +81,7 @@ class Pipeline:
         rank, size = rank_in(process_set), size_of(process_set)
         self._per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
         count = size * self._per_rank
-        example = example if example is None or isinstance(example, tuple) else (example,)
+        example = None if example is None else _as_tuple(example)
         if cuts is None:
             cuts = choose_cuts(model, count, example)  # all ranks raise alike
             cuts = hvdlite.broadcast_object(cuts, 0)
@@ -121,7 +121,7 @@ class Pipeline:
             ArgumentError: The batch cannot be cut into equal micro-batches.
             HvdliteError: A rank has left in the middle of the step.
         """
-        inputs = x if isinstance(x, tuple) else (x,)
+        inputs = _as_tuple(x)
         run = self._run_for(inputs, self._loss)
         if optimizer is not None:
             optimizer.zero_grad()
@@ -134,7 +134,8 @@ class Pipeline:
         )
         self._bubble.total += time.perf_counter() - begin
         mean = torch.stack([loss.detach() for loss in losses]).mean() if losses else torch.zeros(())
-        mean = self._from_last(mean)
+        # All ranks give the same dtype, though only the last one knows that of the loss.
+        mean = hvdlite.broadcast(mean.double(), self._last_place, process_set=self.process_set)
         if optimizer is not None:
             optimizer.step()
         return mean
@@ -147,16 +148,13 @@ class Pipeline:
         Raises:
             ArgumentError: The batch cannot be cut into equal micro-batches.
         """
-        inputs = x if isinstance(x, tuple) else (x,)
+        inputs = _as_tuple(x)
         run = self._run_for(inputs, None)
         with torch.no_grad():
             output = run.eval(*(inputs if self._is_first else ()))
         return hvdlite.broadcast_object(
             output if self._is_last else None, self._last_place, process_set=self.process_set
         )
-
-    def _from_last(self, value: torch.Tensor) -> torch.Tensor:
-        return hvdlite.broadcast(value.double(), self._last_place, process_set=self.process_set)
 
     def _run_for(self, inputs: Sequence[torch.Tensor], loss: Loss | None) -> Any:
         """Return the schedule for inputs of these shapes; without a loss, one that only goes forward.
@@ -235,3 +233,7 @@ class Pipeline:
             f"{self._count} stages, {self._microbatches} micro-batches, {self._schedule}: the ranks waited for {share:.0%} of "
             f"the time (theory: {ideal:.0%})"
         )
+
+
+def _as_tuple(given: Any) -> tuple[Any, ...]:
+    return given if isinstance(given, tuple) else (given,)

@@ -72,15 +72,17 @@ def choose_cuts(model: nn.Module, count: int, example: tuple[Any, ...] | None) -
             f"Pipeline: {count} stages need at least {count} layers; {type(model).__name__} has {len(layers)} that can begin a "
             f"stage ({', '.join(layers) or 'none'}): the children of an nn.Sequential, or the items of lists within a model."
         )
-    costs = measure(model, layers, example) if count > 1 else {}
+    if count == 1:
+        return []
+    costs = measure(model, layers, example)
     names = list(costs)
     has_parameters = [any(True for _ in layers[name].parameters()) for name in names]
-    if count > 1 and sum(has_parameters) < count:
+    if sum(has_parameters) < count:
         raise ArgumentError(
             f"Pipeline: {count} stages need at least {count} layers with parameters; {type(model).__name__} has "
             f"{sum(has_parameters)}. Use fewer ranks for the pipeline."
         )
-    return [names[cut] for cut in balance(list(costs.values()), count, has_parameters)] if count > 1 else []
+    return [names[cut] for cut in balance(list(costs.values()), count, has_parameters)]
 
 
 def check_cuts(model: nn.Module, cuts: Sequence[str], count: int) -> None:
