@@ -62,6 +62,8 @@ class Bucket:
 
     _shares_results = True
     _whole = False
+    _may_reduce_in_place = True
+    """Whether gradients that no other rank reads may stay where they are."""
 
     def __init__(
         self,
@@ -87,7 +89,8 @@ class Bucket:
         self._headers = [part.view(np.float64) for part in header]
         self._total = np.empty_like(self._headers[0])
         self._told: list[bool] | None = None
-        in_place = not self._separate and aggregator is None  # an aggregator is shown all gradients in flat memory
+        # An aggregator is shown all gradients in flat memory.
+        in_place = self._may_reduce_in_place and not self._separate and aggregator is None
         self.ownership = Ownership(infos, self.tensors, self.large, collectives, self._parts(), self._whole, in_place)
         chunk_bytes = chunk_bytes if collectives.hosts == 1 else message_bytes
         self.pool = BufferPool(
@@ -128,9 +131,6 @@ class Bucket:
             self._placed.pop(index, None)
         else:
             self._placed[index] = gradient
-
-    def _keeps(self, index: int | None) -> bool:
-        return index in self.ownership.in_place
 
     def exchange(self, used: Sequence[bool], said: Header, record: BucketRecord | None = None) -> HeaderSum:
         """Combine the gradients over the ranks.
@@ -203,7 +203,9 @@ class Bucket:
         cross = self.collectives.between_hosts
         for segment in self.pool.now.segments:
             how = segment.how
-            chunks, in_place = segment.chunks(self._placed.get(segment.tensor), self._keeps(segment.tensor))
+            chunks, in_place = segment.chunks(
+                self._placed.get(segment.tensor), segment.tensor in self.ownership.in_place
+            )
             for sources, result, others in chunks:
                 wide = self._sum.sum(how, sources, result, in_place)
                 if cross is not None:

@@ -13,6 +13,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, NotYetError, UnsupportedTensorError
 from hvdlite.protocols import Array, ReduceOp
 from hvdlite.tensors.reduction import Reduction, reduction
+from hvdlite_torch.tensors.adapter import array_of
 from hvdlite_torch.tensors.device import DTYPES
 
 _Op: Any = dist.ReduceOp.RedOpType
@@ -54,7 +55,7 @@ class Operand:
         elif flat.dtype not in DTYPES:
             flat = flat.view(torch.uint8)
         self._flat = flat
-        self.values: Array = np.asarray(_Memory(flat))
+        self.values: Array = array_of(flat)
 
     def write_back(self) -> None:
         """Make the tensor see what was written to `values`."""
@@ -62,22 +63,6 @@ class Operand:
             self._copied_from.copy_(self._flat.view(self._copied_from.dtype).view(self._copied_from.shape))
 
 
-class _Memory:
-    """The memory of a flat tensor, for NumPy. After ``tensor.numpy()`` the memory could not be resized, as FSDP does."""
-
-    __slots__ = ("__array_interface__", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # kept alive
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "typestr": _TYPES[tensor.dtype],
-        }
-
-
-_TYPES = {dtype: np.dtype(name).str for dtype, name in DTYPES.items() if dtype is not torch.bfloat16}
 _AS_BITS = {torch.bfloat16: torch.uint16, torch.bool: torch.uint8}
 
 

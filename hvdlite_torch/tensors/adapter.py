@@ -14,6 +14,33 @@ from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 from hvdlite_torch.tensors.device import DTYPES, FLOAT8, TORCH, current_device, device_kind, device_of, lending_device
 
 
+class _Memory:
+    """The memory of a tensor, for NumPy."""
+
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # kept alive
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": _TYPES[tensor.dtype],
+        }
+
+
+_TYPES = {dtype: np.dtype(name).str for dtype, name in DTYPES.items() if dtype is not torch.bfloat16}
+
+
+def array_of(tensor: torch.Tensor) -> Array:
+    """Return a contiguous tensor in host memory as an array that shares its memory.
+
+    After ``tensor.numpy()`` torch takes the memory for NumPy's: it could not be resized, as FSDP does, and a gradient there
+    would not count as its parameter's own (`hvdlite_torch.tensors.ownership.is_exclusive`).
+    """
+    return np.asarray(_Memory(tensor))
+
+
 class TorchAdapter:
     """The adapter for dense torch tensors, in host memory or on a GPU. See `hvdlite.protocols.DeviceAdapter`."""
 
@@ -90,11 +117,10 @@ class TorchAdapter:
         if tensor.is_complex() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         if wide and DTYPES[tensor.dtype] in HALF_DTYPES:
-            return tensor.float().numpy()
+            return array_of(tensor.float())
         if tensor.dtype is torch.bfloat16:
-            return tensor.view(torch.uint16).numpy()
-        array: Array = tensor.numpy()
-        return array
+            return array_of(tensor.view(torch.uint16))
+        return array_of(tensor)
 
     def from_array(self, array: Array, dtype: str, like: torch.Tensor) -> torch.Tensor:
         # A 0-d result of NumPy arithmetic may be a scalar, which torch does not take.

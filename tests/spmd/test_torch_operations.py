@@ -241,6 +241,19 @@ def test_broadcast(ranks: Any, form: str) -> None:
     ranks(check)
 
 
+def test_memory_can_be_resized_afterwards(ranks: Any) -> None:
+    """torch takes memory that ``tensor.numpy()`` has shown for NumPy's, and FSDP1 could not free it."""
+
+    def program() -> bool:
+        tensor = torch.ones(4)
+        hvd.allreduce_(tensor)
+        hvd.allgather(tensor)
+        hvd.broadcast_(tensor, 0)
+        return tensor.untyped_storage().resizable()
+
+    assert all(ranks(program))
+
+
 @pytest.mark.ranks(at_least=3)
 def test_a_root_is_a_rank_of_the_job(ranks: Any) -> None:
     """In a process set too, as in Horovod; the core counts within the set."""
