@@ -8,7 +8,6 @@ by one that combines after each evaluation::
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -24,6 +23,7 @@ from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.driver import StepDriver
 from hvdlite_torch.step.options import Options, Shard
+from hvdlite_torch.step.shardable import check_shardable
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.step_guard import guarded
 from hvdlite_torch.step.typed import typed
@@ -33,6 +33,7 @@ from hvdlite_torch.sync.catch_up import OptimizerMember
 from hvdlite_torch.sync.device import DeviceSync
 from hvdlite_torch.sync.host import HostSync
 from hvdlite_torch.tensors.device import device_kind
+from hvdlite_torch.tensors.sliced import is_sliced, local_of
 from hvdlite_torch.training.state import broadcast_optimizer_state
 
 
@@ -91,7 +92,7 @@ def DistributedOptimizer(
         `optimizer`, still an instance of its class, with its state.
 
     Raises:
-        UnsupportedTensorError: A parameter is a DTensor.
+        UnsupportedTensorError: A parameter is a DTensor, and the other arguments need whole parameters.
         ArgumentError: The optimizer is wrapped already, or has no parameters, or the arguments do not fit together.
         MismatchError: The ranks have different parameters. The error is raised on all ranks.
     """
@@ -101,7 +102,6 @@ def DistributedOptimizer(
     named = list(named_parameters or ())
     if named_parameters is not None:
         _check_names(optimizer, named)
-    _check_plain(optimizer)
     _check_groups(optimizer, groups if groups is not None else num_groups)
     options = Options(
         op,
@@ -114,8 +114,9 @@ def DistributedOptimizer(
         max_grad_norm=max_grad_norm,
         shard=shard,
         aggregator=aggregator,
-        names={id(parameter): name for name, parameter in named},
+        names={id(local_of(parameter)): name for name, parameter in named},
     )
+    _check_sliced(optimizer, options)
     driver = StepDriver(optimizer, options, _make_sync)
     plain = type(optimizer)
     kind = Sharded if shard else Distributed if aggregator is None else Aggregating
@@ -164,15 +165,23 @@ def _check_optimizer(given: object) -> None:
     raise ArgumentError(f"DistributedOptimizer wraps an optimizer of torch; got {what}. Write {advice}.")
 
 
-def _check_plain(optimizer: torch.optim.Optimizer) -> None:
-    distributed = sys.modules.get("torch.distributed.tensor")  # without it there is no DTensor
-    if distributed is None:
+def _check_sliced(optimizer: torch.optim.Optimizer, options: Options) -> None:
+    """Raise UnsupportedTensorError if a parameter is a DTensor, and the arguments need whole parameters."""
+    sliced = [p for group in optimizer.param_groups for p in group["params"] if is_sliced(p)]
+    if not sliced:
         return
-    if any(isinstance(p, distributed.DTensor) for group in optimizer.param_groups for p in group["params"]):
+    what = f"a parameter of shape {tuple(sliced[0].shape)} is a DTensor, of which this rank has a slice"
+    if options.op is hvdlite.Adasum or options.aggregator is not None:
+        how = "op=Adasum" if options.aggregator is None else "aggregator="
+        raise UnsupportedTensorError(f"{what}: {how} looks at whole gradients. Use Average or Sum.")
+    if device_kind(local_of(sliced[0])) is not None:
         raise UnsupportedTensorError(
-            "a parameter is a DTensor, sliced over ranks by FSDP or parallelize_module; DistributedOptimizer averages "
-            "gradients of plain tensors only. FSDP averages gradients itself: with it, use the plain optimizer. With "
-            'parallelize_module, let FSDP have the data-parallel axis: fully_shard(model, mesh=grid.to_torch()["dp"]).'
+            f"{what}, on a GPU, which nobody has tried with DistributedOptimizer. Let FSDP have the data-parallel axis: "
+            'fully_shard(model, mesh=grid.to_torch("cuda")["dp"]), with the plain optimizer.'
+        )
+    if options.shard and check_shardable(optimizer, options):
+        raise UnsupportedTensorError(
+            f"{what}, and {type(optimizer).__name__} steps whole parameters: leave out shard={options.shard!r}."
         )
 
 

@@ -8,10 +8,16 @@ import pytest
 
 from tests.jobs import PROGRAMS, mpirun
 
+GRIDS = {
+    4: [
+        *("dp=2,pp=2", "dp=2,pp=2,shard", "dp=2,tp=2", "dp=2,tp=2,clip", "dp=2,tp=2,shard", "dp=2,tp=2,shard,clip"),
+        *("dp=2,tp=2,fsdp", "pp=2,tp=2"),
+    ],
+    8: ["dp=2,pp=2,tp=2", "dp=2,pp=2,tp=2,shard"],
+}
 
-@pytest.mark.parametrize(
-    ("size", "grids"), [(4, ["dp=2,pp=2", "dp=2,tp=2", "pp=2,tp=2"]), (8, ["dp=2,pp=2,tp=2"])], ids=["4", "8"]
-)
+
+@pytest.mark.parametrize(("size", "grids"), GRIDS.items(), ids=map(str, GRIDS))
 def test_a_grid_trains_as_one_process_does(size: int, grids: list[str]) -> None:
     done = mpirun(size, str(PROGRAMS / "torch_grid.py"), *grids, HVDLITE_ADVICE="0", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr

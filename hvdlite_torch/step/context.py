@@ -20,6 +20,7 @@ from hvdlite_torch.checks.same_parameters import check_agreement
 from hvdlite_torch.step.lease import Lease
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.pending import PendingStep
+from hvdlite_torch.tensors.sliced import check_apart, local_of
 
 
 class OptimizerContext:
@@ -53,7 +54,7 @@ class OptimizerContext:
         """Begin in the present world: compare the ranks' parameters and arguments. Every rank calls this.
 
         Raises:
-            ArgumentError: No parameter requires a gradient.
+            ArgumentError: No parameter requires a gradient, or ranks that take part hold different slices of one.
             MismatchError: The ranks have different parameters or arguments. The error is raised on all ranks.
         """
         self._world = world("DistributedOptimizer()")
@@ -61,6 +62,7 @@ class OptimizerContext:
         options = self.options
         self.advice = Advice(self.optimizer, options.op, self.ranks, self.gather)
         self.in_step.ranks = self.ranks
+        check_apart(self.given(), self.ranks, hvdlite.rank())
         trained = self.trained()
         if not trained:
             raise ArgumentError("this optimizer has no parameters that require a gradient.")
@@ -109,9 +111,13 @@ class OptimizerContext:
 
     # The parameters
 
-    def trained(self) -> list[torch.Tensor]:
-        """Return the parameters that require a gradient."""
+    def given(self) -> list[torch.Tensor]:
+        """Return the parameters that require a gradient, as the program has them."""
         return [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+    def trained(self) -> list[torch.Tensor]:
+        """Return the parameters that require a gradient; of a parameter that is sliced over ranks, this rank's slice."""
+        return list(map(local_of, self.given()))
 
     def dense(self) -> list[torch.Tensor]:
         """Return the parameters that require a gradient, without those in `sparse`."""

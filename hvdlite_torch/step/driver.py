@@ -26,6 +26,7 @@ from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.own_parameters import refuse_steps
 from hvdlite_torch.step.sharding import Sharding, refuse_synchronize
 from hvdlite_torch.step.step_guard import StepGuard
+from hvdlite_torch.tensors.sliced import slices_have_gradients
 
 MakeSync = Callable[[OptimizerContext, Sharding | None], GradientSync]
 
@@ -143,7 +144,7 @@ class StepDriver:
 
     def trains_any_of(self, parameters: AbstractSet[int]) -> bool:
         """Return whether this optimizer trains some of these parameters, given by their ``id``."""
-        return any(id(parameter) in parameters for parameter in self._context.trained())
+        return any(id(parameter) in parameters for parameter in self._context.given())
 
     def advise_on_clipping(self, called: str, how: str) -> bool:
         """Warn if the program clips gradients that are not combined yet, and return whether it does.
@@ -205,7 +206,8 @@ class StepDriver:
 
     def _combine(self) -> None:
         self._context.check_in_effect()
-        self.sync.combine()
+        with slices_have_gradients(self._context.given()):
+            self.sync.combine()
         self._step.has_combined()
 
     def _clip(self, unscale: bool = False) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from hvdlite_torch.tensors.adapter import are_same
+from hvdlite_torch.tensors.sliced import is_sliced
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """The optimizers that have a fused step on CPUs."""
@@ -76,7 +77,7 @@ class FusedStep:
         # If a model was moved to another device, all its parameters were moved.
         moved = bool(parameters) and not parameters[0].is_cpu
         if moved or not are_same(parameters, self._in_host_memory.get(number)):
-            if not all(parameter.is_cpu for parameter in parameters):
+            if not all(parameter.is_cpu and not is_sliced(parameter) for parameter in parameters):
                 return False
             self._in_host_memory[number] = list(parameters)
         gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]

@@ -9,6 +9,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.tensors.sliced import local_of
 
 _held: dict[int, torch.Tensor] = {}
 """The parameters, by their ``id``, for which an `own_parameters` statement is active. A step sees at once if it is empty."""
@@ -40,7 +41,7 @@ def own_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[
             because the step would be lost.
     """
     given = model.parameters() if isinstance(model, torch.nn.Module) else model
-    parameters = list({id(parameter): parameter for parameter in given}.values())
+    parameters = list({id(parameter): parameter for parameter in map(local_of, given)}.values())
     if any(id(parameter) in _held for parameter in parameters):
         raise ArgumentError("own_parameters: these parameters are this rank's own already, by another such statement.")
     shared = [(parameter.data, parameter._version) for parameter in parameters]
@@ -69,7 +70,7 @@ def refuse_steps(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ArgumentError: The step would be lost.
     """
-    if _held and any(id(parameter) in _held for group in optimizer.param_groups for parameter in group["params"]):
+    if _held and any(id(local_of(p)) in _held for group in optimizer.param_groups for p in group["params"]):
         raise ArgumentError(
             "optimizer.step() within hvd.own_parameters(): the step would be lost at the end of the with statement. Train "
             "outside of it."

@@ -11,9 +11,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite.gradients.layout import Piece
-
-State = dict[Any, dict[str, Any]]
-"""The type of ``optimizer.state``: for each parameter, its state by name."""
+from hvdlite_torch.tensors.sliced import State, local_of
 
 
 class StateShard(NamedTuple):
@@ -138,8 +136,8 @@ def why_lost(everybody: Sequence[StateShard]) -> str:
 
 
 def all_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the parameters of an optimizer, in the order of its groups; of sliced ones, this rank's slices."""
+    return [local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def cut(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -21,6 +21,7 @@ from hvdlite.gradients.layout import Piece
 from hvdlite_torch.step import shard_state
 from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.tensors.adapter import are_same
+from hvdlite_torch.tensors.sliced import State, local_of, local_state, program_state
 
 
 def refuse_sparse(shape: Sequence[int]) -> None:
@@ -107,12 +108,12 @@ class ParameterShards:
             self._optimizer, self.pieces, self._parameters, self._dealt, origin, self._process_set
         )
 
-    def _own(self) -> shard_state.State:
+    def _own(self) -> State:
         """Return the state of everything except this rank's pieces."""
         pieces = set(self.pieces.values())
-        return {key: values for key, values in self._optimizer.state.items() if key not in pieces}
+        return {key: values for key, values in local_state(self._optimizer.state).items() if key not in pieces}
 
-    def _joint(self, everybody: Sequence[shard_state.StateShard], in_host_memory: bool) -> shard_state.State:
+    def _joint(self, everybody: Sequence[shard_state.StateShard], in_host_memory: bool) -> State:
         """Return the state of whole parameters, from the shards of all ranks."""
         ranks = world("DistributedOptimizer()").ranks(self._process_set)
         return shard_state.merge(self._optimizer, self._own(), everybody, in_host_memory, ranks)
@@ -163,7 +164,7 @@ class ParameterShards:
         if not self._are_cut(whole_groups):
             self._cut_groups = [(list(whole), self._pieces_of(whole)) for whole in whole_groups]
             dealt_out = set(map(id, self._parameters))
-            self._left_out = [p for whole in whole_groups for p in whole if id(p) not in dealt_out]
+            self._left_out = [p for whole in whole_groups for p in whole if id(local_of(p)) not in dealt_out]
         if any([parameter.grad is not None for parameter in self._left_out]):
             shape = next(tuple(p.shape) for p in self._left_out if p.grad is not None)
             raise ArgumentError(
@@ -184,7 +185,7 @@ class ParameterShards:
     def _pieces_of(self, group: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return this rank's pieces of a group's parameters."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        mine = {numbers[id(parameter)] for parameter in group if id(parameter) in numbers}
+        mine = {numbers[id(local)] for local in map(local_of, group) if id(local) in numbers}
         return [parameter for piece, parameter in self.pieces.items() if piece.tensor in mine]
 
     def put_back(self) -> None:
@@ -235,7 +236,7 @@ class ParameterShards:
         shard = dict(state)
         try:
             state.clear()
-            state.update(whole)
+            state.update(program_state(whole, [p for group in self._optimizer.param_groups for p in group["params"]]))
             yield
         finally:
             state.clear()
@@ -248,14 +249,14 @@ class ParameterShards:
         self._optimizer.state.clear()
         yield
         self._lost = ""
-        self.loaded = dict(self._optimizer.state)
+        self.loaded = local_state(self._optimizer.state)
         self.cut_state()
 
     @torch.no_grad()
     def cut_state(self) -> None:
         """Cut the optimizer's state of whole parameters, and keep the state of this rank's pieces."""
         state = self._optimizer.state
-        shard = shard_state.shard_of(dict(state), self._parameters, self.pieces)
+        shard = shard_state.shard_of(local_state(state), self._parameters, self.pieces)
         state.clear()
         state.update(shard)
 

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from hvdlite.api import world
 from hvdlite_torch.ops.broadcast import broadcast_
 from hvdlite_torch.step.driver import StepDriver
+from hvdlite_torch.tensors.sliced import local_of
 
 
 class OptimizerMember:
@@ -75,7 +76,7 @@ class OptimizerMember:
         if not self._falls_behind or driver is None or not driver.sync.missed:
             return
         optimizer, process_set = driver.optimizer, driver.process_set
-        parameters = [p.detach() for group in optimizer.param_groups for p in group["params"]]
+        parameters = [local_of(p.detach()) for group in optimizer.param_groups for p in group["params"]]
         broadcast_(parameters, last, process_set=process_set)
         self._broadcast_state(optimizer, last, process_set=process_set)
         driver.have_same_state()

@@ -29,6 +29,7 @@ from hvdlite_torch.sync.whole import WholeResults
 from hvdlite_torch.tensors.adapter import are_same
 from hvdlite_torch.tensors.gradient import gradient_info
 from hvdlite_torch.tensors.malloc import keep_freed_memory
+from hvdlite_torch.tensors.sliced import local_of
 
 
 class HostSync:
@@ -119,16 +120,17 @@ class HostSync:
     def make_hooks(self) -> None:
         hooks, counts_all = self._context.lease, self._context.step.counts_all
         hooks.remove_hooks()
+        of_program = {id(local_of(parameter)): parameter for parameter in self._context.given()}
         for index, parameter in enumerate(self._parameters):
             if self._here.slots[index].large:
-                hooks.add_hook(parameter, weakly(self, "ready", index))
+                hooks.add_hook(of_program[id(parameter)], weakly(self, "ready", index))
             elif counts_all or index == 0:  # passes are counted by one parameter at least
-                hooks.add_hook(parameter, weakly(self._context.step, "count_pass"))
+                hooks.add_hook(of_program[id(parameter)], weakly(self._context.step, "count_pass"))
         if counts_all or not self._parameters:  # also count passes of parameters that are not combined yet
             known = set(map(id, self._parameters))
             for parameter in self._context.dense():
                 if id(parameter) not in known:
-                    hooks.add_hook(parameter, weakly(self._context.step, "count_pass"))
+                    hooks.add_hook(of_program[id(parameter)], weakly(self._context.step, "count_pass"))
 
     def ready(self, index: int, parameter: torch.Tensor) -> None:
         """Count a backward pass, and let the gradient be copied. This is the hook of a large parameter."""
@@ -138,7 +140,8 @@ class HostSync:
             return
         if self._planner.learning:
             self._planner.ready(index)
-        self._here.take(index, parameter, step.weight.value)
+        # A slice has no gradient now, so it is not copied before the step.
+        self._here.take(index, self._parameters[index], step.weight.value)
 
     def leave(self) -> None:
         if self._gradients is not None:

@@ -34,6 +34,7 @@ from hvdlite_torch.step.shards import clip_factor, squared_norm
 from hvdlite_torch.sync.host_gradients import HostGradients
 from hvdlite_torch.sync.slot import Slot, Where, as_tensor
 from hvdlite_torch.tensors.gradient import gradient_dtype
+from hvdlite_torch.tensors.sliced import joint_squares
 
 
 class HostShards:
@@ -136,9 +137,17 @@ class HostShards:
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradients to a norm of at most `max_norm` over the parameters of all ranks. Every rank calls this."""
-        gradients = self._shards.gradients()
-        factor = clip_factor(self._here.sum_over_ranks(squared_norm(gradients)), max_norm)
-        for gradient in gradients:
+        of: dict[int, list[torch.Tensor]] = {}
+        for piece, parameter in self._shards.pieces.items():
+            if parameter.grad is not None:
+                of.setdefault(piece.tensor, []).append(parameter.grad)
+
+        def squares_of(numbers: Sequence[int]) -> float:
+            own = squared_norm([gradient for number in numbers for gradient in of.get(number, ())])
+            return self._here.sum_over_ranks(own)
+
+        factor = clip_factor(joint_squares(self._context.given(), squares_of), max_norm)
+        for gradient in self._shards.gradients():
             gradient.mul_(factor)
 
     def give(self, there: Sequence[bool]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.step.shards import clip_factor, squared_norm
+from hvdlite_torch.tensors.sliced import is_sliced, joint_squares, local_of
 
 
 class WholeResults:
@@ -23,11 +25,25 @@ class WholeResults:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all parameters that have one."""
-        return [gradient for parameter in self._context.trained() if (gradient := parameter.grad) is not None]
+        return [local_of(gradient) for parameter in self._context.given() if (gradient := parameter.grad) is not None]
 
     def clip(self, max_norm: float) -> None:
-        """Scale the gradients to a norm of at most `max_norm`. No communication: all ranks have the same gradients."""
-        torch.nn.utils.clip_grad_norm_(self._context.trained(), max_norm)
+        """Scale the gradients to a norm of at most `max_norm`. All ranks have the same gradients.
+
+        If parameters are sliced, all ranks of their meshes call this, and add up the norms of their slices.
+        """
+        parameters = self._context.given()
+        if not any(map(is_sliced, parameters)):
+            torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+            return
+        of = [None if parameter.grad is None else local_of(parameter.grad) for parameter in parameters]
+
+        def squares_of(numbers: Sequence[int]) -> float:
+            return squared_norm([gradient for number in numbers if (gradient := of[number]) is not None])
+
+        factor = clip_factor(joint_squares(parameters, squares_of), max_norm)
+        for gradient in self.gradients():
+            gradient.mul_(factor)
 
     def give(self, there: Sequence[bool]) -> None:
         """Do nothing: a rank without data makes no step."""

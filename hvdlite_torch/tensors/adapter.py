@@ -12,6 +12,7 @@ from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, Device, TensorInfo
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 from hvdlite_torch.tensors.device import DTYPES, FLOAT8, TORCH, current_device, device_kind, device_of, lending_device
+from hvdlite_torch.tensors.sliced import is_sliced
 
 
 class _Memory:
@@ -51,6 +52,11 @@ class TorchAdapter:
             raise UnsupportedTensorError(
                 f"expected a tensor in host memory; got one of shape {tuple(tensor.shape)} on meta, which has no values. Give "
                 'its module memory by module.to_empty(device="cpu"), and values, before.'
+            )
+        if is_sliced(tensor):
+            raise UnsupportedTensorError(
+                f"expected a plain tensor; got a DTensor of shape {tuple(tensor.shape)}, of which this rank has a slice. Use "
+                "tensor.to_local() for the slice, tensor.full_tensor() for the whole."
             )
         if not tensor.is_cpu and device_kind(tensor) is None:
             raise UnsupportedTensorError(

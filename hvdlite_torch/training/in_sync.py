@@ -15,6 +15,7 @@ from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, OutOfSyncError
 from hvdlite_torch.tensors.adapter import ADAPTER
+from hvdlite_torch.tensors.sliced import local_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -102,7 +103,7 @@ def _describe(name: str, tensor: torch.Tensor) -> str:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.detach().cpu()
+    tensor = local_of(tensor.detach()).cpu()
     ADAPTER.info(tensor)  # raises for tensors without plain memory, such as sparse ones
     memory = ADAPTER.to_array(tensor, wide=False).reshape(-1).view(np.uint8)
     return hashlib.blake2b(memory.data, digest_size=_DIGEST_BYTES).digest()

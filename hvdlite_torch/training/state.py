@@ -19,6 +19,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite_torch.checks.same_parameters import check_same
 from hvdlite_torch.ops.broadcast import broadcast_
 from hvdlite_torch.step.wrapped import Distributed, Sharded
+from hvdlite_torch.tensors.sliced import check_apart, local_of, local_state, program_state
 
 T = TypeVar("T")
 
@@ -137,6 +138,7 @@ def broadcast_optimizer_state(
     if rank == root:
         buffer = io.BytesIO()
         _Pickler(buffer, tensors).dump(state)
+        tensors = list(map(local_of, tensors))
         message = (buffer.getvalue(), [(tuple(t.shape), t.dtype, t.device.type) for t in tensors])
     skeleton, layout = hvdlite.broadcast_object(message, root, process_set=process_set)  # type: ignore[misc]
     if rank == root:
@@ -159,6 +161,8 @@ def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         for key, values in state_dict["state"].items():
             parameter = parameters[key] if isinstance(key, int) else key
             optimizer.state[parameter] = _with_dtypes_of(values, optimizer.state[parameter])
+        # Slices have travelled as plain tensors.
+        optimizer.state.update(program_state(local_state(optimizer.state), parameters))
 
 
 def _with_dtypes_of(sent: Any, loaded: Any) -> Any:
@@ -177,6 +181,8 @@ def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: Process
 
     A model may have both, and an optimizer on the GPU has its step counts in host memory.
     """
+    check_apart(tensors, hvdlite.global_process_set.ranks if process_set is None else process_set.ranks, hvdlite.rank())
+    tensors = list(map(local_of, tensors))
     for on_host in (True, False):
         some = [tensor for tensor in tensors if tensor.is_cpu is on_host]
         if some or (on_host and not tensors):  # a rank without tensors takes part, so that a mismatch is found

@@ -1,11 +1,13 @@
-"""Trains a model on a grid of ranks, and compares with one process: ``torch_grid.py dp=2,pp=2 pp=2,tp=2``, in float64.
+"""Trains a model on a grid of ranks, and compares with one process: ``torch_grid.py dp=2,pp=2 dp=2,tp=2,shard``, in float64.
 
-Sliced layers are torch's, the pipeline is ours. The data-parallel axis is `DistributedOptimizer`'s if no layer is sliced, else
-FSDP's. For each grid, each rank prints the largest distance of its weights, and whether replicas are equal, bit for bit.
+Sliced layers are torch's, the pipeline and the data-parallel axis are ours; with "fsdp" FSDP has that axis. "shard" shards the
+optimizer, and "clip" clips gradients. For each grid, each rank prints the largest distance of its weights, and whether replicas
+are equal, bit for bit. In the middle of the training the optimizer's state is saved and loaded.
 """
 
 import sys
 import warnings
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -16,12 +18,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hvdlite_torch as hvd
 
 warnings.simplefilter("ignore")
-STEPS, LAYERS, BATCH = 3, range(0, 16, 2), 32
+STEPS, LAYERS, BATCH, CLIP = 4, range(0, 16, 2), 32, 0.05
 
 
 def make_model() -> nn.Sequential:
     torch.manual_seed(0)
-    pairs = [(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 12), nn.Tanh()) for _ in range(4)]
+    pairs = [(nn.Linear(48, 96), nn.Tanh(), nn.Linear(96, 48), nn.Tanh()) for _ in range(4)]
     return nn.Sequential(*(layer for pair in pairs for layer in pair))
 
 
@@ -29,11 +31,16 @@ def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2).mean()
 
 
+def make_optimizer(parameters: Iterable[torch.Tensor], clip: bool) -> torch.optim.Optimizer:
+    """Return an optimizer to which the length of a gradient matters, if gradients are clipped."""
+    return torch.optim.SGD(parameters, 0.5, momentum=0.9) if clip else torch.optim.Adam(parameters, 1e-2)
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(axes: dict[str, int]) -> dict[str, torch.Tensor]:
+def train(axes: dict[str, int], how: set[str]) -> dict[str, torch.Tensor]:
     """Train on a grid, print the comparison of replicas, and return this rank's part of the weights."""
     grid = hvd.ProcessGrid(**{"pp": 1, "dp": 1, **axes})
     model = make_model()
@@ -41,17 +48,29 @@ def train(axes: dict[str, int]) -> dict[str, torch.Tensor]:
         mesh = grid.to_torch()
         plan = {str(number): RowwiseParallel() if number % 4 else ColwiseParallel() for number in LAYERS}
         parallelize_module(model, mesh["tp"], plan)
-        if "dp" in axes:
+        if "fsdp" in how:
             for number in LAYERS:
                 fully_shard(model[number], mesh=mesh["dp"])
     mine = torch.arange(BATCH).chunk(grid.axes["dp"])[grid.place["dp"]]
     cuts = [str(16 * number // grid.axes["pp"]) for number in range(1, grid.axes["pp"])]
     pipeline = hvd.Pipeline(model, grid["pp"], loss=loss_of, microbatches=4, cuts=cuts)
-    optimizer = torch.optim.Adam(pipeline.parameters(), 1e-2)
-    if "tp" not in axes:
-        optimizer = hvd.DistributedOptimizer(optimizer, pipeline.named_parameters(), process_set=grid["dp"])
-    for _ in range(STEPS):
+    optimizer = make_optimizer(pipeline.parameters(), "clip" in how)
+    if "fsdp" not in how:
+        optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            pipeline.named_parameters(),
+            process_set=grid["dp"],
+            shard="shard" in how,
+            max_grad_norm=CLIP if "clip" in how else None,
+        )
+    for step in range(STEPS):
         pipeline.step(x[mine], y[mine], optimizer)
+        if step == 1 and "fsdp" not in how:
+            optimizer.load_state_dict(optimizer.state_dict())
+            root = grid["dp"].ranks[0]
+            hvd.broadcast_optimizer_state(optimizer, root, process_set=grid["dp"])
+            hvd.broadcast_parameters(pipeline.state_dict(), root, process_set=grid["dp"])
+            hvd.assert_in_sync(pipeline.named_parameters(), process_set=grid["dp"])
     trained = pipeline.state_dict()
     equal = True
     for name, value in trained.items():
@@ -68,15 +87,25 @@ torch.set_num_threads(1)
 torch.set_default_dtype(torch.float64)
 hvd.init(torch_distributed=True)
 generator = torch.Generator().manual_seed(1)
-x, y = torch.randn(BATCH, 12, generator=generator), torch.randn(BATCH, 12, generator=generator)
-reference = make_model()
-adam = torch.optim.Adam(reference.parameters(), 1e-2)
-for _ in range(STEPS):
-    adam.zero_grad()
-    loss_of(reference(x), y).backward()
-    adam.step()
-expected = reference.state_dict()
+x, y = torch.randn(BATCH, 48, generator=generator), torch.randn(BATCH, 48, generator=generator)
+
+
+def train_alone(clip: bool) -> dict[str, torch.Tensor]:
+    reference = make_model()
+    optimizer = make_optimizer(reference.parameters(), clip)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(reference(x), y).backward()
+        if clip:
+            assert nn.utils.clip_grad_norm_(reference.parameters(), CLIP) > CLIP
+        optimizer.step()
+    return reference.state_dict()
+
+
 for argument in sys.argv[1:]:
-    found = train({name: int(size) for name, size in (axis.split("=") for axis in argument.split(","))})
+    words = argument.split(",")
+    how = {word for word in words if "=" not in word}
+    found = train({name: int(size) for name, size in (word.split("=") for word in words if "=" in word)}, how)
+    expected = train_alone("clip" in how)
     distance = max((whole(value) - expected[name]).abs().max().item() for name, value in found.items())
     print(f"distance {distance}", flush=True)
