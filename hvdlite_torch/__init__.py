@@ -47,6 +47,7 @@ from hvdlite_torch.ops.reducescatter import (  # noqa: E402
 from hvdlite_torch.ops.sparse import sparse_allreduce_async  # noqa: E402
 from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
 from hvdlite_torch.pipeline.pipeline import Pipeline  # noqa: E402
+from hvdlite_torch.slicing.slice_layers import slice_layers  # noqa: E402
 from hvdlite_torch.step.own_parameters import own_parameters  # noqa: E402
 from hvdlite_torch.step.wrapped import Distributed  # noqa: E402
 from hvdlite_torch.training.in_sync import assert_in_sync, rank_zero_only  # noqa: E402
@@ -104,6 +105,7 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "scale_lr",
+    "slice_layers",
     "sparse_allreduce_async",
     "synchronize",
     "uneven",

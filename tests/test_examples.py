@@ -35,7 +35,10 @@ JOBS = {
         "torch_large_batch.py",
         *(f"torch_synthetic_benchmark.py {FEW} {option}" for option in ("--fp16-allreduce", "--shard", "--use-adasum")),
         "torch_bert_size.py --layers 2 --width 64 --length 16 --steps 30 --batch 4 --lr 3e-3",
-        "torch_pipeline.py --check --epochs 4 --plot FOLDER/pipeline.png",  # the last one, for it changes torch's default dtype
+        # The last ones, for they change torch's default dtype.
+        "torch_pipeline.py --check --epochs 4 --plot FOLDER/pipeline.png",
+        "torch_tensor_parallel.py --check --steps 12 --length 32 --plot FOLDER/letters.png",
+        "torch_hybrid.py --pp 1 --check --epochs 3 --plot FOLDER/memory.png",
     ],
     "tensorflow on 2": ["keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"],
     "3": [
@@ -189,6 +192,30 @@ def test_pipeline(run: Run) -> None:
     assert re.search(r"2 stages, 8 micro-batches, 1f1b: the ranks waited for \d+% of the time \(theory: 11%\)", out)
     assert out.startswith("ProcessGrid(dp=1, pp=2): 2 ranks on 1 host\n")
     assert (job.folder / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensor_parallel(run: Run) -> None:
+    job = run("torch on 2")
+    out = job.out("torch_tensor_parallel")
+    loss = re.search(r"loss ([\d.]+) to ([\d.]+) nats per letter", out)
+    away = re.search(r"one process: weights differ by (\S+) at most", out)
+    assert loss and away, out
+    assert float(loss[2]) < 0.9 * float(loss[1])
+    assert float(away[1]) < 1e-9
+    assert "attention of 8 heads, width 128    heads  (encoder.layers.0.self_attn, encoder.layers.1.self_attn)" in out
+    assert (job.folder / "letters.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_hybrid(run: Run) -> None:
+    job = run("torch on 2")
+    out = job.out("torch_hybrid")
+    away, accuracy = re.search(r"weights differ by (\S+) at most", out), re.search(r"test accuracy: ([\d.]+) %", out)
+    assert away and accuracy, out
+    assert float(away[1]) < 1e-9
+    assert float(accuracy[1]) >= 85
+    assert out.startswith("ProcessGrid(dp=1, pp=1, tp=2): 2 ranks on 1 host\n")
+    assert "MB of weights and optimizer state: 1.95, 1.95; in one process 3.89" in out
+    assert (job.folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("command", WRONG)

@@ -35,8 +35,8 @@ FLOORS = {
     "hvdlite_torch": (
         {"tensors", "checks", "elastic"},
         {"ops", "step", "distributed"},
-        {"training", "sync", "pipeline"},
-        {"optimizer"},
+        {"training", "sync", "slicing"},
+        {"optimizer", "pipeline"},
         {"__init__", "horovod"},
     ),
     "hvdlite_tf": (

@@ -40,7 +40,7 @@ FEW = {
         [
             *MOVES_DATA,
             *ON_DEVICES_AND_SHARDS,
-            *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline"),
+            *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline", "torch_slicing"),
         ],
     ),
     "4": (
@@ -61,7 +61,10 @@ FEW = {
 ALL = FEW | {
     "3": (3, [path for path in REST if path not in LONG]),
     "3-tensorflow": (3, named("tf_graph", "tf_operations", "tf_tape", "tf_tensors")),
-    "4": (4, [*MOVES_DATA, *named("communicator", "torch_distributed", "torch_pipeline", "torch_group")]),
+    "4": (
+        4,
+        [*MOVES_DATA, *named("communicator", "torch_distributed", "torch_pipeline", "torch_slicing", "torch_group")],
+    ),
 }
 """The jobs of ``pytest --everything``."""
 

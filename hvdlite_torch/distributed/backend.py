@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 
 from hvdlite import api
 from hvdlite.errors import ArgumentError
@@ -43,6 +44,19 @@ def _create(options: Any, backend_options: Any) -> HvdliteProcessGroup:
         )
     limit = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
     return HvdliteProcessGroup(options.store, options.group_id, api.world().communicators.new(ranks, name, limit))
+
+
+def group_of(process_set: ProcessSet) -> dist.ProcessGroup:
+    """Make a torch group of a process set. Its ranks call this, and no others. torch.distributed is started if need be."""
+    init(torch_distributed=True)
+    group = dist.new_group(list(process_set.members), backend=NAME, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def mesh_of(process_set: ProcessSet) -> DeviceMesh:
+    """Make a mesh of one axis of a process set. Its ranks call this, and no others."""
+    return DeviceMesh.from_group(group_of(process_set), "cpu")
 
 
 def init(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
@@ -19,6 +18,7 @@ from hvdlite.process_set import ProcessSet
 from hvdlite_torch.distributed import backend
 from hvdlite_torch.pipeline.bubble import Bubble, theoretical
 from hvdlite_torch.pipeline.stages import check_cuts, choose_cuts, make_stages
+from hvdlite_torch.slicing.state import full_state_dict
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -88,7 +88,7 @@ class Pipeline:
         check_cuts(model, cuts, count)
         self.cuts, self.stages = list(cuts), list(range(rank, count, size))
         self.process_set, self._loss, self._microbatches, self._schedule = process_set, loss, microbatches, schedule
-        self._group = self._torch_group()
+        self._group = backend.group_of(process_set)
         made = make_stages(model, cuts, self.stages, example, self._group)
         self._modules = {number: module for number, (module, _) in made.items()}
         self._make = {number: make for number, (_, make) in made.items()}
@@ -97,13 +97,6 @@ class Pipeline:
         self._takes_any_shape = isinstance(model, nn.Sequential)
         self._runs: dict[tuple[Any, ...], Any] = {}
         self._bubble = Bubble()
-
-    def _torch_group(self) -> dist.ProcessGroup:
-        backend.init(torch_distributed=True)
-        ranks = list(self.process_set.members)
-        group = dist.new_group(ranks, backend=backend.NAME, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
 
     def step(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
         """Train on one batch. Every rank of the pipeline calls this with the same batch.
@@ -206,8 +199,12 @@ class Pipeline:
         return {name: value for module in self._modules.values() for name, value in module.state_dict().items()}
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of all stages, on every rank of the pipeline: what the whole model's `load_state_dict` takes."""
-        parts = hvdlite.allgather_object(self.state_dict(), process_set=self.process_set)
+        """Return the state of all stages, on every rank of the pipeline: what the whole model's `load_state_dict` takes.
+
+        If layers are sliced, the ranks with the other slices call this too.
+        """
+        own = {name: value for module in self._modules.values() for name, value in full_state_dict(module).items()}
+        parts = hvdlite.allgather_object(own, process_set=self.process_set)
         return {name: value for part in parts for name, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -79,7 +79,7 @@ def slices_have_gradients(parameters: Sequence[Any]) -> Iterator[None]:
         if parameter.grad is not None:
             if parameter.grad.placements != parameter.placements:  # ranks of the mesh have parts of a sum, for example
                 parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-            local_of(parameter).grad = _waited_for(local_of(parameter.grad))
+            local_of(parameter).grad = waited_for(local_of(parameter.grad))
     try:
         yield
     finally:
@@ -92,7 +92,7 @@ def slices_have_gradients(parameters: Sequence[Any]) -> Iterator[None]:
                 parameter.grad = sliced_like(gradient, parameter)
 
 
-def _waited_for(local: torch.Tensor) -> torch.Tensor:
+def waited_for(local: Any) -> Any:
     """Return a tensor that a collective has written. DTensor may hold one that a collective still writes."""
     wait = getattr(local, "wait", None)
     return local if wait is None else wait()

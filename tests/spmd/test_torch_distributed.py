@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hvdlite_torch as hvd
-from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.errors import ArgumentError
 from tests.conftest import UNDER_MPI
 
 pytestmark = [
@@ -159,14 +159,6 @@ def test_tensor_parallel_of_a_pair_of_linear_layers(dtype: torch.dtype) -> None:
     model = parallelize_module(make_model(dtype), init_device_mesh("cpu", (hvd.size(),)), plan)
     train(model, adam(model.parameters()), *batch(dtype))
     check(whole(model), dtype)
-
-
-def test_a_distributed_optimizer_refuses_sliced_parameters() -> None:
-    model = parallelize_module(
-        make_model(torch.float32), init_device_mesh("cpu", (hvd.size(),)), {"0": ColwiseParallel()}
-    )
-    with pytest.raises(UnsupportedTensorError, match=r"a parameter is a DTensor.*fully_shard\(model"):
-        hvd.DistributedOptimizer(adam(model.parameters()))
 
 
 class Attention(nn.Module):

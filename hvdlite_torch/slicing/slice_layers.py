@@ -1,0 +1,208 @@
+"""`slice_layers` slices the layers of a model over ranks, by rules that need no run of the model, and prints its plan."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+import hvdlite
+from hvdlite.errors import ArgumentError, ranks_text
+from hvdlite.process_set import ProcessSet
+from hvdlite_torch.distributed import backend
+from hvdlite_torch.slicing.attention import SlicedAttention
+from hvdlite_torch.slicing.convolution import SlicedConvolution
+from hvdlite_torch.slicing.embedding import SlicedEmbedding
+from hvdlite_torch.slicing.results import return_plain
+from hvdlite_torch.slicing.rules import Found, find
+from hvdlite_torch.slicing.state import full_state_dict
+
+Style = Literal["columns", "rows"] | ParallelStyle | None
+_WORDS: Mapping[str, type[ParallelStyle]] = {"columns": ColwiseParallel, "rows": RowwiseParallel}
+_HOW = {
+    "pair": "columns, then rows",
+    "attention": "heads",
+    "embedding by rows": "rows",
+    "embedding by columns": "columns, gathered",
+    "convolution": "output channels, gathered",
+}
+
+
+class _Entry(NamedTuple):
+    name: str
+    what: str
+    how: str
+    sliced: bool
+
+
+class SlicePlan:
+    """What `slice_layers` has done with a model. ``print(plan)`` shows it.
+
+    Args:
+        model: The model, which is sliced.
+        mesh: The ranks.
+        entries: What was sliced, and what could not be.
+        parameters: How many parameters are sliced, and how many there are.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, entries: Sequence[_Entry], parameters: tuple[int, int]
+    ) -> None:
+        self._model, self._mesh = model, mesh
+        self._entries, self._parameters = list(entries), parameters
+
+    def full_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the state of the whole model, under the names that it had before. All ranks of the axis call this."""
+        return full_state_dict(self._model)
+
+    def __str__(self) -> str:
+        sliced, total = self._parameters
+        ranks = ranks_text(self._mesh.mesh.flatten().tolist())
+        lines = [f"slice_layers over {ranks}: {sliced:,} of {total:,} parameters are sliced, the others are replicated"]
+        rows: dict[tuple[str, str], list[str]] = {}
+        for entry in self._entries:
+            rows.setdefault((entry.what, entry.how if entry.sliced else f"not sliced: {entry.how}"), []).append(
+                entry.name
+            )
+        width = max((len(what) for what, _ in rows), default=0)
+        lines += [f"  {what:{width}}  {how}  ({_shortly(names)})" for (what, how), names in rows.items()]
+        return "\n".join(lines)
+
+
+def slice_layers(
+    model: nn.Module,
+    over: ProcessSet | DeviceMesh,
+    plan: Mapping[str, Style] | None = None,
+    *,
+    smallest: int = 2**14,
+    verbose: bool = True,
+) -> SlicePlan:
+    """Slice the layers of a model over ranks (tensor parallelism), in place. All ranks of the axis call this.
+
+    Each rank of `over` keeps its slices of the weights, as `DTensor`, and works on the same batch as the others. The model
+    takes and returns plain tensors as before, and its results are the same. These layers are sliced:
+
+    - two `nn.Linear` in an `nn.Sequential` with only activations and dropout between them, and those of torch's transformer
+      layers: the first by columns, the second by rows, one all-reduce for both (Megatron-LM, arXiv:1909.08053);
+    - `nn.MultiheadAttention`: its heads are dealt out;
+    - `nn.Embedding`: by rows, or by columns if it has a ``padding_idx``;
+    - convolutions: by output channels, which are gathered.
+
+    Everything else is replicated. The ranks begin with the weights and with torch's random state of the first rank of the axis,
+    so that dropout and new layers are the same on all of them; draw no random numbers on some of them only.
+
+    Args:
+        model: The model, with whole weights, such as loaded ones. Make optimizers afterwards.
+        over: The ranks, neighbours on one host if possible: ``grid["tp"]``; or a mesh of one axis, such as
+            ``grid.to_torch()["tp"]``, to let FSDP have another axis of the same mesh.
+        plan: For names of layers, or patterns such as ``"blocks.*.fc1"``: "columns", "rows", a `ParallelStyle` of torch's, or
+            None to leave the layer alone. These layers are not sliced by the rules above.
+        smallest: Layers with fewer parameters are replicated.
+        verbose: Whether the first rank of the job prints the plan.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ArgumentError: A name in `plan` fits no layer, or a word in it is unknown, or the model is sliced already.
+    """
+    mesh = over if isinstance(over, DeviceMesh) else backend.mesh_of(over)
+    if mesh.ndim != 1:
+        raise ArgumentError(f'slice_layers takes a mesh of one axis; got one of {mesh.ndim}: choose one, mesh["tp"].')
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ArgumentError("slice_layers: parameters of this model are sliced already (DTensor). Pass a plain model.")
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    chosen = _chosen(model, plan or {})
+    _start_alike(model, ranks, mesh)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    entries = [_Entry(name, "your plan", _word(style), style is not None) for name, style in chosen.items()]
+    given = {name: style for name, style in chosen.items() if style is not None}
+    if given:
+        parallelize_module(model, mesh, given)
+    for found in list(find(model, len(ranks), smallest)):
+        if any(_within(name, chosen) for name in found.names):
+            continue
+        if not found.why_not:
+            _slice(model, found, mesh)
+        names = ", ".join(found.names)
+        entries.append(_Entry(names, found.what, found.why_not or _HOW[found.kind], not found.why_not))
+    for name, parameter in model.named_parameters():
+        if name in trained:  # torch's styles make new parameters
+            parameter.requires_grad_(trained[name])
+    sliced = sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor) and any(not isinstance(each, Replicate) for each in parameter.placements)
+    )
+    made = SlicePlan(model, mesh, entries, (sliced, total))
+    if verbose and hvdlite.rank() == 0:
+        print(made, flush=True)
+    return made
+
+
+def _chosen(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, ParallelStyle | None]:
+    """Return the style of each layer that the program has named."""
+    names = [name for name, _ in model.named_modules()]
+    chosen: dict[str, ParallelStyle | None] = {}
+    for pattern, style in plan.items():
+        fitting = fnmatch.filter(names, pattern)
+        if not fitting:
+            raise ArgumentError(f"slice_layers: no layer is called {pattern!r}. There are {_shortly(names[1:], 8)}.")
+        if isinstance(style, str) and style not in _WORDS:
+            raise ArgumentError(
+                f'slice_layers: {pattern!r}: {style!r}: expected "columns", "rows", a ParallelStyle of torch, or None.'
+            )
+        chosen.update({name: _WORDS[style]() if isinstance(style, str) else style for name in fitting})
+    return chosen
+
+
+def _word(style: ParallelStyle | None) -> str:
+    return "it is left alone" if style is None else type(style).__name__
+
+
+def _within(name: str, chosen: Mapping[str, object]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in chosen)
+
+
+def _start_alike(model: nn.Module, ranks: Sequence[int], mesh: DeviceMesh) -> None:
+    """Give all ranks of the axis the weights and the random state of its first rank."""
+    if len(ranks) == 1:
+        return
+    group = mesh.get_group()
+    tensors = [*model.parameters(), *model.buffers(), state := torch.get_rng_state()]
+    for tensor in tensors:
+        torch.distributed.broadcast(tensor.detach(), ranks[0], group=group)
+    torch.set_rng_state(state)
+
+
+def _slice(model: nn.Module, found: Found, mesh: DeviceMesh) -> None:
+    if found.kind == "pair":
+        parallelize_module(model, mesh, dict(zip(found.names, (ColwiseParallel(), RowwiseParallel()), strict=True)))
+        return_plain(model.get_submodule(found.names[1]))
+        owner = model.get_submodule(found.names[0].rpartition(".")[0])
+        if isinstance(owner, nn.TransformerEncoderLayer):
+            owner.activation_relu_or_gelu = 0  # or the layer reads the weights of its children itself, in eval mode
+        return
+    (name,) = found.names
+    plain: Any = model.get_submodule(name)
+    if not name:
+        raise ArgumentError(
+            f"slice_layers: the model is a single {type(plain).__name__}: put it into an nn.Sequential."
+        )
+    sliced: nn.Module
+    if found.kind.startswith("embedding"):
+        sliced = SlicedEmbedding(plain, mesh, axis=int(found.kind == "embedding by columns"))
+    else:
+        sliced = (SlicedAttention if found.kind == "attention" else SlicedConvolution)(plain, mesh)
+    model.set_submodule(name, sliced)
+
+
+def _shortly(names: Sequence[str], most: int = 3) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

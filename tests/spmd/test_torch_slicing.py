@@ -1,0 +1,267 @@
+"""Sliced layers compute what whole layers do: outputs, gradients and trained weights, on 2, 3 and 4 processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import hvdlite_torch as hvd
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite_torch.slicing.rules import find
+from tests.conftest import UNDER_MPI
+
+processes = pytest.mark.skipif(
+    not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
+)
+WIDTH, HEADS, BATCH, LENGTH = 24, 12, 3, 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    if UNDER_MPI:
+        hvd.init()
+    yield
+    if UNDER_MPI:
+        hvd.barrier()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def everybody() -> hvd.ProcessSet:
+    return hvd.global_process_set
+
+
+def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def words() -> torch.Tensor:
+    return torch.randint(48, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def perceptron(last: int = 7) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 36),
+        nn.GELU(),
+        nn.Dropout(0.0),
+        nn.Linear(36, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, last),
+    )
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 12, 3, padding=1, padding_mode="circular"),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(12, 24, 3, bias=False),
+    )
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 48, dropout=0.0, activation="gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+class Decoder(nn.Module):
+    """A decoder over what it has been given, with a causal mask, sequence first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(WIDTH, HEADS, 48, dropout=0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(len(x), dtype=x.dtype)
+        return self.layer(x, 2 * x.flip(0), tgt_mask=mask)
+
+
+def embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(48, WIDTH), nn.LayerNorm(WIDTH))
+
+
+class Tied(nn.Module):
+    """A model that reads the weights of its embeddings by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(48, WIDTH), nn.Embedding(12, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.words(x) + self.positions.weight[: x.shape[1]], self.words.weight)
+
+
+def padded_embedding() -> nn.Module:
+    return nn.Sequential(nn.Embedding(48, WIDTH, padding_idx=int(words()[0, 0])), nn.LayerNorm(WIDTH))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], int]] = {
+    "perceptron": (perceptron, lambda: numbers(BATCH, WIDTH), 1),
+    "convolutions": (convolutions, lambda: numbers(BATCH, 3, 8, 8), 2),
+    "encoder": (encoder, lambda: numbers(BATCH, LENGTH, WIDTH), 4),
+    "decoder": (Decoder, lambda: numbers(LENGTH, BATCH, WIDTH), 3),
+    "embeddings whose weights are read": (Tied, words, 2),
+    "embedding": (embedding, words, 1),
+    "embedding with padding": (padded_embedding, words, 1),
+}
+"""For each model: itself, its input, and how many things are sliced."""
+
+
+def train(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Train, and return the outputs; for an input of floating-point numbers, the gradients of the input too."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        given = x.clone().requires_grad_(x.is_floating_point())
+        output = model(given)
+        (output * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view(output.shape)).mean().backward()
+        optimizer.step()
+        found += [output.detach(), *([given.grad] if given.grad is not None else [])]
+    return found
+
+
+@processes
+@pytest.mark.parametrize("name", MODELS)
+def test_a_sliced_model_trains_as_a_whole_one_does(name: str) -> None:
+    make, input_of, count = MODELS[name]
+    torch.manual_seed(0)
+    plain = make().double()
+    torch.manual_seed(hvd.rank())  # the ranks take the weights of the first one
+    model = copy.deepcopy(plain) if hvd.rank() == 0 else make().double()
+    plan = hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+    assert sum(entry.sliced for entry in plan._entries) == count
+    for ours, wanted in zip(train(model, input_of()), train(plain, input_of()), strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+    state = plan.full_state_dict()
+    assert state.keys() == plain.state_dict().keys()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-12)
+    slices = [p for p in model.parameters() if isinstance(p, DTensor)]
+    assert slices
+    model.eval()
+    plain.eval()
+    with torch.no_grad():  # torch's transformer layers have another path for this
+        torch.testing.assert_close(model(input_of()), plain(input_of()), rtol=0, atol=1e-12)
+
+
+@processes
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("average", [False, True])
+def test_masks_and_weights_of_attention(batch_first: bool, average: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.MultiheadAttention(WIDTH, HEADS, batch_first=batch_first, dtype=torch.float64))
+    model = copy.deepcopy(plain)
+    hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+    shape = (BATCH, LENGTH, WIDTH) if batch_first else (LENGTH, BATCH, WIDTH)
+    q, k = numbers(*shape), numbers(*shape, seed=2)
+    padding = torch.arange(LENGTH) >= torch.tensor([[3], [4], [5]])
+    masks: list[dict[str, Any]] = [
+        {},
+        {"attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool()},
+        {"attn_mask": numbers(BATCH * HEADS, LENGTH, LENGTH)},
+        {"key_padding_mask": padding},
+        {"key_padding_mask": padding, "attn_mask": torch.ones(LENGTH, LENGTH).triu(1).bool()},
+        {"need_weights": False, "attn_mask": numbers(LENGTH, LENGTH)},
+    ]
+    for options in masks:
+        for ours, wanted in zip(
+            model[0](q, k, k, **options, average_attn_weights=average),
+            plain[0](q, k, k, **options, average_attn_weights=average),
+            strict=True,
+        ):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+    alone = numbers(LENGTH, WIDTH)
+    torch.testing.assert_close(model[0](alone, alone, alone)[0], plain[0](alone, alone, alone)[0], rtol=0, atol=1e-12)
+
+
+@processes
+def test_dropout_is_the_same_on_all_ranks() -> None:
+    torch.manual_seed(hvd.rank())
+    model = nn.Sequential(nn.Linear(WIDTH, 36), nn.ReLU(), nn.Linear(36, WIDTH), nn.Dropout(0.5)).double()
+    hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+    outputs = hvd.allgather(model(numbers(BATCH, WIDTH)).detach()[None])
+    assert (outputs == outputs[0]).all()
+    assert (outputs == 0).any()
+
+
+@processes
+def test_what_the_program_chooses(capfd: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(perceptron(WIDTH), perceptron()).double()
+    model[0][0].weight.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    plan = {"1": None, "0.0": "columns", "0.3": "rows"}
+    hvd.slice_layers(model, everybody(), plan, smallest=0)  # type: ignore[arg-type]
+    printed = capfd.readouterr().out
+    assert ("0.0" in printed) is (hvd.rank() == 0)
+    assert [isinstance(p, DTensor) for p in model[1].parameters()] == [False] * 8
+    assert not model[0][0].weight.requires_grad
+    x = numbers(BATCH, WIDTH)
+    torch.testing.assert_close(model(x), plain(x), rtol=0, atol=1e-12)
+    with pytest.raises(ArgumentError, match="sliced already"):
+        hvd.slice_layers(model, everybody())
+    with pytest.raises(ArgumentError, match=r"no layer is called 'fc\*'. There are 0, 0.0, 0.1"):
+        hvd.slice_layers(plain, everybody(), {"fc*": "rows"})
+    with pytest.raises(ArgumentError, match='expected "columns", "rows"'):
+        hvd.slice_layers(plain, everybody(), {"0.0": "diagonals"})  # type: ignore[dict-item]
+    hvd.slice_layers(plain, everybody(), {"0.0": ColwiseParallel()}, verbose=False)
+
+
+@processes
+def test_a_distributed_optimizer_needs_ranks_with_equal_slices() -> None:
+    model = perceptron()
+    hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+    adam = torch.optim.Adam(model.parameters())
+    with pytest.raises(ArgumentError, match=r'is a DTensor on a mesh with ranks 0.*process_set=grid\["dp"\]'):
+        hvd.DistributedOptimizer(adam)
+    with pytest.raises(ArgumentError, match="is a DTensor on a mesh with ranks 0"):
+        hvd.broadcast_parameters(model.state_dict())
+    with pytest.raises(UnsupportedTensorError, match=r"got a DTensor.*to_local\(\)"):
+        hvd.allreduce(model[0].weight)
+    mine = hvd.ProcessGrid(dp=1, tp=-1)["dp"]
+    with pytest.raises(UnsupportedTensorError, match="op=Adasum looks at whole gradients"):
+        hvd.DistributedOptimizer(adam, op=hvd.Adasum, process_set=mine)
+    muon = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(UnsupportedTensorError, match="Adafactor steps whole parameters"):
+        hvd.DistributedOptimizer(muon, shard=True, process_set=mine)
+
+
+def found(model: nn.Module, ranks: int = 2) -> list[tuple[tuple[str, ...], str]]:
+    return [(each.names, each.why_not) for each in find(model, ranks, 0)]
+
+
+def test_what_is_left_alone() -> None:
+    tied = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8, bias=False))
+    tied[1].weight = tied[0].weight
+    assert found(tied) == [(("0",), "it is used in two places")]
+    twice = nn.Linear(6, 6)
+    assert found(nn.Sequential(twice, nn.ReLU(), twice)) == []
+    assert found(nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))) == [
+        (("0", "1"), "width 5 is not divisible by 2 ranks")
+    ]
+    assert found(nn.Sequential(nn.Linear(6, 6), nn.Softmax(-1), nn.Linear(6, 6))) == []
+    assert found(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Sequential(nn.Linear(6, 6)))) == []
+    (attention,) = found(nn.Sequential(nn.MultiheadAttention(6, 3)))
+    assert attention[1] == "3 heads are not divisible by 2 ranks"
+    assert (
+        found(nn.Sequential(nn.MultiheadAttention(6, 2, kdim=4)))[0][1] == "query, key and value have different widths"
+    )
+    assert found(nn.Sequential(nn.Conv1d(4, 4, 3, groups=4)))[0][1] == "4 groups of channels"
+    assert found(nn.Sequential(nn.Embedding(8, 6, sparse=True)))[0][1].startswith("max_norm")
+    layer = nn.TransformerEncoderLayer(8, 2, 16, activation=lambda x: x.softmax(-1))
+    assert ("linear1", "linear2") in dict(found(layer))
+    assert dict(found(layer))["linear1", "linear2"] == "its activation may look at several elements"
+
+
+def test_pairs_do_not_overlap() -> None:
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    assert [names for names, _ in found(model)] == [("0", "1"), ("2", "3")]
