@@ -66,6 +66,7 @@ if TYPE_CHECKING or is_installed():
     from hvdlite_tf.ops.reducescatter import grouped_reducescatter, reducescatter
     from hvdlite_tf.optimizers.tape import DistributedGradientTape, PartialDistributedGradientTape
     from hvdlite_tf.optimizers.v1 import BroadcastGlobalVariablesHook, broadcast_global_variables
+    from hvdlite_tf.pipeline.pipeline import Pipeline
     from hvdlite_tf.strategy import Strategy
     from hvdlite_tf.training.join import barrier, join
     from hvdlite_tf.training.state import broadcast_variables
@@ -90,6 +91,7 @@ __all__ = [
     "LocalGradientAggregationHelper",
     "LocalGradientAggregationHelperEager",
     "PartialDistributedGradientTape",
+    "Pipeline",
     "Strategy",
     "SyncBatchNormalization",
     "allgather",

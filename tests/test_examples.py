@@ -40,7 +40,10 @@ JOBS = {
         "torch_tensor_parallel.py --check --steps 12 --length 32 --plot FOLDER/letters.png",
         "torch_hybrid.py --pp 1 --check --epochs 3 --plot FOLDER/memory.png",
     ],
-    "tensorflow on 2": ["keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"],
+    "tensorflow on 2": [
+        *("keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"),
+        "keras_pipeline.py --check --epochs 2 --batch-size 32 --plot FOLDER/keras.png",  # the last one, for it changes Keras' default dtype
+    ],
     "3": [
         "torch_digits.py",
         "numpy_digits.py",
@@ -192,6 +195,17 @@ def test_pipeline(run: Run) -> None:
     assert re.search(r"2 stages, 8 micro-batches, 1f1b: the ranks waited for \d+% of the time \(theory: 11%\)", out)
     assert out.startswith("ProcessGrid(dp=1, pp=2): 2 ranks on 1 host\n")
     assert (job.folder / "pipeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_keras_pipeline(run: Run) -> None:
+    job = run("tensorflow on 2")
+    out = job.out("keras_pipeline")
+    accuracy, away = re.search(r"test accuracy: ([\d.]+) %", out), re.search(r"weights differ by (\S+) at most", out)
+    assert accuracy and away, out
+    assert float(accuracy[1]) >= 85
+    assert float(away[1]) < 1e-9
+    assert re.search(r"2 stages, 4 micro-batches, 1f1b: the ranks waited for \d+% of the time \(theory: 20%\)", out)
+    assert (job.folder / "keras.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tensor_parallel(run: Run) -> None:

@@ -42,7 +42,7 @@ FLOORS = {
     "hvdlite_tf": (
         {"variables", "tensor", "data", "elastic"},
         {"ops"},
-        {"gradients", "training"},
+        {"gradients", "training", "pipeline"},
         {"optimizers", "callbacks"},
         {"strategy"},
         {"__init__", "keras"},

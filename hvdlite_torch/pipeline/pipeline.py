@@ -13,10 +13,11 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 import hvdlite
 from hvdlite.adapter.arguments import Everybody, rank_in, size_of
+from hvdlite.adapter.bubble import Bubble
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.distributed import backend
-from hvdlite_torch.pipeline.bubble import Bubble, theoretical
+from hvdlite_torch.pipeline.bubble import watch
 from hvdlite_torch.pipeline.stages import check_cuts, choose_cuts, make_stages
 from hvdlite_torch.slicing.state import full_state_dict
 
@@ -173,7 +174,7 @@ class Pipeline:
             stages = [self._make[number]() for number in self.stages]
             if goes_back:
                 for stage in stages:
-                    self._bubble.watch(stage)
+                    watch(self._bubble, stage)
             self._runs[key] = self._new_run(stages, loss)
         return self._runs[key]
 
@@ -224,12 +225,7 @@ class Pipeline:
 
     def report(self) -> str:
         """Return the share of the bubble in the steps so far, and the theoretical one. All ranks of the pipeline call this."""
-        share = self._bubble.share(self.process_set)
-        ideal = theoretical(self._count, self._microbatches, self._per_rank)
-        return (
-            f"{self._count} stages, {self._microbatches} micro-batches, {self._schedule}: the ranks waited for {share:.0%} of "
-            f"the time (theory: {ideal:.0%})"
-        )
+        return self._bubble.report(self.process_set, self._count, self._microbatches, self._per_rank, self._schedule)
 
 
 def _as_tuple(given: Any) -> tuple[Any, ...]:

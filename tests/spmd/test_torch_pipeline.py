@@ -17,8 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hvdlite_torch as hvd
+from hvdlite.adapter.bubble import theoretical
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.pipeline.bubble import theoretical
 from hvdlite_torch.pipeline.costs import Cost, balance, measure
 from tests.conftest import UNDER_MPI
 from tests.spmd.test_torch_distributed import (
