@@ -128,6 +128,7 @@ def main() -> None:
         print(grid, flush=True)
     if arguments.check:
         keras.config.set_floatx("float64")
+        keras.config.set_dtype_policy("float64")
     images, labels = load()
     model = make(arguments, grid["pp"], arguments.microbatches)
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(2e-3), process_set=grid["dp"])
