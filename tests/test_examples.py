@@ -42,7 +42,8 @@ JOBS = {
     ],
     "tensorflow on 2": [
         *("keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"),
-        "keras_pipeline.py --check --epochs 2 --batch-size 32 --plot FOLDER/keras.png",  # the last one, for it changes Keras' default dtype
+        # The last one, for it changes Keras' default dtype.
+        "keras_pipeline.py --check --epochs 2 --batch-size 32 --plot FOLDER/keras.png",
     ],
     "3": [
         "torch_digits.py",

@@ -73,6 +73,7 @@ def assert_equal(found: list[Any], model: keras.Model) -> None:
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_fit_evaluate_and_predict(ranks: Any, microbatches: int) -> None:
     def check() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
@@ -16,23 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite_torch.slicing.rules import find
-from tests.conftest import UNDER_MPI
+from tests.spmd.test_torch_pipeline import process_group as process_group
+from tests.spmd.test_torch_pipeline import processes
 
-processes = pytest.mark.skipif(
-    not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
-)
 WIDTH, HEADS, BATCH, LENGTH = 24, 12, 3, 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    if UNDER_MPI:
-        hvd.init()
-    yield
-    if UNDER_MPI:
-        hvd.barrier()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def everybody() -> hvd.ProcessSet:
