@@ -17,9 +17,14 @@ GRIDS = {
 }
 
 
+LIMIT = 180.0  # eight processes that import torch and train take 20 s on two quiet cores, and far more on busy ones
+
+
+@pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize(("size", "grids"), GRIDS.items(), ids=map(str, GRIDS))
 def test_a_grid_trains_as_one_process_does(size: int, grids: list[str]) -> None:
-    done = mpirun(size, str(PROGRAMS / "torch_grid.py"), *grids, HVDLITE_ADVICE="0", OMP_NUM_THREADS="1")
+    program = str(PROGRAMS / "torch_grid.py")
+    done = mpirun(size, program, *grids, timeout=LIMIT, HVDLITE_ADVICE="0", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     distances = re.findall(r"^distance (\S+)$", done.stdout, re.MULTILINE)
     assert len(distances) == done.stdout.count("replicas equal") == size * len(grids), done.stdout
