@@ -47,6 +47,7 @@ from hvdlite_torch.ops.reducescatter import (  # noqa: E402
 from hvdlite_torch.ops.sparse import sparse_allreduce_async  # noqa: E402
 from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
 from hvdlite_torch.pipeline.pipeline import Pipeline  # noqa: E402
+from hvdlite_torch.pipeline.wavefront import Wavefront  # noqa: E402
 from hvdlite_torch.slicing.slice_layers import slice_layers  # noqa: E402
 from hvdlite_torch.step.own_parameters import own_parameters  # noqa: E402
 from hvdlite_torch.step.wrapped import Distributed  # noqa: E402
@@ -70,6 +71,7 @@ __all__ = [
     "FlatBucket",
     "Pipeline",
     "SyncBatchNorm",
+    "Wavefront",
     "Weights",
     "allgather",
     "allgather_async",

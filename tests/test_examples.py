@@ -39,6 +39,9 @@ JOBS = {
         "torch_pipeline.py --check --epochs 4 --plot FOLDER/pipeline.png",
         "torch_tensor_parallel.py --check --steps 12 --length 32 --plot FOLDER/letters.png",
         "torch_hybrid.py --pp 1 --check --epochs 3 --plot FOLDER/memory.png",
+        "torch_lstm_wavefront.py --check --steps 20 --width 32 --length 48 --plot FOLDER/chunks.png",
+        "torch_siamese.py --check --steps 100 --plot FOLDER/vectors.png",
+        "torch_siamese.py --check --steps 10 --exchange allgather --separate",
     ],
     "tensorflow on 2": [
         *("keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"),
@@ -231,6 +234,30 @@ def test_hybrid(run: Run) -> None:
     assert out.startswith("ProcessGrid(dp=1, pp=1, tp=2): 2 ranks on 1 host\n")
     assert "MB of weights and optimizer state: 1.95, 1.95; in one process 3.89" in out
     assert (job.folder / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_lstm_wavefront(run: Run) -> None:
+    job = run("torch on 2")
+    out = job.out("torch_lstm_wavefront")
+    loss = re.search(r"loss ([\d.]+) to ([\d.]+) nats per letter", out)
+    away = re.search(r"one process: weights differ by (\S+) at most", out)
+    assert loss and away, out
+    assert float(loss[2]) < 0.9 * float(loss[1])
+    assert float(away[1]) < 1e-9
+    assert re.search(r"2 stages, 8 chunks, wavefront: the ranks waited for \d+% of the time \(theory: 11%\)", out)
+    assert (job.folder / "chunks.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("option", ["--check --steps 100 --plot", "--check --steps 10 --exchange allgather --separate"])
+def test_siamese(run: Run, option: str) -> None:
+    job = run("torch on 2")
+    out = job.out(f"torch_siamese.py {option}")
+    accuracy, away = re.search(r"test accuracy: ([\d.]+) %", out), re.search(r"weights differ by (\S+) at most", out)
+    assert accuracy and away, out
+    assert float(away[1]) < 1e-9
+    if "--plot" in option:
+        assert float(accuracy[1]) >= 85
+        assert (job.folder / "vectors.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("command", WRONG)

@@ -40,7 +40,14 @@ FEW = {
         [
             *MOVES_DATA,
             *ON_DEVICES_AND_SHARDS,
-            *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline", "torch_slicing"),
+            *named(
+                "sync_batch_norm",
+                "communicator",
+                "torch_distributed",
+                "torch_pipeline",
+                "torch_slicing",
+                "torch_wavefront",
+            ),
         ],
     ),
     "4": (

@@ -26,17 +26,18 @@ class Bubble:
         self.busy = self.total = 0.0
 
     @contextlib.contextmanager
-    def computing(self, category: str, number: int, stage: int) -> Iterator[None]:
+    def computing(self, category: str, number: int, stage: int, part: str = "micro-batch") -> Iterator[None]:
         """Return a context manager that measures one pass of a micro-batch through a stage, and shows it in the timeline.
 
         Args:
             category: "FORWARD" or "BACKWARD".
             number: The number of the micro-batch.
             stage: The number of the stage.
+            part: What the schedule calls a micro-batch.
         """
         begin = time.perf_counter()
         try:
-            with api.world().timeline.span(Row.PROGRAM, category, f"micro-batch {number}, stage {stage}"):
+            with api.world().timeline.span(Row.PROGRAM, category, f"{part} {number}, stage {stage}"):
                 yield
         finally:
             self.busy += time.perf_counter() - begin
@@ -47,18 +48,27 @@ class Bubble:
         busy, total = api.allreduce(seconds, ReduceOp.SUM, process_set=process_set)
         return float(1 - busy / total) if total else 0.0
 
-    def report(self, process_set: ProcessSet, stages: int, microbatches: int, per_rank: int, schedule: str) -> str:
+    def report(
+        self,
+        process_set: ProcessSet,
+        stages: int,
+        microbatches: int,
+        per_rank: int,
+        schedule: str,
+        parts: str = "micro-batches",
+    ) -> str:
         """Return `share` next to the `theoretical` one, as a text. All ranks of the pipeline call this.
 
         Args:
             process_set: The ranks of the pipeline.
             stages, microbatches, per_rank: See `theoretical`.
             schedule: The name of the schedule.
+            parts: What the schedule calls its micro-batches.
         """
         share = self.share(process_set)
         ideal = theoretical(stages, microbatches, per_rank)
         return (
-            f"{stages} stages, {microbatches} micro-batches, {schedule}: the ranks waited for {share:.0%} of the time "
+            f"{stages} stages, {microbatches} {parts}, {schedule}: the ranks waited for {share:.0%} of the time "
             f"(theory: {ideal:.0%})"
         )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,19 +12,18 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 import hvdlite
 from hvdlite.adapter.arguments import Everybody, rank_in, size_of
-from hvdlite.adapter.bubble import Bubble
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.distributed import backend
 from hvdlite_torch.pipeline.bubble import watch
-from hvdlite_torch.pipeline.stages import check_cuts, choose_cuts, make_stages
-from hvdlite_torch.slicing.state import full_state_dict
+from hvdlite_torch.pipeline.own_layers import OwnLayers
+from hvdlite_torch.pipeline.stages import candidates, make_stages, settle_cuts
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
-class Pipeline:
+class Pipeline(OwnLayers):
     """A model whose layers are on different ranks. Micro-batches go through the stages one after the other, and back.
 
     Every rank of the process set makes the same pipeline, from the same model with the same weights. It keeps the layers of its
@@ -83,21 +81,16 @@ class Pipeline:
         self._per_rank = (stages_per_rank or 2) if schedule == "interleaved" else 1
         count = size * self._per_rank
         example = None if example is None else _as_tuple(example)
-        if cuts is None:
-            cuts = choose_cuts(model, count, example)  # all ranks raise alike
-            cuts = hvdlite.broadcast_object(cuts, 0)
-        check_cuts(model, cuts, count)
-        self.cuts, self.stages = list(cuts), list(range(rank, count, size))
-        self.process_set, self._loss, self._microbatches, self._schedule = process_set, loss, microbatches, schedule
-        self._group = backend.group_of(process_set)
-        made = make_stages(model, cuts, self.stages, example, self._group)
-        self._modules = {number: module for number, (module, _) in made.items()}
+        self.cuts = settle_cuts(model, candidates(model), count, cuts, example)  # all ranks raise alike
+        self.stages = list(range(rank, count, size))
+        self._loss, self._microbatches, self._schedule = loss, microbatches, schedule
+        made = make_stages(model, self.cuts, self.stages, example, backend.group_of(process_set))
+        super().__init__([module for module, _ in made.values()], process_set)
         self._make = {number: make for number, (_, make) in made.items()}
         self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
         self._count, self._last_place = count, size - 1
         self._takes_any_shape = isinstance(model, nn.Sequential)
         self._runs: dict[tuple[Any, ...], Any] = {}
-        self._bubble = Bubble()
 
     def step(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
         """Train on one batch. Every rank of the pipeline calls this with the same batch.
@@ -184,44 +177,6 @@ class Pipeline:
         # With fewer micro-batches than stages, 1F1B is GPipe: no rank begins a backward pass before its last forward pass.
         is_1f1b = loss is not None and self._schedule == "1f1b" and self._microbatches >= self._count
         return (Schedule1F1B if is_1f1b else ScheduleGPipe)(stages[0], self._microbatches, loss_fn=loss)
-
-    # The layers of this rank
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters of this rank's stages, under the names that they have in the model."""
-        return itertools.chain(*(module.named_parameters() for module in self._modules.values()))
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return the parameters of this rank's stages."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's stages, under the names of the model."""
-        return {name: value for module in self._modules.values() for name, value in module.state_dict().items()}
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Return the state of all stages, on every rank of the pipeline: what the whole model's `load_state_dict` takes.
-
-        If layers are sliced, the ranks with the other slices call this too.
-        """
-        own = {name: value for module in self._modules.values() for name, value in full_state_dict(module).items()}
-        parts = hvdlite.allgather_object(own, process_set=self.process_set)
-        return {name: value for part in parts for name, value in part.items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of the state of the whole model, or its own part."""
-        for module in self._modules.values():
-            module.load_state_dict({name: state[name] for name in module.state_dict()})
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Set the mode of this rank's layers, as ``nn.Module.train`` does."""
-        for module in self._modules.values():
-            module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Set the mode of this rank's layers, as ``nn.Module.eval`` does."""
-        return self.train(False)
 
     def report(self) -> str:
         """Return the share of the bubble in the steps so far, and the theoretical one. All ranks of the pipeline call this."""

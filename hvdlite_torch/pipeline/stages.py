@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
+import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.pipeline.costs import balance, measure
 
@@ -50,26 +51,43 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in module._modules.items() if child is not None}
 
 
-def choose_cuts(model: nn.Module, count: int, example: tuple[Any, ...] | None) -> list[str]:
-    """Return the names of the layers with which the stages but the first begin, by measurement.
+def settle_cuts(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    count: int,
+    cuts: Sequence[str] | None,
+    example: tuple[Any, ...] | None,
+) -> list[str]:
+    """Return the names of the layers with which the stages but the first begin, the same on all ranks.
 
     Args:
         model: The whole model.
+        layers: The layers with which a stage may begin, by name.
         count: The number of stages.
-        example: A micro-batch.
+        cuts: What the program has given, which is checked; None measures the layers. Then all ranks of the job call this, and
+            rank 0's times decide.
+        example: The inputs by which the layers are measured.
 
     Raises:
-        ArgumentError: There is no example, the model has too few layers, or a layer does not run once.
+        ArgumentError: The cuts are wrong, or cannot be measured. Raised on all ranks alike.
     """
-    layers = candidates(model)
+    if cuts is None:
+        cuts = hvdlite.broadcast_object(_measured_cuts(model, layers, count, example), 0)
+    _check_cuts(list(layers), cuts, count)
+    return list(cuts)
+
+
+def _measured_cuts(
+    model: nn.Module, layers: Mapping[str, nn.Module], count: int, example: tuple[Any, ...] | None
+) -> list[str]:
     if example is None:
         raise ArgumentError(
-            "Pipeline: give `cuts`, the names of the layers with which the stages but the first begin, or `example`, the "
-            "inputs of a micro-batch, by which the layers are measured."
+            "give `cuts`, the names of the layers with which the stages but the first begin, or `example`, the "
+            "inputs by which the layers are measured."
         )
     if len(layers) < count:
         raise ArgumentError(
-            f"Pipeline: {count} stages need at least {count} layers; {type(model).__name__} has {len(layers)} that can begin a "
+            f"{count} stages need at least {count} layers; {type(model).__name__} has {len(layers)} that can begin a "
             f"stage ({', '.join(layers) or 'none'}): the children of an nn.Sequential, or the items of lists within a model."
         )
     if count == 1:
@@ -79,24 +97,18 @@ def choose_cuts(model: nn.Module, count: int, example: tuple[Any, ...] | None) -
     has_parameters = [any(True for _ in layers[name].parameters()) for name in names]
     if sum(has_parameters) < count:
         raise ArgumentError(
-            f"Pipeline: {count} stages need at least {count} layers with parameters; {type(model).__name__} has "
+            f"{count} stages need at least {count} layers with parameters; {type(model).__name__} has "
             f"{sum(has_parameters)}. Use fewer ranks for the pipeline."
         )
     return [names[cut] for cut in balance(list(costs.values()), count, has_parameters)]
 
 
-def check_cuts(model: nn.Module, cuts: Sequence[str], count: int) -> None:
-    """Check cuts that a program gives.
-
-    Raises:
-        ArgumentError: There are not ``count - 1`` cuts, one is no layer, or they are not in the model's order.
-    """
-    layers = list(candidates(model))
+def _check_cuts(layers: Sequence[str], cuts: Sequence[str], count: int) -> None:
     unknown = [cut for cut in cuts if cut not in layers]
     in_order = not unknown and [layers.index(cut) for cut in cuts] == sorted({layers.index(cut) for cut in cuts})
     if len(cuts) != count - 1 or not in_order or (layers and layers[0] in cuts):
         raise ArgumentError(
-            f"Pipeline: cuts={list(cuts)}: expected the names of {count - 1} layers, in order and without the first one, for "
+            f"cuts={list(cuts)}: expected the names of {count - 1} layers, in order and without the first one, for "
             f"{count} stages; the layers are {', '.join(layers)}."
         )
 
@@ -134,26 +146,39 @@ def make_stages(
             both = iter([pipe.build_stage(number, CPU, group) for _ in range(2)])
             made[number] = modules[number], partial(next, both)
         described = [f"from {cut}" for cut in ("the beginning", *cuts)]
+    check_stages(modules, described)
+    return made
+
+
+def check_stages(modules: Sequence[nn.Module], described: Sequence[str]) -> None:
+    """Check that each stage has parameters, and that no two stages share them.
+
+    Args:
+        modules: The stages, of all ranks.
+        described: For each, what it consists of.
+
+    Raises:
+        ArgumentError: A stage has no parameters, or shares one.
+    """
     owners: dict[int, int] = {}
     for number, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             if owners.setdefault(id(parameter), number) != number:
                 raise ArgumentError(
-                    f"Pipeline: the parameter {name} is in stage {owners[id(parameter)]} and in stage {number}, whose ranks "
-                    "would train it differently. Cut so that the layers which share it are in one stage, or untie them."
+                    f"the parameter {name} is in stage {owners[id(parameter)]} and in stage {number}, whose ranks would train "
+                    "it differently. Cut so that the layers which share it are in one stage, or untie them."
                 )
         if not any(True for _ in module.parameters()):
             raise ArgumentError(
-                f"Pipeline: stage {number} of {count} ({described[number]}) has no parameters, so its rank has nothing to "
-                "train. Cut elsewhere, or use fewer ranks for the pipeline."
+                f"stage {number} of {len(modules)} ({described[number]}) has no parameters, so its rank has nothing to train. "
+                "Cut elsewhere, or use fewer ranks for the pipeline."
             )
-    return made
 
 
 def _trace(model: nn.Module, cuts: Sequence[str], example: tuple[Any, ...] | None) -> Any:
     if example is None:
         raise ArgumentError(
-            f"Pipeline: {type(model).__name__} is no nn.Sequential, so torch.export cuts it: give `example`, the inputs of a "
+            f"{type(model).__name__} is no nn.Sequential, so torch.export cuts it: give `example`, the inputs of a "
             "micro-batch."
         )
     try:
@@ -161,7 +186,7 @@ def _trace(model: nn.Module, cuts: Sequence[str], example: tuple[Any, ...] | Non
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ArgumentError(
-            f"Pipeline: {type(model).__name__} cannot be split automatically, because torch.export cannot follow it (a branch "
+            f"{type(model).__name__} cannot be split automatically, because torch.export cannot follow it (a branch "
             f"or a loop that depends on data, most likely): {first}. Write it as an nn.Sequential of layers, which is cut "
             "without torch.export."
         ) from error

@@ -1,0 +1,168 @@
+"""`Wavefront`: recurrent layers on several ranks, which take a sequence in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+import hvdlite
+from hvdlite.adapter.arguments import Everybody, rank_in, size_of
+from hvdlite.errors import ArgumentError
+from hvdlite.process_set import ProcessSet
+from hvdlite_torch.distributed import backend
+from hvdlite_torch.pipeline.chunk_stage import ChunkStage
+from hvdlite_torch.pipeline.own_layers import OwnLayers
+from hvdlite_torch.pipeline.recurrent import Alone, Chunks, layers_of, time_dimension, units
+from hvdlite_torch.pipeline.stages import check_stages, settle_cuts
+
+
+class Wavefront(OwnLayers):
+    """A stack of recurrent layers on several ranks. While a rank computes a chunk of the sequence, the next has the one before.
+
+    In a recurrent layer a time step needs the one before, and the same time step of the layer below. So layer l can compute
+    time step t while layer l + 1 computes time step t - 1: the computation goes through layers and time steps like a wave.
+    Here the waves are chunks of time steps, and the layers are in stages, one for each rank. Backward they go the other way.
+    The gradients are those of the whole sequence; nothing is truncated. (The wavefront of layers and time steps: Appleyard et
+    al., "Optimizing Performance of Recurrent Neural Networks on GPUs", arXiv:1604.01946.)
+
+    Every rank of the process set makes the same wavefront, from the same model with the same weights. It keeps the layers of
+    its own stage; drop the model afterwards, so that the memory of the others is free::
+
+        model = nn.Sequential(nn.Embedding(256, 64), nn.LSTM(64, 128, num_layers=4, batch_first=True), nn.Linear(128, 256))
+        wavefront = hvd.Wavefront(model, grid["pp"], loss=loss, chunks=8, example=x)
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(wavefront.parameters()), process_set=grid["dp"])
+        for x, y in batches:                        # (samples, time steps)
+            loss = wavefront.step(x, y, optimizer)
+
+    Args:
+        model: An ``nn.Sequential`` of ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``, whose layers may be in different stages, and of
+            layers that compute each time step alone: ``nn.Embedding``, ``nn.Linear``, dropout, activations. Each layer passes
+            on its output to the next. The recurrent layers begin each batch with a state of zeros.
+        process_set: The ranks. The ascending ranks have the stages in order.
+        loss: ``loss(output, target)`` returns the mean loss of a chunk over its time steps.
+        chunks: How many parts of nearly equal length a sequence is cut into; 1 means that the stages take turns.
+        cuts: The names of the layers with which the stages but the first begin: "2" is a child of the model, "1.3" layer 3 of
+            the stack "1". None measures the layers with `example`, and balances time, then memory. Then all ranks of the job
+            make wavefronts of this model, and rank 0's times decide.
+        example: An input, such as a batch. The values do not matter.
+        stepwise: Further types of layers that compute each time step from that time step alone.
+
+    Attributes:
+        cuts: The names of the layers with which the stages but the first begin.
+        stage: The number of this rank's stage.
+
+    Raises:
+        ArgumentError: An argument is wrong, or the model has a layer that cannot take a sequence in chunks. Raised on all
+            ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        process_set: ProcessSet = Everybody,
+        *,
+        loss: Callable[[Any, Any], torch.Tensor],
+        chunks: int = 8,
+        cuts: Sequence[str] | None = None,
+        example: torch.Tensor | None = None,
+        stepwise: Sequence[type[nn.Module]] = (),
+    ) -> None:
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise ArgumentError(f"chunks={chunks!r}: expected a number from 1 on.")
+        self.stage, self._places = rank_in(process_set), size_of(process_set)
+        parts = units(model, stepwise)
+        self._time = time_dimension(model)
+        alone = {name: Alone(layers_of([unit])) for name, unit in parts.items()}
+        self.cuts = settle_cuts(model, alone, self._places, cuts, None if example is None else (example,))
+        names = list(parts)
+        ends = [0, *map(names.index, self.cuts), len(names)]
+        stages = [Chunks(layers_of([parts[name] for name in names[a:b]])) for a, b in pairwise(ends)]
+        check_stages(stages, [", ".join(names[a:b]) for a, b in pairwise(ends)])
+        super().__init__([stages[self.stage]], process_set)
+        self._loss, self._chunks = loss, chunks
+        self._passes = ChunkStage(stages[self.stage], backend.group_of(process_set), self._time, self._bubble)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
+        """Train on one batch of sequences. Every rank of the wavefront calls this with the same batch.
+
+        Args:
+            x: The input: shape (samples, time steps, ...) if the recurrent layers are ``batch_first``, else (time steps,
+                samples, ...).
+            y: The target, with the same samples and time steps.
+            optimizer: The optimizer of this rank's parameters, plain or distributed: its gradients are set to zero before, and
+                it makes a step. None leaves both to the program; gradients are added to those that are there.
+
+        Returns:
+            The loss, the same on all ranks of the wavefront: shape ``()``.
+
+        Raises:
+            ArgumentError: There are fewer time steps than chunks, or other ones in `y`.
+            HvdliteError: A rank has left in the middle of the step.
+        """
+        inputs, targets = self._cut(x, "x"), self._cut(y, "y")
+        steps = x.shape[self._time]
+        if y.shape[:2] != x.shape[:2]:
+            raise ArgumentError(
+                f"x has the shape {tuple(x.shape)}, and y {tuple(y.shape)}: expected the same samples and time steps."
+            )
+        if optimizer is not None:
+            optimizer.zero_grad()
+        begin = time.perf_counter()
+        self._passes.begin()
+        total = torch.zeros((), dtype=torch.float64)
+        for number, (part, target) in enumerate(zip(inputs, targets, strict=True)):
+            share = part.shape[self._time] / steps
+
+            def loss_of(output: Any, target: torch.Tensor = target, share: float = share) -> torch.Tensor:
+                return self._loss(output, target) * share
+
+            found = self._passes.forward(number, part, loss_of)
+            if self._passes.is_last:
+                total += found
+        self._passes.backward()
+        self._passes.finish()
+        self._bubble.total += time.perf_counter() - begin
+        loss: torch.Tensor = hvdlite.broadcast(total, self._places - 1, process_set=self.process_set)
+        if optimizer is not None:
+            optimizer.step()
+        return loss
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output for a batch of sequences, on all ranks of the wavefront, without gradients. Every rank calls this.
+
+        The layers are used in the mode in which they are; call `eval` before.
+
+        Raises:
+            ArgumentError: There are fewer time steps than chunks.
+        """
+        parts = self._cut(x, "x")
+        self._passes.begin()
+        with torch.no_grad():
+            outputs = [self._passes.forward(number, part, None) for number, part in enumerate(parts)]
+        self._passes.finish()
+        whole: Any = torch.cat(outputs, self._time) if self._passes.is_last else None
+        found: torch.Tensor = hvdlite.broadcast_object(whole, self._places - 1, process_set=self.process_set)
+        return found
+
+    def _cut(self, sequences: Any, name: str) -> tuple[torch.Tensor, ...]:
+        """Return a batch of sequences in chunks of nearly equal length."""
+        if not isinstance(sequences, torch.Tensor) or sequences.dim() <= 1:
+            found = tuple(sequences.shape) if isinstance(sequences, torch.Tensor) else type(sequences).__name__
+            kind = "(samples, time steps, ...)" if self._time else "(time steps, samples, ...)"
+            raise ArgumentError(f"{name}: expected a tensor of the shape {kind}; got {found}.")
+        steps = sequences.shape[self._time]
+        if steps < self._chunks:
+            raise ArgumentError(
+                f"{name}: {steps} time steps cannot be cut into {self._chunks} chunks (shape {tuple(sequences.shape)}, time "
+                f"steps in dimension {self._time}). Choose fewer `chunks`, or longer sequences."
+            )
+        return sequences.tensor_split(self._chunks, self._time)
+
+    def report(self) -> str:
+        """Return the share of the bubble in the steps so far, and the theoretical one. All ranks of the wavefront call this."""
+        return self._bubble.report(self.process_set, self._places, self._chunks, 1, "wavefront", "chunks")
