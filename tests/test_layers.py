@@ -35,7 +35,7 @@ FLOORS = {
     "hvdlite_torch": (
         {"tensors", "checks", "elastic"},
         {"ops", "step", "distributed"},
-        {"training", "sync", "slicing"},
+        {"training", "sync", "slicing", "lightning", "accelerate"},
         {"optimizer", "pipeline"},
         {"__init__", "horovod"},
     ),

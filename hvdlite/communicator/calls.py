@@ -19,6 +19,8 @@ from hvdlite.errors import CommunicationError, HvdliteError
 
 _GRACE_SECONDS = 5e-3
 """How long the background thread leaves a call to the program's thread."""
+_JOIN_SECONDS = 1.0
+"""How long `close` waits for the background thread, which is about to end."""
 
 
 class Call(NamedTuple):
@@ -182,10 +184,17 @@ class Calls:
                 self._waiting -= 1
 
     def close(self) -> None:
-        """End the background thread."""
+        """End the background thread, and wait for its end, unless it is in the middle of a call.
+
+        Were it to end while Python ends, then what it holds would end with it; and a thread that lets go of a tensor of torch's
+        then aborts the process.
+        """
         with self._lock:
             self._closed = True
             self._something_to_do.notify()
+            runner, thread = self._runner, self._thread
+        if thread is not None and thread.ident not in (runner, threading.get_ident()):
+            thread.join(_JOIN_SECONDS)
 
     def _take(self) -> Pending | None:
         """Take the first call of the queue, if no thread runs one. The caller holds the lock, and runs the call."""
@@ -217,17 +226,21 @@ class Calls:
 
     def _work(self) -> None:
         self._prepare_thread()
-        while True:
-            with self._lock:
-                self._something_to_do.wait_for(lambda: self._closed or (self._queue and not self._runner))
-                if self._closed:
-                    return
-                first = self._queue[0]
-                if self._grace and self._something_to_do.wait_for(partial(self._is_taken, first), self._grace):
-                    continue
-                if self._take() is None:
-                    continue
-            self._run_taken(first, True)
+        while not self._closed:
+            if (taken := self._take_when_left()) is not None:
+                self._run_taken(taken, True)
+            del taken  # this thread must not keep the tensors of the call while it waits for the next one
+
+    def _take_when_left(self) -> Pending | None:
+        """Wait for a call that the program leaves to the background thread, and take it; None if there is none to take."""
+        with self._lock:
+            self._something_to_do.wait_for(lambda: self._closed or (self._queue and not self._runner))
+            if self._closed:
+                return None
+            first = self._queue[0]
+            if self._grace and self._something_to_do.wait_for(partial(self._is_taken, first), self._grace):
+                return None
+            return self._take()
 
     def _is_taken(self, first: Pending) -> bool:
         return self._closed or not self._queue or self._queue[0] is not first

@@ -74,11 +74,32 @@ def init(
         HvdliteError: See `hvdlite.init`.
     """
     api.init(comm, process_sets)
-    if not torch_distributed:
-        return
+    if torch_distributed:
+        _start()
+
+
+def _start(init_method: str | None = None) -> None:
     if dist.is_initialized():
         group = dist.group.WORLD
         if not isinstance(group, HvdliteProcessGroup) or group.communicator.is_open:
             return
         dist.destroy_process_group()  # it belongs to a job that has ended by shutdown()
-    dist.init_process_group(NAME)
+    dist.init_process_group(NAME, init_method=init_method)
+
+
+def start_for(user: str) -> None:
+    """Join the job, and start torch.distributed with this backend, for a framework that uses its default group.
+
+    Args:
+        user: What needs the group, for the text of the error.
+
+    Raises:
+        ArgumentError: The program has started torch.distributed with another backend.
+    """
+    api.init()
+    _start("hvdlite://")  # Accelerate leaves a MASTER_PORT in the environment, which is not meant for us
+    if not isinstance(dist.group.WORLD, HvdliteProcessGroup):
+        raise ArgumentError(
+            f"{user}: torch.distributed runs over {dist.get_backend()} already. Leave out what starts it, or say "
+            f'torch.distributed.init_process_group("{NAME}").'
+        )

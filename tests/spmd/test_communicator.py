@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, MismatchError, PeerLeftError
 from hvdlite.protocols import ReduceOp
 from hvdlite.testing import on_ranks
+from tests.jobs import wait_for
 
 Ranks = Callable[..., list[Any]]
 SEVERAL = pytest.mark.ranks(at_least=2)
@@ -105,6 +107,22 @@ def test_a_call_that_nobody_waits_for_is_run(ranks: Ranks) -> None:
             group.then(pending, over.set)
             assert over.wait(30)
         group.close()
+
+    ranks(check)
+
+
+def test_the_background_thread_keeps_no_call_and_ends_with_the_group(ranks: Ranks) -> None:
+    def check() -> None:
+        group, over = everybody(), threading.Event()
+        call = total(1.0)
+        seen = weakref.ref(call.run)
+        group.then(group.submit(call), over.set)
+        assert over.wait(20)
+        del call
+        wait_for(lambda: seen() is None, 20)
+        thread = group._calls._thread
+        group.close()
+        assert thread is not None and not thread.is_alive()
 
     ranks(check)
 
