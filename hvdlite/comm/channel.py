@@ -6,13 +6,13 @@ In this file a rank is a number in the group. The watchdog counts the ranks of t
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from hvdlite.comm.naps import LONGEST_NAP, wait_until
 from hvdlite.errors import HvdliteError
+from hvdlite.own_core import yield_core
 from hvdlite.protocols import ANY, Array, Request, Transport, WaitKind
 from hvdlite.topology import Members
 from hvdlite.watchdog.waits import Wait
@@ -101,7 +101,7 @@ class WatchedChannel:
         for _ in range(_SPINS):
             if request.test():
                 return
-            os.sched_yield()
+            yield_core()
         guard, link = self._guard, self._link
         said, kind = guard.what, guard.kind
         errors: list[HvdliteError] = []

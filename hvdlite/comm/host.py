@@ -19,6 +19,7 @@ from hvdlite.algorithms.barrier import dissemination_barrier
 from hvdlite.comm.naps import LONGEST_NAP, OFFERS_SECONDS, wait_until
 from hvdlite.comm.shared_memory import PAGE, share
 from hvdlite.errors import HvdliteError
+from hvdlite.own_core import yield_core
 from hvdlite.protocols import Array, Transport
 
 _LINE = 8
@@ -58,7 +59,7 @@ class Host:
         self._count = 0
         self._others: list[int] = []
         self._spins = 0
-        self._offer: Callable[[], None] = os.sched_yield
+        self._offer: Callable[[], None] = yield_core
         if self.size > 1:
             numbers = share(transport, 8 * _LINE * (self.size + 1)).view(np.int64)
             self._board = memoryview(numbers)  # type: ignore[arg-type]  # faster to index than NumPy

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from hvdlite.comm.mpi import MpiTransport
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
+from hvdlite.own_core import settle
 
 
 def connect(comm: Sequence[int] | MPI.Comm | None = None) -> tuple[MpiTransport, list[int]]:
@@ -37,6 +38,7 @@ def connect(comm: Sequence[int] | MPI.Comm | None = None) -> tuple[MpiTransport,
     world = _own_communicator(comm)
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     leader = node.bcast(world.Get_rank())  # the lowest world rank of the host stands for the host
+    settle(node.Get_rank(), node.Get_size())
     node.Free()
     return MpiTransport(world), world.allgather(leader)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
+
+from hvdlite.own_core import yield_core
 
 OFFERS_SECONDS = 2e-3
 """How long a waiting thread offers its core to others before it sleeps, in seconds. A sleep lasts 0.1 ms longer than was asked
@@ -18,7 +19,7 @@ loses when the others arrive during a nap."""
 
 def offer_core() -> None:
     """Let another process, or another thread of this one, run first."""
-    os.sched_yield()
+    yield_core()
     time.sleep(0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from typing import Any
 
 from hvdlite.negotiation.handle import Handle
 from hvdlite.negotiation.messages import JOIN
+from hvdlite.own_core import yield_core
 from hvdlite.watchdog.threads import Threads
 from hvdlite.watchdog.waits import Wait
 from hvdlite.watchdog.watchdog import Watchdog
@@ -88,7 +88,7 @@ class Waiters:
                     if watched is None and waited > _WATCH_AFTER:
                         watched = self._watch.begin(self._watched(handle, started))
                 elif spins > 10:
-                    os.sched_yield()
+                    yield_core()
         finally:
             if interrupted is None:
                 self._since.pop(thread, None)
