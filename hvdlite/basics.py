@@ -53,10 +53,10 @@ from hvdlite.errors import (
     WorldSizeError,
 )
 from hvdlite.errors import CommunicationError as HorovodInternalError
+from hvdlite.gradients.lossy.names import Compression
 from hvdlite.negotiation.handle import Handle
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
-from hvdlite.tensors.compression import Compression
 
 __all__ = [
     "Adasum",

@@ -49,6 +49,7 @@ from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
 from hvdlite_torch.pipeline.pipeline import Pipeline  # noqa: E402
 from hvdlite_torch.pipeline.wavefront import Wavefront  # noqa: E402
 from hvdlite_torch.slicing.slice_layers import slice_layers  # noqa: E402
+from hvdlite_torch.step.local_steps import DiLoCo, LocalSGD  # noqa: E402
 from hvdlite_torch.step.own_parameters import own_parameters  # noqa: E402
 from hvdlite_torch.step.wrapped import Distributed  # noqa: E402
 from hvdlite_torch.training.in_sync import assert_in_sync, rank_zero_only  # noqa: E402
@@ -66,9 +67,11 @@ backend.register()
 
 __all__ = [
     "Aggregator",
+    "DiLoCo",
     "Distributed",
     "DistributedOptimizer",
     "FlatBucket",
+    "LocalSGD",
     "Pipeline",
     "SyncBatchNorm",
     "Wavefront",

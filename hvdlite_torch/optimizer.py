@@ -14,6 +14,7 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.adapter.options import combined_by
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
 from hvdlite.gradients.aggregator import Aggregator
@@ -22,16 +23,18 @@ from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.driver import StepDriver
+from hvdlite_torch.step.local_steps import LocalSGD
 from hvdlite_torch.step.options import Options, Shard
 from hvdlite_torch.step.shardable import check_shardable
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.step_guard import guarded
 from hvdlite_torch.step.typed import typed
-from hvdlite_torch.step.wrapped import Aggregating, Distributed, Opt, Sharded, add_to_class
+from hvdlite_torch.step.wrapped import Aggregating, Distributed, Local, Opt, Sharded, add_to_class
 from hvdlite_torch.sync.adasum import AdasumSync
 from hvdlite_torch.sync.catch_up import OptimizerMember
 from hvdlite_torch.sync.device import DeviceSync
 from hvdlite_torch.sync.host import HostSync
+from hvdlite_torch.sync.local_steps import LocalSync
 from hvdlite_torch.tensors.device import device_kind
 from hvdlite_torch.tensors.sliced import is_sliced, local_of
 from hvdlite_torch.training.state import broadcast_optimizer_state
@@ -41,7 +44,7 @@ from hvdlite_torch.training.state import broadcast_optimizer_state
 def DistributedOptimizer(
     optimizer: Opt,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compressor | Aggregator = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = hvdlite.Average,
     gradient_predivide_factor: float = 1.0,
@@ -54,6 +57,7 @@ def DistributedOptimizer(
     overlap: bool | None = None,
     max_grad_norm: float | None = None,
     aggregator: Aggregator | None = None,
+    local_steps: LocalSGD | None = None,
 ) -> Opt:
     """Make `optimizer` step with the gradients of all ranks. Every rank calls this, at the same point.
 
@@ -68,7 +72,8 @@ def DistributedOptimizer(
         named_parameters: ``model.named_parameters()``, or the model itself. If given, it is checked: names are unique, every
             parameter of `optimizer` is there, and the order is the same on all ranks.
         compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of yours whose results can
-            be averaged.
+            be averaged; or ``Compression.powersgd(rank=4)`` or ``Compression.topk(0.01)``, which send few bytes and are
+            aggregators (see `aggregator`).
         backward_passes_per_step: The largest number of calls of `backward` before `step`; more raise an error. 1 allows any
             number. Gradients add up over the passes, so divide the loss.
         op: Average, Sum, or Adasum (see `hvdlite_torch.sync.adasum`).
@@ -87,6 +92,8 @@ def DistributedOptimizer(
         max_grad_norm: The combined gradients are clipped to at most this norm over all parameters; None does not clip.
         aggregator: Combines gradients in your way: `hvdlite_torch.Aggregator` has the one method that it needs. If it has
             ``state_dict()``, its state is a part of the optimizer's. The parameters must be in host memory.
+        local_steps: `LocalSGD` or `DiLoCo`: each rank steps with its own gradients, and every few steps the ranks bring their
+            parameters together. Before a program evaluates or saves, ``optimizer.average_parameters()`` does that at once.
 
     Returns:
         `optimizer`, still an instance of its class, with its state.
@@ -103,6 +110,7 @@ def DistributedOptimizer(
     if named_parameters is not None:
         _check_names(optimizer, named)
     _check_groups(optimizer, groups if groups is not None else num_groups)
+    compression, aggregator = combined_by(compression, aggregator)
     options = Options(
         op,
         process_set,
@@ -114,12 +122,13 @@ def DistributedOptimizer(
         max_grad_norm=max_grad_norm,
         shard=shard,
         aggregator=aggregator,
+        local_steps=local_steps,
         names={id(local_of(parameter)): name for name, parameter in named},
     )
     _check_sliced(optimizer, options)
     driver = StepDriver(optimizer, options, _make_sync)
     plain = type(optimizer)
-    kind = Sharded if shard else Distributed if aggregator is None else Aggregating
+    kind = Sharded if shard else Local if local_steps else Distributed if aggregator is None else Aggregating
     add_to_class(optimizer, kind, step=guarded(plain.step))
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         # Some optimizers (versions of Lookahead) never call torch's constructor. torch completes them like unpickled ones.
@@ -140,6 +149,8 @@ def _make_sync(context: OptimizerContext, sharding: Sharding | None) -> Gradient
     Raises:
         ArgumentError: ``aggregator=`` is given, and the parameters are on a GPU.
     """
+    if context.options.local_steps is not None:
+        return LocalSync(context, context.options.local_steps)
     if context.options.steps_with is StepsWith.OWN:
         return AdasumSync(context)
     on_device = any([device_kind(parameter) is not None for parameter in context.trained()])
@@ -171,9 +182,13 @@ def _check_sliced(optimizer: torch.optim.Optimizer, options: Options) -> None:
     if not sliced:
         return
     what = f"a parameter of shape {tuple(sliced[0].shape)} is a DTensor, of which this rank has a slice"
-    if options.op is hvdlite.Adasum or options.aggregator is not None:
-        how = "op=Adasum" if options.aggregator is None else "aggregator="
-        raise UnsupportedTensorError(f"{what}: {how} looks at whole gradients. Use Average or Sum.")
+    apart = {
+        "op=Adasum": options.op is hvdlite.Adasum,
+        "aggregator=": options.aggregator,
+        "local_steps=": options.local_steps,
+    }
+    for how in (name for name, given in apart.items() if given):
+        raise UnsupportedTensorError(f"{what}: {how} needs whole parameters. Use Average or Sum.")
     if device_kind(local_of(sliced[0])) is not None:
         raise UnsupportedTensorError(
             f"{what}, on a GPU, which nobody has tried with DistributedOptimizer. Let FSDP have the data-parallel axis: "

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from hvdlite.api import Adasum, Average, Sum
 from hvdlite.errors import ArgumentError
+from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
 from hvdlite.tensors.compression import Compression, Compressor
@@ -51,6 +53,32 @@ class Options:
         """Raise ArgumentError unless `op` is Average: a batch weight has no meaning for other reductions."""
         if self.op is not Average:
             raise ArgumentError(f"a batch weight has no meaning for op={self.op!r}: it is for averages.")
+
+
+def combined_by(
+    compression: Compressor | Aggregator, aggregator: Aggregator | None
+) -> tuple[Compressor, Aggregator | None]:
+    """Return what compresses single gradients, and what combines all gradients of a step, from a program's arguments.
+
+    Args:
+        compression: A compressor; or a compression of whole steps such as ``Compression.powersgd()``, which is an aggregator.
+        aggregator: An aggregator of the program's own, or None.
+
+    Raises:
+        ArgumentError: There are two aggregators, or a class in place of one.
+    """
+    if not hasattr(compression, "aggregate"):
+        return compression, aggregator
+    if isinstance(compression, type):
+        raise ArgumentError(
+            f"compression={compression.__name__} is a class: make one for this optimizer, for example "
+            "compression=hvd.Compression.powersgd(rank=4) or hvd.Compression.topk(0.01)."
+        )
+    if aggregator is not None:
+        raise ArgumentError(
+            f"compression={name_of(cast(Aggregator, compression))} and aggregator= both combine gradients: give one of them."
+        )
+    return Compression.none, cast(Aggregator, compression)
 
 
 def check_passes(passes: int) -> None:

@@ -10,5 +10,6 @@
 - `aggregator`: a program's own way to combine a bucket.
 - `overlap`: exchanges buckets while the backward pass runs.
 - `plan`, `planner`: how many buckets there are, and whether they travel early; `autotune`: searches for the fastest plan.
+- `lossy`: aggregators that send few bytes, in a folder of its own.
 - `device`: the same on the memory of a GPU, in a folder of its own.
 """

@@ -46,6 +46,11 @@ class Weights(NamedTuple):
 class Aggregator(Protocol):
     """Combines the gradients of the ranks. Every rank makes one, with equal settings.
 
+    An aggregator may have ``name``, a text with its settings. The ranks compare it, or else the name of its class.
+
+    It may have ``renumber(numbers)``, which is called when parameters are frozen or added: for each number of a parameter that
+    is still there, its new number. What an aggregator remembers of a parameter by its number belongs to the new number then.
+
     An aggregator may have ``state_dict()`` and ``load_state_dict(state)``. Then its state is a part of the optimizer's state,
     and a broadcast of the optimizer's state gives all ranks the root's state of the aggregator. State that belongs to one rank,
     such as an error memory, is loaded again after the broadcast.
@@ -61,6 +66,13 @@ class Aggregator(Protocol):
             collectives: The operations of all ranks. All ranks call the same ones, in the same order.
         """
         ...
+
+
+def name_of(aggregator: Aggregator | None) -> str:
+    """Return what the ranks compare, for they must have equal aggregators."""
+    if aggregator is None:
+        return "none"
+    return str(getattr(aggregator, "name", type(aggregator).__name__))
 
 
 def run_aggregator(

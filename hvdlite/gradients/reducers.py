@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gpu.groups import Devices
-from hvdlite.gradients.aggregator import Aggregator
+from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.gradients.device.announced import AnnouncedReducer
 from hvdlite.gradients.layout import digest_of
 from hvdlite.gradients.reducer import Reducer, ReducerContext
@@ -70,8 +70,7 @@ class Reducers:
         def make(own: HierarchicalCollectives) -> Reducer:
             return Reducer(infos, own, op, how, self._context, aggregator)
 
-        kind = "none" if aggregator is None else type(aggregator).__name__
-        return self._agree(infos, op, how, [*settings, ("aggregator", kind)], make)
+        return self._agree(infos, op, how, [*settings, ("aggregator", name_of(aggregator))], make)
 
     def make_sharded(
         self,

@@ -10,6 +10,7 @@
   fused steps.
 - `sharding`: when this rank steps its shard; `shards`: the pieces of the shard; `shard_state`: their optimizer state;
   `shardable`: which optimizers can be sharded.
+- `local_steps`: how often ranks that train by themselves meet.
 - `own_parameters`: gives one rank other weights for a while.
 - `lease`: memory, channels, hooks and a thread that can outlive an optimizer.
 """

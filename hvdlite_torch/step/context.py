@@ -11,6 +11,7 @@ import torch
 import hvdlite
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite.gradients.aggregator import name_of
 from hvdlite.gradients.header import Header, HeaderSum
 from hvdlite.group import Group
 from hvdlite_torch.checks.advice import Advice
@@ -70,7 +71,10 @@ class OptimizerContext:
             "max_grad_norm": options.max_grad_norm,
             "op": options.op,
             "shard": bool(options.shard),
-            "aggregator": None if options.aggregator is None else type(options.aggregator).__name__,
+            "aggregator": name_of(options.aggregator),
+            "local_steps": None
+            if options.local_steps is None
+            else f"{type(options.local_steps).__name__}(every={options.local_steps.every})",
         }
         check_agreement(trained, options.names, arguments, self.ranks, self.gather)
         self.group.release_dropped()

@@ -11,10 +11,11 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter import options
 from hvdlite.errors import ArgumentError
-from hvdlite.gradients.aggregator import Aggregator
+from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.gradients.sync import StepsWith
 from hvdlite.tensors.compression import Compression
 from hvdlite_torch.step.codec import Codec
+from hvdlite_torch.step.local_steps import LocalSGD
 
 Shard = bool | Literal["parameters"]
 """Whether an optimizer is sharded. ``"parameters"`` says that an unknown optimizer steps each parameter by itself."""
@@ -30,6 +31,7 @@ class Options(options.Options):
         max_grad_norm: The largest norm of the combined gradients, which are clipped; None if they are not clipped.
         shard: Whether each rank steps a shard of the parameters.
         aggregator: Combines gradients; None for their weighted sum.
+        local_steps: Ranks make steps of their own, and bring their parameters together at times; None if they do not.
         names: The names of parameters by their ``id``, for messages and for the check that all ranks have the same ones.
 
     Raises:
@@ -42,6 +44,7 @@ class Options(options.Options):
     max_grad_norm: float | None = None
     shard: Shard = False
     aggregator: Aggregator | None = None
+    local_steps: LocalSGD | None = None
     names: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,6 +60,8 @@ class Options(options.Options):
             )
         if self.aggregator is not None:
             self._check_aggregator()
+        if self.local_steps is not None:
+            self._check_local_steps()
 
     @cached_property
     def codec(self) -> Codec | None:
@@ -77,14 +82,32 @@ class Options(options.Options):
         for name, value in others.items():
             if value:
                 raise ArgumentError(
-                    f"{name}={value!r} and aggregator={type(self.aggregator).__name__} do not go together: the aggregator "
+                    f"{name}={value!r} and aggregator={name_of(self.aggregator)} do not go together: the aggregator "
                     "alone says how gradients travel and are combined, once in a step, on every rank."
+                )
+
+    def _check_local_steps(self) -> None:
+        how = self.local_steps
+        if not isinstance(how, LocalSGD):
+            raise ArgumentError(
+                f"local_steps={how!r}: expected hvd.LocalSGD(every=8) or hvd.DiLoCo(every=64), which say when ranks meet."
+            )
+        others = {
+            "op": self.op if self.op is not hvdlite.Average else None,
+            "shard": self.shard,
+            "aggregator": None if self.aggregator is None else name_of(self.aggregator),
+        }
+        for name, value in others.items():
+            if value:
+                raise ArgumentError(
+                    f"{name}={value!r} and local_steps={how} do not go together: each rank steps all parameters with its own "
+                    "gradients, and only the mean of parameters travels."
                 )
 
     @property
     def steps_with(self) -> StepsWith:
         """Which gradients the optimizer of each rank steps with."""
-        if self.op is hvdlite.Adasum:
+        if self.op is hvdlite.Adasum or self.local_steps is not None:
             return StepsWith.OWN
         return StepsWith.SHARD if self.shard else StepsWith.ALL
 

@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from hvdlite.errors import ArgumentError
+from hvdlite.gradients.lossy.names import LOSSY
 from hvdlite_torch.step.driver import StepDriver
 from hvdlite_torch.step.sharding import Sharding
 
@@ -94,6 +96,8 @@ class Aggregating(Distributed):
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         if hasattr(self._hvdlite_aggregator, "state_dict"):
             state["aggregator"] = self._hvdlite_aggregator.state_dict()
+            if isinstance(self._hvdlite_aggregator, LOSSY):
+                state["aggregator"] = _as_tensors(state["aggregator"])
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -101,6 +105,29 @@ class Aggregating(Distributed):
         super().load_state_dict(state_dict)  # type: ignore[misc]
         if "aggregator" in state_dict:
             self._hvdlite_aggregator.load_state_dict(state_dict["aggregator"])
+
+
+class Local(Distributed):
+    """The methods that ``local_steps=`` adds to an optimizer's class."""
+
+    def average_parameters(self) -> None:
+        """Bring the parameters of all ranks together now, before the program evaluates or saves. Every rank calls this.
+
+        All ranks must have made as many steps. The next steps are counted from here.
+        """
+        self._hvdlite_driver.sync.average()  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank's optimizer and, as ``"local_steps"``, of what brings the ranks together."""
+        state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
+        state["local_steps"] = self._hvdlite_driver.sync.state()  # type: ignore[attr-defined]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of the optimizer, and of what brings the ranks together if `state_dict` has it."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        if "local_steps" in state_dict:
+            self._hvdlite_driver.sync.load(state_dict["local_steps"])  # type: ignore[attr-defined]
 
 
 class Sharded(Distributed):
@@ -130,6 +157,13 @@ class Sharded(Distributed):
         raise ArgumentError(
             "a sharded optimizer cannot be copied or pickled: each rank has its share. Use state_dict()."
         )
+
+
+def _as_tensors(state: Any) -> Any:
+    """Return state with tensors in place of arrays, which ``torch.load`` takes without more trust in a file."""
+    if isinstance(state, dict):
+        return {name: _as_tensors(value) for name, value in state.items()}
+    return torch.from_numpy(state) if isinstance(state, np.ndarray) else state
 
 
 def add_to_class(optimizer: torch.optim.Optimizer, mixin: type, **members: Any) -> None:

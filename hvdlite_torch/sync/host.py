@@ -206,6 +206,11 @@ class HostSync:
         parameters = self._with_known_layout(self._context.dense())
         if not are_same(parameters, self._parameters):  # all ranks must find the same
             self._here.drain()
+            renumber = getattr(self._context.options.aggregator, "renumber", None)
+            if renumber is not None:
+                now = {id(parameter): number for number, parameter in enumerate(parameters)}
+                before = enumerate(map(id, self._parameters))
+                renumber({number: now[each] for number, each in before if each in now})
             self._prepare(parameters)
         if self._shards is not None:
             self._shards.check_memory()
