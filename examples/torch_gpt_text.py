@@ -18,9 +18,10 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +35,17 @@ BYTES = 256
 HEAD_WIDTH = 32
 EVALUATIONS = 10
 PROMPT = 'The "for" statement'
+
+
+SENDS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "gradients": lambda _: {},
+    "fp16": lambda _: {"compression": hvd.Compression.fp16},
+    "powersgd": lambda rank: {"compression": hvd.Compression.powersgd(int(rank or 4))},
+    "topk": lambda ratio: {"compression": hvd.Compression.topk(float(ratio or 0.01))},
+    "localsgd": lambda every: {"local_steps": hvd.LocalSGD(int(every or 8))},
+    "diloco": lambda every: {"local_steps": hvd.DiLoCo(int(every or 64)), "compression": hvd.Compression.fp16},
+}
+"""What the ranks send each other: arguments of `DistributedOptimizer`."""
 
 
 class Trained(NamedTuple):
@@ -153,9 +165,10 @@ def train(model: GPT, text: torch.Tensor, test: torch.Tensor, arguments: argpars
     """Train a model on `text`. Every rank gets the same losses."""
     hvd.broadcast_parameters(model.state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
-    optimizer = hvd.DistributedOptimizer(
-        optimizer, model.named_parameters(), shard=arguments.shard, max_grad_norm=arguments.max_grad_norm
-    )
+    sends = arguments.send
+    by_itself = "local_steps" in sends  # then each rank steps with its own gradients, and clips them
+    clip = {} if by_itself else {"max_grad_norm": arguments.max_grad_norm}
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), shard=arguments.shard, **sends, **clip)
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, arguments.steps))
 
     draw = torch.Generator().manual_seed(arguments.seed)  # the same windows on every rank …
@@ -174,7 +187,11 @@ def train(model: GPT, text: torch.Tensor, test: torch.Tensor, arguments: argpars
             optimizer.zero_grad()
             optimizer.set_batch_weight(len(mine))  # shares may differ in size, and may be empty
             (loss / max(1, len(mine) * model.context)).backward()
+            if by_itself:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), arguments.max_grad_norm)
             optimizer.step()
+            if by_itself and step == arguments.steps:
+                optimizer.average_parameters()
             schedule.step()
             losses.append(float(hvd.allreduce(loss.detach(), op=hvd.Sum)) / tokens)
             if not math.isfinite(losses[-1]):  # the same on every rank
@@ -201,6 +218,12 @@ def parse_arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
         return value
 
+    def sends(text: str) -> dict[str, Any]:
+        name, _, number = text.partition(":")
+        if name not in SENDS:
+            raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(SENDS)}")
+        return SENDS[name](number)
+
     def file(text: str) -> Path:  # an error comes now, not after the training
         if not (path := Path(text)).parent.is_dir():
             raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
@@ -216,6 +239,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=positive, default=3e-3, help="the highest; a tenth of the steps lead up to it")
     parser.add_argument("--max-grad-norm", type=positive, default=1.0)
     parser.add_argument("--shard", action="store_true", help="each rank steps its share of the parameters only")
+    parser.add_argument(
+        "--send",
+        type=sends,
+        default="gradients",
+        metavar="WHAT",
+        help=f"what the ranks send each other: {', '.join(SENDS)}; or with a number, such as powersgd:8 or localsgd:64",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=whole_number, default=400, help="bytes to write in the end")
     parser.add_argument("--plot", type=file, default="gpt_text_loss.png", metavar="FILE", help="the loss curve")

@@ -34,14 +34,18 @@ class LocalSync:
     """
 
     def __init__(self, context: OptimizerContext, how: LocalSGD) -> None:
-        for name in ("overlap", "max_grad_norm", "codec"):
+        for name in ("overlap", "max_grad_norm"):
             value = getattr(context.options, name)
             if value:
-                said = "compression" if name == "codec" else f"{name}={value!r}"
                 raise ArgumentError(
-                    f"{said} has no meaning for local_steps={how}: gradients are not combined. To clip this rank's own "
-                    "gradients, call torch.nn.utils.clip_grad_norm_ before the step."
+                    f"{name}={value!r} has no meaning for local_steps={how}: gradients are not combined. To clip this rank's "
+                    "own gradients, call torch.nn.utils.clip_grad_norm_ before the step."
                 )
+        if context.options.codec is not None and not isinstance(how, DiLoCo):
+            raise ArgumentError(
+                f"compression={context.options.codec.name} and local_steps={how} do not go together: parameters would be "
+                "rounded. DiLoCo can compress, because it sends how far the parameters have moved."
+            )
         self._context, self._how = context, how
         self.results = WholeResults(context)
         self._steps = 0
@@ -97,23 +101,29 @@ class LocalSync:
         parameters = self._context.trained()
         if not self._steps:
             return
-        share = self._share(parameters)
-        mean = hvdlite.allreduce(
-            [parameter * share for parameter in parameters],
-            hvdlite.Sum,
-            "optimizer.local_steps",
-            process_set=self._context.process_set,
+        share, codec = self._share(parameters), self._context.options.codec
+        if self._outer is None:
+            sent = [(parameter * share, None) for parameter in parameters]
+        else:  # the outer gradient: small numbers, which lose little if they are rounded
+            sent = [((start - after) * share, None) for start, after in zip(self._start, parameters, strict=True)]
+        if codec is not None:
+            sent = [codec.encode(value) for value, _ in sent]
+        process_set = self._context.process_set
+        found = hvdlite.allreduce(
+            [value for value, _ in sent], hvdlite.Sum, "optimizer.local_steps", process_set=process_set
         )
+        if codec is not None:
+            found = [codec.decode(value, context) for value, (_, context) in zip(found, sent, strict=True)]
         self._steps, self._samples, self._weighted = 0, 0.0, False
         if self._outer is not None:
-            for start, after in zip(self._start, mean, strict=True):
-                start.grad = start - after
+            for start, gradient in zip(self._start, found, strict=True):
+                start.grad = gradient
             with torch.enable_grad():
                 self._outer.step()
             for start in self._start:
                 start.grad = None
-            mean = list(self._start)
-        for parameter, value in zip(parameters, mean, strict=True):
+            found = list(self._start)
+        for parameter, value in zip(parameters, found, strict=True):
             parameter.copy_(value)
 
     def _share(self, parameters: list[torch.Tensor]) -> float:

@@ -111,6 +111,20 @@ def test_a_mean_after_each_step_of_sgd_is_a_mean_of_gradients(ranks: Ranks) -> N
     ranks(check)
 
 
+def test_outer_gradients_that_are_compressed(ranks: Ranks) -> None:
+    def check() -> None:
+        model = model_of()
+        optimizer = distributed(model, HOWS["DiLoCo"], compression=hvd.Compression.fp16)
+        for number in range(6):
+            step(model, optimizer, number, hvd.rank())
+        hvd.assert_in_sync(model)
+        expected = in_one_process(hvd.size(), HOWS["DiLoCo"], 6, [1.0] * hvd.size(), False)[0]
+        away = (weights(model) - expected).abs().max().item()
+        assert 0 < away < 1e-3  # half a unit in the eleventh bit of 0.06, several times
+
+    ranks(check)
+
+
 @both
 def test_training_goes_on_from_a_checkpoint(ranks: Ranks, how: hvd.LocalSGD) -> None:
     def check() -> None:
@@ -219,7 +233,10 @@ def test_a_parameter_that_is_frozen_later(ranks: Ranks) -> None:
         ({"shard": True}, r"shard=True and local_steps=LocalSGD\(every=3\) do not go together"),
         ({"op": hvd.Sum}, r"op=.* and local_steps=LocalSGD"),
         ({"compression": hvd.Compression.topk(0.1)}, r"aggregator='topk.* and local_steps"),
-        ({"compression": hvd.Compression.fp16}, r"compression has no meaning for local_steps"),
+        (
+            {"compression": hvd.Compression.fp16},
+            r"compression=FP16Compressor and local_steps=LocalSGD.* would be rounded",
+        ),
         ({"overlap": True}, r"overlap=True has no meaning for local_steps"),
         ({"max_grad_norm": 1.0}, r"max_grad_norm=1.0 has no meaning for local_steps.*clip_grad_norm_ before the step"),
     ],
