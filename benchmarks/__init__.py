@@ -16,6 +16,7 @@
     against    compares hvdlite in this tree with hvdlite in another tree, by `trainer` too
     report     shows figures as text; `plots` draws them
 
-There are two other programs. ``python -m benchmarks.scaling`` counts the messages of the negotiation by the number of ranks and
-tensors. ``python -m benchmarks.gpu`` measures training steps of hvdlite and DDP on a GPU; `gpu_pair` is its part for two ranks.
+There are three other programs. ``python -m benchmarks.slow_link`` trains over a slow link between two hosts, and counts bytes.
+``python -m benchmarks.scaling`` counts the messages of the negotiation by the number of ranks and tensors. ``python -m
+benchmarks.gpu`` measures training steps of hvdlite and DDP on a GPU; `gpu_pair` is its part for two ranks.
 """

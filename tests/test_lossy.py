@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdlite.adapter.options import Options
 from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
-from hvdlite.errors import ArgumentError, MismatchError
+from hvdlite.errors import ArgumentError, MismatchError, NotYetError
 from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
 from hvdlite.gradients.lossy.names import LOSSY, Compression
 
@@ -208,6 +209,15 @@ def test_few_bytes_travel() -> None:
     assert plain > 4 * 1.4 * 4 * 512 * 512
     assert plain / traffic(lambda: Compression.powersgd(4)) > 40
     assert plain / traffic(lambda: Compression.topk(0.01)) > 15
+
+
+def test_adapters_that_cannot_use_them_say_so() -> None:
+    with pytest.raises(
+        NotYetError, match=r"compression=powersgd\(rank=4.* which only hvdlite_torch.DistributedOptimizer does"
+    ):
+        Options(compression=Compression.powersgd())
+    with pytest.raises(ArgumentError, match="compression=7: expected hvd.Compression.none, fp16 or bf16"):
+        Options(compression=7)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,8 @@ FEW = {
         [
             *MOVES_DATA,
             *ON_DEVICES_AND_SHARDS,
-            *named(
-                "sync_batch_norm",
-                "communicator",
-                "torch_distributed",
-                "torch_pipeline",
-                "torch_slicing",
-                "torch_wavefront",
-            ),
+            *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline", "torch_slicing"),
+            *named("torch_wavefront", "torch_few_bytes", "torch_local_steps"),
         ],
     ),
     "4": (

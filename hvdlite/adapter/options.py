@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import NoReturn, cast
 
 from hvdlite.api import Adasum, Average, Sum
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, NotYetError
 from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
@@ -38,11 +38,24 @@ class Options:
     def __post_init__(self) -> None:
         if self.op not in (Average, Sum, Adasum):
             raise ArgumentError(f"op={self.op!r}: gradients are combined by Average or Sum, or by Adasum.")
+        if not callable(getattr(self.compression, "compress", None)):
+            self._refuse_compression()
         factor = self.gradient_predivide_factor
         if factor != 1.0 and self.op is not Average:
             raise ArgumentError(f"gradient_predivide_factor={factor} needs op=Average; got {self.op!r}.")
         if not factor > 0:
             raise ArgumentError(f"gradient_predivide_factor={factor}: expected a number above 0.")
+
+    def _refuse_compression(self) -> NoReturn:
+        if hasattr(self.compression, "aggregate"):
+            raise NotYetError(
+                f"compression={name_of(cast(Aggregator, self.compression))} combines all gradients of a step, which only "
+                "hvdlite_torch.DistributedOptimizer does so far. Use hvd.Compression.fp16 or bf16."
+            )
+        raise ArgumentError(
+            f"compression={self.compression!r}: expected hvd.Compression.none, fp16 or bf16, or what has compress and "
+            "decompress."
+        )
 
     @property
     def divisor(self) -> float:
