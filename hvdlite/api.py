@@ -11,7 +11,9 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from typing import Any, Generic, TypeVar, overload
 from hvdlite.comm.local import LocalFabric
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
-from hvdlite.errors import ArgumentError, NotInitializedError
+from hvdlite.errors import ArgumentError, HvdliteError, NotInitializedError
 from hvdlite.grid import Grid
 from hvdlite.group import RebindableExchange
 from hvdlite.launcher_link.handlers import silence_handlers
@@ -94,6 +96,9 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 
 at_the_end: list[Callable[[World], None]] = []
 """Functions of the adapters that are called when the program has come to its end, before this rank leaves the job."""
+before_leaving: list[Callable[[World], None]] = []
+"""Functions of the adapters that are called by `shutdown`, and when the program has come to its end. They may wait for other
+ranks, for all ranks come there."""
 
 
 def init(
@@ -185,14 +190,21 @@ def shutdown() -> None:
 
     Operations that are still in flight are abandoned.
     """
+    if _process_world is not None and not _process_world.is_childs_copy:
+        for act in before_leaving:
+            act(_process_world)
     _leave(f"it has called shutdown(), here:\n{stack_of(threading.get_ident())} ")
 
 
 def _leave_at_exit() -> None:
     silence_handlers()  # a timer of the program may fire while this rank waits for the end of the others
     if _process_world is not None and not _process_world.is_childs_copy:
-        for look in at_the_end:
-            look(_process_world)
+        try:
+            # After an exception that nobody has caught (one process; of several, the job has ended) nothing is to be finished.
+            for act in (*([] if hasattr(sys, "last_value") else before_leaving), *at_the_end):
+                act(_process_world)
+        except BaseException:  # Python would go on, with exit code 0, and the other ranks would wait for this one
+            _process_world.watch.fail(HvdliteError(f"at the end of the program:\n{traceback.format_exc()}"))
     _leave("it has come to the end of its program.", for_good=True)
 
 

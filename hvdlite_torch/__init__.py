@@ -11,7 +11,7 @@ from hvdlite import basics
 from hvdlite.adapter import capabilities
 from hvdlite.adapter.capabilities import *  # noqa: F403
 from hvdlite.adapter.optional import require
-from hvdlite.api import at_the_end
+from hvdlite.api import at_the_end, before_leaving
 from hvdlite.basics import *  # noqa: F403
 from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
 
@@ -19,6 +19,9 @@ from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
 require("torch", "torch", "hvdlite_torch")
 
 from hvdlite_torch import elastic  # noqa: E402
+from hvdlite_torch.async_sgd import unfinished  # noqa: E402
+from hvdlite_torch.async_sgd.optimizer import AsyncDistributedOptimizer  # noqa: E402
+from hvdlite_torch.async_sgd.wrapped import AsyncDistributed  # noqa: E402
 from hvdlite_torch.checks import alone  # noqa: E402
 from hvdlite_torch.distributed import backend  # noqa: E402
 from hvdlite_torch.distributed.backend import init as init  # noqa: E402
@@ -63,10 +66,13 @@ from hvdlite_torch.training.state import (  # noqa: E402
 from hvdlite_torch.training.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
 at_the_end.append(alone.look)
+before_leaving.append(unfinished.finish_all)
 backend.register()
 
 __all__ = [
     "Aggregator",
+    "AsyncDistributed",
+    "AsyncDistributedOptimizer",
     "DiLoCo",
     "Distributed",
     "DistributedOptimizer",

@@ -163,7 +163,7 @@ def _make_sync(context: OptimizerContext, sharding: Sharding | None) -> Gradient
 
 
 def _check_optimizer(given: object) -> None:
-    if isinstance(given, Distributed):
+    if isinstance(given, Distributed) or hasattr(given, "_hvdlite_training"):
         raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
     if isinstance(given, torch.optim.Optimizer):
         return

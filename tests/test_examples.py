@@ -20,6 +20,7 @@ WRONG = {
     "torch_gpt_text.py --width 100": "--width 100 is no multiple of 32",
     "torch_gpt_text.py --context 999999": "--context 999999: the held-out text has only",
     "torch_gpt_text.py --plot /no/such/folder/loss.png": "there is no folder /no/such/folder",
+    "torch_async_digits.py --slow-rank 0": "--slow-rank 0: expected 1 or more",
     "torch_gpt_text.py --steps 3 --lr 1e30 --context 8 --layers 1 --width 32": "the loss is nan after",
     "torch_synthetic_benchmark.py --batch-size 0": "0 is below 1",
     "torch_synthetic_benchmark.py --model nonsense": "nonsense is no",
@@ -52,6 +53,8 @@ JOBS = {
         "torch_digits.py",
         "numpy_digits.py",
         f"torch_gpt_text.py {SMALL_GPT} --shard --plot FOLDER/loss.png",
+        "torch_async_digits.py --mode all --seconds 3 --intervals 3 --slow-rank 3 --plot FOLDER/modes.png",
+        "torch_async_digits.py --mode ssp --staleness 0 --seconds 1 --intervals 1 --servers 1",
     ],
 }
 """The commands whose programs run in one job, one after the other. FOLDER stands for a folder of the job's own."""
@@ -258,6 +261,27 @@ def test_siamese(run: Run, option: str) -> None:
     if "--plot" in option:
         assert float(accuracy[1]) >= 85
         assert (job.folder / "vectors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_async_digits(run: Run) -> None:
+    job = run("3")
+    found = {
+        mode: ([int(count) for count in pushes.split(", ")], float(missed), float(percent))
+        for mode, pushes, missed, percent in re.findall(
+            r"^(\w+): \d+ samples/s, pushes of the ranks ([\d, ]+), missed ([\d.]+) .* test accuracy: ([\d.]+) %$",
+            job.out("torch_async_digits.py --mode all"),
+            re.MULTILINE,
+        )
+    }
+    assert found.keys() == {"sync", "ssp", "async"}
+    assert found["sync"][1] == 0  # where all push together, nobody misses anything
+    assert found["async"][1] > 0
+    for pushes, _, percent in found.values():
+        assert len(pushes) == 3 and min(pushes) > 0
+        assert percent > 30  # of ten digits; how far it gets in 3 s depends on the machine
+    assert (job.folder / "modes.png").read_bytes().startswith(b"\x89PNG")
+    out = job.out("torch_async_digits.py --mode ssp")
+    assert re.search(r"pushes of the ranks \d+, \d+, 0, missed", out), out  # the last one only serves
 
 
 @pytest.mark.parametrize("command", WRONG)

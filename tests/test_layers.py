@@ -23,7 +23,7 @@ FLOORS = {
         {"config", "process_set", "launcher_link", "protocols"},
         {"worker", "algorithms", "tensors", "timeline", "watchdog", "grid"},
         {"comm", "job", "cli"},
-        {"gpu", "communicator", "launch", "__main__"},
+        {"gpu", "communicator", "launch", "__main__", "async_sgd"},
         {"operations"},
         {"negotiation", "gradients"},
         {"group"},
@@ -36,7 +36,7 @@ FLOORS = {
         {"tensors", "checks", "elastic"},
         {"ops", "step", "distributed"},
         {"training", "sync", "slicing", "lightning", "accelerate"},
-        {"optimizer", "pipeline"},
+        {"optimizer", "pipeline", "async_sgd"},
         {"__init__", "horovod"},
     ),
     "hvdlite_tf": (

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from hvdlite.comm.naps import LONGEST_NAP, wait_until
+from hvdlite.comm.naps import LONGEST_NAP, OFFERS_SECONDS, wait_until
 from hvdlite.errors import HvdliteError
 from hvdlite.own_core import yield_core
 from hvdlite.protocols import ANY, Array, Request, Transport, WaitKind
@@ -32,6 +32,8 @@ class _Guard(threading.local):
 
     what: str | None = None
     kind = WaitKind.PEER
+    beside_threads = False
+    asks_all = False
 
 
 class WatchedChannel:
@@ -77,15 +79,17 @@ class WatchedChannel:
         return f"rank {self._members.ranks[self.rank]}"
 
     @contextlib.contextmanager
-    def guarded(self, what: str, kind: WaitKind = WaitKind.PEER) -> Iterator[None]:
+    def guarded(
+        self, what: str, kind: WaitKind = WaitKind.PEER, beside_threads: bool = False, asks_all: bool = False
+    ) -> Iterator[None]:
         """See `Channel.guarded`."""
         guard = self._guard
-        before = guard.what, guard.kind
-        guard.what, guard.kind = what, kind
+        before = guard.what, guard.kind, guard.beside_threads, guard.asks_all
+        guard.what, guard.kind, guard.beside_threads, guard.asks_all = what, kind, beside_threads, asks_all
         try:
             yield
         finally:
-            guard.what, guard.kind = before
+            guard.what, guard.kind, guard.beside_threads, guard.asks_all = before
 
     def wait(self, request: Request, peers: Sequence[int], what: Callable[[], str]) -> None:
         """Wait for a request of the transport.
@@ -105,9 +109,10 @@ class WatchedChannel:
         guard, link = self._guard, self._link
         said, kind = guard.what, guard.kind
         errors: list[HvdliteError] = []
+        concerned = range(self.size) if guard.asks_all else (self.rank, *peers)
         wait = Wait(
             what if said is None else partial(str, said),
-            self._members._replace(ranks=tuple(sorted({self._members.ranks[rank] for rank in (self.rank, *peers)}))),
+            self._members._replace(ranks=tuple(sorted({self._members.ranks[rank] for rank in concerned}))),
             errors.append,
             link=link,
             kind=kind,
@@ -123,13 +128,19 @@ class WatchedChannel:
         number = self._watch.begin(wait)
         try:
             check()
-            wait_until(request.test, check, longest_nap=_SERVICE_NAP if kind is WaitKind.SERVICE else LONGEST_NAP)
+            offers_seconds = 0.0 if guard.beside_threads else OFFERS_SECONDS
+            longest_nap = _SERVICE_NAP if kind is WaitKind.SERVICE else LONGEST_NAP
+            wait_until(request.test, check, offers_seconds=offers_seconds, longest_nap=longest_nap)
         finally:
             self._watch.end(number)
 
     def check(self) -> None:
         """Raise the error that has broken this channel, if there is one."""
         self._link.check()
+
+    def break_off(self, what: str, error: BaseException) -> None:
+        """See `Channel.break_off`."""
+        self._link.break_off(what, error)
 
     def close(self) -> None:
         """See `Channel.close`."""

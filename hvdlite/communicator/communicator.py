@@ -181,6 +181,12 @@ class Communicator:
         """Begin to receive an array; it goes on while the program computes. See `Channel.irecv`."""
         return self._go_on(self._channel.irecv(data, source, tag), data)
 
+    @property
+    def channel(self) -> Channel:
+        """The messages alone, for callers that wait for each message in a thread of theirs: no other thread tests them."""
+        self._shared.kinds.add("message")
+        return self._channel
+
     def _go_on(self, request: Request, data: Array) -> Request:
         self._shared.kinds.add("message")
         return self._shared.progress.begin(request, data.nbytes)

@@ -49,12 +49,29 @@ class Channel(Protocol):
         """See `Transport.irecv`. The errors are those of `isend`."""
         ...
 
-    def guarded(self, what: str, kind: WaitKind = WaitKind.PEER) -> AbstractContextManager[None]:
+    def guarded(
+        self, what: str, kind: WaitKind = WaitKind.PEER, beside_threads: bool = False, asks_all: bool = False
+    ) -> AbstractContextManager[None]:
         """Return a context manager that describes the waits of this thread in its body, on requests of this channel.
 
         Args:
             what: What the thread waits for, in words, for reports and errors.
             kind: The kind of the waits. Outside of the context manager a wait is `WaitKind.PEER`.
+            beside_threads: Whether other threads of this process are to run meanwhile. Such a wait naps from its beginning. If
+                not, it first looks for its message again and again, which takes Python's lock from the other threads.
+            asks_all: Whether a report of the wait says where every rank of the group is, not only the sender of the message.
+                The sender may be a server that itself waits for others.
+        """
+        ...
+
+    def break_off(self, what: str, error: BaseException) -> None:
+        """Tell the other ranks at once that this rank has left the use of this channel in the middle.
+
+        Their waits, and those of this rank, end with an error, and nobody can use the channel any more.
+
+        Args:
+            what: What this rank has left, in words.
+            error: The reason.
         """
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdlite.errors import HvdliteError
@@ -48,3 +48,11 @@ class Wait:
         """Do not count a time in which the process was stopped, by Ctrl-Z or with its machine: nobody waited meanwhile."""
         self.since += seconds
         self.next_report += seconds
+
+
+def of_program(waits: Mapping[int, Wait], main_thread: int) -> list[Wait]:
+    """Return the waits that say where the program is.
+
+    A server in a thread beside the program is idle, and says nothing: the program itself may be what other ranks wait for.
+    """
+    return [each for each in list(waits.values()) if each.kind is WaitKind.PEER or each.thread == main_thread]

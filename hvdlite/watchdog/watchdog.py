@@ -26,7 +26,7 @@ from hvdlite.watchdog.links import Link, Links
 from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, stack_of
 from hvdlite.watchdog.stalls import Stalls
 from hvdlite.watchdog.threads import Threads
-from hvdlite.watchdog.waits import Wait
+from hvdlite.watchdog.waits import Wait, of_program
 
 _PERIOD = 0.25
 _LEFT_SECONDS = 1.0
@@ -309,7 +309,7 @@ class Watchdog:
 
     def _where(self) -> Answer:
         now = time.monotonic()
-        waits = tuple((wait.what(), now - wait.since) for wait in list(self._waits.values()))
+        waits = tuple((wait.what(), now - wait.since) for wait in of_program(self._waits, self._main_thread))
         return Answer(waits, stack_of(self._main_thread), self._last())
 
     def _last(self) -> tuple[str, float] | None:

@@ -57,7 +57,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
         )
     if options.codec is not None:
         raise ArgumentError(f"compression and shard={shard!r} cannot be used together yet: leave out one of them.")
-    known = _algorithm(type(optimizer))
+    known = known_algorithm(type(optimizer))
     if known in ELEMENTWISE and shard is True:
         return False
     if known in PARAMETERWISE or known in ELEMENTWISE:
@@ -68,7 +68,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
             "the parameters and gradients only. If it looks at several parameters together (a norm over all gradients, as in "
             'Prodigy or D-Adaptation), leave out shard=True. If it does not, say so: shard="parameters".'
         )
-    difference = _try_out(optimizer)
+    difference = differs_alone(optimizer)
     if difference:
         raise ArgumentError(
             f'shard="parameters": {name} does not step each parameter by itself. Tried out on small parameters, {difference} '
@@ -77,7 +77,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
     return True
 
 
-def _algorithm(cls: type) -> type | None:
+def known_algorithm(cls: type) -> type | None:
     """Return the optimizer class of torch whose step a class inherits unchanged; None if there is none.
 
     The user's class may have another constructor, and methods that torch's own methods do not call.
@@ -103,7 +103,7 @@ _generator = threading.Lock()
 """The threads of a process share torch's random number generator."""
 
 
-def _try_out(optimizer: torch.optim.Optimizer) -> str:
+def differs_alone(optimizer: torch.optim.Optimizer) -> str:
     """Return a text that says what changes if an optimizer has only one parameter.
 
     The text is empty if nothing changes, or if the optimizer cannot be tried out.
@@ -151,7 +151,7 @@ def _steps(
         if alone is None or parameter is alone:
             small[id(parameter)] = torch.nn.Parameter(numbers[0], parameter.requires_grad)
             gradients.append((number, small[id(parameter)], numbers[1:]))
-    copied = _copy(optimizer, small)
+    copied = copy_with(optimizer, small)
     torch.manual_seed(0)
     for step in range(_STEPS):
         for number, parameter, numbers in gradients:
@@ -166,7 +166,7 @@ def _steps(
     }
 
 
-def _copy(optimizer: torch.optim.Optimizer, parameters: dict[int, Any]) -> torch.optim.Optimizer:
+def copy_with(optimizer: torch.optim.Optimizer, parameters: dict[int, Any]) -> torch.optim.Optimizer:
     """Return a copy of an optimizer, without its state and hooks.
 
     Args:

@@ -126,6 +126,11 @@ def broadcast_optimizer_state(
             f"broadcast_optimizer_state takes an optimizer; got a {type(optimizer).__name__}. For a model there is "
             "broadcast_parameters."
         )
+    if hasattr(optimizer, "_hvdlite_training"):
+        raise ArgumentError(
+            "broadcast_optimizer_state: the servers of AsyncDistributedOptimizer have the state, which is one for all ranks. "
+            "Leave out this call, or make it with the plain optimizer, before."
+        )
     rank, root = rank_in(process_set), root_within(process_set, root_rank)
     tensors: list[torch.Tensor] = []
     message = None

@@ -1,0 +1,43 @@
+"""The contract of a part of the parameters, which a framework implements; and what one worker pushes to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from hvdlite.protocols import Array
+
+
+class Push(NamedTuple):
+    """What one worker has pushed to one part.
+
+    Attributes:
+        gradients: The gradients of the part's tensors, each at its place of the `Layout`: uint8, shape ``(nbytes,)``.
+        present: For each tensor whether there is a gradient: bool, shape ``(tensors,)``. The bytes of the others mean nothing.
+        settings: The learning rates and other settings of the step, in a form that the framework's `Part` reads.
+        weight: The number of samples.
+    """
+
+    gradients: Array
+    present: Array
+    settings: bytes
+    weight: float
+
+
+class Part(Protocol):
+    """The parameters of one server, and their optimizer. One thread at a time calls these methods."""
+
+    def step(self, pushes: Sequence[Push]) -> None:
+        """Make one step of the optimizer with the mean of the pushes by their weights; of one push, with its gradients.
+
+        In a mean, a tensor that is absent from some pushes counts as zero there. A tensor that is absent from all pushes keeps
+        its value. The pushes are in the order of the workers, and their memory is valid until this method returns.
+
+        Raises:
+            Exception: The optimizer has raised it. Nobody uses the part after that.
+        """
+        ...
+
+    def read(self, into: Array) -> None:
+        """Write the present values to `into`: uint8, shape ``(nbytes,)``, each tensor at its place of the `Layout`."""
+        ...

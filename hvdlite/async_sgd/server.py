@@ -1,0 +1,169 @@
+"""What a server does with each request. No messages are in here: the caller delivers requests one by one, and sends answers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from hvdlite.async_sgd.clocks import Clocks
+from hvdlite.async_sgd.messages import Purpose
+from hvdlite.async_sgd.part import Part, Push
+
+
+class Mode(enum.Enum):
+    """When pushes are applied, and when they are answered. See the docstring of this package."""
+
+    SYNC = "sync"
+    SSP = "ssp"
+    ASYNC = "async"
+
+
+class Reply(NamedTuple):
+    """An answer that is due now. The values are those that the part has at this moment.
+
+    Attributes:
+        rank: The rank that gets it.
+        purpose: Of a meeting, what it was for; else `Purpose.PUSH`.
+        missed: See `messages.Answer`.
+        error: The text of an error; empty if there is none.
+    """
+
+    rank: int
+    purpose: Purpose
+    missed: int = 0
+    error: str = ""
+
+
+class Server:
+    """One part of the parameters, and the state of the workers.
+
+    A rank has at most one request at a server. So it has made all its pushes when it comes to a meeting, and the meeting takes
+    place when all ranks are there. Until then, the workers that are there count as having left the training.
+
+    Args:
+        part: The parameters.
+        workers: The ranks that train.
+        others: The ranks that come to meetings only.
+        mode: When pushes are applied and answered.
+        staleness: How far a worker may be ahead of the slowest one, in steps; for `Mode.SSP`.
+        names: For each rank, its number in the job, for error texts.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        workers: Collection[int],
+        others: Collection[int],
+        mode: Mode,
+        staleness: int | None,
+        names: Sequence[int],
+    ) -> None:
+        self._part, self._mode, self._names = part, mode, names
+        self._everybody = frozenset((*workers, *others))
+        self._clocks = Clocks(workers, staleness if mode is Mode.SSP else None)
+        self._pushed = dict.fromkeys(workers, 0)
+        self._waiting: dict[int, Push | None] = {}
+        """The workers whose pushes were not answered yet; each push is there until it is applied."""
+        self._missed: dict[int, int] = {}
+        self._seen = dict.fromkeys(workers, 0)
+        self._met: dict[int, Purpose] = {}
+        self._error = ""
+        self.applied = 0
+        """The number of pushes that were applied."""
+        self.is_over = False
+        """Whether the ranks have met to finish."""
+
+    def push(self, worker: int, number: int, push: Push) -> list[Reply]:
+        """Take a push.
+
+        Args:
+            worker: The rank that pushes.
+            number: How many pushes it has made before.
+            push: What it pushes. Its memory is valid until the push was applied: in `Mode.SYNC` until its answer is due, else
+                until this method returns.
+
+        Returns:
+            The answers that are due now.
+        """
+        if self._error:
+            return [Reply(worker, Purpose.PUSH, error=self._error)]
+        if number != self._pushed[worker] or worker not in self._clocks.training:
+            return self._fail(
+                f"rank {self._names[worker]} has sent push {number} after {self._pushed[worker]} pushes: a push was lost, "
+                "or came twice.",
+                worker,
+            )
+        self._pushed[worker] += 1
+        self._clocks.tick(worker)
+        self._waiting[worker] = push
+        if self._mode is not Mode.SYNC:
+            self._apply([worker])
+        return self._go_on()
+
+    def meet(self, rank: int, purpose: Purpose) -> list[Reply]:
+        """Take the request of a rank to meet all others, and return the answers that are due now."""
+        if self._error:
+            return [Reply(rank, purpose, error=self._error)]
+        self._met[rank] = purpose
+        if rank in self._clocks.training:
+            self._clocks.leave(rank)
+        if self._met.keys() != self._everybody:
+            return self._go_on()
+        met, self._met = self._met, {}
+        wanted = {purpose for purpose in met.values() if purpose is not Purpose.SERVE}
+        if len(wanted) > 1:
+            said = ", ".join(f"rank {self._names[rank]} {met[rank].text}" for rank in sorted(met) if met[rank].text)
+            return self._fail(
+                f"the ranks meet for different calls: {said}. All ranks make these calls in the same order.", *met
+            )
+        (common,) = wanted or {Purpose.FINISH}
+        self.is_over = common is Purpose.FINISH
+        self._clocks.begin_again()
+        self._seen = dict.fromkeys(self._seen, self.applied)
+        return [Reply(rank, common) for rank in sorted(met)]
+
+    def _go_on(self) -> list[Reply]:
+        """Apply what can be applied now, and return the answers that are due."""
+        if self._mode is Mode.SYNC:
+            if not self._waiting or not self._waiting.keys() >= set(self._clocks.training):
+                return self._failed()
+            self._apply(sorted(self._waiting))
+        due = [worker for worker in sorted(self._waiting) if self._mode is Mode.SYNC or self._clocks.may_go_on(worker)]
+        if self._error:
+            return self._failed()
+        for worker in due:
+            del self._waiting[worker]
+            self._seen[worker] = self.applied
+        return [Reply(worker, Purpose.PUSH, self._missed[worker]) for worker in due]
+
+    def _apply(self, workers: Sequence[int]) -> None:
+        pushes = [push for worker in workers if (push := self._waiting[worker]) is not None]
+        if any(push.settings != pushes[0].settings for push in pushes):
+            self._error = (
+                f"ranks {', '.join(str(self._names[worker]) for worker in workers)} push with different learning rates or "
+                'settings: with mode="sync" all ranks set them alike.'
+            )
+            return
+        try:
+            self._part.step(pushes)
+        except Exception as error:
+            self._error = f"the optimizer has failed on its server: {type(error).__name__}: {error}"
+            return
+        for worker in workers:
+            self._missed[worker] = 0 if self._mode is Mode.SYNC else self.applied - self._seen[worker]
+            self._waiting[worker] = None
+        self.applied += len(pushes)
+
+    def _fail(self, text: str, *ranks: int) -> list[Reply]:
+        """Fail for good: `ranks`, and all that wait, get this error now, and all others when they ask."""
+        self._error = text
+        return [Reply(rank, Purpose.PUSH, error=text) for rank in sorted({*ranks, *self._failed_ranks()})]
+
+    def _failed(self) -> list[Reply]:
+        return self._fail(self._error) if self._error else []
+
+    def _failed_ranks(self) -> list[int]:
+        ranks = [*self._waiting, *self._met]
+        self._waiting, self._met = {}, {}
+        return ranks

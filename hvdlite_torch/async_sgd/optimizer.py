@@ -1,0 +1,137 @@
+"""`AsyncDistributedOptimizer`: training with a parameter server, in one line."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+import hvdlite
+from hvdlite import ProcessSet
+from hvdlite.adapter.arguments import size_of
+from hvdlite.api import world
+from hvdlite.errors import ArgumentError
+from hvdlite_torch.async_sgd.options import Options, Servers, check_optimizer, make_options
+from hvdlite_torch.async_sgd.training import AsyncTraining
+from hvdlite_torch.async_sgd.wrapped import AsyncDistributed
+from hvdlite_torch.checks.same_parameters import check_same
+from hvdlite_torch.step.step_guard import hooked
+from hvdlite_torch.step.wrapped import add_to_class
+from hvdlite_torch.training.state import broadcast_optimizer_state, broadcast_parameters
+
+
+class AsyncOptimizer(AsyncDistributed, torch.optim.Optimizer):
+    """What `AsyncDistributedOptimizer` returns, for type checkers. Each wrapped optimizer has a class of its own instead."""
+
+
+def AsyncDistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    *,
+    mode: str = "async",
+    staleness: int | None = None,
+    servers: Servers = "sharded",
+    push_every: int = 1,
+    process_set: ProcessSet = hvdlite.global_process_set,
+) -> AsyncOptimizer:
+    """Let ranks train at their own pace: `step` pushes gradients to servers, and pulls parameters. Every rank calls this.
+
+    Servers hold the parameters in host memory, each a part of them, and step them with an optimizer of the same class. In the
+    beginning all ranks get rank 0's parameters, and its optimizer's state and settings. A push says the settings of
+    the pushing rank's groups (learning rates), so schedules work. A parameter without a gradient keeps its value in that step.
+    `AsyncDistributed` has the methods that the optimizer gets; call `finish` at the end.
+
+    docs/asynchronous.md says when to use which mode:
+
+    - "sync": the server waits for all ranks that still train, and makes one step with the mean of their gradients, weighted by
+      `set_batch_weight`. The result is that of `DistributedOptimizer`.
+    - "ssp": the server makes one step with each rank's gradients, as they come. No rank gets more than `staleness` steps ahead
+      of the slowest that still trains (Ho et al., NIPS 2013).
+    - "async": the server makes one step with each rank's gradients, as they come. Nobody waits for others (Dean et al., NIPS
+      2012).
+
+    In "ssp" and "async" nothing is scaled: n ranks make n steps where "sync" makes one, each with the gradient of one rank.
+
+    Args:
+        optimizer: An optimizer of torch that steps each parameter by itself. It is changed and returned.
+        named_parameters: ``model.named_parameters()``, or the model itself: the names are for error texts.
+        mode: "sync", "ssp" or "async".
+        staleness: For "ssp": how many steps a rank may be ahead of the slowest, 0 or more. A step is a push.
+        servers: "sharded": every rank serves a part, in a thread beside its training. A number n: the last n ranks only
+            serve; there, ``optimizer.is_server`` is True, and the program calls ``optimizer.serve()`` instead of its loop.
+        push_every: The gradients of so many steps are added up before they are pushed; with mode="sync" their weights too.
+        process_set: The ranks that take part; all by default.
+
+    Returns:
+        `optimizer`, still an instance of its class, with the methods of `AsyncDistributed`.
+
+    Raises:
+        DistributedAlreadyError: The optimizer is distributed already.
+        ArgumentError: An argument is wrong, or the optimizer needs all gradients at once (LBFGS), or has nothing to train.
+        UnsupportedTensorError: A parameter is a DTensor.
+        MismatchError: The ranks have different parameters or arguments. All ranks raise it.
+    """
+    check_optimizer(optimizer)
+    options = make_options(mode, staleness, servers, push_every, process_set, size_of(process_set))
+    if isinstance(named_parameters, torch.nn.Module):
+        named_parameters = named_parameters.named_parameters()
+    names = {}
+    for item in named_parameters or ():
+        if not isinstance(item, tuple) or len(item) != 2:
+            raise ArgumentError(
+                "named_parameters: expected pairs of name and parameter, as model.named_parameters() gives them."
+            )
+        names[id(item[1])] = repr(item[0])
+    _agree(optimizer, names, options)
+    step = vars(optimizer).pop("step", None)  # a scheduler has put it there, and it calls the `step` of the plain class
+    training = AsyncTraining(optimizer, names, options)  # the servers' optimizers are of the plain class
+    add_to_class(optimizer, AsyncDistributed, step=_step_of(type(optimizer)))
+    optimizer._hvdlite_training = training  # type: ignore[attr-defined]
+    if step is not None:
+        _let_scheduler_see(optimizer)
+    return optimizer  # type: ignore[return-value]
+
+
+def _agree(optimizer: torch.optim.Optimizer, names: dict[int, str], options: Options) -> None:
+    """Check that all ranks call this alike, and give them the first rank's parameters, state and settings."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lines = [
+        f"optimizer={type(optimizer).__name__}",
+        *(f"{name}={getattr(options, name)!r}" for name in ("mode", "staleness", "servers", "workers", "push_every")),
+    ]
+    for number, p in enumerate(parameters):
+        frozen = "" if p.requires_grad else ", which requires no gradient"
+        lines.append(f"parameter {number} {names.get(id(p), '')} is {p.dtype} of shape {tuple(p.shape)}{frozen}")
+    lines.append(f"parameters: {len(parameters)}")
+    process_set = options.process_set
+    ranks = world().ranks(process_set)
+    gather = functools.partial(hvdlite.allgather_object, process_set=process_set)
+    check_same(lines, "what AsyncDistributedOptimizer is given", ranks, gather)
+    if len(ranks) > 1:
+        broadcast_parameters(parameters, ranks[0], process_set=process_set)
+        broadcast_optimizer_state(optimizer, ranks[0], process_set=process_set)
+
+
+def _step_of(plain: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return the `step` of the new class, with torch's hooks around it."""
+
+    @functools.wraps(plain.step)
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        return self._hvdlite_training.step(closure)
+
+    if hasattr(step, "hooked"):
+        del step.hooked
+    return hooked(torch.optim.Optimizer.profile_hook_step(step))
+
+
+def _let_scheduler_see(optimizer: Any) -> None:
+    """Let a schedule that was made before see the steps, or it would warn that it comes before them."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step

@@ -1,0 +1,31 @@
+"""The bytes of a message as torch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdlite.async_sgd.deal import Layout
+from hvdlite.protocols import Array
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of the elements of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def views(data: Array, layout: Layout, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of a layout as views of the bytes of a message.
+
+    Args:
+        data: The message: uint8, shape ``(layout.nbytes,)``.
+        layout: The places of the tensors.
+        like: All tensors of the optimizer, for their dtypes and shapes.
+    """
+    whole = torch.from_numpy(data)
+    found = []
+    for number, start in zip(layout.tensors, layout.starts, strict=True):
+        tensor = like[number]
+        found.append(whole[start : start + nbytes_of(tensor)].view(tensor.dtype).view(tensor.shape))
+    return found
