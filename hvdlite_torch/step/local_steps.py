@@ -44,7 +44,7 @@ class DiLoCo(LocalSGD):
 
     The outer gradient is the difference of the parameters before the steps and the mean after them (Douillard et al., "DiLoCo:
     Distributed Low-Communication Training of Language Models", arXiv:2311.08105). All ranks make the same outer step. With
-    ``compression=hvd.Compression.fp16`` (or bf16) of the optimizer the outer gradient travels in half of the bytes.
+    ``compression=hvd.Compression.fp16`` (or bf16) of the optimizer the outer gradient is rounded before it travels.
 
     Args:
         every: The number of steps from one outer step to the next.
