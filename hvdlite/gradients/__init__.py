@@ -3,7 +3,8 @@
 - `sync`: the contract between a framework's step and the object that combines gradients.
 - `layout`: where each gradient lies in flat memory; `header`: what each rank says with its gradients, summed over the ranks.
 - `bucket`: one flat buffer on all ranks of a host, and its exchange.
-- `ownership`: which elements a rank sums; `segments`: these elements in the memory of all ranks; `weighted_sum`: the sum.
+- `ownership`: which elements a rank sums; `segments`: these elements in the memory of all ranks; `weighted_sum`: the sum;
+  `between_hosts`: the sum over hosts.
 - `result_buffers`: where gradients and results lie.
 - `reducer`: all buckets of a model; `sharded_reducer`: each rank gets its shard of the sums.
 - `reducers`: makes the reducers of a group of ranks; `shared_reducers`: those that ranks which have joined make as well.

@@ -25,12 +25,13 @@ import numpy as np
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gradients.aggregator import Aggregator, Weights, run_aggregator
+from hvdlite.gradients.between_hosts import sum_between_hosts
 from hvdlite.gradients.header import WORDS, Header, HeaderSum, read, words
 from hvdlite.gradients.ownership import Ownership
 from hvdlite.gradients.result_buffers import BufferPool
 from hvdlite.gradients.segments import Memory
 from hvdlite.gradients.weighted_sum import WeightedSum
-from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.timeline import BucketRecord
 
@@ -209,9 +210,10 @@ class Bucket:
             for sources, result, others in chunks:
                 wide = self._sum.sum(how, sources, result, in_place)
                 if cross is not None:
-                    cross.allreduce(wide, ReduceOp.SUM)
-                self._sum.divide(wide)
-                if wide is not result:
-                    how.narrow(wide, result)
+                    sum_between_hosts(cross, how, wide, result, self._sum.divide)
+                else:
+                    self._sum.divide(wide)
+                    if wide is not result:
+                        how.narrow(wide, result)
                 for other in others:
                     np.copyto(other, result)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.gradients.between_hosts import scatter_sum
 from hvdlite.gradients.bucket import Bucket
 from hvdlite.gradients.layout import Block, Piece, pieces
 from hvdlite.gradients.reducer import Reducer, ReducerContext
@@ -79,10 +80,7 @@ class _ShardedBucket(Bucket):
             if wide.base is not part:
                 np.copyto(part[cut.part], wide)
         lo, hi = bounds[self.shard], bounds[self.shard + 1]
-        share = np.empty(hi - lo, memory.how.wide_dtype)
-        cross.reduce_scatter(part, share, self._counts(memory.block), ReduceOp.SUM)
-        self._sum.divide(share)
-        memory.how.narrow(share, own[lo:hi])
+        scatter_sum(cross, memory.how, part, own[lo:hi], self._counts(memory.block), self._sum.divide)
 
 
 class ShardedReducer(Reducer):
