@@ -84,7 +84,8 @@ class CastCompressor:
     """A compressor that casts real floating-point tensors of 32 bits or more to 16 bits. All other tensors stay as they are.
 
     The ranks' values are accumulated as float32 and rounded once. So the loss is one rounding of each rank's values, and one of
-    the result; and of gradients between hosts, one of each host's sum. The casts are differentiable if the framework's casts are.
+    the result; and of gradients between hosts, one of each host's sum. The casts are differentiable if the framework's casts
+    are.
     """
 
     DTYPE: ClassVar[str]
