@@ -7,7 +7,8 @@ what the optimizer steps with.
 - `slot`: where the gradient of one parameter lies; `large_gradients`, `small_gradients`: slots one by one, and all at once.
 - `encoded`: compressed gradients; `sparse`: sparse gradients.
 - `whole`: the results if each rank steps all parameters; `host_sharded`: the results if each rank steps its shard.
-- `adasum`: combines the changes that the steps make, instead of gradients; `local_steps`: parameters, after several steps.
+- `adasum`: combines the changes that the steps make, instead of gradients; `local_steps`: parameters, after several steps;
+  `own_steps`: what both have in common.
 - `device`, `device_sharded`: combine gradients on a GPU, by `hvdlite.gradients.device`; `device_gradients`: ``p.grad`` as views
   of buckets; `backward`: what backward passes launch; `gradient_state`: whether gradients have changed; `capture`: CUDA graphs.
 - `catch_up`: the part of an optimizer in a group of ranks: `join`, and `init` after `shutdown`.

@@ -7,24 +7,19 @@ optimizer state.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.step.context import OptimizerContext
-from hvdlite_torch.sync.whole import WholeResults
+from hvdlite_torch.sync.own_steps import OwnSteps
 
 
-class AdasumSync:
+class AdasumSync(OwnSteps):
     """The `hvdlite.gradients.sync.GradientSync` that combines the changes of parameters after a step.
 
     Args:
         context: The optimizer. The process set and the codec among its options are used.
-
-    Attributes:
-        results: This rank's own gradients.
 
     Raises:
         ArgumentError: ``overlap`` or ``max_grad_norm`` is set, which need combined gradients.
@@ -36,16 +31,9 @@ class AdasumSync:
                 raise ArgumentError(
                     f"{name}={getattr(context.options, name)!r} has no meaning for op=Adasum: gradients are not combined."
                 )
-        self._context = context
-        self.results = WholeResults(context)
+        super().__init__(context)
         self._start: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Each parameter that is trained, and a copy of its values before the step."""
-
-    @property
-    def missed(self) -> bool:
-        """Whether some rank has missed a step since all ranks had the same state. Every rank calls this."""
-        steps = hvdlite.allgather_object(self._context.in_step.steps, process_set=self._context.process_set)
-        return len(set(steps)) > 1
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -66,17 +54,3 @@ class AdasumSync:
         )
         for (parameter, start), (_, context), change in zip(started, encoded, combined, strict=True):
             parameter.copy_(start + (change if codec is None else codec.decode(change, context)))
-
-    def stand_in(self) -> None:
-        """Do nothing: changes are combined by a named operation, in which a rank that has joined takes part anyway."""
-
-    # Gradients are each rank's own, so these methods do nothing.
-
-    def begin(self) -> None: ...
-    def make_hooks(self) -> None: ...
-    def ready(self, index: int, parameter: Any) -> None: ...
-    def combine(self) -> None: ...
-    def leave_out(self) -> None: ...
-    def changed_unseen(self, how: str) -> None: ...
-    def have_same_state(self) -> None: ...
-    def leave(self) -> None: ...

@@ -13,21 +13,18 @@ import hvdlite
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.local_steps import DiLoCo, LocalSGD
-from hvdlite_torch.sync.whole import WholeResults
+from hvdlite_torch.sync.own_steps import OwnSteps
 
 _MARKS = 2**20
 """How many different checksums there are: sums of their squares must be exact in float64."""
 
 
-class LocalSync:
+class LocalSync(OwnSteps):
     """The `hvdlite.gradients.sync.GradientSync` of `LocalSGD` and `DiLoCo`.
 
     Args:
         context: The optimizer.
         how: When the ranks meet, and what they do then.
-
-    Attributes:
-        results: This rank's own gradients.
 
     Raises:
         ArgumentError: An argument is set that needs combined gradients.
@@ -46,8 +43,8 @@ class LocalSync:
                 f"compression={context.options.codec.name} and local_steps={how} do not go together: parameters would be "
                 "rounded. DiLoCo can compress, because it sends how far the parameters have moved."
             )
-        self._context, self._how = context, how
-        self.results = WholeResults(context)
+        super().__init__(context)
+        self._how = how
         self._steps = 0
         """The steps of this rank since the ranks have last met."""
         self._samples, self._weighted = 0.0, False
@@ -57,14 +54,6 @@ class LocalSync:
         self._start: list[torch.nn.Parameter] = []
         """For an outer optimizer, the parameters that it steps: those with which all ranks went on."""
         self._outer: torch.optim.Optimizer | None = None
-        self._loaded: Mapping[str, Any] | None = None
-        """The state of an outer optimizer that is not made yet."""
-
-    @property
-    def missed(self) -> bool:
-        """Whether some rank has missed a step since all ranks had the same state. Every rank calls this."""
-        steps = hvdlite.allgather_object(self._context.in_step.steps, process_set=self._context.process_set)
-        return len(set(steps)) > 1
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -74,14 +63,12 @@ class LocalSync:
         if isinstance(self._how, DiLoCo) and self._outer is None:
             self._begin_outer(self._how, [parameter.detach().clone() for parameter in self._context.trained()])
 
-    def _begin_outer(self, how: DiLoCo, start: list[torch.Tensor]) -> None:
-        """Make the outer optimizer, which steps `start`."""
+    def _begin_outer(self, how: DiLoCo, start: list[torch.Tensor]) -> torch.optim.Optimizer:
+        """Make the outer optimizer, which steps `start`, and return it."""
         self._stepped = [id(parameter) for parameter in self._context.trained()]
         self._start = [torch.nn.Parameter(tensor) for tensor in start]
         self._outer = how.outer(self._start)
-        if self._loaded is not None:
-            self._outer.load_state_dict(dict(self._loaded))
-            self._loaded = None
+        return self._outer
 
     @torch.no_grad()
     def after_step(self) -> None:
@@ -168,25 +155,8 @@ class LocalSync:
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state that `state` has returned."""
         self._steps, self._samples, self._weighted = state["steps"], state["samples"], state["weighted"]
-        self._start, self._outer, self._loaded = [], None, None
+        self._start, self._outer = [], None
         if isinstance(self._how, DiLoCo) and "outer" in state:
-            self._loaded = state["outer"]
-            parameters = self._context.trained()
-            self._begin_outer(
-                self._how,
-                [start.detach().clone().to(p.device) for start, p in zip(state["start"], parameters, strict=True)],
-            )
-
-    def stand_in(self) -> None:
-        """Do nothing: parameters are averaged by named operations, in which a rank that has joined takes part anyway."""
-
-    # Gradients are each rank's own, so these methods do nothing.
-
-    def begin(self) -> None: ...
-    def make_hooks(self) -> None: ...
-    def ready(self, index: int, parameter: Any) -> None: ...
-    def combine(self) -> None: ...
-    def leave_out(self) -> None: ...
-    def changed_unseen(self, how: str) -> None: ...
-    def have_same_state(self) -> None: ...
-    def leave(self) -> None: ...
+            pairs = zip(state["start"], self._context.trained(), strict=True)
+            outer = self._begin_outer(self._how, [start.detach().clone().to(p.device) for start, p in pairs])
+            outer.load_state_dict(state["outer"])
