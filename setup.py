@@ -24,7 +24,8 @@ EXTRAS = {
     "gpu": ["nvidia-nccl-cu13>=2.28; platform_system == 'Linux'"],
     "gpu-cu12": ["nvidia-nccl-cu12>=2.21; platform_system == 'Linux'"],
     "large-batch": ["pytorch-optimizer>=4"],
-    "examples": ["scikit-learn", "tqdm", "matplotlib"],
+    "examples": ["scikit-learn", "tqdm", "matplotlib", "gymnasium"],
+    "serve": ["starlette>=1", "uvicorn>=0.40", "httptools>=0.6", "msgpack>=1", "prometheus_client>=0.20"],
     "frameworks": ["lightning>=2.6", "accelerate>=1.15", "transformers>=5"],
 }
 EXTRAS["test"] = [
@@ -33,7 +34,9 @@ EXTRAS["test"] = [
     *EXTRAS["tf-keras"],
     *EXTRAS["large-batch"],
     *EXTRAS["examples"],
+    *EXTRAS["serve"],
     "array-api-strict",
+    "httpx",
     "hypothesis",
     "pytest",
     "pytest-timeout",

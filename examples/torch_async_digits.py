@@ -2,6 +2,7 @@
 
     hvdliterun -np 4 python examples/torch_async_digits.py --mode async --slow-rank 5
     hvdliterun -np 4 python examples/torch_async_digits.py --mode ssp --staleness 3 --slow-rank 5
+    hvdliterun -np 4 python examples/torch_async_digits.py --mode hogwild
     hvdliterun -np 4 python examples/torch_async_digits.py --mode all --slow-rank 5 --plot modes.png
 
 The data comes with scikit-learn: 1797 images of 8 × 8 pixels. All ranks train for the same time. Each draws its own batches of
@@ -57,10 +58,14 @@ def train(
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr)
     optimizer = hvd.AsyncDistributedOptimizer(  # hvd: the one line
-        optimizer, model, mode=mode, staleness=arguments.staleness if mode == "ssp" else None, servers=arguments.servers
+        *(optimizer, model),
+        mode="async" if mode == "hogwild" else mode,
+        hogwild=mode == "hogwild",  # hvd: no servers, the ranks share the memory of the parameters
+        staleness=arguments.staleness if mode == "ssp" else None,
+        servers=arguments.servers,
     )
     if optimizer.is_server:  # hvd: with --servers, the last ranks hold the parameters only
-        optimizer.serve()
+        hvd.serve_parameters()
         used = 0
     else:
         slow = hvd.rank() == optimizer.workers[-1]
@@ -129,7 +134,7 @@ def draw_all(runs: dict[str, list[tuple[float, float]]], path: Path, title: str)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--mode", default="async", choices=["sync", "ssp", "async", "all"], help="all: one after the other"
+        "--mode", default="async", choices=["sync", "ssp", "async", "hogwild", "all"], help="all: the first three"
     )
     parser.add_argument(
         "--staleness", type=int, default=3, help="steps that a rank may be ahead of the slowest, for ssp"
@@ -150,7 +155,7 @@ def main() -> None:
     for name in ("slow_rank", "intervals", "batch_size"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}: expected 1 or more")
-    arguments.servers = arguments.servers or "sharded"
+    arguments.servers = arguments.servers or None
 
     hvd.init()  # hvd
     if hvd.rank() == 0:

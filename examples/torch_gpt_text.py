@@ -19,6 +19,7 @@ import argparse
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -37,15 +38,23 @@ EVALUATIONS = 10
 PROMPT = 'The "for" statement'
 
 
-SENDS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "gradients": lambda _: {},
-    "fp16": lambda _: {"compression": hvd.Compression.fp16},
-    "powersgd": lambda rank: {"compression": hvd.Compression.powersgd(int(rank or 4))},
-    "topk": lambda ratio: {"compression": hvd.Compression.topk(float(ratio or 0.01))},
-    "localsgd": lambda every: {"local_steps": hvd.LocalSGD(int(every or 8))},
-    "diloco": lambda every: {"local_steps": hvd.DiLoCo(int(every or 64)), "compression": hvd.Compression.fp16},
+SENDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "gradients": lambda: {},
+    "fp16": lambda: {"compression": hvd.Compression.fp16},
+    "powersgd": lambda rank=4, bits=0: {"compression": hvd.Compression.powersgd(int(rank), bits=int(bits) or None)},
+    "topk": lambda ratio=0.01: {"compression": hvd.Compression.topk(ratio)},
+    "localsgd": lambda every=8: {"local_steps": hvd.LocalSGD(int(every))},
+    "diloco": lambda every=64, lr=0.7, momentum=0.9: {
+        "local_steps": hvd.DiLoCo(int(every), partial(outer_optimizer, lr=lr, momentum=momentum)),
+        "compression": hvd.Compression.fp16,
+    },
 }
 """What the ranks send each other: arguments of `DistributedOptimizer`."""
+
+
+def outer_optimizer(parameters: list[nn.Parameter], lr: float, momentum: float) -> torch.optim.Optimizer:
+    """Return the optimizer that steps with what the ranks have learned between two meetings."""
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
 
 class Trained(NamedTuple):
@@ -219,10 +228,13 @@ def parse_arguments() -> argparse.Namespace:
         return value
 
     def sends(text: str) -> dict[str, Any]:
-        name, _, number = text.partition(":")
+        name, _, numbers = text.partition(":")
         if name not in SENDS:
             raise argparse.ArgumentTypeError(f"{name} is none of {', '.join(SENDS)}")
-        return SENDS[name](number)
+        try:
+            return SENDS[name](*map(float, filter(None, numbers.split(","))))
+        except (TypeError, ValueError) as error:  # too many numbers, or a word
+            raise argparse.ArgumentTypeError(f"{text}: {error}") from error
 
     def file(text: str) -> Path:  # an error comes now, not after the training
         if not (path := Path(text)).parent.is_dir():
@@ -244,7 +256,8 @@ def parse_arguments() -> argparse.Namespace:
         type=sends,
         default="gradients",
         metavar="WHAT",
-        help=f"what the ranks send each other: {', '.join(SENDS)}; or with a number, such as powersgd:8 or localsgd:64",
+        help=f"what the ranks send each other: {', '.join(SENDS)}; or with numbers: powersgd:RANK,BITS, topk:RATIO, "
+        "localsgd:EVERY, diloco:EVERY,LR,MOMENTUM",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=whole_number, default=400, help="bytes to write in the end")

@@ -21,24 +21,30 @@ if TYPE_CHECKING:
     from hvdlite.adapter.plain import *  # noqa: F403
     from hvdlite.basics import *  # noqa: F403
     from hvdlite.launch.run_function import run
+    from hvdlite.serving.servable import servable
+    from hvdlite.serving.serve import serve
 
-    __all__ = ["run"]
+    __all__ = ["run", "servable", "serve"]
     __all__ += plain.__all__
     __all__ += basics.__all__
 
 __version__ = "0.1.0"
 
 if not TYPE_CHECKING:
+    # A training process imports neither the launcher nor the server.
+    _ELSEWHERE = {"run": "launch.run_function", "servable": "serving.servable", "serve": "serving.serve"}
 
     def __getattr__(name: str) -> Any:
-        if name == "run":  # a training process does not import the launcher
-            return importlib.import_module("hvdlite.launch.run_function").run
+        if name in _ELSEWHERE:
+            return getattr(importlib.import_module(f"hvdlite.{_ELSEWHERE[name]}"), name)
         if name.startswith("__") and name != "__all__":  # Python and its tools ask for many of these
             raise AttributeError(f"module 'hvdlite' has no attribute {name!r}")
         if "__all__" not in globals():
             homes = [importlib.import_module(f"hvdlite.{home}") for home in ("basics", "adapter.plain")]
             found = {each: getattr(home, each) for home in homes for each in home.__all__}
-            globals().update({"__all__": ["run", *found], **found} | globals())  # what a program has replaced stays
+            globals().update(
+                {"__all__": [*_ELSEWHERE, *found], **found} | globals()
+            )  # what a program has replaced stays
         if name in globals():  # one of these names, or a module that was loaded with them
             return globals()[name]
         raise AttributeError(guide.advice_on(name))

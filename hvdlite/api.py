@@ -123,7 +123,8 @@ def init(
 
     Raises:
         ArgumentError: `comm` does not contain this process, or the processes in it passed different ranks; or `process_sets` is
-            a text other than "dynamic", or contains equal sets or unknown ranks. The job has not begun then.
+            a text other than "dynamic", or contains equal sets or unknown ranks; or all ranks are to serve (``--servers``). The
+            job has not begun then.
         WorldSizeError: A launcher started several processes, but MPI sees only this one.
         ThreadLevelError: The MPI library does not support threads.
         MissingPackageError: This process is one of several, and no MPI library is installed. A single process needs none.
@@ -142,12 +143,21 @@ def init(
     atexit.register(_leave_at_exit)
     _look_after_children()
     try:
+        _check_servers(config)
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
             add_process_set(process_set)
         _rebind(_process_world)
     except BaseException:  # all ranks fail alike, and a second attempt begins anew
         _leave("its init() has failed.")
         raise
+
+
+def _check_servers(config: Config) -> None:
+    if config.servers >= size():
+        raise ArgumentError(
+            f"--servers {config.servers} (HVDLITE_SERVERS): the job has {size()} rank{'s' * (size() > 1)}, so none is left to "
+            "train. Start more ranks, or fewer servers."
+        )
 
 
 def _rebind(here: World) -> None:
@@ -191,9 +201,18 @@ def shutdown() -> None:
     Operations that are still in flight are abandoned.
     """
     if _process_world is not None and not _process_world.is_childs_copy:
+        _check_served(_process_world)
         for act in before_leaving:
             act(_process_world)
     _leave(f"it has called shutdown(), here:\n{stack_of(threading.get_ident())} ")
+
+
+def _check_served(here: World) -> None:
+    if here.config.servers and not here.has_servers:
+        raise ArgumentError(
+            f"this job has --servers {here.config.servers} (HVDLITE_SERVERS), and rank {here.topology.rank} has not made an "
+            "AsyncDistributedOptimizer, so nothing was served. Make one on all ranks, or start the job without --servers."
+        )
 
 
 def _leave_at_exit() -> None:
@@ -201,7 +220,7 @@ def _leave_at_exit() -> None:
     if _process_world is not None and not _process_world.is_childs_copy:
         try:
             # After an exception that nobody has caught (one process; of several, the job has ended) nothing is to be finished.
-            for act in (*([] if hasattr(sys, "last_value") else before_leaving), *at_the_end):
+            for act in (*([] if hasattr(sys, "last_value") else (_check_served, *before_leaving)), *at_the_end):
                 act(_process_world)
         except BaseException:  # Python would go on, with exit code 0, and the other ranks would wait for this one
             _process_world.watch.fail(HvdliteError(f"at the end of the program:\n{traceback.format_exc()}"))
@@ -275,6 +294,16 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Return the number of hosts that have a process of this local rank."""
     return world("cross_size()").topology.cross_size
+
+
+def is_server() -> bool:
+    """Return whether this rank only serves parameters: it is one of the last N ranks of a job that has ``--servers N``.
+
+    The program of such a rank makes the same `AsyncDistributedOptimizer` as the others, and then calls `serve_parameters`
+    instead of its loop (docs/asynchronous.md).
+    """
+    here = world("is_server()")
+    return here.topology.rank >= here.topology.size - here.config.servers
 
 
 def mpi_threads_supported() -> bool:

@@ -25,6 +25,7 @@ from hvdlite.api import (
     init,
     is_homogeneous,
     is_initialized,
+    is_server,
     local_rank,
     local_size,
     mpi_threads_supported,
@@ -36,6 +37,7 @@ from hvdlite.api import (
     start_timeline,
     stop_timeline,
 )
+from hvdlite.async_sgd.compensation import DCASGD, StalenessRate
 from hvdlite.errors import (
     ArgumentError,
     CommunicationError,
@@ -59,6 +61,7 @@ from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
 
 __all__ = [
+    "DCASGD",
     "Adasum",
     "ArgumentError",
     "Average",
@@ -80,6 +83,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "ReduceOp",
+    "StalenessRate",
     "Sum",
     "ThreadLevelError",
     "UnsupportedTensorError",
@@ -94,6 +98,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "is_server",
     "local_rank",
     "local_size",
     "mpi_threads_supported",

@@ -1,14 +1,21 @@
-"""``hvdlite`` merges and summarizes the timeline files of a job. (``hvdliterun`` starts jobs.)"""
+"""``hvdlite`` serves models, reads timelines of jobs, and says which strategy a program should train with.
+
+``hvdliterun`` starts jobs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from hvdlite.errors import HvdliteError
+from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.serving import command as serving
+from hvdlite.serving.bench import command as bench
 
 _FAILED = 2
 
@@ -46,7 +53,42 @@ def _parser() -> argparse.ArgumentParser:
     summarize.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a merged trace, or what merge takes")
     summarize.add_argument("--top", type=int, default=20, metavar="N", help="operations to name (20)")
     summarize.set_defaults(action=_summarize)
+    _add_advise(commands)
+    serving.add_command(commands)
+    bench.add_command(commands)
     return parser
+
+
+def _add_advise(commands: Any) -> None:
+    advise = commands.add_parser(
+        "advise",
+        help="measure some steps of a training program, and say what each strategy would cost",
+        description="Run a training program for some steps, and say what a step would cost with each strategy.",
+        usage="hvdlite advise PROGRAM -np N [options] [-- arguments of the program]",
+        allow_abbrev=False,
+    )
+    add = advise.add_argument
+    add("program", metavar="PROGRAM", help="a Python file that trains with hvdlite_torch.DistributedOptimizer")
+    add("-np", "--num-proc", type=int, required=True, metavar="N", help="number of ranks, 2 or more")
+    where = advise.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, and how many ranks each takes")
+    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help='the same as lines "host slots=N"')
+    add(
+        "--link", metavar="RATE[,LATENCY]", help='between the hosts, as "100mbit" or "10gbit,50us"; else it is measured'
+    )
+    add("--per-host", type=int, metavar="R", help="pretend R ranks on each host (1, with --link on one host)")
+    add(
+        "--strategies",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help='such as "fp16", "powersgd:8", "localsgd:16" or "async:1"',
+    )
+    add("--steps", type=int, default=20, metavar="K", help="steps to measure (20)")
+    add("--warm-up", type=int, default=5, metavar="K", help="steps before these (5)")
+    add("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add("--plot", type=Path, metavar="FILE", help="draw the time of a step by the bandwidth of the link")
+    advise.set_defaults(action=_advise)
 
 
 def _merge(options: argparse.Namespace) -> None:
@@ -63,9 +105,45 @@ def _summarize(options: argparse.Namespace) -> None:
     print(summarize(load(options.paths), options.top), end="")
 
 
+def _advise(options: argparse.Namespace) -> None:
+    from hvdlite.advise import advise
+
+    for name in ("json", "plot"):  # an error comes now, not after the measurement
+        path = getattr(options, name)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ArgumentError(f"--{name} {path}: there is no folder {path.absolute().parent}.")
+    launch = [
+        *(["-H", options.hosts] if options.hosts else []),
+        *(["--hostfile", options.hostfile] if options.hostfile else []),
+    ]
+    found = advise(
+        options.program,
+        options.words,
+        options.num_proc,
+        link=options.link,
+        per_host=options.per_host,
+        strategies=options.strategies,
+        steps=options.steps,
+        warm_up=options.warm_up,
+        launch=launch,
+    )
+    print(found, end="")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found.figures(), indent=2) + "\n")
+    if options.plot is not None:
+        found.plot(options.plot)
+        print(f"the picture is in {options.plot}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hvdlite`` with these arguments, by default those of the process, and return its exit code."""
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
+    end = given.index("--") if "--" in given else len(given)
+    options = parser.parse_args(given[:end])
+    options.words = given[end + 1 :]
+    if options.words and options.action is not _advise:
+        parser.error(f"{' '.join(options.words)}: only advise takes the arguments of a program after --")
     try:
         options.action(options)
     except (HvdliteError, OSError) as error:

@@ -40,10 +40,12 @@ class Config:
         nccl_library: The path of the NCCL library; empty to search for it.
         nccl_start_seconds: The ranks try for so many seconds to connect by NCCL.
         share_gpu: Several ranks may use one GPU.
+        servers: The last so many ranks only serve the parameters of `AsyncDistributedOptimizer`; 0 if the ranks are alike.
+        advise: What to measure of the training; ``hvdlite advise`` sets it (see `hvdlite.advise.recorder.Request`).
         control: ``host:port:secret`` of the launcher that started this process; hvdliterun sets it.
 
     Raises:
-        ArgumentError: `overlap` has another value.
+        ArgumentError: `overlap` has another value, or `servers` is negative.
     """
 
     fusion_threshold: int = 64 * 2**20
@@ -65,11 +67,15 @@ class Config:
     nccl_library: str = ""
     nccl_start_seconds: float = 120.0
     share_gpu: bool = False
+    servers: int = 0
+    advise: str = ""
     control: str = ""
 
     def __post_init__(self) -> None:
         if self.overlap not in ("auto", "on", "off"):
             raise ArgumentError(f"HVDLITE_OVERLAP={self.overlap!r}: expected auto, on or off.")
+        if self.servers < 0:
+            raise ArgumentError(f"HVDLITE_SERVERS={self.servers}: expected how many ranks only serve, 0 or more.")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:
@@ -106,3 +112,12 @@ def _parse(variable: str, text: str, kind: type) -> Any:
         return kind(text)
     except ValueError:
         raise ArgumentError(f"{variable}={text!r}: expected {kind.__name__}.") from None
+
+
+def environment(**defaults: str) -> dict[str, str]:
+    """Return the environment variables of this process, for a process that it starts.
+
+    Args:
+        defaults: Variables that are added if they are not set.
+    """
+    return {**defaults, **os.environ}

@@ -16,18 +16,18 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from hvdlite.comm.channel import WatchedChannel
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
+from hvdlite.communicator.channel import WatchedChannel
 from hvdlite.config import Config
-from hvdlite.errors import PeerLeftError
+from hvdlite.errors import ArgumentError, PeerLeftError, ranks_text
 from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.gpu.groups import Devices, GroupCollectives
 from hvdlite.gradients.planner import Planner
 from hvdlite.gradients.reducer import ReducerContext
 from hvdlite.gradients.reducers import Reducers
 from hvdlite.negotiation.engine import Engine
-from hvdlite.operations import Agreement, AllgatherObject
+from hvdlite.operations import Agreement, AllgatherObject, Operation
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Channel, Device, Exchange, Plan, TensorInfo, Transport
 from hvdlite.tensors.reduction import nbytes_of
@@ -117,12 +117,27 @@ class Group:
         self.engine = runtime.engine(transport, members)
         plan = Plan(message_bytes=runtime.config.bucket_bytes)
         context = ReducerContext(members, runtime.watch, runtime.timeline)
-        self.reducers = Reducers(self.engine.run, context, plan, runtime.devices)
+        self.reducers = Reducers(self._run_to_train, context, plan, runtime.devices)
         self.engine.use_to_make_late(self.reducers.shared.make_late)
         self.exchanges: list[Exchange] = []
         self.stood_in = 0
         self.missed: list[int] = []
         self._collect_at = _MUCH_BYTES
+
+    def _run_to_train(self, operation: Operation) -> Any:
+        """Run an operation that makes memory for gradients.
+
+        Raises:
+            ArgumentError: Ranks of this group only serve parameters. All ranks raise it.
+        """
+        size, servers = len(self._runtime.hosts), self._runtime.config.servers
+        if serving := [rank for rank in self.ranks if rank >= size - servers]:
+            raise ArgumentError(
+                f"this job has --servers {servers} (HVDLITE_SERVERS), so {ranks_text(serving)} only "
+                f"{'serves' if len(serving) == 1 else 'serve'} parameters, and cannot exchange gradients with the others: use "
+                "AsyncDistributedOptimizer, or start the job without --servers."
+            )
+        return self.engine.run(operation)
 
     @property
     def ranks(self) -> tuple[int, ...]:

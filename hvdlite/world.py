@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
+from hvdlite.comm.mpi_start import never_finalize
 from hvdlite.communicator.communicator import Communicators
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
@@ -235,6 +236,8 @@ class World:
         """Whether this rank has left the job."""
         self.is_childs_copy = False
         """Whether this process was forked from the process of the rank."""
+        self.has_servers = False
+        """Whether this rank has taken part in a training with a parameter server."""
         if config.timeline not in ("", "DYNAMIC"):
             self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
@@ -304,6 +307,10 @@ class World:
         """
         self.watch.leave(how)
         self.over = True
+        if self.watch.losses.lost:  # to release something of MPI, or to end it, takes all ranks
+            self.abandon()
+            never_finalize()
+            return
         if self.timeline.started:
             try:
                 self.timeline.stop(self._transport)

@@ -21,9 +21,11 @@ from hvdlite import (
 )
 from hvdlite.adapter import capabilities
 from hvdlite.adapter.arguments import num_rank_is_power_2 as check_num_rank_power_of_2
+from hvdlite.adapter.async_sgd.unfinished import serve_parameters
 from hvdlite.adapter.capabilities import *  # noqa: F403
-from hvdlite.adapter.optional import require
+from hvdlite.adapter.few_bytes.local_steps import DiLoCo, LocalSGD
 from hvdlite.basics import *  # noqa: F403
+from hvdlite.checks import require
 
 # These checks come first, because the modules below import the packages.
 require("keras", "tf", "hvdlite_tf")
@@ -34,8 +36,11 @@ except ModuleNotFoundError:  # its backend is not installed
     raise
 
 from hvdlite_tf import callbacks, elastic  # noqa: E402
+from hvdlite_tf.async_sgd.optimizer import AsyncDistributedOptimizer  # noqa: E402
+from hvdlite_tf.async_sgd.wrapped import AsyncDistributed  # noqa: E402
 from hvdlite_tf.callbacks import BroadcastGlobalVariablesCallback  # noqa: E402
 from hvdlite_tf.optimizers.wrap import DistributedOptimizer  # noqa: E402
+from hvdlite_tf.servable import servable  # noqa: E402
 from hvdlite_tf.training.objects import (  # noqa: E402
     allgather_object,
     broadcast_object,
@@ -83,13 +88,17 @@ else:
 
 
 __all__ = [
+    "AsyncDistributed",
+    "AsyncDistributedOptimizer",
     "BroadcastGlobalVariablesCallback",
     "BroadcastGlobalVariablesHook",
+    "DiLoCo",
     "DistributedGradient",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "LocalGradientAggregationHelper",
     "LocalGradientAggregationHelperEager",
+    "LocalSGD",
     "PartialDistributedGradientTape",
     "Pipeline",
     "Strategy",
@@ -124,6 +133,8 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "refs_to_vars",
+    "servable",
+    "serve_parameters",
     "shard",
     "size_op",
     "vars_to_refs",

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 from hvdlite import basics
 from hvdlite.adapter import capabilities
+from hvdlite.adapter.async_sgd.unfinished import serve_parameters
 from hvdlite.adapter.capabilities import *  # noqa: F403
-from hvdlite.adapter.optional import require
-from hvdlite.api import at_the_end, before_leaving
+from hvdlite.api import at_the_end
 from hvdlite.basics import *  # noqa: F403
+from hvdlite.checks import require
 from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
 
 # This check comes first, because the modules below import torch.
 require("torch", "torch", "hvdlite_torch")
 
+from hvdlite.adapter.few_bytes.local_steps import DiLoCo, LocalSGD  # noqa: E402
 from hvdlite_torch import elastic  # noqa: E402
-from hvdlite_torch.async_sgd import unfinished  # noqa: E402
 from hvdlite_torch.async_sgd.optimizer import AsyncDistributedOptimizer  # noqa: E402
 from hvdlite_torch.async_sgd.wrapped import AsyncDistributed  # noqa: E402
 from hvdlite_torch.checks import alone  # noqa: E402
@@ -51,8 +52,8 @@ from hvdlite_torch.ops.sparse import sparse_allreduce_async  # noqa: E402
 from hvdlite_torch.optimizer import DistributedOptimizer  # noqa: E402
 from hvdlite_torch.pipeline.pipeline import Pipeline  # noqa: E402
 from hvdlite_torch.pipeline.wavefront import Wavefront  # noqa: E402
+from hvdlite_torch.servable import servable  # noqa: E402
 from hvdlite_torch.slicing.slice_layers import slice_layers  # noqa: E402
-from hvdlite_torch.step.local_steps import DiLoCo, LocalSGD  # noqa: E402
 from hvdlite_torch.step.own_parameters import own_parameters  # noqa: E402
 from hvdlite_torch.step.wrapped import Distributed  # noqa: E402
 from hvdlite_torch.training.in_sync import assert_in_sync, rank_zero_only  # noqa: E402
@@ -66,7 +67,6 @@ from hvdlite_torch.training.state import (  # noqa: E402
 from hvdlite_torch.training.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
 at_the_end.append(alone.look)
-before_leaving.append(unfinished.finish_all)
 backend.register()
 
 __all__ = [
@@ -116,6 +116,8 @@ __all__ = [
     "reducescatter",
     "reducescatter_async",
     "scale_lr",
+    "servable",
+    "serve_parameters",
     "slice_layers",
     "sparse_allreduce_async",
     "synchronize",

@@ -13,7 +13,7 @@ import socket
 import torch
 
 from hvdlite import api
-from hvdlite.adapter.optional import require
+from hvdlite.checks import require
 from hvdlite.errors import ArgumentError
 
 # This check comes first, because the lines below import Accelerate.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvdlite import api
-from hvdlite.adapter.optional import require
+from hvdlite.checks import require
 from hvdlite.errors import ArgumentError, NotYetError
 
 # This check comes first, because the lines below import Lightning.

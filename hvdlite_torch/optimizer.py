@@ -14,6 +14,7 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
+from hvdlite.adapter.few_bytes.local_steps import LocalSGD
 from hvdlite.adapter.options import combined_by
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
@@ -23,7 +24,6 @@ from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.driver import StepDriver
-from hvdlite_torch.step.local_steps import LocalSGD
 from hvdlite_torch.step.options import Options, Shard
 from hvdlite_torch.step.shardable import check_shardable
 from hvdlite_torch.step.sharding import Sharding
@@ -35,6 +35,7 @@ from hvdlite_torch.sync.catch_up import OptimizerMember
 from hvdlite_torch.sync.device import DeviceSync
 from hvdlite_torch.sync.host import HostSync
 from hvdlite_torch.sync.local_steps import LocalSync
+from hvdlite_torch.sync.measured import measured
 from hvdlite_torch.tensors.device import device_kind
 from hvdlite_torch.tensors.sliced import is_sliced, local_of
 from hvdlite_torch.training.state import broadcast_optimizer_state
@@ -147,8 +148,13 @@ def _make_sync(context: OptimizerContext, sharding: Sharding | None) -> Gradient
     """Return the object that combines gradients where the parameters lie, or that combines steps (Adasum).
 
     Raises:
-        ArgumentError: ``aggregator=`` is given, and the parameters are on a GPU.
+        ArgumentError: ``aggregator=`` is given, and the parameters are on a GPU; or ``hvdlite advise`` cannot measure this.
     """
+    sync = _choose_sync(context, sharding)
+    return measured(sync, context) if context.config.advise else sync
+
+
+def _choose_sync(context: OptimizerContext, sharding: Sharding | None) -> GradientSync:
     if context.options.local_steps is not None:
         return LocalSync(context, context.options.local_steps)
     if context.options.steps_with is StepsWith.OWN:

@@ -140,12 +140,13 @@ class Hosts:
 
 
 @contextlib.contextmanager
-def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
+def hosts(count: int, rate: str | None = None, burst: str = "256kb") -> Iterator[Hosts]:
     """Set up some hosts, and remove them after the body, whatever happens.
 
     Args:
         count: The number of hosts.
         rate: The limit on what each host sends, in the notation of ``tc``, such as "1gbit"; None for no limit.
+        burst: So many bytes a host may send at once after it has sent nothing for a while, likewise.
 
     Raises:
         RuntimeError: The hosts cannot be set up here. The text says why.
@@ -155,7 +156,7 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
     lab = subprocess.Popen(
         [
             *("unshare", *_NODE_NAMESPACES, "--pid", "--fork", "--kill-child", "--mount-proc"),
-            *(*_ITSELF, "lab", str(directory), rate or "", *names),
+            *(*_ITSELF, "lab", str(directory), rate or "", burst, *names),
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -218,12 +219,12 @@ def _call(words: Sequence[str]) -> None:
 # ---- the code below runs in the lab and on the hosts ----
 
 
-def _be_lab(directory: Path, rate: str, names: Sequence[str]) -> None:
+def _be_lab(directory: Path, rate: str, burst: str, names: Sequence[str]) -> None:
     try:
         _write_files(directory, names)
         _call(["ip", "link", "add", "switch", "type", "bridge"])
         _call(["ip", "link", "set", "switch", "up"])
-        holders = [_add_host(directory, rate, number, name) for number, name in enumerate(names, 1)]
+        holders = [_add_host(directory, rate, burst, number, name) for number, name in enumerate(names, 1)]
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # process 1 must reap orphans
         print("ready", flush=True)
         sys.stdin.read()
@@ -241,7 +242,7 @@ def _write_files(directory: Path, names: Sequence[str]) -> None:
         (directory / path).chmod(0o755)
 
 
-def _add_host(directory: Path, rate: str, number: int, name: str) -> subprocess.Popen[str]:
+def _add_host(directory: Path, rate: str, burst: str, number: int, name: str) -> subprocess.Popen[str]:
     holder = subprocess.Popen(
         ["unshare", *_NODE_NAMESPACES, *_ITSELF, "host", name, str(directory)],
         stdin=subprocess.PIPE,
@@ -258,7 +259,7 @@ def _add_host(directory: Path, rate: str, number: int, name: str) -> subprocess.
     _call([*inside, "ip", "address", "add", f"{_NETWORK}.{number}/24", "dev", "eth0"])
     _call([*inside, "ip", "link", "set", "eth0", "up"])
     if rate:
-        limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+        limit = ["tbf", "rate", rate, "burst", burst, "latency", "50ms"]
         _call([*inside, "tc", "qdisc", "add", "dev", "eth0", "root", *limit])
     return holder
 
@@ -276,7 +277,7 @@ def _be_host(name: str, directory: Path) -> None:
 def _main(role: str, *arguments: str) -> None:
     try:
         if role == "lab":
-            _be_lab(Path(arguments[0]), arguments[1], arguments[2:])
+            _be_lab(Path(arguments[0]), *arguments[1:3], arguments[3:])
         else:
             _be_host(arguments[0], Path(arguments[1]))
     except RuntimeError as error:

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
+import torch
 
 from tests.jobs import PROGRAMS, PROMPT, Start, seconds_since_failure
 
 LEAVES = str(PROGRAMS / "parameter_server_leaves.py")
+KERAS_LEAVES = str(PROGRAMS / "keras_parameter_server_leaves.py")
+LOSES = str(PROGRAMS / "parameter_server_loses.py")
+ALL, LAST = (), ("--servers", "1")
+"""Who serves: all ranks, or the last one only."""
 
 
-@pytest.mark.parametrize(("mode", "servers"), [("sync", "sharded"), ("ssp", "1")])
+@pytest.mark.parametrize(
+    ("program", "mode", "servers"), [(LEAVES, "sync", ALL), (KERAS_LEAVES, "ssp", LAST)], ids=["torch", "keras"]
+)
 @pytest.mark.parametrize(("how", "code"), [("killed", 137), ("exception", 1)])
-def test_a_rank_that_fails_ends_the_job(start: Start, how: str, code: int, mode: str, servers: str) -> None:
-    ended = start("-np", "3", "python", LEAVES, how, mode, servers).end()
+def test_a_rank_that_fails_ends_the_job(
+    start: Start, how: str, code: int, program: str, mode: str, servers: Sequence[str]
+) -> None:
+    ended = start("-np", "3", *servers, "python", program, how, mode).end()
     assert seconds_since_failure(ended.out, ended.at) < PROMPT
     assert ended.code == code
     assert "rank 1 on host" in ended.err
@@ -22,10 +36,10 @@ def test_a_rank_that_fails_ends_the_job(start: Start, how: str, code: int, mode:
         assert ended.err.endswith("ValueError: the reason of rank 1\n")
 
 
-@pytest.mark.parametrize(("mode", "servers"), [("sync", "sharded"), ("ssp", "1")])
-def test_a_rank_that_does_not_go_on_is_named(start: Start, mode: str, servers: str) -> None:
+@pytest.mark.parametrize(("mode", "servers"), [("sync", ALL), ("ssp", LAST)])
+def test_a_rank_that_does_not_go_on_is_named(start: Start, mode: str, servers: Sequence[str]) -> None:
     limit = ("--stall-check-shutdown-time-seconds", "0.5")
-    ended = start("-np", "3", *limit, "python", LEAVES, "loop", mode, servers).end()
+    ended = start("-np", "3", *limit, *servers, "python", LEAVES, "loop", mode).end()
     assert seconds_since_failure(ended.out, ended.at) < PROMPT
     assert ended.code == 1
     assert "rank 1 is missing; it is here:" in ended.err
@@ -33,9 +47,47 @@ def test_a_rank_that_does_not_go_on_is_named(start: Start, mode: str, servers: s
     assert "a rank whose loop is over calls optimizer.finish()" in ended.err
 
 
-@pytest.mark.parametrize(("servers", "workers"), [("sharded", 3), ("1", 2)])
-def test_a_rank_that_ends_early_lets_the_others_go_on(start: Start, servers: str, workers: int) -> None:
+@pytest.mark.parametrize(("servers", "workers"), [(ALL, 3), (LAST, 2)])
+def test_a_rank_that_ends_early_lets_the_others_go_on(start: Start, servers: Sequence[str], workers: int) -> None:
     """Nobody calls finish: the end of the program and shutdown do."""
-    ended = start("-np", "3", "--no-tag-output", "python", LEAVES, "end", "async", servers).end()
+    ended = start("-np", "3", "--no-tag-output", *servers, "python", LEAVES, "end", "async").end()
     assert ended.code == 0, ended.err
     assert ended.out.count(f"rank ends with {10 * (workers - 1) + 5}\n") == 2
+
+
+def test_the_others_go_on_without_workers_that_fail(start: Start, tmp_path: Path) -> None:
+    """One is killed, another raises an exception. What they have pushed counts: 20 + 5 + 9, and 1 after a load."""
+    path = tmp_path / "values.pt"
+    ended = start("-np", "4", *LAST, "--no-tag-output", "python", LOSES, "workers", str(path)).end()
+    assert ended.code == 0, ended.out + ended.err
+    value = 0.0
+    speed = 0.0
+    for _ in range(20 + 5 + 9 + 1):
+        speed = 0.5 * speed + 1.0
+        value += speed
+    assert f"rank 0 ends with {value:g} to {value:g}, 1 state\n" in ended.out
+    assert "served\n" in ended.out
+    assert re.search(
+        r"rank 1 has left the job, and .* 'with all ranks'.* it was lost: .* was killed by SIGKILL", ended.out
+    )
+    first, second = sorted(ended.err.split("hvdliterun: the job has gone on without ")[1:])
+    assert re.match(r"rank 1 on host \S+, which failed \(exit code 137\):\nrank 1 .* was killed by SIGKILL\.\n$", first)
+    assert re.match(
+        r"rank 2 on host \S+, which failed \(exit code 1\):\nTraceback (.*\n)*ValueError: the reason of rank 2\n$",
+        second,
+    )
+    assert not path.exists()
+
+
+def test_the_values_are_saved_when_a_server_is_killed(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "values.pt"
+    ended = start("-np", "3", *LAST, "--no-tag-output", "python", LOSES, "server", str(path)).end()
+    assert seconds_since_failure(ended.out, ended.at) < PROMPT
+    assert ended.code == 137
+    assert "rank 2 on host" in ended.err and "was killed by SIGKILL" in ended.err
+    assert f"rank 0 has saved the parameters that it pulled last, in {path}.\n" in ended.err
+    saved = torch.load(path)
+    assert list(saved) == ["weight"]
+    last = re.findall(r"pulled (\w+)\n", ended.out)[-1]
+    assert hashlib.sha256(saved["weight"].numpy().tobytes()).hexdigest() == last
+    assert [each.name for each in tmp_path.iterdir()] == ["values.pt"]

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdlite.comm.between_hosts import reduce_between_hosts
+from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
-from hvdlite.gradients.between_hosts import sum_between_hosts
 from hvdlite.protocols import ReduceOp
 from hvdlite.tensors.reduction import reduction
 
@@ -29,7 +30,7 @@ def run(dtype: str, hosts: int, size: int) -> tuple[list[np.ndarray], float]:
     def rank(transport: LocalTransport) -> np.ndarray:
         result = np.empty(size, how.storage)
         wide = values_of(transport.rank, size)
-        sum_between_hosts(
+        reduce_between_hosts(
             PointToPointCollectives(transport), how, wide, result, lambda wide: np.divide(wide, 8, out=wide)
         )
         return result.view(KINDS[dtype]).astype(np.float64)
@@ -56,3 +57,31 @@ def test_half_of_the_bytes(dtype: str) -> None:
     size, hosts = 50_000, 4
     _, nbytes = run(dtype, hosts, size)
     assert nbytes == pytest.approx(2 * (hosts - 1) * 2 * size, rel=0.01)  # float32 takes twice as many
+
+
+@pytest.mark.parametrize("dtype", sorted(KINDS))
+@pytest.mark.parametrize("hosts", [[0, 0, 1, 1, 2], [0, 1, 2]])
+def test_an_allreduce_sends_halves_between_hosts(dtype: str, hosts: list[int]) -> None:
+    size, how = 50_000, reduction(dtype, ReduceOp.AVERAGE, size=len(hosts))
+    given = [values_of(rank, size).astype(KINDS[dtype]) for rank in range(len(hosts))]
+
+    def rank(transport: LocalTransport) -> np.ndarray:
+        collectives = HierarchicalCollectives(transport.duplicate(), hosts, PointToPointCollectives)
+        data = given[transport.rank].copy()
+        collectives.allreduce(data.view(how.storage), how)
+        collectives.close()
+        return data
+
+    fabric = LocalFabric(len(hosts), hosts=hosts)
+    found = fabric.run(rank)
+    parts = [
+        sum(each.astype(np.float32) for each, host in zip(given, hosts, strict=True) if host == here) / len(hosts)
+        for here in sorted(set(hosts))
+    ]
+    truth = sum(part.astype(KINDS[dtype]).astype(np.float64) for part in parts)
+    epsilon = float(ml_dtypes.finfo(KINDS[dtype]).eps)
+    np.testing.assert_allclose(found[0].astype(np.float64), truth, rtol=epsilon / 2 * 1.001, atol=1e-4)
+    for other in found[1:]:
+        assert np.array_equal(found[0].view(np.uint16), other.view(np.uint16))
+    nbytes = sum(fabric.traffic(number).bytes for number in range(len(hosts)))
+    assert nbytes == pytest.approx(2 * 2 * 2 * size, rel=0.02)  # 3 hosts: 2 (3 - 1) times 16 bits

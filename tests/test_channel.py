@@ -9,8 +9,8 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.api import world
-from hvdlite.comm.channel import WatchedChannel
 from hvdlite.comm.local import LocalFabric, LocalTransport, Network
+from hvdlite.communicator.channel import WatchedChannel
 from hvdlite.config import Config
 from hvdlite.errors import CommunicationError, HvdliteError, PeerLeftError
 from hvdlite.protocols import ANY, Request, WaitKind

@@ -9,11 +9,12 @@ import pytest
 
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.algorithms.choose import LATENCY_BYTES, choose
-from hvdlite.algorithms.cost import predict
+from hvdlite.algorithms.cost import predict, sent
 from hvdlite.algorithms.fold import Core
-from hvdlite.comm.local import LocalFabric, LocalTransport, Network
+from hvdlite.comm.local import LocalTransport, Network
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import ReduceOp, numpy_combine
+from tests.simulated import run_counting
 
 NETWORKS = {
     "latency counts": Network(latency=1e-3, bandwidth=1e9, reduce_bandwidth=3e9),
@@ -22,16 +23,14 @@ NETWORKS = {
 }
 
 
-def measure(algorithm: str, size: int, length: int, network: Network) -> float:
-    """The time on the simulated network of an allreduce of `length` float32."""
-    fabric = LocalFabric(size, network)
+def measure(algorithm: str, size: int, length: int, network: Network) -> tuple[float, int]:
+    """The time on the simulated network of an allreduce of `length` float32, and the bytes that all ranks send."""
 
     def on_rank(transport: LocalTransport) -> None:
         data = np.zeros(length, np.float32)
         ALGORITHMS[algorithm](transport, data, transport.timed(numpy_combine(ReduceOp.SUM)))
 
-    fabric.run(on_rank, timeout=20)
-    return fabric.elapsed()
+    return run_counting(size, network, on_rank)
 
 
 def predicted(algorithm: str, size: int, length: int, network: Network) -> float:
@@ -45,9 +44,9 @@ def predicted(algorithm: str, size: int, length: int, network: Network) -> float
 def test_exact_for_equal_slices(algorithm: str, size: int, network: Network) -> None:
     # Any number of ranks, with a length that ranks and core divide: only rounding remains.
     length = math.lcm(size, Core(size).size)
-    assert measure(algorithm, size, length, network) == pytest.approx(
-        predicted(algorithm, size, length, network), rel=1e-12
-    )
+    seconds, nbytes = measure(algorithm, size, length, network)
+    assert seconds == pytest.approx(predicted(algorithm, size, length, network), rel=1e-12)
+    assert nbytes == sent(algorithm, size, 4 * length)
 
 
 @pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
@@ -62,7 +61,9 @@ def test_within_an_element_per_step_for_unequal_slices(
     # Both send 2(P - 1) slices one after the other, each off by less than an element: too long on a path
     # of late ranks, or too short where the late ranks, those that others are folded into, keep short slices.
     slices = {"ring": 2 * (size - 1), "rabenseifner": 2 * (size - 1)}.get(algorithm, 0)
-    assert measure(algorithm, size, length, network) == pytest.approx(expected, rel=1e-12, abs=slices * element)
+    seconds, nbytes = measure(algorithm, size, length, network)
+    assert seconds == pytest.approx(expected, rel=1e-12, abs=slices * element)
+    assert nbytes == sent(algorithm, size, 4 * length)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 64, 256])

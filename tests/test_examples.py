@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import httpx
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
-from tests.jobs import run_each
+from tests.jobs import PYTHONPATH, ROOT, run_each
 
 SMALL_GPT = "--steps 200 --batch 8 --context 32 --layers 2 --width 64 --sample 20"
 FEW = "--batch-size 2 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3 --no-cuda"
@@ -21,6 +27,7 @@ WRONG = {
     "torch_gpt_text.py --context 999999": "--context 999999: the held-out text has only",
     "torch_gpt_text.py --plot /no/such/folder/loss.png": "there is no folder /no/such/folder",
     "torch_async_digits.py --slow-rank 0": "--slow-rank 0: expected 1 or more",
+    "torch_a3c.py --moves 0": "--moves 0: expected 1 or more",
     "torch_gpt_text.py --steps 3 --lr 1e30 --context 8 --layers 1 --width 32": "the loss is nan after",
     "torch_synthetic_benchmark.py --batch-size 0": "0 is below 1",
     "torch_synthetic_benchmark.py --model nonsense": "nonsense is no",
@@ -29,6 +36,7 @@ JOBS = {
     "alone": [
         *("torch_digits.py", f"torch_synthetic_benchmark.py {FEW}"),
         f"torch_gpt_text.py {SMALL_GPT} --plot FOLDER/loss.png",
+        "serve_digits.py train --epochs 10 --weights FOLDER/digits.pt",
         "algorithms.py --ranks 4,6 --sizes 1K,1M --plot FOLDER/algorithms.png",
         *WRONG,
     ],
@@ -55,6 +63,7 @@ JOBS = {
         f"torch_gpt_text.py {SMALL_GPT} --shard --plot FOLDER/loss.png",
         "torch_async_digits.py --mode all --seconds 3 --intervals 3 --slow-rank 3 --plot FOLDER/modes.png",
         "torch_async_digits.py --mode ssp --staleness 0 --seconds 1 --intervals 1 --servers 1",
+        "torch_a3c.py --goal 60 --seconds 20 --plot FOLDER/a3c.png",
     ],
 }
 """The commands whose programs run in one job, one after the other. FOLDER stands for a folder of the job's own."""
@@ -115,6 +124,46 @@ def test_digits(run: Run, name: str, job: str) -> None:
     assert accuracy, out
     assert float(accuracy[1]) >= 97
     assert f"weights: identical on {run(job).size} rank" in out
+
+
+def test_digits_are_served(run: Run) -> None:
+    job = run("alone")
+    accuracy = re.search(r"test accuracy: ([\d.]+) % of 360 images", job.out("serve_digits"))
+    assert accuracy and float(accuracy[1]) >= 95
+    command = [
+        sys.executable,
+        "examples/serve_digits.py",
+        "serve",
+        "--port",
+        "0",
+        "--weights",
+        str(job.folder / "digits.pt"),
+    ]
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    with subprocess.Popen(command, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr
+        try:
+            lines = [server.stderr.readline()]
+            while "Ready" not in lines[-1]:
+                lines.append(server.stderr.readline())
+                assert lines[-1], lines
+            url = re.findall(r"http://\S+:\d+", "".join(lines))[0]
+            page = httpx.get(url)
+            assert page.headers["content-type"].startswith("text/html")
+            assert page.text == Path(ROOT, "examples/serve_digits.html").read_text()
+            images, labels = load_digits(return_X_y=True)
+            right = 0
+            for image, label in zip(images[:50] / 16, labels, strict=False):
+                answer = httpx.post(f"{url}/v1/predict", json={"input": image.reshape(1, 8, 8).tolist()}).json()[
+                    "output"
+                ]
+                assert sum(answer) == pytest.approx(1)
+                right += np.argmax(answer) == label
+            assert right >= 45
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        finally:
+            server.kill()
 
 
 def test_keras_strategy(run: Run) -> None:
@@ -282,6 +331,17 @@ def test_async_digits(run: Run) -> None:
     assert (job.folder / "modes.png").read_bytes().startswith(b"\x89PNG")
     out = job.out("torch_async_digits.py --mode ssp")
     assert re.search(r"pushes of the ranks \d+, \d+, 0, missed", out), out  # the last one only serves
+
+
+def test_a3c(run: Run) -> None:
+    job = run("3")
+    out = job.out("torch_a3c.py --goal")
+    goal = re.search(r"mean return of 100 episodes at least 60: after (\d+) s and (\d+) updates", out)
+    end = re.search(r"seed 0, 3 ranks: (\d+) episodes, (\d+) moves; .* a push has missed ([\d.]+) pushes", out)
+    assert goal and end, out  # a policy by chance has a mean return of about 22
+    assert int(end[2]) >= 60 * 100  # as many moves as the return counts
+    assert float(end[3]) > 0
+    assert (job.folder / "a3c.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("command", WRONG)

@@ -24,7 +24,7 @@ from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.comm.shared_memory import SharedMemoryError, share
 from hvdlite.config import Config
-from hvdlite.errors import ArgumentError, PeerLeftError
+from hvdlite.errors import ArgumentError, MismatchError, PeerLeftError
 from hvdlite.protocols import Array, ReduceOp
 from hvdlite.tensors.halves import NumpyHalf
 from hvdlite.tensors.reduction import reduction
@@ -129,6 +129,41 @@ def test_allgather_broadcast_and_reduce_scatter(hosts: list[int], data: st.DataO
         np.testing.assert_array_equal(gathered, np.concatenate(parts))
         np.testing.assert_array_equal(sent, wholes[root])
         np.testing.assert_array_equal(scattered, np.add.reduce(wholes)[slices(counts)[rank]])
+
+
+@given(HOSTS, st.sampled_from(["int8", "float32", "complex64"]), st.data())
+def test_alltoall(hosts: list[int], dtype: str, data: st.DataObject) -> None:
+    """Twice, so that the second begins in the slots that the first has used."""
+    size = len(hosts)
+    rows = st.lists(st.integers(0, 300), min_size=size, max_size=size)
+    counts = np.array(data.draw(st.lists(rows, min_size=size, max_size=size)))
+    sent = [[numbers(dtype, counts[rank, to], 10 * rank + to) for to in range(size)] for rank in range(size)]
+
+    def work(collectives: HierarchicalCollectives, _: LocalTransport) -> list[Array]:
+        rank = collectives.rank
+        results = []
+        for _ in range(2):
+            out = np.empty(counts[:, rank].sum(), dtype)
+            collectives.alltoall(np.concatenate(sent[rank]), counts[rank], out, counts[:, rank])
+            results.append(out)
+        return results
+
+    for rank, results in enumerate(on_hosts(hosts, work)):
+        for out in results:
+            np.testing.assert_array_equal(out, np.concatenate([sent[source][rank] for source in range(size)]))
+
+
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 0, 1]])
+def test_alltoall_with_counts_that_do_not_fit_raises_on_all_ranks_and_they_go_on(hosts: list[int]) -> None:
+    def work(collectives: HierarchicalCollectives, _: LocalTransport) -> float:
+        expected = [2, 2, 2] if collectives.rank == 2 else [1, 1, 1]
+        with pytest.raises(MismatchError, match="rank 0 of the group sends 1 elements to rank 2, which expects 2"):
+            collectives.alltoall(np.zeros(3), [1, 1, 1], np.zeros(sum(expected)), expected)
+        total = np.ones(1)
+        collectives.allreduce(total, ReduceOp.SUM)
+        return float(total[0])
+
+    assert on_hosts(hosts, work) == [3.0] * 3
 
 
 @pytest.mark.parametrize("root", range(4))

@@ -17,13 +17,17 @@ from tests.jobs import LIMIT, PROGRAMS, ROOT, Start
 
 CASES = ["sgd", "adam", "all settings", "accumulating", "loss scaling"]
 CASES = [shown for case in CASES for shown in (case, f"{case}, loss")]
+CASES += ["topk of all", "LocalSGD of each step", "DiLoCo of each step"]
 CASES += ["sgd, compiled", "adam, compiled", "uneven", "missing gradients", "clipping", "weights", "different data"]
+CASES += ["server", "servers"]
 
 RESTARTED = [
     "arrays",
     "fit",
     "fit with callbacks",
     "fit accumulating",
+    "fit with an aggregator",
+    "fit with local steps",
     "apply",
     "traced apply",
     "traced apply, two passes",
@@ -55,7 +59,7 @@ def test_training_goes_on_after_a_restart(start: Start, backend: str) -> None:
     assert ended.code == 0, ended.err
     found = dict(re.findall(r"^\[0\] ([\w ,]+): (\S+)$", ended.out, re.M))
     traced = found.pop("alone", None)
-    assert list(found) == (RESTARTED if backend == "tensorflow" else RESTARTED[:4])
+    assert list(found) == (RESTARTED if backend == "tensorflow" else RESTARTED[:6])
     assert {name: value for name, value in found.items() if float(value) > 1e-6} == {}
     assert traced == ("True" if backend == "tensorflow" else None)
 

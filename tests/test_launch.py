@@ -536,6 +536,7 @@ def test_command_on_several_hosts() -> None:
     text = " ".join(command(Mpi("openmpi", "mpirun", (5, 0)), there, ["A", "PWD", "OMPI_X"], ["prog"]))
     assert "-H 192.0.2.1:2,192.0.2.2:2" in text and "--prtemca plm_ssh_args -p 2222 -i k" in text
     assert "--mca btl_tcp_if_include eth1" in text and "-x A " in text and "PWD" not in text and "OMPI_X" not in text
+    assert "--mca btl_tcp_flags 1 " in text  # else ranks that send to each other do so in turns
     assert "oob_tcp_keepalive_time 2" in text and "pml ob1" not in text
     assert "--mca plm_rsh_args" in " ".join(command(Mpi("openmpi", "mpirun", (4, 1)), there, [], ["prog"]))
     text = " ".join(command(Mpi("mpich", "mpiexec", (5,)), there, [], ["prog"], address="192.0.2.9"))

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.adapter.options import Options
+from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
-from hvdlite.errors import ArgumentError, MismatchError, NotYetError
+from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
 from hvdlite.gradients.lossy.names import LOSSY, Compression
+from hvdlite.gradients.same_number import are_equal, with_square
 
 Gradients = list[np.ndarray]
 SHAPES = ((24, 3, 5), (7,), (16, 20), (2, 3))
@@ -35,6 +37,11 @@ def gradients_of(rank: int, step: int, dtype: Any = np.float64) -> Gradients:
     return [chance.standard_normal(shape).astype(dtype) for shape in SHAPES]
 
 
+def apart(transport: LocalTransport) -> HierarchicalCollectives:
+    """The operations of ranks each of which is a host of its own."""
+    return HierarchicalCollectives(transport, range(transport.size), PointToPointCollectives)
+
+
 def run(
     samples: Sequence[float],
     make: Callable[[], Aggregator],
@@ -45,7 +52,7 @@ def run(
     aggregators = [make() for _ in samples]
 
     def rank(transport: LocalTransport) -> list[Gradients]:
-        collectives, found = PointToPointCollectives(transport), []
+        collectives, found = apart(transport), []
         for step in range(steps):
             bucket = bucket_of(given_by(transport.rank, step))
             weights = Weights(samples[transport.rank], sum(samples))
@@ -65,6 +72,7 @@ def mean(samples: Sequence[float], step: int, given_by: Callable[[int, int], Gra
 MAKES: dict[str, Callable[[], Aggregator]] = {
     "powersgd(1)": lambda: Compression.powersgd(1),
     "powersgd(3)": lambda: Compression.powersgd(3, least_gain=1.0),
+    "powersgd(2, bits=16)": lambda: Compression.powersgd(2, bits=16),
     "powersgd after 2 steps": lambda: Compression.powersgd(1, exact_steps=2),
     "topk(0.05)": lambda: Compression.topk(0.05, smallest=10),
     "topk(0.5)": lambda: Compression.topk(0.5, smallest=0),
@@ -105,6 +113,13 @@ def test_a_mean_of_low_rank_is_exact(dtype: Any) -> None:
             np.testing.assert_allclose(mine, truth, atol=1e-12 if dtype is np.float64 else 5e-4)
 
 
+@given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=40), st.booleans())
+def test_sums_show_whether_numbers_are_equal(numbers: list[int], all_equal: bool) -> None:
+    numbers = numbers[:1] * len(numbers) if all_equal else numbers
+    total = np.sum([with_square(number) for number in numbers], axis=0, dtype=np.float64)
+    assert are_equal(len(numbers), *total.tolist()) == (len(set(numbers)) == 1)
+
+
 def test_the_iteration_goes_on() -> None:
     """Of a gradient that stays the same, the result comes closer to the largest singular vectors from step to step."""
     chance = np.random.default_rng(1)
@@ -137,6 +152,30 @@ def test_topk_sends_the_largest() -> None:
         np.testing.assert_allclose(mine, expected, atol=1e-15)
 
 
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("name", MAKES)
+def test_an_overflow_leaves_the_memory_as_it_is(name: str, place: int) -> None:
+    """All ranks see that the step cannot be used. The steps after it are as if it had not been."""
+
+    def with_overflow(rank: int, step: int) -> Gradients:
+        gradients = gradients_of(rank, step if step < 3 else step - 1)
+        if step == 3 and rank == 1:
+            gradients[place].flat[5] = np.inf
+        return gradients
+
+    found, aggregators = run([1, 2], MAKES[name], 6, with_overflow)
+    expected, truth = run([1, 2], MAKES[name], 5)
+    for mine in found:
+        assert not all(np.isfinite(gradient).all() for gradient in mine[3])
+        for step in (0, 1, 2, 4, 5):
+            for gradient, other in zip(mine[step], expected[0][step if step < 3 else step - 1], strict=True):
+                assert gradient.tobytes() == other.tobytes()
+    for one, other in zip(aggregators, truth, strict=True):
+        left = other.state_dict()["errors"]
+        for number, error in one.state_dict()["errors"].items():
+            np.testing.assert_array_equal(error, left[number])
+
+
 @pytest.mark.parametrize("name", MAKES)
 def test_a_rank_without_data_keeps_what_it_has(name: str) -> None:
     """The others' results are those without it. Its errors wait for its next batch."""
@@ -151,13 +190,29 @@ def test_a_rank_without_data_keeps_what_it_has(name: str) -> None:
 
 def test_ranks_that_go_on_from_different_states() -> None:
     def check(transport: LocalTransport) -> None:
-        aggregator, collectives = Compression.powersgd(2), PointToPointCollectives(transport)
+        aggregator, collectives = Compression.powersgd(2), apart(transport)
         aggregator.aggregate(bucket_of(gradients_of(transport.rank, 0)), Weights(1, 3), collectives)
         if transport.rank == 1:
             state = aggregator.state_dict()
             aggregator.load_state_dict(state | {"columns": {i: 2 * q for i, q in state["columns"].items()}})
         with pytest.raises(MismatchError, match=r"different states.*broadcast_optimizer_state"):
             aggregator.aggregate(bucket_of(gradients_of(transport.rank, 1)), Weights(1, 3), collectives)
+
+    LocalFabric(3).run(check)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Compression.powersgd(2, exact_steps=3), lambda: Compression.topk(exact_steps=3)]
+)
+def test_ranks_that_go_on_after_different_numbers_of_steps(make: Callable[[], Any]) -> None:
+    """One rank would send whole gradients, and the others not: they must not begin."""
+
+    def check(transport: LocalTransport) -> None:
+        aggregator, collectives = make(), apart(transport)
+        if transport.rank == 1:
+            aggregator.load_state_dict(aggregator.state_dict() | {"step": 3})
+        with pytest.raises(MismatchError, match=r"different states.*load_state_dict"):
+            aggregator.aggregate(bucket_of(gradients_of(transport.rank, 0)), Weights(1, 3), collectives)
 
     LocalFabric(3).run(check)
 
@@ -200,7 +255,7 @@ def test_few_bytes_travel() -> None:
 
         def rank(transport: LocalTransport) -> None:
             bucket = bucket_of([np.ones((512, 512), np.float32), np.ones(512, np.float32)])
-            make().aggregate(bucket, Weights(1, 4), PointToPointCollectives(transport))
+            make().aggregate(bucket, Weights(1, 4), apart(transport))
 
         fabric.run(rank)
         return sum(fabric.traffic(rank).bytes for rank in range(4))
@@ -208,23 +263,22 @@ def test_few_bytes_travel() -> None:
     plain = traffic(lambda: Compression.powersgd(1, exact_steps=1))
     assert plain > 4 * 1.4 * 4 * 512 * 512
     assert plain / traffic(lambda: Compression.powersgd(4)) > 40
+    assert traffic(lambda: Compression.powersgd(16)) / traffic(lambda: Compression.powersgd(16, bits=16)) > 1.9
     assert plain / traffic(lambda: Compression.topk(0.01)) > 15
 
 
-def test_adapters_that_cannot_use_them_say_so() -> None:
-    with pytest.raises(
-        NotYetError, match=r"compression=powersgd\(rank=4.* which only hvdlite_torch.DistributedOptimizer does"
-    ):
-        Options(compression=Compression.powersgd())
+def test_options_take_single_gradients_and_whole_steps_apart() -> None:
     with pytest.raises(ArgumentError, match="compression=7: expected hvd.Compression.none, fp16 or bf16"):
         Options(compression=7)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=r"compression=topk\(0.1.*: expected hvd.Compression.none"):
+        Options(compression=Compression.topk(0.1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Compression.powersgd(0), r"powersgd\(rank=0\): expected a number of columns from 1 on"),
-        (lambda: Compression.powersgd(2.5), r"powersgd\(rank=2.5\)"),
+        (lambda: Compression.powersgd(0), r"powersgd: rank=0: expected a number of columns from 1 on"),
+        (lambda: Compression.powersgd(2.5), r"powersgd: rank=2.5"),
         (lambda: Compression.powersgd(exact_steps=-1), "expected exact_steps from 0 on"),
         (lambda: Compression.powersgd(least_gain=0.5), "least_gain from 1 on"),
         (lambda: Compression.topk(0), r"topk\(ratio=0\): expected a part of the elements"),

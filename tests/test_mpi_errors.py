@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.comm.mpi_start import start_mpi
+from hvdlite.comm.mpi_start import _for_the_load, start_mpi
 from hvdlite.errors import CommunicationError
 from tests.jobs import PROGRAMS, Start
 
@@ -38,3 +38,11 @@ def test_a_program_catches_what_mpi_reports_in_an_operation(start: Start) -> Non
     assert "MPI_ERR_OTHER" in ended.out
     assert "rank 0: " in ended.out
     assert "rank 1" in ended.out.partition("rank 0: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("offered", "asked"),
+    [("munge,native", {"PMIX_SECURITY_MODE": "native"}), ("native", {}), ("munge", {}), ("native,munge", {})],
+)
+def test_of_what_srun_offers_the_wheel_asks_for_what_it_has(offered: str, asked: dict[str, str]) -> None:
+    assert _for_the_load({"PMIX_RANK": "0", "PMIX_SECURITY_MODE": offered}) == asked

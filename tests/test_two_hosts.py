@@ -38,12 +38,12 @@ def slots(where: str) -> int:
 
 
 def mpirun(on: Hosts, where: str, *program: str, timeout: float, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Plain mpirun, with the flags that hvdliterun gives it."""
+    """Plain mpirun, with the flags that hvdliterun gives it. Both hosts have the same cores, so ranks that wait must yield."""
     mpi = find_mpi()
     placement = Placement(slots(where), tuple(parse_hosts(where)))
     base = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     words = command(mpi, placement, environment(mpi, placement, base), [sys.executable, *program])
-    return on.run("node1", *words, timeout=timeout, **environ)
+    return on.run("node1", *words, timeout=timeout, OMPI_MCA_mpi_yield_when_idle="1", **environ)
 
 
 def hvdliterun(on: Hosts, where: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -87,7 +87,7 @@ def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None
     done = mpirun(
         two_hosts,
         where,
-        *("-m", "pytest", "-x", "-q", "--timeout=60", "--color=no", "-p", "no:cacheprovider", *files),
+        *("-m", "pytest", "-x", "-q", "--timeout=150", "--color=no", "-p", "no:cacheprovider", *files),
         timeout=SPMD_LIMIT,
         HVDLITE_TEST_MPI="1",
         HVDLITE_ADVICE="0",

@@ -41,7 +41,7 @@ FEW = {
             *MOVES_DATA,
             *ON_DEVICES_AND_SHARDS,
             *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline", "torch_slicing"),
-            *named("torch_wavefront", "torch_few_bytes", "torch_local_steps", "torch_async"),
+            *named("torch_wavefront", "torch_few_bytes", "torch_local_steps", "torch_async", "torch_hogwild"),
         ],
     ),
     "4": (
@@ -79,7 +79,7 @@ def test_spmd(job: str, pytestconfig: pytest.Config) -> None:
     size, files = (ALL if everything else FEW)[job]
     done = mpirun(
         size,
-        *("-m", "pytest", "-x", "-q", "--timeout=60", "--color=no", "-p", "no:cacheprovider"),
+        *("-m", "pytest", "-x", "-q", "--timeout=150", "--color=no", "-p", "no:cacheprovider"),
         *everything,
         *map(str, files),
         timeout=LIMIT,

@@ -9,9 +9,10 @@
 - `options`: the options of a gradient exchange.
 - `array_sync`, `eager_sync`: exchange gradients as arrays of any framework; `buckets`: the exchange in host memory and on a
   device; `gradient_memory`: keeps the buckets of each layout.
-- `identity`: matches the optimizers of different ranks.
+- `few_bytes`: what sends fewer bytes, in a folder of its own.
+- `identity`: matches the optimizers of different ranks; `agreement`: checks that the ranks are given the same.
+- `async_sgd/`: training with a parameter server.
 - `advice`: warns of silent mistakes in the first steps.
-- `optional`: checks for packages that an extra of hvdlite installs.
 - `guide`: the error for names that are not in `hvdlite`, but in an adapter's package.
 - `inner_class`: stand-ins for Horovod's internal classes that programs name.
 """

@@ -24,8 +24,10 @@ from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity, check_rates
 from hvdlite.api import Adasum, Average, Sum, allgather, allgather_object, allreduce, world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
+from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.header import Header, digest
 from hvdlite.gradients.reducer import Postponed
+from hvdlite.gradients.shared_reducers import Layout
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array, Device, ReduceOp, TensorInfo
 from hvdlite.tensors.numpy_adapter import dtype_of
@@ -67,6 +69,8 @@ class ArraySync:
         channel: A name, or empty. If it is a name, exchanges of other channels may run at the same time.
         sparse: Whether some rank may have `Rows`.
         identity: The identity of the optimizer whose gradients these are; None without an optimizer.
+        aggregator: Combines the gradients; None for their (weighted) sum.
+        numbers: The number by which the aggregator knows each source; the places of `infos` by default.
     """
 
     def __init__(
@@ -77,15 +81,19 @@ class ArraySync:
         channel: str = "",
         sparse: bool = True,
         identity: Identity | None = None,
+        aggregator: Aggregator | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> None:
         self._infos = infos
+        self._aggregator = aggregator
+        self._numbers = range(len(infos)) if numbers is None else numbers
         self._op = op
         self._process_set = process_set
         self._channel = channel
         self._sparse = sparse
         self._identity = identity
         self._registry: weakref.ref[Registry] | None = None
-        self._own_buckets: dict[tuple[tuple[TensorInfo, ...], str], Buckets] = {}
+        self._own_buckets: dict[Layout, Buckets] = {}
         self._tables: set[int] = set()
         self._advice: Advice | None = None
         self.joined = False
@@ -134,9 +142,10 @@ class ArraySync:
         """
         registry = self.enter()
         self._tables.update(tables)
-        infos = [info for i, info in enumerate(self._infos) if i not in self._tables]
+        dense = [i for i in range(len(self._infos)) if i not in self._tables]
+        infos = [self._infos[i] for i in dense]
         if infos and self._op is not Adasum and all(UNKNOWN not in info.shape for info in infos):
-            self._buckets(registry, infos, "", in_use=False)
+            self._buckets(registry, self._layout(registry, dense, infos), in_use=False)
 
     def exchange(
         self,
@@ -165,7 +174,9 @@ class ArraySync:
         """
         registry = self.enter()
         if self._op is Adasum:
-            return self._adasum(own)
+            there = map(any, self.gather_by_source([gradient is not None for gradient in own]))
+            name = f"gradients{self._channel and ' of '}{self._channel}"
+            return _adasum(self._infos, own, list(there), name, self._process_set)
         infos = [_known(info, gradient) for info, gradient in zip(self._infos, own, strict=True)]
         looks = values is not None and self._advice is not None and self._advice.is_due()
         rates = self._identity.rates() if self._identity is not None else ()
@@ -175,7 +186,7 @@ class ArraySync:
             try:
                 found = self._exchange_dense(
                     registry,
-                    [infos[i] for i in dense],
+                    self._layout(registry, dense, [infos[i] for i in dense], device),
                     [None if i in new else own[i] for i in dense],
                     Header(weight, news=bool(new) or looks or refuse, state=digest(rates)),
                     device,
@@ -241,25 +252,30 @@ class ArraySync:
         everybody = allgather_object(value, name, process_set=self._process_set)
         return [each for each in everybody if each is not None]
 
-    def _buckets(self, registry: Registry, infos: Sequence[TensorInfo], kind: str, in_use: bool) -> Buckets:
+    def _layout(
+        self, registry: Registry, dense: Sequence[int], infos: Sequence[TensorInfo], device: Device | None = None
+    ) -> Layout:
+        """Return what all ranks have in common in the exchange of the dense gradients, which have these places and `infos`."""
+        kind = "" if device is None else device.kind
+        if self._aggregator is None:
+            return Layout(tuple(infos), self._op, kind)
+        aggregating, numbers = registry.aggregating(self._aggregator), tuple(self._numbers[i] for i in dense)
+        aggregating.check(numbers, infos)
+        return Layout(tuple(infos), self._op, kind, aggregating.number, numbers)
+
+    def _buckets(self, registry: Registry, layout: Layout, in_use: bool) -> Buckets:
         if not self._channel:
-            return (registry.use if in_use else registry.buckets)(infos, self._op, kind)
-        key = tuple(infos), kind
-        if key not in self._own_buckets:
-            self._own_buckets[key] = registry.own_buckets(infos, self._op, kind)
-        return self._own_buckets[key]
+            return (registry.use if in_use else registry.buckets)(layout)
+        if layout not in self._own_buckets:
+            self._own_buckets[layout] = registry.own_buckets(layout)
+        return self._own_buckets[layout]
 
     def _exchange_dense(
-        self,
-        registry: Registry,
-        infos: Sequence[TensorInfo],
-        own: Sequence[Gradient],
-        said: Header,
-        device: Device | None,
+        self, registry: Registry, layout: Layout, own: Sequence[Gradient], said: Header, device: Device | None
     ) -> list[Gradient]:
-        if not infos:
+        if not own:
             return []
-        buckets = self._buckets(registry, infos, "" if device is None else device.kind, in_use=True)
+        buckets = self._buckets(registry, layout, in_use=True)
         found = buckets.exchange(own, said, device)
         self.joined = buckets.joined
         if self._identity is not None and self._identity.first is None:
@@ -287,16 +303,22 @@ class ArraySync:
         pairs = zip(gathered, gathered, strict=True)
         return [Rows(*pair) if there else None for pair, there in zip(pairs, anywhere, strict=True)]
 
-    def _adasum(self, own: Sequence[Gradient]) -> list[Array | None]:
-        there = self.gather_by_source([gradient is not None for gradient in own])
-        chosen = [i for i, ranks in enumerate(there) if any(ranks)]
-        if not chosen:
-            return [None] * len(own)
-        mine = [zeros(self._infos[i]) if own[i] is None else own[i] for i in chosen]
-        name = f"gradients{self._channel and ' of '}{self._channel}"
-        combined = allreduce(mine, Adasum, name, process_set=self._process_set)
-        found = dict(zip(chosen, combined, strict=True))
-        return [found.get(i) for i in range(len(own))]
+
+def _adasum(
+    infos: Sequence[TensorInfo],
+    own: Sequence[Gradient],
+    there: Sequence[bool],
+    name: str,
+    process_set: ProcessSet | None,
+) -> list[Array | None]:
+    """Combine the gradients that are on some rank by Adasum. Every rank calls this."""
+    chosen = [i for i, anywhere in enumerate(there) if anywhere]
+    if not chosen:
+        return [None] * len(own)
+    mine = [zeros(infos[i]) if own[i] is None else own[i] for i in chosen]
+    combined = allreduce(mine, Adasum, name, process_set=process_set)
+    found = dict(zip(chosen, combined, strict=True))
+    return [found.get(i) for i in range(len(own))]
 
 
 def zeros(info: TensorInfo) -> Array:

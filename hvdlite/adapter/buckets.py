@@ -16,9 +16,9 @@ from hvdlite.errors import HvdliteError
 from hvdlite.gradients.device.announced import AnnouncedReducer
 from hvdlite.gradients.header import Header
 from hvdlite.gradients.reducer import Reducer
-from hvdlite.gradients.shared_reducers import stand_in
+from hvdlite.gradients.shared_reducers import Layout, stand_in
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import Array, Device, ReduceOp, TensorInfo
+from hvdlite.protocols import Array, Device, ReduceOp
 from hvdlite.tensors.numpy_adapter import dtype_of
 from hvdlite.tensors.reduction import reduction
 from hvdlite.world import World
@@ -33,28 +33,26 @@ class Buckets(abc.ABC):
 
     Args:
         here: The world.
-        infos: Dtype and shape of each gradient.
-        op: Average or Sum.
+        layout: What the gradients of all ranks have in common.
         process_set: The ranks that participate; all if None.
-        kind: The `Device.kind` of the gradients' memory; empty for host memory.
 
     Raises:
         MismatchError: The ranks have different layouts. Raised on all ranks.
     """
 
-    def __init__(
-        self, here: World, infos: Sequence[TensorInfo], op: ReduceOp, process_set: ProcessSet | None, kind: str = ""
-    ) -> None:
-        self._infos, self._op, self._kind = infos, op, kind
+    def __init__(self, here: World, layout: Layout, process_set: ProcessSet | None) -> None:
+        self._layout, self._infos = layout, layout.infos
         self._group = here.group(process_set)
         reducers = self._group.reducers
-        self._reducer: Reducer = reducers.shared.get(infos, op, reducers.plan._replace(lend=ROOMS), kind)
+        # An aggregator overwrites the gradients, so results do not lie apart from them and are copied.
+        plan = reducers.plan if layout.aggregator else reducers.plan._replace(lend=ROOMS)
+        self._reducer: Reducer = reducers.shared.get(layout, plan)
         self._group.add(self)
 
     @property
     def last(self) -> Hashable:
         """A key of the last exchange, which is the same on all ranks."""
-        return tuple(self._infos), self._op, self._kind, self._reducer.exchanges
+        return self._layout, self._reducer.exchanges
 
     @property
     def joined(self) -> bool:
@@ -113,18 +111,20 @@ class HostBuckets(Buckets):
     """Buckets in host memory: gradients and results are arrays.
 
     Args:
-        here, infos, op, process_set: See `Buckets`.
+        here, layout, process_set: See `Buckets`.
     """
 
-    def __init__(self, here: World, infos: Sequence[TensorInfo], op: ReduceOp, process_set: ProcessSet | None) -> None:
-        super().__init__(here, infos, op, process_set)
-        kernels = [reduction(info.dtype, ReduceOp.SUM) for info in infos]
+    def __init__(self, here: World, layout: Layout, process_set: ProcessSet | None) -> None:
+        super().__init__(here, layout, process_set)
+        kernels = [reduction(info.dtype, ReduceOp.SUM) for info in layout.infos]
         self._storage = [kernel.storage for kernel in kernels]
-        self._dtypes = [dtype_of(info) for info in infos]
-        # Halves are always copied: torch, if it is loaded, widens them, and it does not accept read-only memory.
+        self._dtypes = [dtype_of(info) for info in layout.infos]
+        # Halves are always copied: torch, if it is loaded, widens them, and it does not accept read-only memory. An aggregator
+        # sees all gradients in flat memory.
+        copied = [not kernel.exact or layout.aggregator > 0 for kernel in kernels]
         self._parts = [
-            self._reducer.bucket_of(index).ownership.part_of(index) if kernel.exact else (0, 0)
-            for index, kernel in enumerate(kernels)
+            (0, 0) if copy else self._reducer.bucket_of(index).ownership.part_of(index)
+            for index, copy in enumerate(copied)
         ]
 
     def exchange(
@@ -170,7 +170,7 @@ class DeviceBuckets(Buckets):
     """Buckets on a device: gradients and results are tensors of the device.
 
     Args:
-        here, infos, op, process_set, kind: See `Buckets`.
+        here, layout, process_set: See `Buckets`.
     """
 
     def exchange(
@@ -181,5 +181,5 @@ class DeviceBuckets(Buckets):
     ) -> list[Any]:
         assert isinstance(self._reducer, AnnouncedReducer)
         if device is None:
-            raise HvdliteError(f"gradients on {self._kind} are exchanged by a rank that names no device.")
+            raise HvdliteError(f"gradients on {self._layout.device} are exchanged by a rank that names no device.")
         return self._reducer.combine(gradients, said, device)

@@ -19,10 +19,11 @@ from hvdlite.adapter.array_sync import NewLayout
 from hvdlite.adapter.eager_sync import EagerSync, check_floating
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import Options, combined_by
 from hvdlite.adapter.tree import Flat, flatten
 from hvdlite.api import Adasum, Average, allgather_object, world
 from hvdlite.errors import ArgumentError, MismatchError
+from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp, TensorInfo
 from hvdlite.tensors.compression import Compression, Compressor
@@ -78,10 +79,12 @@ class DistributedGradient:
         op: The reduction of the gradients: Average, Sum, or Adasum.
         process_set: The ranks that participate; all if None.
         compression: The compression of gradients that travel: `hvdlite.Compression.none`, ``fp16``, ``bf16``, or the program's
-            own `Compressor`.
+            own `Compressor`; or ``Compression.powersgd(rank=4)`` or ``Compression.topk(0.01)``, which are aggregators.
         gradient_predivide_factor: With compression and Average, gradients are divided by this factor before the compression,
             and multiplied by it in the end.
         inplace: Whether the combined gradients overwrite the arrays that the program gives.
+        aggregator: Combines the gradients in the program's own way, in host memory, also on one rank. An aggregator has a
+            memory, so make one for each model.
 
     Raises:
         ArgumentError: The arguments do not fit together, or this rank is not in `process_set`.
@@ -92,12 +95,16 @@ class DistributedGradient:
         self,
         op: ReduceOp = Average,
         process_set: ProcessSet | None = None,
-        compression: Compressor = Compression.none,
+        compression: Compressor | Aggregator = Compression.none,
         gradient_predivide_factor: float = 1.0,
         *,
         inplace: bool = False,
+        aggregator: Aggregator | None = None,
     ) -> None:
-        self._options = Options(op, process_set, compression, gradient_predivide_factor=gradient_predivide_factor)
+        compressor, aggregator = combined_by(compression, aggregator)
+        self._options = Options(
+            op, process_set, compressor, gradient_predivide_factor=gradient_predivide_factor, aggregator=aggregator
+        )
         self._inplace = inplace
         here = world("DistributedGradient()")
         self._identity = Identity(here)
@@ -137,7 +144,8 @@ class DistributedGradient:
             for leaf in flat.leaves:
                 if leaf is not None:
                     adapter_for(leaf).check_writable(leaf)
-        if world("DistributedGradient()").engine(self._options.process_set).size == 1:
+        size = world("DistributedGradient()").engine(self._options.process_set).size
+        if size == 1 and self._options.aggregator is None:
             combined = flat.leaves if self._inplace else [_copy(leaf) for leaf in flat.leaves]
         else:
             combined = self._exchange(flat, own, weight)
@@ -158,6 +166,7 @@ class DistributedGradient:
                     inplace=self._inplace,
                     refuse=not layout.covers(own),
                     kind=layout.device,
+                    numbers=chosen,
                 )
                 break
             except NewLayout:

@@ -18,6 +18,7 @@ import numpy as np
 
 from hvdlite.adapter.advice import Values
 from hvdlite.adapter.array_sync import ArraySync
+from hvdlite.adapter.gradient_memory import enter_aggregator, numbers_of
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.api import Adasum, world
@@ -41,6 +42,8 @@ class EagerSync:
         self.options = options
         self._identity = identity
         self._is_plain = options.compression is Compression.none and options.divisor == 1.0
+        self._in_host_memory = options.op is Adasum or options.aggregator is not None
+        enter_aggregator(options)
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """Return the gradients of all ranks. Every rank calls this with sources of equal dtypes and shapes in the same order.
@@ -68,7 +71,8 @@ class EagerSync:
             return list(gradients)
         sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
         device = self._device_of([each.encoded for each in sent])
-        found = self._exchange(sent, gradients, weight, lambda: sources, device=device)
+        numbers = numbers_of(self.options, sources)
+        found = self._exchange(sent, gradients, weight, lambda: sources, device=device, numbers=numbers)
         return [
             None if result is None else self._decode(each, result, device)
             for each, result in zip(sent, found, strict=True)
@@ -83,6 +87,7 @@ class EagerSync:
         inplace: bool = False,
         refuse: bool = False,
         kind: str = "",
+        numbers: Sequence[int] | None = None,
     ) -> list[Any]:
         """Return the gradients of all ranks, as `combine` does, if all ranks know the dtypes and shapes of the gradients.
 
@@ -93,6 +98,7 @@ class EagerSync:
             inplace: Whether the results overwrite the given tensors.
             refuse: Whether this rank has other gradients, and so exchanges nothing.
             kind: The `Device.kind` of the gradients of all ranks; empty if some gradients are in host memory.
+            numbers: The numbers by which an aggregator knows the gradients.
 
         Raises:
             NewLayout: Some rank refuses. Raised on all ranks.
@@ -108,9 +114,9 @@ class EagerSync:
         else:
             sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
         device = None
-        if kind and self.options.op is not Adasum:
+        if kind and not self._in_host_memory:
             device = self._device_of([each.encoded for each in sent]) if like is not None else _device_here(kind)
-        found = self._exchange(sent, gradients, weight, list, refuse, device)
+        found = self._exchange(sent, gradients, weight, list, refuse, device, numbers)
         results: list[Any] = []
         for each, gradient, result in zip(sent, gradients, found, strict=True):
             if result is None:
@@ -122,8 +128,8 @@ class EagerSync:
         return results
 
     def _device_of(self, tensors: Sequence[Any]) -> Device | None:
-        """Return the device of all these tensors; None if one is in host memory, or if Adasum needs all of them there."""
-        if self.options.op is Adasum or any(device_kind_of(tensor, adapter_for(tensor)) is None for tensor in tensors):
+        """Return the device of all these tensors; None if one is in host memory, or if all are needed there."""
+        if self._in_host_memory or any(device_kind_of(tensor, adapter_for(tensor)) is None for tensor in tensors):
             return None
         found: Device = cast("DeviceAdapter[Any]", adapter_for(tensors[0])).device(tensors[0])
         return found
@@ -149,6 +155,7 @@ class EagerSync:
         values: Values,
         refuse: bool = False,
         device: Device | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> list[Any]:
         given = [each.encoded for each, gradient in zip(sent, gradients, strict=True) if gradient is not None]
         adapters = [adapter_for(tensor) for tensor in given]
@@ -161,7 +168,7 @@ class EagerSync:
             None if gradient is None else (next(there) if device is not None else next(there).view(dtype_of(each.info)))
             for each, gradient in zip(sent, gradients, strict=True)
         ]
-        sync = self._sync([each.info for each in sent])
+        sync = self._sync([each.info for each in sent], numbers)
         return sync.exchange(everything, 1.0 if weight is None else float(weight), values, refuse, device)
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
@@ -173,6 +180,7 @@ class EagerSync:
         _check(sources, gradients)
         if self._is_alone(sources):
             return list(gradients)
+        numbers_of(self.options, sources)  # `combine` may get fewer of them
         sync = self._sync([adapter_for(source).info(source) for source in sources])
         there = sync.gather_by_source([gradient is not None for gradient in gradients])
         return [
@@ -181,11 +189,20 @@ class EagerSync:
         ]
 
     def _is_alone(self, sources: Sequence[Any]) -> bool:
-        return not sources or world("the exchange of gradients").engine(self.options.process_set).size == 1
+        size = world("the exchange of gradients").engine(self.options.process_set).size
+        return not sources or (size == 1 and self.options.aggregator is None)
 
-    def _sync(self, infos: Sequence[TensorInfo]) -> ArraySync:
+    def _sync(self, infos: Sequence[TensorInfo], numbers: Sequence[int] | None = None) -> ArraySync:
         options = self.options
-        return ArraySync(infos, options.op, options.process_set, sparse=False, identity=self._identity)
+        return ArraySync(
+            infos,
+            options.op,
+            options.process_set,
+            sparse=False,
+            identity=self._identity,
+            aggregator=options.aggregator,
+            numbers=numbers,
+        )
 
     def _encode(self, source: Any, gradient: Any) -> _Sent:
         # Without a gradient, the source is encoded in its place, which shows the dtype and shape of the encoded gradient.

@@ -17,11 +17,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.adapter.advice import Advice
+from hvdlite.adapter.agreement import check_same, gather_from_all
 from hvdlite.adapter.buckets import Buckets, DeviceBuckets, HostBuckets
+from hvdlite.adapter.few_bytes.aggregating import Aggregating
 from hvdlite.adapter.identity import Identity, follow
+from hvdlite.adapter.options import Options
 from hvdlite.api import allgather_object, broadcast, broadcast_object, global_process_set, world
+from hvdlite.gradients.aggregator import Aggregator, name_of
+from hvdlite.gradients.shared_reducers import Layout
 from hvdlite.process_set import ProcessSet
-from hvdlite.protocols import ReduceOp, TensorInfo
 from hvdlite.tensors.registry import adapter_for
 from hvdlite.world import World
 
@@ -31,7 +35,11 @@ LAYOUTS = 16
 MEMORIES = 256
 """The number of entries that each small dict of a registry keeps. All ranks drop the oldest entry first."""
 
+AGGREGATORS = 16
+"""The number of aggregators that a registry keeps. One that is used after that is entered again."""
+
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 class Registry:
@@ -44,7 +52,9 @@ class Registry:
     def __init__(self, here: World, process_set: ProcessSet | None) -> None:
         self._here = here
         self._process_set = process_set
-        self._buckets: dict[tuple[tuple[TensorInfo, ...], ReduceOp, str], Buckets] = {}
+        self._buckets: dict[Layout, Buckets] = {}
+        self._aggregating: dict[int, Aggregating] = {}
+        self._entered = 0
         self._channels = 0
         self._tables: dict[Hashable, set[int]] = {}
         self._known: dict[Hashable, tuple[str | None, str]] = {}
@@ -54,6 +64,7 @@ class Registry:
         """The layouts that the ranks have agreed on, by the number of the `Identity`; the same on all ranks."""
         self._group = here.group(process_set)
         self._group.add(self)
+        self._group.reducers.aggregator_of = self._aggregator_of
 
     @classmethod
     def of(cls, here: World, process_set: ProcessSet | None) -> Registry:
@@ -78,42 +89,58 @@ class Registry:
 
     def rebind(self) -> None:
         """Make another registry in the present world, where a rank may call `join` before it has any gradient."""
-        Registry.of(world("init()"), self._process_set)
+        registry = Registry.of(world("init()"), self._process_set)
+        for each in self._aggregating.values():
+            registry._enter(each)
 
-    def buckets(self, infos: Sequence[TensorInfo], op: ReduceOp, kind: str = "") -> Buckets:
-        """Return the buckets of a layout. Every rank calls this if the buckets do not exist yet.
+    def aggregating(self, aggregator: Aggregator) -> Aggregating:
+        """Return what belongs to an aggregator here. Every rank calls this, with its own aggregators in the same order.
 
-        Args:
-            infos, op, kind: See `Buckets`.
+        Raises:
+            MismatchError: The ranks have different aggregators. Raised on all ranks.
+            HvdliteError: The aggregator is new, and a rank has joined. Raised on all ranks that have not.
         """
-        found = self._buckets.get((tuple(infos), op, kind))
+        found = next((each for each in self._aggregating.values() if each.aggregator is aggregator), None)
+        return self._enter(Aggregating(aggregator)) if found is None else found
+
+    def _enter(self, new: Aggregating) -> Aggregating:
+        lines = [f"aggregator={name_of(new.aggregator)}", f"aggregators that were made before it: {self._entered}"]
+        ranks, gather = self._here.ranks(self._process_set), gather_from_all("aggregator=", self._process_set)
+        check_same(lines, "what combines their gradients", ranks, gather)
+        self._entered += 1
+        new.number = self._entered
+        return _remember(self._aggregating, new.number, new, AGGREGATORS)
+
+    def _aggregator_of(self, layout: Layout) -> Aggregator | None:
+        return self._aggregating[layout.aggregator].of(layout) if layout.aggregator else None
+
+    def buckets(self, layout: Layout) -> Buckets:
+        """Return the buckets of a layout. Every rank calls this if the buckets do not exist yet."""
+        found = self._buckets.get(layout)
         if found is None:
-            found = self._make(infos, op, kind)
+            found = self._make(layout)
             # A rank that has joined does not know which buckets are the least recently used.
             if len(self._buckets) > LAYOUTS and not found.somebody_has_joined():
                 self._close_oldest()
         return found
 
-    def _make(self, infos: Sequence[TensorInfo], op: ReduceOp, kind: str) -> Buckets:
-        made = self._buckets[tuple(infos), op, kind] = self.own_buckets(infos, op, kind)
+    def _make(self, layout: Layout) -> Buckets:
+        made = self._buckets[layout] = self.own_buckets(layout)
         return made
 
     def _close_oldest(self) -> None:
         while len(self._buckets) > LAYOUTS:
             self._buckets.pop(next(iter(self._buckets))).close()
 
-    def use(self, infos: Sequence[TensorInfo], op: ReduceOp, kind: str = "") -> Buckets:
+    def use(self, layout: Layout) -> Buckets:
         """Return the buckets of a layout for an exchange that all ranks make now. See `buckets`."""
-        found = self.buckets(infos, op, kind)
-        key = (tuple(infos), op, kind)
-        self._buckets[key] = self._buckets.pop(key)
+        found = self.buckets(layout)
+        self._buckets[layout] = self._buckets.pop(layout)
         return found
 
-    def own_buckets(self, infos: Sequence[TensorInfo], op: ReduceOp, kind: str = "") -> Buckets:
+    def own_buckets(self, layout: Layout) -> Buckets:
         """Make buckets for the caller alone, which are kept as long as the world exists. Every rank calls this."""
-        if kind:
-            return DeviceBuckets(self._here, infos, op, self._process_set, kind)
-        return HostBuckets(self._here, infos, op, self._process_set)
+        return (DeviceBuckets if layout.device else HostBuckets)(self._here, layout, self._process_set)
 
     def new_channel(self) -> str:
         """Return a new name for exchanges that run at the same time as others. Every rank calls this."""
@@ -175,7 +202,7 @@ class Registry:
     def catch_up(self, last: int) -> None:
         """Get the shared state, and the values of the optimizers' variables, from rank `last`. All ranks call this."""
         for layout in list(self._group.reducers.shared.late):
-            self._make(*layout)
+            self._make(layout)
         root = self._group.ranks.index(last)
         firsts = {each.first: each.number for each in self._optimizers if each.first is not None}
         known, tables, self.layouts, firsts = broadcast_object(
@@ -199,15 +226,36 @@ class Registry:
             if each is not None and each.hvdlite_passes() is not None
         }
         about = {number: [adapter_for(v).info(v) for v in each] for number, each in variables.items()}
-        everybody = allgather_object(about, process_set=self._process_set)
+        rounds = {number: each.hvdlite_rounds() for number, each in found.items() if each is not None}
+        made = {number: each.made for number, each in rounds.items() if each is not None}
+        everybody = allgather_object((about, made), process_set=self._process_set)
+        # Ranks that have made as many steps by themselves have missed nothing, and keep their own states.
+        same = {number for number, own in made.items() if all(other.get(number) == own for _, other in everybody)}
         for number, what in sorted(about.items()):
-            if what and all(other.get(number) == what for other in everybody):
+            if what and number not in same and all(other.get(number) == what for other, _ in everybody):
                 broadcast(variables[number], root, inplace=True, process_set=self._process_set)
+        for number in sorted(set(made) - same):
+            each = rounds[number]
+            if each is not None and all(number in other for _, other in everybody):
+                each.load(broadcast_object(each.state(), root, process_set=self._process_set))
 
 
-def _remember(memory: dict[Hashable, T], key: Hashable, value: T) -> T:
+def numbers_of(options: Options, sources: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the numbers by which an aggregator knows these sources; None without one. See `Aggregating.numbers_of`."""
+    found = enter_aggregator(options)
+    return None if found is None else found.numbers_of(sources)
+
+
+def enter_aggregator(options: Options) -> Aggregating | None:
+    """Return what belongs to the aggregator of an exchange, if there is one. See `Registry.aggregating`."""
+    if options.aggregator is None:
+        return None
+    return Registry.of(world("the exchange of gradients"), options.process_set).aggregating(options.aggregator)
+
+
+def _remember(memory: dict[K, T], key: K, value: T, limit: int = MEMORIES) -> T:
     """Return the value of a key, which is set to `value` if there is none. Drop the oldest entry if there are too many."""
     found = memory.setdefault(key, value)
-    if len(memory) > MEMORIES:
+    if len(memory) > limit:
         del memory[next(iter(memory))]
     return found

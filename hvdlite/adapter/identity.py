@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from hvdlite.adapter.few_bytes.local_steps import Rounds
 from hvdlite.api import allgather_object
 from hvdlite.errors import MismatchError
 from hvdlite.process_set import ProcessSet
@@ -35,6 +36,10 @@ class Trained(Protocol):
 
     def hvdlite_passes(self) -> int | None:
         """Return how many backward passes the optimizer has had; None while its variables have no values."""
+        ...
+
+    def hvdlite_rounds(self) -> Rounds | None:
+        """Return the rounds of an optimizer whose ranks have states of their own; None if all ranks have the same state."""
         ...
 
 

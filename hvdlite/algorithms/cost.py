@@ -1,4 +1,4 @@
-"""The time that an allreduce takes, in the α-β-γ model.
+"""The time that an allreduce takes, in the α-β-γ model, and the bytes that it sends.
 
 A message of n bytes occupies its sender for nβ seconds, and its receiver for nβ seconds that begin α
 seconds after the sender's. A rank sends one message at a time and receives one at a time, but can do both
@@ -38,11 +38,34 @@ def predict(name: str, ranks: int, nbytes: float, alpha: float, beta: float, gam
     Raises:
         ArgumentError: There is no such algorithm, or `ranks` is not positive.
     """
+    _check(name, ranks)
+    return _COSTS[name](ranks, _Vector(alpha, nbytes * beta, nbytes * gamma)) if ranks > 1 else 0.0
+
+
+def sent(name: str, ranks: int, nbytes: float) -> float:
+    """Return how many bytes all ranks together send in allreduce algorithm `name`.
+
+    Every rank but one must give away what it has, and get the result. So 2(P-1)n bytes are the least, and only the butterfly
+    sends more: n in each of its steps, on each rank of its core. The number is exact for any length.
+
+    Args:
+        name, ranks, nbytes: See `predict`.
+
+    Raises:
+        ArgumentError: See `predict`.
+    """
+    _check(name, ranks)
+    if name == "butterfly":
+        core = Core(ranks)
+        return (core.size * _lg(core.size) + 2 * core.extra) * nbytes
+    return 2 * (ranks - 1) * nbytes
+
+
+def _check(name: str, ranks: int) -> None:
     if name not in _COSTS:
         raise ArgumentError(f"No cost is known of algorithm {name!r}; choose one of {', '.join(_COSTS)}.")
     if ranks < 1:
         raise ArgumentError(f"The number of ranks must be at least 1, not {ranks}.")
-    return _COSTS[name](ranks, _Vector(alpha, nbytes * beta, nbytes * gamma)) if ranks > 1 else 0.0
 
 
 class _Vector(NamedTuple):

@@ -18,7 +18,7 @@ class Clocks:
     """
 
     def __init__(self, workers: Collection[int], staleness: int | None) -> None:
-        self._workers, self._staleness = tuple(workers), staleness
+        self._workers, self._staleness = list(workers), staleness
         self._made = dict.fromkeys(self._workers, 0)
 
     @property
@@ -41,6 +41,11 @@ class Clocks:
     def leave(self, worker: int) -> None:
         """Take out a worker that makes no more steps: nobody waits for it any longer."""
         del self._made[worker]
+
+    def lose(self, worker: int) -> None:
+        """Take out a worker for good."""
+        self._workers.remove(worker)
+        self._made.pop(worker, None)
 
     def begin_again(self) -> None:
         """Let all workers train again, all from the same step."""

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from hvdlite.protocols import Array
 
 _ALIGNMENT = 16
 """Each tensor begins at a multiple of so many bytes, so that any dtype can be read there."""
+
+
+_CHUNK_BYTES = 1 << 20
+"""The largest size of a chunk of several tensors. A chunk of 1 MiB takes 0.08 s on a link of 100 Mbit/s."""
+
+
+class Chunk(NamedTuple):
+    """Tensors of a server that lie side by side. Their gradients travel together.
+
+    Attributes:
+        places: The places of the tensors in `Layout.tensors`.
+        start, end: The bytes of the chunk.
+    """
+
+    places: range
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -16,14 +37,40 @@ class Layout:
     Attributes:
         server: The rank of the server in its group.
         tensors: The numbers of its tensors, ascending.
-        starts: For each of them, the first byte in a message.
-        nbytes: The size of a message with all of them.
+        starts: For each of them, the first byte of its values, or of its gradient.
+        nbytes: The bytes of all values, or of all gradients.
     """
 
     server: int
     tensors: tuple[int, ...]
     starts: tuple[int, ...]
     nbytes: int
+
+    @functools.cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All tensors in chunks: a large one alone, and small ones together up to 1 MiB."""
+        ends = (*self.starts[1:], self.nbytes)
+        found: list[Chunk] = []
+        for place, (start, end) in enumerate(zip(self.starts, ends, strict=True)):
+            if found and end - found[-1].start <= _CHUNK_BYTES:
+                found[-1] = Chunk(range(found[-1].places.start, place + 1), found[-1].start, end)
+            else:
+                found.append(Chunk(range(place, place + 1), start, end))
+        return tuple(found)
+
+    def runs(self, chosen: Array) -> list[slice]:
+        """Return the bytes of the chosen chunks. Chunks side by side are one slice, and one message. No slice is empty.
+
+        Args:
+            chosen: For each chunk whether it is chosen: bool, shape ``(chunks,)``.
+        """
+        found: list[slice] = []
+        for chunk, yes in zip(self.chunks, chosen, strict=True):
+            if yes and found and found[-1].stop == chunk.start:
+                found[-1] = slice(found[-1].start, chunk.end)
+            elif yes:
+                found.append(slice(chunk.start, chunk.end))
+        return [run for run in found if run.start < run.stop]
 
 
 def deal(sizes: Sequence[int], servers: Sequence[int]) -> list[Layout]:

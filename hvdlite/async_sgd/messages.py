@@ -1,8 +1,14 @@
 """Requests of a worker to a server, and the answers.
 
-A request is a `Request` with the tag `REQUEST`; after a push come, with the tag `BODY`, which tensors are present and the
-settings in one message, and the gradients in another if any is present. The answer to every request is an `Answer` with the tag
-`ANSWER`, then with the tag `VALUES` the values of the part, or the text of an error.
+A request is a `Request` with the tag `REQUEST`. After an early chunk comes the chunk, with the tag `BODY`. After a push come,
+with this tag:
+
+- the head: for each tensor whether there is a dense gradient, for each chunk whether it follows, and the settings;
+- sparse gradients, if there are any (`rows`);
+- the chunks that follow, those side by side in one message.
+
+The answer to every other request is an `Answer` with the tag `ANSWER`, then with the tag `VALUES` the values of the part, or
+the text of an error.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import numpy as np
 
 from hvdlite.protocols import Array
 
-REQUEST, BODY, ANSWER, VALUES = 1, 2, 3, 4
+REQUEST, BODY, ANSWER, VALUES, OBJECT = 1, 2, 3, 4, 5
 
 
 class Purpose(enum.IntEnum):
@@ -32,11 +38,20 @@ class Purpose(enum.IntEnum):
     """To give the servers another state."""
     FINISH = 5
     """To end the training."""
+    EARLY = 6
+    """To take a chunk of its next push before that. There is no answer."""
+    LOST = 7
+    """To go on without a worker that has failed. The server's own rank asks this; there is no answer."""
 
     @property
     def text(self) -> str:
         """The call of the program that has this purpose."""
-        return {2: "synchronize()", 3: "state_dict()", 4: "load_state_dict()", 5: "finish()"}.get(self, "")
+        return {
+            2: "synchronize()",
+            3: "state_dict() (in Keras: synchronize(), or the end of fit)",
+            4: "load_state_dict() (in Keras: restart())",
+            5: "finish()",
+        }.get(self, "")
 
 
 class Request(NamedTuple):
@@ -44,16 +59,18 @@ class Request(NamedTuple):
 
     Attributes:
         purpose: A `Purpose`.
-        number: For a push, how many this worker has made before.
-        head: For a push, the bytes of the first message of its body.
-        has_gradients: For a push, whether gradients follow.
+        number: For a push or an early chunk, how many pushes this worker has made before; for a loss, the worker.
+        chunk: For an early chunk, its number.
+        head: For a push, the bytes of its head.
+        rows: For a push, the bytes of its sparse gradients.
         weight: For a push, the number of samples.
     """
 
     purpose: int
     number: int = 0
+    chunk: int = 0
     head: int = 0
-    has_gradients: bool = False
+    rows: int = 0
     weight: float = 1.0
 
     def pack(self) -> Array:
@@ -63,8 +80,9 @@ class Request(NamedTuple):
     @classmethod
     def unpack(cls, data: Array) -> Request:
         """Return the request that `pack` has packed."""
-        purpose, number, head, has_gradients, weight = data.tolist()
-        return cls(int(purpose), int(number), int(head), bool(has_gradients), weight)
+        *numbers, weight = data.tolist()
+        purpose, number, chunk, head, rows = map(int, numbers)
+        return cls(purpose, number, chunk, head, rows, weight)
 
 
 class Answer(NamedTuple):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from hvdlite.async_sgd.rows import Rows
 from hvdlite.protocols import Array
 
 
@@ -13,15 +14,25 @@ class Push(NamedTuple):
 
     Attributes:
         gradients: The gradients of the part's tensors, each at its place of the `Layout`: uint8, shape ``(nbytes,)``.
-        present: For each tensor whether there is a gradient: bool, shape ``(tensors,)``. The bytes of the others mean nothing.
+        present: For each tensor whether there is such a gradient: bool, shape ``(tensors,)``. The bytes of the others mean
+            nothing.
+        follows: For each chunk whether it has come with the push: bool, shape ``(chunks,)``. The others have come before it, or
+            have no gradient.
+        rows: The gradients that are sparse, by the places of their tensors. These are not `present`.
         settings: The learning rates and other settings of the step, in a form that the framework's `Part` reads.
         weight: The number of samples.
+        rate: The learning rates are multiplied by this number (`compensation`).
+        pulled: The values with which the gradients were computed: uint8, shape ``(nbytes,)``. None if nobody needs them.
     """
 
     gradients: Array
     present: Array
+    follows: Array
+    rows: Mapping[int, Rows]
     settings: bytes
     weight: float
+    rate: float = 1.0
+    pulled: Array | None = None
 
 
 class Part(Protocol):

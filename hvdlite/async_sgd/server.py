@@ -6,9 +6,14 @@ import enum
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from hvdlite.async_sgd.clocks import Clocks
+from hvdlite.async_sgd.compensation import NO_COMPENSATION, DelayCompensation
+from hvdlite.async_sgd.deal import Layout
 from hvdlite.async_sgd.messages import Purpose
 from hvdlite.async_sgd.part import Part, Push
+from hvdlite.protocols import Array
 
 
 class Mode(enum.Enum):
@@ -20,19 +25,22 @@ class Mode(enum.Enum):
 
 
 class Reply(NamedTuple):
-    """An answer that is due now. The values are those that the part has at this moment.
+    """An answer that is due now.
 
     Attributes:
         rank: The rank that gets it.
         purpose: Of a meeting, what it was for; else `Purpose.PUSH`.
         missed: See `messages.Answer`.
         error: The text of an error; empty if there is none.
+        values: The present values of the part: uint8, shape ``(nbytes,)``. The memory is valid until the rank asks again.
+            Empty if there is an error.
     """
 
     rank: int
     purpose: Purpose
     missed: int = 0
     error: str = ""
+    values: Array = np.empty(0, np.uint8)
 
 
 class Server:
@@ -43,36 +51,67 @@ class Server:
 
     Args:
         part: The parameters.
+        layout: Their places.
         workers: The ranks that train.
         others: The ranks that come to meetings only.
         mode: When pushes are applied and answered.
         staleness: How far a worker may be ahead of the slowest one, in steps; for `Mode.SSP`.
         names: For each rank, its number in the job, for error texts.
+        compensation: What to do about old gradients; only for modes in which pushes are applied one by one.
     """
 
     def __init__(
         self,
         part: Part,
+        layout: Layout,
         workers: Collection[int],
         others: Collection[int],
         mode: Mode,
         staleness: int | None,
         names: Sequence[int],
+        compensation: DelayCompensation = NO_COMPENSATION,
     ) -> None:
-        self._part, self._mode, self._names = part, mode, names
-        self._everybody = frozenset((*workers, *others))
+        self._part, self._layout, self._mode, self._names, self._compensation = part, layout, mode, names, compensation
+        self._everybody = {*workers, *others}
         self._clocks = Clocks(workers, staleness if mode is Mode.SSP else None)
         self._pushed = dict.fromkeys(workers, 0)
+        self._early: dict[int, set[int]] = {worker: set() for worker in workers}
+        """The chunks of each worker's next push that have come."""
         self._waiting: dict[int, Push | None] = {}
         """The workers whose pushes were not answered yet; each push is there until it is applied."""
         self._missed: dict[int, int] = {}
         self._seen = dict.fromkeys(workers, 0)
+        self._values: dict[int, Array] = {}
+        """The values that each rank was sent last."""
+        self._is_new = True
+        """Whether the part was given other values since then. All workers have those."""
         self._met: dict[int, Purpose] = {}
         self._error = ""
         self.applied = 0
         """The number of pushes that were applied."""
         self.is_over = False
         """Whether the ranks have met to finish."""
+
+    def early(self, worker: int, number: int, chunk: int) -> list[Reply]:
+        """Note that a chunk of a worker's next push has come. It is in the memory of that push.
+
+        Args:
+            worker: The rank that has sent it.
+            number: How many pushes it has made before.
+            chunk: The number of the chunk.
+
+        Returns:
+            The answers that are due now. There is none to the chunk.
+        """
+        if self._error:
+            return []
+        if number != self._pushed[worker] or worker in self._waiting:
+            return self._fail(
+                f"rank {self._names[worker]} has sent a part of push {number} after {self._pushed[worker]} pushes: a push was "
+                "lost, or came twice."
+            )
+        self._early[worker].add(chunk)
+        return []
 
     def push(self, worker: int, number: int, push: Push) -> list[Reply]:
         """Take a push.
@@ -94,6 +133,17 @@ class Server:
                 "or came twice.",
                 worker,
             )
+        came, self._early[worker] = self._early[worker], set()
+        for chunk, (places, *_) in enumerate(self._layout.chunks):
+            if push.present[places].any() and not push.follows[chunk] and chunk not in came:
+                return self._fail(
+                    f"rank {self._names[worker]} has sent push {number} without its chunk {chunk}: a message was lost.",
+                    worker,
+                )
+        if self._is_new and self._compensation.needs_pulled:
+            for each in self._pushed:
+                self._read(each)
+        self._is_new = False
         self._pushed[worker] += 1
         self._clocks.tick(worker)
         self._waiting[worker] = push
@@ -108,6 +158,21 @@ class Server:
         self._met[rank] = purpose
         if rank in self._clocks.training:
             self._clocks.leave(rank)
+        return self._hold_meeting()
+
+    def lose(self, worker: int) -> list[Reply]:
+        """Go on without a worker that has failed, and return the answers that are due now.
+
+        Its pushes that were applied stay. One that waits for those of others is dropped. Nobody waits for this worker.
+        """
+        self._everybody.discard(worker)
+        self._met.pop(worker, None)
+        self._waiting.pop(worker, None)
+        self._clocks.lose(worker)
+        return self._hold_meeting() if not self._error and self._met else self._go_on()
+
+    def _hold_meeting(self) -> list[Reply]:
+        """Return the answers to all ranks if all have come; until then, what is due among the others."""
         if self._met.keys() != self._everybody:
             return self._go_on()
         met, self._met = self._met, {}
@@ -118,10 +183,16 @@ class Server:
                 f"the ranks meet for different calls: {said}. All ranks make these calls in the same order.", *met
             )
         (common,) = wanted or {Purpose.FINISH}
-        self.is_over = common is Purpose.FINISH
+        self.is_over, self._is_new = common is Purpose.FINISH, common is Purpose.LOAD
         self._clocks.begin_again()
         self._seen = dict.fromkeys(self._seen, self.applied)
-        return [Reply(rank, common) for rank in sorted(met)]
+        return [Reply(rank, common, values=self._read(rank)) for rank in sorted(met)]
+
+    def _read(self, rank: int) -> Array:
+        if rank not in self._values:
+            self._values[rank] = np.empty(self._layout.nbytes, np.uint8)
+        self._part.read(self._values[rank])
+        return self._values[rank]
 
     def _go_on(self) -> list[Reply]:
         """Apply what can be applied now, and return the answers that are due."""
@@ -135,7 +206,7 @@ class Server:
         for worker in due:
             del self._waiting[worker]
             self._seen[worker] = self.applied
-        return [Reply(worker, Purpose.PUSH, self._missed[worker]) for worker in due]
+        return [Reply(worker, Purpose.PUSH, self._missed[worker], values=self._read(worker)) for worker in due]
 
     def _apply(self, workers: Sequence[int]) -> None:
         pushes = [push for worker in workers if (push := self._waiting[worker]) is not None]
@@ -145,15 +216,22 @@ class Server:
                 'settings: with mode="sync" all ranks set them alike.'
             )
             return
+        for worker in workers:
+            self._missed[worker] = 0 if self._mode is Mode.SYNC else self.applied - self._seen[worker]
+        if self._mode is not Mode.SYNC:
+            pushes = [self._compensated(worker, push) for worker, push in zip(workers, pushes, strict=True)]
         try:
             self._part.step(pushes)
         except Exception as error:
             self._error = f"the optimizer has failed on its server: {type(error).__name__}: {error}"
             return
         for worker in workers:
-            self._missed[worker] = 0 if self._mode is Mode.SYNC else self.applied - self._seen[worker]
             self._waiting[worker] = None
         self.applied += len(pushes)
+
+    def _compensated(self, worker: int, push: Push) -> Push:
+        pulled = self._values[worker] if self._compensation.needs_pulled else None
+        return push._replace(rate=self._compensation.rate(self._missed[worker]), pulled=pulled)
 
     def _fail(self, text: str, *ranks: int) -> list[Reply]:
         """Fail for good: `ranks`, and all that wait, get this error now, and all others when they ask."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from hvdlite.async_sgd import messages
+from hvdlite.async_sgd.deal import Layout
 from hvdlite.async_sgd.messages import Answer, Purpose
-from hvdlite.async_sgd.part import Part, Push
+from hvdlite.async_sgd.part import Push
+from hvdlite.async_sgd.rows import unpack_rows
 from hvdlite.async_sgd.server import Reply, Server
-from hvdlite.errors import HvdliteError
-from hvdlite.protocols import ANY, Array, Channel, Request, WaitKind
+from hvdlite.errors import HvdliteError, PeerLeftError
+from hvdlite.protocols import ANY, Channel, Request, WaitKind
 
 
 class Service:
@@ -21,35 +24,40 @@ class Service:
     Args:
         channel: The channel of the group.
         server: What answers the requests.
-        part: The parameters of the server.
-        nbytes: The size of the part's values, and of its gradients.
-        tensors: The number of its tensors.
+        layout: The tensors of the server's part.
         workers: The ranks that train.
-        keeps_pushes: Whether the server keeps a push after the call in which it gets it.
+        keeps_pushes: Whether the server keeps a push after the call in which it gets it, or workers send chunks early.
     """
 
     def __init__(
         self,
         channel: Channel,
         server: Server,
-        part: Part,
-        nbytes: int,
-        tensors: int,
+        layout: Layout,
         workers: Collection[int],
         keeps_pushes: bool,
     ) -> None:
-        self._channel, self._server, self._part = channel, server, part
-        self._nbytes, self._tensors = nbytes, tensors
+        self._channel, self._server, self._layout = channel, server, layout
         # Each worker has at most one push here. One buffer for all will do where a push is applied as soon as it is there.
-        one = np.empty(nbytes, np.uint8)
-        self._gradients = {rank: np.empty(nbytes, np.uint8) if keeps_pushes else one for rank in workers}
-        self._values: dict[int, Array] = {}
+        one = np.empty(layout.nbytes, np.uint8)
+        self._gradients = {rank: np.empty(layout.nbytes, np.uint8) if keeps_pushes else one for rank in workers}
         self._sends: dict[int, list[Request]] = {}
+        self._lost: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="hvdlite-parameters", daemon=True)
 
     def start(self) -> None:
         """Begin to serve."""
         self._thread.start()
+
+    def lose(self, worker: int) -> None:
+        """Let the service go on without a worker whose process has ended. Any thread may call this.
+
+        What the worker has not sent as a whole is dropped.
+        """
+        self._lost.add(worker)
+        request = messages.Request(Purpose.LOST, worker)
+        with contextlib.suppress(HvdliteError):  # the service is over
+            self._channel.isend(request.pack(), self._channel.rank, messages.REQUEST)
 
     def join(self) -> None:
         """Wait until the service is over. The ranks have met to finish, so this takes a moment."""
@@ -59,11 +67,15 @@ class Service:
         try:
             while not self._server.is_over:
                 self._serve()
-            for requests in self._sends.values():
-                _wait_all(requests)
+            for rank, requests in self._sends.items():
+                if rank not in self._lost:
+                    _wait_all(requests)
         except HvdliteError:
             # The job ends, or its ranks leave: those that wait for this server learn that from the channel, with the reason.
             return
+        except BaseException as error:  # without this thread, the others would wait for ever
+            self._channel.break_off("a parameter server", error)
+            raise
 
     def _serve(self) -> None:
         asked = np.empty(len(messages.Request(0)), np.float64)
@@ -73,36 +85,53 @@ class Service:
         rank = receive.source
         assert rank is not None
         request = messages.Request.unpack(asked)
+        if request.purpose == Purpose.LOST:
+            self._answer_all(self._server.lose(request.number))
+        elif rank not in self._lost:
+            try:
+                self._answer_all(self._replies(rank, request))
+            except PeerLeftError:
+                if rank not in self._lost:
+                    raise
+                # MPI may still know of the memory for the rest of its message, which may be that of other ranks too.
+                old, new = self._gradients[rank], np.empty(self._layout.nbytes, np.uint8)
+                for other, memory in self._gradients.items():
+                    self._gradients[other] = new if memory is old else memory
+
+    def _replies(self, rank: int, request: messages.Request) -> list[Reply]:
+        # The rank has the last answer, for it has asked again: so this does not wait, and the memory of the values is free.
+        _wait_all(self._sends.pop(rank, []))
+        if request.purpose == Purpose.EARLY:
+            chunk = self._layout.chunks[request.chunk]
+            self._channel.irecv(self._gradients[rank][chunk.start : chunk.end], rank, messages.BODY).wait()
+            return self._server.early(rank, request.number, request.chunk)
         if request.purpose == Purpose.PUSH:
-            replies = self._server.push(rank, request.number, self._body(rank, request))
-        else:
-            replies = self._server.meet(rank, Purpose(request.purpose))
-        for reply in replies:
-            self._answer(reply)
+            return self._server.push(rank, request.number, self._body(rank, request))
+        return self._server.meet(rank, Purpose(request.purpose))
 
     def _body(self, rank: int, request: messages.Request) -> Push:
-        head, gradients = np.empty(request.head, np.uint8), self._gradients[rank]
+        layout, gradients = self._layout, self._gradients[rank]
+        head, rows = np.empty(request.head, np.uint8), np.empty(request.rows, np.uint8)
         receives = [self._channel.irecv(head, rank, messages.BODY)]
-        if request.has_gradients:
-            receives.append(self._channel.irecv(gradients, rank, messages.BODY))
+        if len(rows):
+            receives.append(self._channel.irecv(rows, rank, messages.BODY))
+        receives[0].wait()
+        present, follows, settings = np.split(head, np.cumsum([len(layout.tensors), len(layout.chunks)]))
+        receives += [self._channel.irecv(gradients[run], rank, messages.BODY) for run in layout.runs(follows)]
         _wait_all(receives)
-        return Push(gradients, head[: self._tensors] != 0, head[self._tensors :].tobytes(), request.weight)
+        return Push(gradients, present != 0, follows != 0, unpack_rows(rows), settings.tobytes(), request.weight)
+
+    def _answer_all(self, replies: Sequence[Reply]) -> None:
+        for reply in replies:
+            if reply.rank not in self._lost:
+                self._answer(reply)
 
     def _answer(self, reply: Reply) -> None:
-        rank = reply.rank
-        # The rank has the last answer, for it has asked again: so this does not wait, and the buffer is free.
-        _wait_all(self._sends.pop(rank, []))
-        if reply.error:
-            values = np.frombuffer(reply.error.encode(), np.uint8)
-        else:
-            if rank not in self._values:
-                self._values[rank] = np.empty(self._nbytes, np.uint8)
-            values = self._values[rank]
-            self._part.read(values)
-        answer = Answer(reply.purpose, len(values) if reply.error else 0, reply.missed)
-        self._sends[rank] = [
-            self._channel.isend(answer.pack(), rank, messages.ANSWER),
-            self._channel.isend(values, rank, messages.VALUES),
+        text = np.frombuffer(reply.error.encode(), np.uint8)
+        answer = Answer(reply.purpose, len(text), reply.missed)
+        self._sends[reply.rank] = [
+            self._channel.isend(answer.pack(), reply.rank, messages.ANSWER),
+            self._channel.isend(text if reply.error else reply.values, reply.rank, messages.VALUES),
         ]
 
 

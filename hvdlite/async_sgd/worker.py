@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from hvdlite.async_sgd import messages
 from hvdlite.async_sgd.deal import Layout
 from hvdlite.async_sgd.messages import Answer, Purpose
+from hvdlite.async_sgd.rows import Rows, pack_rows
 from hvdlite.errors import CommunicationError
-from hvdlite.protocols import Array, Channel, WaitKind
+from hvdlite.protocols import Array, Channel, Request, WaitKind
 
 
 class Worker:
@@ -18,6 +19,7 @@ class Worker:
 
     Args:
         channel: The channel of the group.
+        begin: Begins a message that goes on while the program computes: its data, the rank that gets it, and the tag.
         layouts: The servers and their tensors.
         names: For each rank of the group, its number in the job, for messages.
 
@@ -25,21 +27,68 @@ class Worker:
         gradients: For each server, the memory in which the caller puts gradients: uint8, shape ``(nbytes,)``.
         values: For each server, the latest values, likewise.
         pushes: The number of pushes so far.
+        early_chunks: How many chunks were sent before their pushes.
         missed: In how many pushes of others the pushes were behind, added up: the mean of all servers.
     """
 
-    def __init__(self, channel: Channel, layouts: Sequence[Layout], names: Sequence[int]) -> None:
-        self._channel, self._layouts, self._names = channel, layouts, names
+    def __init__(
+        self,
+        channel: Channel,
+        begin: Callable[[Array, int, int], Request],
+        layouts: Sequence[Layout],
+        names: Sequence[int],
+    ) -> None:
+        self._channel, self._begin, self._layouts, self._names = channel, begin, layouts, names
+        self._under_way: list[Request] = []
         self.gradients = [np.zeros(layout.nbytes, np.uint8) for layout in layouts]
         self.values = [np.empty(layout.nbytes, np.uint8) for layout in layouts]
-        self.pushes = 0
+        self.pushes = self.early_chunks = 0
         self.missed = 0.0
 
-    def push(self, present: Sequence[Array], settings: bytes, weight: float, hint: str) -> None:
+    def send_early(self, server: int, chunk: int) -> None:
+        """Begin to send a chunk of the next push. It must not change before `settle` or `push`.
+
+        Args:
+            server: The place of the server in `layouts`.
+            chunk: The number of the chunk there.
+
+        Raises:
+            HvdliteError: The server has left the job, or the channel is closed.
+        """
+        layout = self._layouts[server]
+        _, start, end = layout.chunks[chunk]
+        request = messages.Request(Purpose.EARLY, self.pushes, chunk)
+        self._under_way += [
+            self._begin(request.pack(), layout.server, messages.REQUEST),
+            self._begin(self.gradients[server][start:end], layout.server, messages.BODY),
+        ]
+        self.early_chunks += 1
+
+    def settle(self) -> None:
+        """Wait until the servers have taken the chunks that were sent early.
+
+        Raises:
+            HvdliteError: A server has left the job, or the channel is closed.
+        """
+        with self._channel.guarded("the parameter server to take gradients that were sent early", beside_threads=True):
+            while self._under_way:
+                self._under_way.pop(0).wait()
+
+    def push(
+        self,
+        present: Sequence[Array],
+        early: Sequence[Array],
+        rows: Sequence[Mapping[int, Rows]],
+        settings: bytes,
+        weight: float,
+        hint: str,
+    ) -> None:
         """Push `gradients` to all servers, and wait for `values`.
 
         Args:
-            present: For each server, which of its tensors have a gradient: bool, shape ``(tensors,)``.
+            present: For each server, which of its tensors have a gradient there: bool, shape ``(tensors,)``.
+            early: For each server, which chunks it has: bool, shape ``(chunks,)``.
+            rows: For each server, sparse gradients by the places of their tensors.
             settings: The settings of the step, for all servers.
             weight: The number of samples.
             hint: A description of the wait, for reports of the watchdog and errors.
@@ -49,16 +98,18 @@ class Worker:
             HvdliteError: A server has left the job, or the channel is closed.
         """
         sends = []
-        for layout, there, gradients in zip(self._layouts, present, self.gradients, strict=True):
-            head = np.concatenate([there.astype(np.uint8), np.frombuffer(settings, np.uint8)])
-            request = messages.Request(Purpose.PUSH, self.pushes, len(head), bool(there.any()), weight)
+        for number, layout in enumerate(self._layouts):
+            used = np.array([present[number][chunk.places].any() for chunk in layout.chunks])
+            follows = used & ~early[number]
+            head = np.concatenate([present[number], follows, np.frombuffer(settings, np.uint8)])
+            body = [head, pack_rows(rows[number]), *(self.gradients[number][run] for run in layout.runs(follows))]
+            request = messages.Request(Purpose.PUSH, self.pushes, head=len(head), rows=len(body[1]), weight=weight)
             sends.append(self._channel.isend(request.pack(), layout.server, messages.REQUEST))
-            sends.append(self._channel.isend(head, layout.server, messages.BODY))
-            if request.has_gradients:
-                sends.append(self._channel.isend(gradients, layout.server, messages.BODY))
+            sends += [self._channel.isend(each, layout.server, messages.BODY) for each in body if len(each)]
         self.pushes += 1
         with self._channel.guarded(hint, beside_threads=True, asks_all=True):
             answers = self._answers()
+            self.settle()
             for send in sends:
                 send.wait()
         self.missed += sum(answer.missed for answer in answers) / len(answers)
@@ -77,6 +128,7 @@ class Worker:
             CommunicationError: A server has failed, or the ranks meet for different purposes.
             HvdliteError: A server has left the job, or the channel is closed.
         """
+        self.settle()
         for layout in self._layouts:
             self._channel.isend(messages.Request(purpose).pack(), layout.server, messages.REQUEST)
         with self._channel.guarded(f"all ranks to call {purpose.text or Purpose.FINISH.text}", kind, True, True):

@@ -4,12 +4,12 @@
 - `mpi_start` loads MPI and finalises it; `mpi_job` finds out which processes are the job.
 - `local`: a transport among the threads of one process, over a simulated network.
 - `messages`: the checks of `isend` and `irecv`; `mailbox`: how the threads of `local` exchange such messages.
-- `channel`: `isend` and `irecv` with the watchdog as the owner of every wait.
 - `naps`: how a thread waits for other ranks; `background`: a thread that does what nobody waits for.
 - `point_to_point`: collectives made of messages alone.
 - `shared_memory`: memory that all ranks of a host see; `host`: how the ranks of a host meet; `host_collectives`: how they
   reduce and move data through that memory.
-- `hierarchy`: which ranks share a host; `hierarchical`: collectives within each host first, then between hosts.
+- `hierarchy`: which ranks share a host; `hierarchical`: collectives within each host first, then between hosts;
+  `between_hosts`: what the hosts have reduced becomes one.
 
 Each module is imported only where it is used: MPI starts when `mpi` is imported.
 """

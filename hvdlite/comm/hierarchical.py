@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hvdlite.algorithms.adasum import adasum, check_adasum
-from hvdlite.algorithms.slices import slices
+from hvdlite.algorithms.slices import check_counts, slices
+from hvdlite.comm.between_hosts import reduce_between_hosts
 from hvdlite.comm.hierarchy import HostHierarchy, MakeCollectives
 from hvdlite.comm.host_collectives import HostCollectives
 from hvdlite.errors import ArgumentError, HvdliteError
@@ -36,6 +37,7 @@ class HierarchicalCollectives:
         rank, size: See `Collectives`.
         host: The ranks of this rank's host.
         hosts: The number of hosts.
+        host_of: For each rank of the group, the number of its host, counted from 0 in the order of the ranks.
         owners: The number of slice owners on each host: the first `owners` ranks of a host own a slice of inter-host data.
         flat: Collectives over the same group by messages alone.
         between_hosts: Collectives over the ranks that have this rank's number on their hosts; None if there is one host only,
@@ -46,11 +48,12 @@ class HierarchicalCollectives:
         self, transport: Transport, hosts: Sequence[int], make_flat: MakeCollectives, shared_memory: bool = True
     ) -> None:
         self.rank, self.size = transport.rank, transport.size
-        self._transport, self._host_of, self._make_flat = transport, hosts, make_flat
+        self._transport, self._given_hosts, self._make_flat = transport, hosts, make_flat
         self._shared_memory = shared_memory
         self._hierarchy = hierarchy = HostHierarchy(transport, hosts, make_flat, shared_memory)
         self.host, self.hosts, self.owners = hierarchy.host, hierarchy.hosts, hierarchy.owners
         self.between_hosts: Collectives | None = hierarchy.inter_host
+        self.host_of = [position.host for position in hierarchy.positions]
         self.flat: Collectives = make_flat(transport)
         self._here: HostCollectives | None = None
         """The collectives of this rank's host; None if no two ranks of the group share memory."""
@@ -93,16 +96,18 @@ class HierarchicalCollectives:
         if self._one_host and (data.nbytes <= _ONE_SHOT_BYTES or (self.size == 2 and how.exact)):
             here.allreduce(data, how)
         else:
-            between = None if inter_host is None else lambda wide: inter_host.allreduce(wide, how.combining)
-            here.allreduce_by_slices(data, how, self.owners, between)
+            here.allreduce_by_slices(data, how, self.owners, inter_host)
 
     def _allreduce_by_messages(self, data: Array, how: Reduction, algorithm: str) -> None:
         wide = data
         if not how.exact:
             wide = np.empty(data.size, how.wide_dtype)
             how.combine((data,), wide)
+        if self.size > 1 and algorithm in ("auto", "shared_memory"):
+            reduce_between_hosts(self.flat, how, wide, data, how.finish)
+            return
         if self.size > 1:
-            self.flat.allreduce(wide, how.combining, "auto" if algorithm == "shared_memory" else algorithm)
+            self.flat.allreduce(wide, how.combining, algorithm)
         how.finish(wide)
         if not how.exact:
             how.narrow(wide, data)
@@ -161,6 +166,18 @@ class HierarchicalCollectives:
         self._here.broadcast(data, position.number)
 
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
+        """See `Collectives.alltoall`. The ranks first see whether their counts fit together.
+
+        Raises:
+            MismatchError: A rank sends another number of elements than its receiver expects. All ranks raise it.
+        """
+        if self._one_host and self._here is not None:
+            self._here.alltoall(data, send_counts, out, recv_counts)
+            return
+        counts = np.array([send_counts, recv_counts], np.int64)
+        table = np.empty((self.size, *counts.shape), np.int64)
+        self.flat.allgather(counts.ravel(), table.ravel(), [counts.size] * self.size)
+        check_counts(table)
         self.flat.alltoall(data, send_counts, out, recv_counts)
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp | Reduction) -> None:
@@ -189,7 +206,9 @@ class HierarchicalCollectives:
             self.flat.barrier()
 
     def duplicate(self) -> HierarchicalCollectives:
-        return HierarchicalCollectives(self._transport.duplicate(), self._host_of, self._make_flat, self._shared_memory)
+        return HierarchicalCollectives(
+            self._transport.duplicate(), self._given_hosts, self._make_flat, self._shared_memory
+        )
 
     def stop(self, error: HvdliteError | None = None) -> None:
         """Fail every wait for the other ranks of this host. See `Host.stop`."""

@@ -12,14 +12,15 @@ A rank fills a result slot between t and t + 1. The others read it between t + 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from hvdlite.algorithms.slices import slices, split
+from hvdlite.algorithms.slices import check_counts, slices, split
+from hvdlite.comm.between_hosts import reduce_between_hosts
 from hvdlite.comm.host import Host
-from hvdlite.protocols import Array
+from hvdlite.protocols import Array, Collectives
 from hvdlite.tensors.reduction import Reduction
 
 SLOT_BYTES = 2**19
@@ -71,17 +72,15 @@ class HostCollectives:
             shown[rank] = block
             self._reduce(shown, block, how, self._can_be_direct(shown, how))
 
-    def allreduce_by_slices(
-        self, data: Array, how: Reduction, owners: int, between: Callable[[Array], None] | None = None
-    ) -> None:
+    def allreduce_by_slices(self, data: Array, how: Reduction, owners: int, between: Collectives | None = None) -> None:
         """Reduce `data` over the ranks in place. Each owner reduces its slice of every block and puts the result in a slot.
 
         Args:
             data: An array of shape ``(n,)``.
             how: The reduction, for the dtype of `data`.
             owners: The number of owners: the first `owners` ranks of the host own a slice.
-            between: A function that reduces a slice with the other hosts, in place. It is called with each owned slice in the
-                wide dtype, before `how` finishes it. None if there is one host.
+            between: The collectives of the ranks of all hosts that own the same slice; None if there is one host, or this rank
+                owns no slice.
         """
         rank = self._host.rank
         before: tuple[Array, list[slice], list[Array]] | None = None
@@ -118,12 +117,13 @@ class HostCollectives:
         into: Array,
         how: Reduction,
         direct: bool,
-        between: Callable[[Array], None] | None = None,
+        between: Collectives | None = None,
     ) -> None:
         wide = into if direct else self._scratch.view(how.wide_dtype)[: into.size]
         how.combine(sources, wide)
         if between is not None:
-            between(wide)
+            reduce_between_hosts(between, how, wide, into, how.finish)
+            return
         if how.finishes:
             how.finish(wide)
         if not direct:
@@ -163,6 +163,39 @@ class HostCollectives:
             for rank, piece in enumerate(pieces):
                 there = piece[begin:end]
                 there[:] = mine if rank == self._host.rank else shown[rank][: there.size]
+
+    def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
+        """Send slice r of `data` to rank r, and put the slice that comes from rank r in slice r of `out`.
+
+        The ranks show each other their counts beside the first block, so a small exchange takes one meeting.
+
+        Raises:
+            MismatchError: A rank sends another number of elements than its receiver expects. All ranks raise it.
+        """
+        host = self._host
+        head = -(-2 * host.size * 8 // data.itemsize) * data.itemsize  # the counts, before the lanes of the first block
+        sends = [data[piece] for piece in slices(send_counts)]
+        receives = [out[piece] for piece in slices(recv_counts)]
+        begin, most, counts = 0, 1, np.array([send_counts, recv_counts], np.int64)
+        while begin < most:
+            shown = [slot[head:].view(data.dtype) for slot in self._shown[self._turn]]
+            told = self._slots(self._shown, self._turn, counts.dtype)
+            length = max(1, shown[0].size // host.size)
+            for rank, piece in enumerate(sends):
+                block = piece[begin : begin + length]
+                if rank != host.rank:
+                    shown[host.rank][rank * length :][: block.size] = block
+            if not begin:
+                told[host.rank][: counts.size] = counts.ravel()
+            self._meet()
+            if not begin:
+                most = check_counts(np.stack([slot[: counts.size].reshape(counts.shape) for slot in told]))
+                receives[host.rank][:] = sends[host.rank]
+            for rank, piece in enumerate(receives):
+                block = piece[begin : begin + length]
+                if rank != host.rank:
+                    block[:] = shown[rank][host.rank * length :][: block.size]
+            begin += length
 
     def broadcast(self, data: Array, root: int) -> None:
         """Overwrite `data` with the data of rank `root`."""

@@ -7,20 +7,32 @@ too, and such a child would wait in there for ever.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hvdlite.errors import HvdliteError, MissingPackageError
 
 _PROMISES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _ALONE = (*_PROMISES, "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
-_BTL = "OMPI_MCA_btl"
+_BTL, _SECURITY = "OMPI_MCA_btl", "PMIX_SECURITY_MODE"
 _NOT_ALONE = "^sm,ofi"
 """The ways of messages that Open MPI leaves out in a process alone: shared memory, for which it would make a file of 16 MiB in
 /dev/shm, which stays if the process is killed; and ofi, which looks for networks for a second.
 """
+
+
+_is_broken = False
+"""Whether a rank of this MPI job was lost, so that MPI cannot be ended in order, nor can other ranks begin again."""
+
+
+def never_finalize() -> None:
+    """Note that a rank of this MPI job was lost: MPI is not finalised, which takes all ranks, and cannot be used again."""
+    global _is_broken
+    _is_broken = True
 
 
 def start_mpi() -> bool:
@@ -31,8 +43,10 @@ def start_mpi() -> bool:
 
     Raises:
         MissingPackageError: MPI is not installed, and this process is one of several.
-        HvdliteError: MPI has been finalised already.
+        HvdliteError: MPI has been finalised already, or the job has lost a rank.
     """
+    if _is_broken:
+        raise HvdliteError("this job has lost a rank, so its ranks cannot call hvdlite.init() again after shutdown().")
     try:
         ours = _load(os.environ)
     except (ImportError, RuntimeError) as error:  # ImportError: no mpi4py; RuntimeError: mpi4py finds no MPI library
@@ -65,17 +79,48 @@ def _load(environ: os._Environ[str]) -> bool:
     ours = mpi4py.rc.finalize is None
     if ours:
         mpi4py.rc.finalize = False
-    quiet = not any(variable in environ for variable in (*_ALONE, _BTL))
-    if quiet:
-        environ[_BTL] = _NOT_ALONE
     try:
-        import mpi4py.MPI
+        with _changed(environ, _for_the_load(environ)):
+            import mpi4py.MPI
     finally:
-        if quiet:
-            del environ[_BTL]  # children may be MPI programs of their own
         if ours:
             mpi4py.rc.finalize = None
     return ours
+
+
+def _for_the_load(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of Open MPI and PMIx that hold while MPI is loaded."""
+    settings = {}
+    if not any(variable in environ for variable in (*_ALONE, _BTL)):
+        settings[_BTL] = _NOT_ALONE
+    # Slurm offers munge first. PMIx of the wheel does not have it, and would say so several times before it takes the next.
+    offered = environ.get(_SECURITY, "").split(",")
+    if offered[0] == "munge" and len(offered) > 1 and _is_installed("openmpi"):
+        settings[_SECURITY] = ",".join(offered[1:])
+    return settings
+
+
+@contextlib.contextmanager
+def _changed(environ: os._Environ[str], settings: Mapping[str, str]) -> Iterator[None]:
+    """Change the environment within the body only, for children may be MPI programs of their own."""
+    before = {name: environ.get(name) for name in settings}
+    environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del environ[name]
+            else:
+                environ[name] = value
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _is_alone(environ: Mapping[str, str]) -> bool:
@@ -85,5 +130,11 @@ def _is_alone(environ: Mapping[str, str]) -> bool:
 
 def _finalize(process: int) -> None:
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    if os.getpid() == process and mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+    if (
+        os.getpid() == process
+        and not _is_broken
+        and mpi is not None
+        and mpi.Is_initialized()
+        and not mpi.Is_finalized()
+    ):
         mpi.Finalize()

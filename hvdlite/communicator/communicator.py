@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from hvdlite.algorithms.gather_bytes import allgather_bytes
-from hvdlite.comm.channel import WatchedChannel
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.host import PATIENT
 from hvdlite.communicator.calls import Call, Calls, Pending
+from hvdlite.communicator.channel import WatchedChannel
 from hvdlite.communicator.comparison import Comparison
 from hvdlite.communicator.messages import Progress
 from hvdlite.config import Config

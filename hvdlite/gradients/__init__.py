@@ -1,10 +1,10 @@
 """A model's gradients in flat buffers, and how they become the combined gradients of all ranks.
 
 - `sync`: the contract between a framework's step and the object that combines gradients.
-- `layout`: where each gradient lies in flat memory; `header`: what each rank says with its gradients, summed over the ranks.
+- `layout`: where each gradient lies in flat memory; `header`: what each rank says with its gradients, summed over the ranks;
+  `same_number`: how a sum shows that a number is the same on all ranks.
 - `bucket`: one flat buffer on all ranks of a host, and its exchange.
-- `ownership`: which elements a rank sums; `segments`: these elements in the memory of all ranks; `weighted_sum`: the sum;
-  `between_hosts`: the sum over hosts.
+- `ownership`: which elements a rank sums; `segments`: these elements in the memory of all ranks; `weighted_sum`: the sum.
 - `result_buffers`: where gradients and results lie.
 - `reducer`: all buckets of a model; `sharded_reducer`: each rank gets its shard of the sums.
 - `reducers`: makes the reducers of a group of ranks; `shared_reducers`: those that ranks which have joined make as well.

@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gradients.segments import Memory
-from hvdlite.protocols import Array, Collectives, TensorInfo
+from hvdlite.protocols import Array, TensorInfo
 
 
 class FlatBucket(NamedTuple):
@@ -56,7 +57,7 @@ class Aggregator(Protocol):
     such as an error memory, is loaded again after the broadcast.
     """
 
-    def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: Collectives) -> None:
+    def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: HierarchicalCollectives) -> None:
         """Combine the gradients of one step. All ranks call this once in each step in which any rank has a gradient.
 
         Args:
@@ -81,7 +82,7 @@ def run_aggregator(
     rank: int,
     infos: Sequence[TensorInfo],
     weights: Weights,
-    collectives: Collectives,
+    collectives: HierarchicalCollectives,
 ) -> None:
     """Let an aggregator combine the gradients in the memory of this rank's buffer.
 

@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hvdlite.comm.between_hosts import reduce_between_hosts
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gradients.aggregator import Aggregator, Weights, run_aggregator
-from hvdlite.gradients.between_hosts import sum_between_hosts
 from hvdlite.gradients.header import WORDS, Header, HeaderSum, read, words
 from hvdlite.gradients.ownership import Ownership
 from hvdlite.gradients.result_buffers import BufferPool
@@ -210,7 +210,7 @@ class Bucket:
             for sources, result, others in chunks:
                 wide = self._sum.sum(how, sources, result, in_place)
                 if cross is not None:
-                    sum_between_hosts(cross, how, wide, result, self._sum.divide)
+                    reduce_between_hosts(cross, how, wide, result, self._sum.divide)
                 else:
                     self._sum.divide(wide)
                     if wide is not result:

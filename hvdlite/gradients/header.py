@@ -3,8 +3,7 @@
 A header has a number for each tensor of a bucket (whether this rank has a gradient of it), and then the words of `Header`.
 Nothing else is sent in a step, so a rank says here whatever all ranks must know at once.
 
-Some numbers must be the same on all ranks. A sum can show that: n ranks have sent the same x if and only if n · Σx² = (Σx)²
-(Cauchy-Schwarz). For whole numbers below 2^16 this is exact in float64 for up to two million ranks.
+Some numbers must be the same on all ranks. The sum shows that, too: see `hvdlite.gradients.same_number`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hvdlite.errors import HvdliteError
+from hvdlite.gradients.same_number import are_equal, with_square
 
 WORDS = 15
 """The number of words that `words` returns."""
@@ -96,8 +96,7 @@ def words(said: Header) -> tuple[float, ...]:
         not joined,
         *state_words(state),
         passes > 0,
-        passes,
-        passes * passes,
+        *with_square(passes),
     )
 
 
@@ -136,7 +135,7 @@ def check_divisor(average: bool, divisor: float, anywhere: bool) -> None:
 def state_words(state: int) -> tuple[int, int, int, int]:
     """Return the words of a `digest`."""
     high, low = divmod(state, _HALF)
-    return high, high * high, low, low * low
+    return *with_square(high), *with_square(low)
 
 
 def are_odd(active: float, summed: Sequence[float]) -> bool:
@@ -147,7 +146,7 @@ def are_odd(active: float, summed: Sequence[float]) -> bool:
         summed: The sum of their `state_words`.
     """
     high, highs, low, lows = summed
-    return not (_all_equal(active, high, highs) and _all_equal(active, low, lows))
+    return not (are_equal(active, high, highs) and are_equal(active, low, lows))
 
 
 def read(anywhere: list[bool], total: Sequence[float]) -> HeaderSum:
@@ -166,9 +165,5 @@ def read(anywhere: list[bool], total: Sequence[float]) -> HeaderSum:
         int(joined),
         weighted > 0 and unweighted > 0,
         are_odd(active, state),
-        not _all_equal(ranks, passes, squares),
+        not are_equal(ranks, passes, squares),
     )
-
-
-def _all_equal(count: float, total: float, squares: float) -> bool:
-    return int(count) * int(squares) == int(total) ** 2

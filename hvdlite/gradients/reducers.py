@@ -13,7 +13,7 @@ from hvdlite.gradients.device.announced import AnnouncedReducer
 from hvdlite.gradients.layout import digest_of
 from hvdlite.gradients.reducer import Reducer, ReducerContext
 from hvdlite.gradients.sharded_reducer import ShardedReducer
-from hvdlite.gradients.shared_reducers import SharedReducers
+from hvdlite.gradients.shared_reducers import Layout, SharedReducers
 from hvdlite.operations import Agreement, Operation
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
 
@@ -32,6 +32,7 @@ class Reducers:
     Attributes:
         plan: The plan of a reducer that is made without one.
         shared: The reducers that are found again by their layouts.
+        aggregator_of: Returns the aggregator of a shared reducer; None for a weighted sum. An adapter sets it.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Reducers:
         self._run, self._context, self.plan, self._devices = run, context, plan, devices
         self._open: list[Reducer] = []
         self.shared = SharedReducers(run, self._make_shared)
+        self.aggregator_of: Callable[[Layout], Aggregator | None] = lambda layout: None
 
     def make(
         self,
@@ -119,14 +121,12 @@ class Reducers:
         self._open.append(reducer)
         return reducer
 
-    def _make_shared(
-        self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, device: str, collectives: HierarchicalCollectives
-    ) -> Reducer:
-        own = collectives.duplicate()
+    def _make_shared(self, layout: Layout, plan: Plan, collectives: HierarchicalCollectives) -> Reducer:
+        own, infos, op = collectives.duplicate(), layout.infos, layout.op
         reducer = (
-            AnnouncedReducer(infos, own, op, plan, self._context, device, self._devices)
-            if device
-            else Reducer(infos, own, op, plan, self._context)
+            AnnouncedReducer(infos, own, op, plan, self._context, layout.device, self._devices)
+            if layout.device
+            else Reducer(infos, own, op, plan, self._context, self.aggregator_of(layout))
         )
         self._open.append(reducer)
         return reducer

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.comm.between_hosts import scatter_sum
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.gradients.between_hosts import scatter_sum
 from hvdlite.gradients.bucket import Bucket
 from hvdlite.gradients.layout import Block, Piece, pieces
 from hvdlite.gradients.reducer import Reducer, ReducerContext

@@ -11,17 +11,34 @@ the others, and one of its threads takes part in their exchanges without data::
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.operations import SHARED_BUCKETS, Agreement, Operation, Signature
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
 
-Layout = tuple[tuple[TensorInfo, ...], ReduceOp, str]
-"""The dtypes and shapes of the gradients, the operation that combines them, and their `Device.kind`; empty for host memory."""
 
-Make = Callable[[Sequence[TensorInfo], ReduceOp, Plan, str, HierarchicalCollectives], Reducer]
+class Layout(NamedTuple):
+    """What the ranks that use a shared reducer have in common.
+
+    Attributes:
+        infos: The dtypes and shapes of the gradients.
+        op: The operation that combines them.
+        device: Their `Device.kind`; empty for host memory.
+        aggregator: The number by which the ranks know the aggregator that combines them; 0 for their weighted sum.
+        numbers: The number by which the aggregator knows each gradient; empty without an aggregator.
+    """
+
+    infos: tuple[TensorInfo, ...]
+    op: ReduceOp
+    device: str = ""
+    aggregator: int = 0
+    numbers: tuple[int, ...] = ()
+
+
+Make = Callable[[Layout, Plan, HierarchicalCollectives], Reducer]
 
 
 class SharedReducers:
@@ -42,33 +59,33 @@ class SharedReducers:
         self._threads: list[threading.Thread] = []
         self.late: dict[Layout, Reducer] = {}
 
-    def get(self, infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, device: str = "") -> Reducer:
+    def get(self, layout: Layout, plan: Plan) -> Reducer:
         """Return a reducer of this layout. Every rank calls this; a rank that has joined calls it later, if ever.
 
         Args:
-            infos, op, device: See `Layout`.
+            layout: What the ranks have in common.
             plan: How gradients are exchanged.
 
         Raises:
             MismatchError: The ranks have different layouts. The error is raised on all ranks.
         """
-        layout = (tuple(infos), op, device)
         if layout in self.late:
             return self.late.pop(layout)
-        kind, _, arguments = _signature(infos, op, plan, device)
-        agreement = Agreement(kind, arguments, lambda collectives: self._make(infos, op, plan, device, collectives))
-        agreement.signature = _signature(infos, op, plan, device)
+        kind, _, arguments = signature = _signature(layout, plan)
+        agreement = Agreement(kind, arguments, lambda collectives: self._make(layout, plan, collectives))
+        agreement.signature = signature
         return self._run(agreement)
 
     def make_late(self, signature: Signature) -> Operation:
         """Return what this rank, which has joined, must run when the other ranks call `get`."""
         _, tensors, given = signature
         arguments = dict(given)
-        infos = [TensorInfo(dtype, tuple(length or 0 for length in shape)) for dtype, shape in tensors]
-        op, plan, device = ReduceOp(arguments["op"]), Plan(*arguments["plan"]), arguments.get("device", "")
+        infos = tuple(TensorInfo(dtype, tuple(length or 0 for length in shape)) for dtype, shape in tensors)
+        plan, of = Plan(*arguments.pop("plan")), ReduceOp(arguments.pop("op"))
+        layout = Layout(infos, of, **arguments)
 
         def create(collectives: HierarchicalCollectives) -> None:
-            reducer = self.late[tuple(infos), op, device] = self._make(infos, op, plan, device, collectives)
+            reducer = self.late[layout] = self._make(layout, plan, collectives)
             thread = threading.Thread(target=stand_in, args=(reducer,), name="hvdlite-join", daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -87,10 +104,11 @@ def stand_in(reducer: Reducer) -> None:
         pass
 
 
-def _signature(infos: Sequence[TensorInfo], op: ReduceOp, plan: Plan, device: str) -> Signature:
-    where = (("device", device),) if device else ()
+def _signature(layout: Layout, plan: Plan) -> Signature:
+    where = (("device", layout.device),) if layout.device else ()
+    how = (("aggregator", layout.aggregator), ("numbers", layout.numbers)) if layout.aggregator else ()
     return (
         SHARED_BUCKETS,
-        tuple((info.dtype, info.shape) for info in infos),
-        (("op", op.value), ("plan", tuple(plan)), *where),
+        tuple((info.dtype, info.shape) for info in layout.infos),
+        (("op", layout.op.value), ("plan", tuple(plan)), *where, *how),
     )

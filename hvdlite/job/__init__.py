@@ -7,6 +7,7 @@ job.py              runs one job from start to end
  |- server.py       receives the messages of the ranks    <--TCP-->  `hvdlite.worker` on each rank
  |- reports.py      acts on each message
  |- ranks.py        keeps the state of each rank
+ |- trainings.py    goes on without ranks, or lets a rank save, where trainings with a parameter server want that
  |- failures.py     finds the rank that failed first, and describes the failure
  '- output.py       prints the output of the ranks in whole lines, tagged by rank
 """

@@ -5,6 +5,9 @@ start ── all ranks said hello ── all ranks exited well, mpirun too ─�
                 └─ first failure ── 0.15 s ── "end" ── 1 s ── KILL ── mpirun TERM, KILL ─> its code
                    (or Ctrl-C)      for others        by the guards    should it linger
                                     to report
+
+A rank that trains with a parameter server may have asked for time to save its parameters before "end", or may be one without
+which the job goes on (`trainings.py`).
 """
 
 from __future__ import annotations
@@ -86,6 +89,7 @@ class Job:
     Attributes:
         results: For each rank that has sent a result of `hvdlite.run`: whether its function returned, and the pickled value
             that the function returned or raised.
+        trainings: The ranks without which the job has gone on, and what a rank has saved before the end.
     """
 
     def __init__(self, spec: JobSpec, output: Output) -> None:
@@ -94,6 +98,7 @@ class Job:
         self._ranks = Ranks(spec.placement.num_proc)
         self._reports = Reports(self._ranks, output, self._fail, function=spec.function, verbose=spec.verbose)
         self.results = self._reports.results
+        self.trainings = self._reports.trainings
         self._failures: list[Failure] = []
         self._ending: _Ending | None = None
         self._interrupted: int | None = None
@@ -193,6 +198,7 @@ class Job:
         if self._ending is None:
             host = self._ranks.host_of(rank)
             self._failures.append(Failure(text, code, at or time.time(), rank, host, consequence))
+            self.trainings.is_ending = True
 
     def _look(self) -> None:
         """Notice what nobody reports: ranks that are stopped, that did not start, or that do not end."""
@@ -208,6 +214,8 @@ class Job:
             self._fail("nobody reads the output any more.", 128 + signal.SIGPIPE)
         self._check_start(now)
         self._check_launcher()
+        if self.trainings.losses and self._ranks.are_complete and self._ending is None:
+            self._ending = _Ending(_GRACE_SECONDS)  # the guards wait for that
         self._note_slow_exit(now)
 
     def _check_start(self, now: float) -> None:
@@ -253,7 +261,7 @@ class Job:
         if self._ending is None:
             if self._interrupted is not None:
                 self._begin_end(_INTERRUPT_GRACE_SECONDS)
-            elif self._failures and self._settled():
+            elif self._failures and self._settled() and not self.trainings.are_saving():
                 self._begin_end(_GRACE_SECONDS)
             return
         over = self._ranks.all_are(lambda rank: rank.gone or rank.exited)
@@ -303,7 +311,8 @@ class Job:
             return Failure(f"ended by {name}.", 128 + self._interrupted, time.time())
         if self._failures:
             return failures.first(self._failures)
-        self._process.release_banner(everything=True)
+        if not self.trainings.losses:  # else the launcher says that ranks have failed, which is known
+            self._process.release_banner(everything=True)
         self._tell_of_ranks_alone()
         return None
 

@@ -35,6 +35,7 @@ class Rank:
         gone: The connection to the guard has ended.
         reported: The program has said itself why it failed.
         asked: The guard got a signal to end the rank.
+        lost: The rank has failed, and the job goes on without it.
         stopped_at: The time since which the rank is stopped, as of `time.monotonic`; None if it is not stopped.
         stop_signal: The signal that stopped the rank.
         unacknowledged: For each stream, the bytes that hvdliterun has received and not acknowledged to the guard yet.
@@ -53,6 +54,7 @@ class Rank:
     gone: bool = False
     reported: bool = False
     asked: bool = False
+    lost: bool = False
     stopped_at: float | None = None
     stop_signal: int = signal.SIGSTOP
     unacknowledged: Counter[str] = field(default_factory=Counter)
@@ -110,12 +112,12 @@ class Ranks:
 
     @property
     def are_finished(self) -> bool:
-        """Whether every rank's program came to its end."""
-        return not self.missing and self.all_are(lambda rank: rank.finished)
+        """Whether the program of every rank that was not lost came to its end."""
+        return not self.missing and self.all_are(lambda rank: rank.finished or rank.lost)
 
     @property
     def are_complete(self) -> bool:
-        """Whether the program of every rank came to its end, and its process has ended too."""
+        """Whether every rank's process has ended, and the programs of those that were not lost came to their ends."""
         return self.are_finished and self.all_are(lambda rank: rank.exited)
 
     def stopped(self, now: float, suspended: bool) -> list[Rank]:
@@ -132,9 +134,9 @@ class Ranks:
                 rank.stopped_at = now
         return [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
 
-    def check(self, number: int) -> None:
-        """Raise ProtocolError if the job has no rank of this number."""
-        if not 0 <= number < self._size:
+    def check(self, number: int, size: int | None = None) -> None:
+        """Raise ProtocolError if the job has no rank of this number, or not `size` ranks."""
+        if not 0 <= number < self._size or size not in (None, self._size):
             raise ProtocolError(f"a message of rank {number}, of {self._size}")
 
     def send_end(self, grace: float, exited: bool) -> None:

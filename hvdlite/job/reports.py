@@ -7,9 +7,11 @@ from typing import Protocol
 
 from hvdlite.errors import ranks_text
 from hvdlite.job import failures
+from hvdlite.job.failures import Failure
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank, Ranks
 from hvdlite.job.server import Connection
+from hvdlite.job.trainings import Trainings
 from hvdlite.launcher_link.session import Message
 from hvdlite.worker.rank_environment import THREADS_VARIABLE
 
@@ -36,12 +38,14 @@ class Reports:
     Attributes:
         results: For each rank that has sent a result: whether its function returned, and the pickled value that the function
             returned or raised.
+        trainings: What ranks that train with a parameter server have asked for.
         first_asked: The first rank whose guard got a signal to end the rank; None as long as no guard got one.
     """
 
     def __init__(self, ranks: Ranks, output: Output, fail: Fail, *, function: bytes, verbose: bool) -> None:
         self.results: dict[int, tuple[bool, bytes]] = {}
         self.first_asked: Rank | None = None
+        self.trainings = Trainings(ranks)
         self._ranks = ranks
         self._output = output
         self._fail = fail
@@ -67,6 +71,12 @@ class Reports:
                 self._ranks.check(message.fields["rank"])
                 self.results[message.fields["rank"]] = (message.fields["ok"], message.payload)
                 connection.send("ok")
+            case "training":
+                self.trainings.hear(connection, message)
+            case "saved":
+                self.trainings.take_saved(message.fields["text"])
+            case "gone" if connection.rank is None:
+                self.trainings.forget(connection)
             case _ if connection.rank is not None:
                 self._on_rank(self._ranks[connection.rank], message)
 
@@ -92,7 +102,7 @@ class Reports:
                 rank.reported = True
                 text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
                 consequence = failures.is_consequence(fields["error"])
-                self._fail(text, fields["code"], rank=rank.number, consequence=consequence)
+                self._on_failure(rank, text, fields["code"], time.time(), consequence)
             case "stopped":
                 rank.stopped_at, rank.stop_signal = time.monotonic(), fields["signal"]
             case "continued":
@@ -138,4 +148,10 @@ class Reports:
         code = failures.exit_code(status) or 1
         # MPI libraries too exit without a message if the connection to another rank broke.
         unexplained = status > 0 and not trace.strip()
-        self._fail(text, code, rank=rank.number, at=at if rank.local else None, consequence=unexplained)
+        at = at if rank.local else time.time()
+        self._on_failure(rank, text, code, at, unexplained)
+
+    def _on_failure(self, rank: Rank, text: str, code: int, at: float, consequence: bool) -> None:
+        """Go on without a rank that has failed, if the job can; else fail."""
+        if not self.trainings.go_on_without(Failure(text, code, at, rank.number, rank.host, consequence)):
+            self._fail(text, code, rank=rank.number, at=at, consequence=consequence)

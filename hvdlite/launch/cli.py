@@ -76,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
     stamp = "-prefix-timestamp", "--prefix-output-with-timestamp"
     add(*stamp, dest="prefix_timestamp", action="store_true", help="the time before each line")
     add("--output-filename", metavar="DIR", help="also keep each rank's output in DIR/rank.N/stdout and stderr")
+    add(
+        "--servers",
+        metavar="N",
+        type=_positive_int,
+        help="the last N ranks only serve parameters (docs/asynchronous.md)",
+    )
     add("--fusion-threshold-mb", metavar="MB", type=_not_negative, help="tensors fused into one exchange, at most")
     add("--autotune", action="store_true", help="search for the fastest way to exchange gradients in the first steps")
     add("--autotune-log-file", metavar="FILE", help="record that search in FILE, as CSV")
@@ -180,7 +186,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = make_folder(options.output_filename)
         orphans.adopt()
         output = Output(Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp)
-        failure = Job(spec, output).run()
+        job = Job(spec, output)
+        failure = job.run()
     except LaunchError as error:
         print(f"hvdliterun: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -188,6 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if output is not None:
             orphans.end(0.0)
             output.close()
+    sys.stderr.write(job.trainings.describe())
     if failure is None:
         return 0
     sys.stderr.write(failure.describe())
@@ -218,6 +226,11 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise LaunchError(f"what to run? Give a command: hvdliterun -np {options.num_proc} train.py")
+    if options.servers is not None and options.servers >= options.num_proc:
+        raise LaunchError(
+            f"--servers {options.servers}: {options.num_proc} ranks (-np) leave no rank to train. Start more ranks, or fewer "
+            "servers."
+        )
     found = find_hosts(options.hosts, options.hostfile, options.num_proc, environ)
     program = worker_command(command)
     if options.horovod:
@@ -236,6 +249,7 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
         shared_directory=new_directory(mpi.flavour),
     )
     settings = {
+        "HVDLITE_SERVERS": options.servers,
         "HVDLITE_FUSION_THRESHOLD": _bytes(options.fusion_threshold_mb),
         "HVDLITE_AUTOTUNE": "1" if options.autotune or options.autotune_log_file else None,
         "HVDLITE_AUTOTUNE_LOG": options.autotune_log_file,

@@ -7,10 +7,12 @@ import os
 import pickle
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hvdlite.checks import check_count
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
 from hvdlite.job.failures import Failure
@@ -70,7 +72,8 @@ def run(
         np: Another name for ``num_proc``.
 
     Returns:
-        What the function returned on each rank, rank 0's result first.
+        What the function returned on each rank, rank 0's result first; None for a rank without which the others have gone on
+        (``AsyncDistributedOptimizer(on_worker_loss="go on")``), with a warning that says why it has failed.
 
     Raises:
         ArgumentError: An argument is not of its type, `num_proc` and `np` differ, or `hosts` and `hostfile` are both given.
@@ -90,8 +93,7 @@ def run(
     if not callable(fn):
         raise ArgumentError(f"expected a function; got a {type(fn).__name__}. Start programs with hvdliterun.")
     size = num_proc if num_proc is not None else np if np is not None else 2
-    if not isinstance(size, int) or size < 1:
-        raise ArgumentError(f"num_proc={size!r}: expected a whole number from 1 on.")
+    check_count("num_proc", size)
     if hosts is not None and hostfile is not None:
         raise ArgumentError(f"hosts={hosts!r} and hostfile={hostfile!r}: both name the hosts, give one.")
     environ = dict(os.environ if env is None else env)
@@ -125,9 +127,13 @@ def run(
         output.close()
     if failure is not None:
         _raise(failure, job.results)
-    if missing := sorted(set(range(size)) - set(job.results)):
+    lost = {loss.rank for loss in job.trainings.losses}
+    if lost:
+        warnings.warn(job.trainings.describe().rstrip(), RuntimeWarning, stacklevel=2)
+    if missing := sorted(set(range(size)) - lost - set(job.results)):
         raise WorkerError(f"rank {', '.join(map(str, missing))} left with sys.exit(0), so there is no result.")
-    return [pickle.loads(job.results[rank][1]) for rank in range(size)]
+    results: list[Any] = [None if rank in lost else pickle.loads(job.results[rank][1]) for rank in range(size)]
+    return results
 
 
 def _sink(descriptor: int) -> Sink:

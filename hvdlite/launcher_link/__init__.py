@@ -1,6 +1,7 @@
 """The link between a rank and its launcher: a TCP connection that carries authenticated control messages.
 
     link.py      the rank's end: connects, sends requests, reports failures     `hvdlite.job.server` is the launcher's end
+     |- training.py  the rank's end during a training with a parameter server, which hears what becomes of other ranks
      '- session.py   authenticates both ends, and makes bytes of messages and messages of bytes, for both ends
     handlers.py  switches the signal handlers of a program off once the program is over
 

@@ -49,11 +49,16 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "report": {"rank": int, "text": str, "code": int},
     "fetch": {"rank": int},
     "result": {"rank": int, "ok": bool},
+    "training": {"rank": int, "size": int, "dispensable": bool, "saves": bool},
+    "saved": {"text": str},
     # launcher -> rank
     "end": {"grace": _NUMBER},
     "taken": {"stream": str, "bytes": int},
     "ok": {},
     "function": {},
+    "stay": {},
+    "lost": {"rank": int, "text": str},
+    "save": {},
 }
 """The fields of each kind of message, with their types."""
 

@@ -50,7 +50,7 @@ class Alltoall(TensorOperation):
         array = adapter.to_array(tensor, wide=False)
         received = np.empty(collectives.size, np.int64)
         ones = [1] * collectives.size
-        collectives.alltoall(splits, ones, received, ones)
+        collectives.flat.alltoall(splits, ones, received, ones)
         row = math.prod(array.shape[1:])
         out = np.empty((int(received.sum()), *array.shape[1:]), array.dtype)
         send_counts, recv_counts = ([int(n) * row for n in counts] for counts in (splits, received))

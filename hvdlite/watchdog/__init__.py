@@ -3,6 +3,8 @@
 - `watchdog`: the thread that looks at the waits of this rank.
 - `waits`: the record of one wait.
 - `links`: sequences of matching calls. If one rank gets out of step in such a sequence, all of its ranks are told.
+- `departures`: the ranks that have left the job.
+- `losses`: ranks without which the job goes on, and what this rank saves before the job is ended, as the launcher says.
 - `launched`: work that goes on on GPUs after the calls that began it have returned.
 - `deadlock`: the search for ranks that wait for each other for ever.
 - `stalls`: waits that have lasted too long. `stall_report`: the text that says where each rank is.

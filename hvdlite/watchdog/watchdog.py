@@ -21,8 +21,10 @@ from hvdlite.errors import CommunicationError, HvdliteError, MismatchError, Peer
 from hvdlite.protocols import Transport, WaitKind
 from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
+from hvdlite.watchdog.departures import Departures
 from hvdlite.watchdog.launched import LaunchWatch
 from hvdlite.watchdog.links import Link, Links
+from hvdlite.watchdog.losses import Losses
 from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, stack_of
 from hvdlite.watchdog.stalls import Stalls
 from hvdlite.watchdog.threads import Threads
@@ -115,8 +117,9 @@ class Watchdog:
         self._numbers = itertools.count()
         self._completed: tuple[Callable[[], str], float] | None = None
         self._stalls = Stalls(transport.rank, config, self._tell, self._give_up)
-        self._left: dict[int, float] = {}
-        self._farewells: dict[int, str] = {}
+        self.losses = Losses(transport.rank, transport.size, config.control)
+        """The ranks that have failed, and without which the job goes on."""
+        self._departures = Departures(transport.size)
         self._launches = LaunchWatch()
         self.launches_on = self._launches.add
         self._links = Links(transport.rank, self._tell, self._has_failed)
@@ -124,7 +127,6 @@ class Watchdog:
         self._gave_up = False
         self._stopped = False
         self._wake = threading.Event()
-        self._all_left = threading.Event()
         self._thread: threading.Thread | None = None
         if transport.size > 1:
             self._thread = threading.Thread(target=self._run, name="hvdlite-watch", daemon=True)
@@ -205,11 +207,11 @@ class Watchdog:
         self._wake.set()
         limit = _GAVE_UP_SECONDS if self._gave_up else float("inf")
         began = time.monotonic()
-        while not self._all_left.wait(1.0):
+        while not self._departures.are_complete.wait(1.0):
             if not self._thread.is_alive():
                 return
             if time.monotonic() > began + limit:
-                missing = sorted(set(range(self._transport.size)) - set(self._left))
+                missing = sorted(set(range(self._transport.size)) - set(self._departures.left))
                 self._end_job(
                     f"this rank has given up a wait before, and {ranks_text(missing)} did not come to an end since."
                 )
@@ -244,6 +246,7 @@ class Watchdog:
             period = min(2 * period, _PERIOD)
             self._is_searching = False
             self._read_messages()
+            self.losses.look(self._departures.note)
             now = time.monotonic()
             self._look(now, now - before)
             before = now
@@ -260,18 +263,16 @@ class Watchdog:
         if (text := self._deadlocks.look(self._needs(now))) is not None:
             for wait in list(self._waits.values()):
                 wait.fail(MismatchError(text))
-        self._stalls.look(now, self._left)
+        self._stalls.look(now, self._departures.left)
 
     def _read_messages(self) -> None:
         while (received := self._transport.poll()) is not None:
             sender, message = received
             kind, *content = pickle.loads(message)
             if kind == "left":
-                self._left[sender] = time.monotonic()
-                launched, self._farewells[sender] = content
+                launched, farewell = content
                 self._launches.hear(sender, launched)
-                if len(self._left) == self._transport.size:
-                    self._all_left.set()
+                self._departures.note(sender, farewell)
             elif kind == "failed":
                 self._links.hear_failure(sender, *content)
             elif kind == "where":
@@ -283,7 +284,8 @@ class Watchdog:
                 self._deadlocks.receive(sender, kind, content[0])
 
     def _tell(self, dest: int, *content: object) -> None:
-        self._transport.post(pickle.dumps(content), dest)
+        if dest not in self.losses.lost:
+            self._transport.post(pickle.dumps(content), dest)
 
     def _search(self, dest: int, kind: str, content: object) -> None:
         self._is_searching = True
@@ -323,9 +325,9 @@ class Watchdog:
                 self._end_job(str(error))
             return
         needed = wait.one_of or wait.members.ranks
-        gone = [rank for rank in needed if now > max(self._left.get(rank, now), wait.since) + _LEFT_SECONDS]
+        gone = [rank for rank in needed if now > max(self._departures.left.get(rank, now), wait.since) + _LEFT_SECONDS]
         if gone and (not wait.one_of or len(gone) == len(needed)):
-            error = PeerLeftError(left_text(gone[0], wait.what(), self._farewells[gone[0]]))
+            error = PeerLeftError(left_text(gone[0], wait.what(), self._departures.farewells[gone[0]]))
             wait.failed = now, error
             wait.fail(error)
         elif wait.kind is not WaitKind.SERVICE:

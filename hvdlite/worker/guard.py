@@ -50,6 +50,7 @@ class Guard:
         self._unacknowledged = {"stdout": 0, "stderr": 0, "reports": 0}
         self.finished = False
         self._asked = False  # a signal told the guard to end the rank: the MPI launcher does that
+        self._stays = False  # another rank was lost, and the job goes on: no guard leaves before the end
         self._ending = False  # hvdliterun told the guard to end the rank, or hvdliterun is gone
         self._status: int | None = None
         self._kill_at: float | None = None
@@ -61,7 +62,7 @@ class Guard:
             signal.signal(number, lambda *_: None)
 
     def run(self, hello: dict[str, Any]) -> int:
-        """Watch the rank until it has ended; if it failed, until hvdliterun or a signal tells the guard to leave.
+        """Watch the rank until it has ended; if a rank has failed, until hvdliterun or a signal tells the guard to leave.
 
         Args:
             hello: The fields of the first message to hvdliterun.
@@ -72,11 +73,14 @@ class Guard:
         try:
             self._send("hello", **hello)
             self._reap()
-            while self._status is None or (self._failed() and not self._ending and not self._asked):
+            while self._status is None or self._waits_for_end():
                 self._step()
         except OSError:  # hvdliterun is gone
             self._end(_KILL_AT_ONCE)
         return self._leave()
+
+    def _waits_for_end(self) -> bool:
+        return (self._failed() or self._stays) and not self._ending and not self._asked
 
     def _failed(self) -> bool:
         return self._status != 0 or not self.finished
@@ -126,6 +130,8 @@ class Guard:
         for message in self._connection.receive():
             if message.kind == "end":
                 self._end(message.fields["grace"])
+            elif message.kind == "stay":
+                self._stays = True
             elif message.kind == "taken":
                 self._unacknowledged[message.fields["stream"]] -= message.fields["bytes"]
 

@@ -6,9 +6,24 @@ from typing import Any
 
 from hvdlite import ProcessSet
 from hvdlite.api import world
-from hvdlite_tf.gradients.optimizer_parts import innermost, options_of
+from hvdlite.errors import ArgumentError
+from hvdlite_tf.gradients.optimizer_parts import has_servers, innermost, options_of
 
 _KERASES = ("keras", "tf_keras")
+
+
+def refuse_servers(model: Any, callback: Any) -> None:
+    """Raise an error if the ranks train at their own pace, for a callback that lets them meet in every epoch.
+
+    Raises:
+        ArgumentError: The optimizer of the model trains with a parameter server.
+    """
+    if has_servers(getattr(model, "optimizer", None)):
+        raise ArgumentError(
+            "the optimizer of this model trains with a parameter server, so that each rank goes at its own pace, and "
+            f"hvd.callbacks.{type(callback).__name__} lets the ranks wait for each other in every epoch: leave it out. The "
+            "ranks begin alike, and meet at the end of fit."
+        )
 
 
 def problem_of(model: Any, process_set: ProcessSet | None) -> str:

@@ -12,7 +12,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite_tf.callbacks.agreement import AgreementCallback
 from hvdlite_tf.callbacks.base import Callback, list_with, refuse_together
-from hvdlite_tf.callbacks.checks import problem_of
+from hvdlite_tf.callbacks.checks import problem_of, refuse_servers
 from hvdlite_tf.callbacks.elements import SameElementsCallback
 from hvdlite_tf.callbacks.metrics import MetricAverageCallback
 from hvdlite_tf.callbacks.start import BroadcastGlobalVariablesCallback
@@ -26,7 +26,8 @@ class Distributed(Callback):
 
     - Every rank starts with the root's weights and optimizer state (`BroadcastGlobalVariablesCallback`).
     - The callbacks after it and the history see the metrics of all ranks' data (`MetricAverageCallback`).
-    - The ranks may have different numbers of batches, also 0 (`UnevenDataCallback`).
+    - The ranks may have different numbers of batches, also 0 (`UnevenDataCallback`). Ranks that make steps of their own
+      (``local_steps=``) bring their parameters together at the end of each epoch, before validation.
     - If a callback sets ``model.stop_training`` on one rank, all ranks stop at the end of the epoch.
     - Only the root shows Keras' progress bar. Other callbacks may still print on each rank.
     - Only the root saves the model after each epoch, if `checkpoint` is given.
@@ -75,7 +76,12 @@ class Distributed(Callback):
         return self._on_all + (self._on_root if self._is_root else [])
 
     def set_model(self, model: Any) -> None:
-        """Take the model, and check the list of callbacks."""
+        """Take the model, and check the list of callbacks.
+
+        Raises:
+            ArgumentError: The optimizer of the model trains with a parameter server.
+        """
+        refuse_servers(model, self)
         super().set_model(model)
         callbacks = list_with(self)
         if callbacks is not None:

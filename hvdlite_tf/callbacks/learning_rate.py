@@ -11,7 +11,7 @@ from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import rank_in, size_of
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.callbacks.base import Callback, refuse_together
-from hvdlite_tf.gradients.optimizer_parts import learning_rate_of, velocities_of
+from hvdlite_tf.gradients.optimizer_parts import has_servers, learning_rate_of, velocities_of
 
 
 class LearningRateScheduleCallback(Callback):
@@ -71,13 +71,18 @@ class LearningRateScheduleCallback(Callback):
 
         Raises:
             ArgumentError: The optimizer's rate comes from a schedule, or the number of batches is needed and Keras does not
-                know it. All ranks raise it.
+                know it, or the momentum is on parameter servers. All ranks raise it.
         """
         problem = ""
         try:
             learning_rate_of(self.model.optimizer)
         except ArgumentError as error:
             problem = str(error)
+        if self.momentum_correction and has_servers(self.model.optimizer):
+            problem = (
+                f"{type(self).__name__} scales the accumulated momentum, and the parameter servers have it: pass "
+                "momentum_correction=False."
+            )
         if not self.staircase and not self.steps_per_epoch:
             # The ranks' numbers of batches may differ, but their rates must be equal.
             own = (self.params or {}).get("steps")

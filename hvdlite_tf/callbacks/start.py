@@ -60,6 +60,8 @@ class BroadcastGlobalVariablesCallback(Callback):
         if optimizer is not None:  # the root's may be built already, because the root has loaded a checkpoint
             optimizers.build(optimizer, self.model.trainable_variables)
         build_alike(self.model, self._process_set)
+        for steps in optimizers.local_steps_in(self.model):
+            steps.begin()
         shared = [variable for variable in state_of(self.model) if all(variable is not local for local in self._local)]
         root = root_within(self._process_set, self._root_rank)
         hvdlite.broadcast(shared, root, inplace=True, process_set=self._process_set)

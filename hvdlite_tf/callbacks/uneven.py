@@ -12,11 +12,14 @@ from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import agree, check_rates
 from hvdlite.api import world
 from hvdlite_tf.callbacks.base import Callback, ranks_of
+from hvdlite_tf.callbacks.checks import refuse_servers
 from hvdlite_tf.callbacks.start import build_alike, state_of
 from hvdlite_tf.gradients.optimizer_parts import (
     accumulated,
     identities_in,
     local_state_of,
+    local_steps_in,
+    local_steps_of,
     passes_of,
     rates_of,
 )
@@ -29,7 +32,8 @@ class UnevenDataCallback(Callback):
     Meanwhile the rank takes part in the steps of the others, and the gradients of these steps are averages over the ranks that
     have data. Before validation and before the next epoch, every rank gets the weights and the optimizer state of the rank that
     went furthest. This includes variables that steps change without gradients, such as the moving statistics of
-    BatchNormalization, so that all ranks validate and save the same model.
+    BatchNormalization, so that all ranks validate and save the same model. With ``local_steps=`` the ranks bring their
+    parameters together before that.
 
     Args:
         local_variables: Variables that are not broadcast. See `BroadcastGlobalVariablesCallback`.
@@ -44,10 +48,18 @@ class UnevenDataCallback(Callback):
         self._steps = self._epoch = self._rest = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Make what a rank without data needs to take part: the registry of gradients, and equal numbers of the optimizers."""
+        """Make what a rank without data needs to take part: the registry of gradients, and equal numbers of the optimizers.
+
+        Raises:
+            ArgumentError: The optimizer of the model trains with a parameter server.
+        """
+        refuse_servers(self.model, self)
         here = world("fit()")
-        Registry.of(here, self._process_set)
+        registry = Registry.of(here, self._process_set)
         agree(here, identities_in(self.model), self._process_set)
+        for identity in identities_in(self.model):
+            if identity.optimizer is not None and identity.optimizer.hvdlite_rounds() is not None:
+                registry.add(identity)  # no exchange of gradients would add it
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Note the number of steps at the beginning of the epoch."""
@@ -82,6 +94,8 @@ class UnevenDataCallback(Callback):
         self._training = False
         # These are read before `join`, which gives every rank the values of the rank that went furthest.
         optimizer = getattr(self.model, "optimizer", None)
+        for steps in local_steps_in(self.model):
+            steps.average()
         rest = accumulated(optimizer)
         mine = self._count() - self._steps, rates_of(optimizer), rest not in (0, self._rest)
         last = hvdlite.join(self._process_set)
@@ -118,4 +132,5 @@ class UnevenDataCallback(Callback):
     def _count(self) -> int:
         """Return the number of steps of this rank so far."""
         optimizer = getattr(self.model, "optimizer", None)
-        return 0 if optimizer is None else passes_of(optimizer)
+        steps = local_steps_of(optimizer)
+        return steps.rounds.made if steps is not None else 0 if optimizer is None else passes_of(optimizer)

@@ -24,11 +24,12 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite.adapter.array_sync import ArraySync, Rows, as_array, as_rows
-from hvdlite.adapter.gradient_memory import Registry
+from hvdlite.adapter.gradient_memory import Registry, enter_aggregator, numbers_of
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.gradients.aggregator import name_of
 from hvdlite.protocols import Array, Device
 from hvdlite_tf.gradients import on_device
 from hvdlite_tf.gradients.encoded import DENSE, NONE, SPARSE, Wire, arrays_of, as_dense, take, taken
@@ -50,6 +51,7 @@ class GradientExchange:
     def __init__(self, options: Options, identity: Identity | None = None) -> None:
         self.options = options
         self._identity = identity
+        enter_aggregator(options)
 
     def combine(self, sources: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """Return the gradients of all ranks. Every rank calls this with sources of equal dtypes and shapes in the same order.
@@ -100,10 +102,11 @@ class GradientExchange:
             gradients = [as_dense(gradient, source) for gradient, source in zip(gradients, plain, strict=True)]
         if not plain:
             return []
-        if here.engine(options.process_set).size == 1:
+        numbers = numbers_of(options, plain)
+        if here.engine(options.process_set).size == 1 and options.aggregator is None:
             check_still_alone(options.process_set)
             return list(gradients)
-        return _Call(options, plain, gradients, weight, self._identity)
+        return _Call(options, plain, gradients, weight, self._identity, numbers)
 
 
 class _Call:
@@ -116,6 +119,7 @@ class _Call:
         gradients: Sequence[Any],
         weight: Any,
         identity: Identity | None,
+        numbers: Sequence[int] | None,
     ) -> None:
         self._options = options
         self._gradients = gradients
@@ -126,11 +130,18 @@ class _Call:
         ]
         self._kinds = "".join(wire.kind for wire in self._wires)
         in_session = not tf.executing_eagerly() and is_built_for_a_session()
+        if in_session and options.aggregator is not None:
+            raise ArgumentError(
+                f"{name_of(options.aggregator)} combines gradients in eager code and in tf.functions, and this is a graph for "
+                "a session, whose exchanges may run in any order: use Keras 3, or hvd.Compression.fp16."
+            )
         registry = Registry.of(world("the exchange of gradients"), options.process_set)
         self._channel = registry.new_channel() if in_session else ""
         infos = [wire.info for wire in self._wires]
         sparse = not options.sparse_as_dense
-        self._sync = ArraySync(infos, options.op, options.process_set, self._channel, sparse, identity)
+        self._sync = ArraySync(
+            infos, options.op, options.process_set, self._channel, sparse, identity, options.aggregator, numbers
+        )
         self._key = tuple(infos), options.op, sparse, self._channel
         self._sources = [] if in_session else [wire.source for wire in self._wires]
 
@@ -163,7 +174,7 @@ class _Call:
 
         Other ranks may have a dense gradient that this rank does not have. The device of its source is used for it.
         """
-        if self._options.op is hvdlite.Adasum:
+        if self._options.op is hvdlite.Adasum or self._options.aggregator is not None:
             return None
         dense = [wire for wire in self._wires if wire.kind != SPARSE]
         device = on_device.device_of([wire.tensors()[0] if wire.kind == DENSE else wire.source for wire in dense])

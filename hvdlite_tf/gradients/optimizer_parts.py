@@ -40,6 +40,17 @@ def identities_in(model: Any) -> list[Identity]:
     return [state.identity for state in states if state is not None]
 
 
+def local_steps_of(optimizer: Any) -> Any:
+    """Return the steps that the ranks of an optimizer make by themselves; None if they combine gradients in each step."""
+    return getattr(_distributed_state_of(optimizer), "steps", None)
+
+
+def local_steps_in(model: Any) -> list[Any]:
+    """Return `local_steps_of` the optimizers of a model that have them."""
+    found = map(local_steps_of, optimizers_in(model))
+    return [steps for steps in found if steps is not None]
+
+
 def _distributed_state_of(optimizer: Any) -> Any:
     """Return the state that makes an optimizer, or one inside it, a distributed one; None if it is not."""
     while optimizer is not None:
@@ -48,6 +59,11 @@ def _distributed_state_of(optimizer: Any) -> Any:
             return state
         optimizer = getattr(optimizer, "inner_optimizer", None)
     return None
+
+
+def has_servers(optimizer: Any) -> bool:
+    """Return whether an optimizer trains with a parameter server (`AsyncDistributedOptimizer`)."""
+    return hasattr(optimizer, "_hvdlite_training")
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
@@ -65,7 +81,22 @@ def state_of(optimizer: Any) -> list[Any]:
     rate = _learning_rate(optimizer)  # tf_keras does not have it in the list
     if hasattr(rate, "assign") and all(variable is not rate for variable in found):
         found.append(rate)
-    return found
+    steps = local_steps_of(optimizer)
+    return found if steps is None else [*found, *steps.outer_variables]
+
+
+def slots_of(optimizer: Any) -> dict[str, list[Any]]:
+    """Return the slots of a built optimizer of Keras 3: its lists of variables in the order of the variables that it trains.
+
+    A list may have None for a variable that needs no slot.
+    """
+    known, trained = {id(variable) for variable in optimizer.variables}, optimizer._trainable_variables
+    return {
+        name: found
+        for name, found in vars(optimizer).items()
+        if isinstance(found, list) and len(found) == len(trained) and found is not optimizer._variables
+        if all(slot is None or id(slot) in known for slot in found)
+    }
 
 
 def local_state_of(model: Any) -> list[Any]:

@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import Options, combined_by
+from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.gradients.local_variables import LocalVariables
 from hvdlite_tf.optimizers.wrap import distribute
@@ -20,7 +21,7 @@ def DistributedOptimizer(
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | Aggregator = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp = hvdlite.Average,
@@ -36,7 +37,8 @@ def DistributedOptimizer(
     The arguments are in the order of ``horovod.tensorflow.keras``. In ``horovod.keras`` there are fewer, and `num_groups` and
     `groups` come after `op`: pass these two by name.
     """
-    options = Options(op, process_set, compression, sparse_as_dense, gradient_predivide_factor)
+    compressor, aggregator = combined_by(compression, None)
+    options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator)
     return distribute(optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
 
 
@@ -45,7 +47,7 @@ def PartialDistributedOptimizer(
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | Aggregator = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp = hvdlite.Average,
@@ -73,7 +75,8 @@ def PartialDistributedOptimizer(
     """
     layers = [] if local_layers is None else local_layers if isinstance(local_layers, Iterable) else [local_layers]
     LocalVariables().register_layers(layers)  # raises before the optimizer is changed
-    options = Options(op, process_set, compression, sparse_as_dense, gradient_predivide_factor)
+    compressor, aggregator = combined_by(compression, None)
+    options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator)
     wrapped: Any = distribute(
         optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.keras.optimizers import DistributedOptimizer
 from hvdlite_tf.variables import is_installed
@@ -18,7 +19,7 @@ def load_model(
     filepath: str | os.PathLike[str],
     custom_optimizers: Iterable[type[Any]] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compressor | Aggregator = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
     """Load a saved model on any number of ranks, and make its optimizer a distributed one.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -14,8 +14,11 @@ from hvdlite.adapter.eager_sync import EagerSync
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
+from hvdlite.protocols import Array, TensorInfo
 from hvdlite_tf.gradients.optimizer_sync import Exchange
 from hvdlite_tf.variables import plain_variable
+
+Function = Callable[..., Sequence[Array]]
 
 
 class Weight(Protocol):
@@ -35,6 +38,29 @@ class Backend(Protocol):
 
     def weight(self) -> Weight:
         """Make a weight of 1, in a form that the backend's exchange takes."""
+        ...
+
+    def call(
+        self,
+        function: Function,
+        tensors: Sequence[Any],
+        results: Sequence[TensorInfo | str],
+        after: Sequence[Any] = (),
+    ) -> list[Any]:
+        """Call a function of arrays in its place in the program, also where the program is compiled.
+
+        Args:
+            function: A function of arrays that it does not keep and does not change. It returns arrays that nobody changes
+                afterwards.
+            tensors: Tensors of the backend.
+            results: The dtype and shape of each array that the function returns; a dtype alone if the shape differs from call
+                to call.
+            after: Tensors without which the function is not called. (In a function that asks for a batch where there is none,
+                TensorFlow runs all that needs no batch.)
+
+        Returns:
+            What the function returns, as tensors of the backend.
+        """
         ...
 
     def shield(self, optimizer: Any) -> None:
@@ -60,6 +86,15 @@ class _Torch:
 
     def weight(self) -> Weight:
         return _Number()
+
+    def call(
+        self,
+        function: Function,
+        tensors: Sequence[Any],
+        results: Sequence[TensorInfo | str],
+        after: Sequence[Any] = (),
+    ) -> list[Any]:
+        return [*map(keras.ops.convert_to_tensor, function(*map(keras.ops.convert_to_numpy, tensors)))]
 
     def shield(self, optimizer: Any) -> None:
         """Give the object an `apply` of its own.

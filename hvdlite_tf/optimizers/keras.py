@@ -9,19 +9,24 @@ applies them as Keras does::
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 
 import hvdlite
+from hvdlite.adapter.agreement import check_same, gather_from_all
+from hvdlite.adapter.few_bytes.local_steps import Rounds
+from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options, check_passes
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
-from hvdlite_tf.gradients.optimizer_parts import passes_of, rates_of_variables
+from hvdlite_tf.gradients.optimizer_parts import has_servers, passes_of, rates_of_variables, slots_of
 from hvdlite_tf.gradients.optimizer_sync import OptimizerSync
 from hvdlite_tf.optimizers import backends
+from hvdlite_tf.optimizers.local_steps import LocalSteps, OwnGradients
+from hvdlite_tf.optimizers.plain_class import named_like
 from hvdlite_tf.variables import has_value, plain_variable, times
 
 
@@ -59,6 +64,16 @@ def distribute_keras(
             )
     if backward_passes_per_step != 1:
         _accumulate(inner, backward_passes_per_step)
+    if options.local_steps is not None:
+        ranks, gather = (
+            world("DistributedOptimizer").ranks(options.process_set),
+            gather_from_all("local_steps=", options.process_set),
+        )
+        check_same([f"local_steps={options.local_steps.name}"], "what DistributedOptimizer is given", ranks, gather)
+        passes = getattr(inner, "gradient_accumulation_steps", None) or 1
+        state.steps = LocalSteps(options, passes, state.local)
+        if optimizer.built:
+            state.steps.build(optimizer._trainable_variables)
     _wrap(optimizer, state)
     return optimizer
 
@@ -71,8 +86,12 @@ class _State(OptimizerSync):
     def __init__(self, options: Options, passes: int, average_passes: bool, scale_local_gradients: bool) -> None:
         backend = backends.current()
         identity = Identity(world("DistributedOptimizer"))
-        super().__init__(backend.exchange(options, identity), scale_local_gradients, identity)
+        alone = options.local_steps is not None
+        exchange = OwnGradients(options) if alone else backend.exchange(options, identity)
+        super().__init__(exchange, scale_local_gradients and not alone, identity)
         self.options = options
+        self.steps: LocalSteps | None = None
+        """The steps that this rank makes by itself; None if each step combines gradients."""
         self.factor = 1 if average_passes else passes
         """A factor for the gradients. Keras divides the sum of several passes by their number; this makes it a sum again."""
         self.accumulated: list[Any] = []
@@ -88,6 +107,59 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
     """The methods that `distribute_keras` adds to an optimizer's class."""
 
     _hvdlite: _State
+
+    def average_parameters(self) -> None:
+        """Bring the parameters of all ranks together now, before the program evaluates or saves. Every rank calls this.
+
+        The next steps are counted from here. A rank that has made no step since the last meeting does nothing.
+
+        Raises:
+            ArgumentError: The optimizer was made without ``local_steps``.
+            MismatchError, HvdliteError: See `hvdlite.adapter.few_bytes.local_steps.Rounds.meet`.
+        """
+        if self._hvdlite.steps is None:
+            raise ArgumentError("average_parameters() is for optimizers that are made with local_steps=.")
+        self._hvdlite.steps.average()
+
+    def exchange_state(self) -> dict[str, Any]:
+        """Return what this rank remembers of the exchange, which the optimizer's variables and files do not have.
+
+        It is made of dicts, lists, numbers and arrays: ``"aggregator"``, the state of an aggregator that has one, and
+        ``"local_steps"``, the steps since the last meeting and the outer optimizer. Each rank saves and loads its own.
+        """
+        aggregator: Any = self._hvdlite.options.aggregator
+        found, steps = {}, self._hvdlite.steps
+        if hasattr(aggregator, "state_dict"):
+            found["aggregator"] = aggregator.state_dict()
+        if steps is not None:
+            found["local_steps"] = steps.state()
+        return found
+
+    def load_exchange_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `exchange_state` has returned, before the next step.
+
+        Raises:
+            ArgumentError: The state is of an optimizer with other arguments; or it has an outer optimizer, and this one is not
+                built.
+        """
+        aggregator: Any = self._hvdlite.options.aggregator
+        steps = self._hvdlite.steps
+        expected = set(self.exchange_state())
+        if set(state) != expected:
+            raise ArgumentError(
+                f"this state has {sorted(state)}, and this optimizer {sorted(expected)}: use the arguments with which "
+                "it was saved."
+            )
+        if "aggregator" in state:
+            aggregator.load_state_dict(state["aggregator"])
+        if steps is not None:
+            steps.load(state["local_steps"])
+
+    def build(self, variables: Any) -> None:
+        """Make the optimizer's variables, as Keras does."""
+        super().build(variables)
+        if self._hvdlite.steps is not None:
+            self._hvdlite.steps.build(self._trainable_variables)
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradient of a variable on this rank. Every rank registers the variables at the same positions of its model.
@@ -113,21 +185,25 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
             raise ArgumentError(f"set_batch_weight({weight!r}): expected the number of this rank's samples, 0 or more.")
         assert self._hvdlite.weight is not None  # because the gradients are averaged
         self._hvdlite.weight.assign(weight)
+        if self._hvdlite.steps is not None:
+            self._hvdlite.steps.weight = float(weight), True
 
     def hvdlite_variables(self) -> list[Any]:
         """Return the backend's variables that are equal on all ranks: the model's trainable ones and the optimizer's."""
         apart = set()
         for part in _parts_of(self):
             local = [variable in self._hvdlite.local for variable in part._trainable_variables]
-            # Keras' optimizers have lists of slots, in the order of the variables.
-            for slots in vars(part).values():
-                if any(local) and isinstance(slots, list) and len(slots) == len(local):
-                    apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
-        return [plain_variable(v) for v in [*self._trainable_variables, *self.variables] if id(v) not in apart]
+            for slots in (part._trainable_variables, *slots_of(part).values()):
+                apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
+        outer = [] if self._hvdlite.steps is None else self._hvdlite.steps.outer_variables
+        return [plain_variable(v) for v in [*self._trainable_variables, *self.variables, *outer] if id(v) not in apart]
 
     def hvdlite_passes(self) -> int | None:
         """Return how many backward passes the optimizer has had; None while its variables have no values."""
-        return passes_of(self) if self.built and all(map(has_value, self.hvdlite_variables())) else None
+        if not self.built or not all(map(has_value, self.hvdlite_variables())):
+            return None
+        rounds = self.hvdlite_rounds()
+        return passes_of(self) if rounds is None else rounds.made
 
     def apply(self, grads: Iterable[Any], trainable_variables: Iterable[Any] | None = None) -> None:
         """Combine the gradients over the ranks, and update the variables with them. The arguments are those of Keras."""
@@ -138,7 +214,16 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
                 self.build(given)  # as Keras does
         if gradients and self.built:
             gradients, given = self._hvdlite_combine(gradients, self._trainable_variables if given is None else given)
+        steps = self._hvdlite.steps if gradients else None
+        if steps is not None:
+            steps.before()
         super().apply(gradients, given)
+        if steps is not None:
+            steps.after(gradients)
+
+    def hvdlite_rounds(self) -> Rounds | None:
+        """Return the rounds of an optimizer whose ranks have states of their own; None if all ranks have the same state."""
+        return None if self._hvdlite.steps is None else self._hvdlite.steps.rounds
 
     def _hvdlite_combine(self, gradients: Sequence[Any], given: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Return the gradients to apply, with their variables: those given, and those that only other ranks have."""
@@ -152,7 +237,13 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         for index, gradient in zip(indices, gradients, strict=True):
             own[index] = gradient
         accumulates = bool(self.gradient_accumulation_steps)
+        # An aggregator remembers gradients from step to step, and the scale of a loss changes.
+        scale = self.dynamic_scale if state.options.aggregator and hasattr(self, "dynamic_scale") else None
+        if scale is not None:
+            own = [None if each is None else times(each, 1 / scale) for each in own]
         found = (state.fill if accumulates else state.combine)(variables, own)
+        if scale is not None:
+            found = [None if each is None else times(each, scale) for each in found]
         chosen = [*indices, *(i for i, each in enumerate(found) if each is not None and i not in indices)]
         if accumulates:
             state.accumulated = [variables[i] for i in chosen if found[i] is not None]
@@ -202,23 +293,14 @@ def _parts_of(optimizer: Any) -> list[Any]:
 
 
 def _wrap(optimizer: Any, state: _State) -> None:
-    plain = type(optimizer)
-    optimizer.__class__ = type(
-        plain.__name__,
-        (Distributed, plain),
-        # Keras serializes `obj.__class__`, so saved files and pickles do not name hvdlite, and any process can load them.
-        # `type(obj)` and `isinstance` see the distributed class.
-        {
-            "__module__": plain.__module__,
-            "__doc__": plain.__doc__,
-            "__class__": property(lambda self: plain),
-        },
-    )
+    optimizer.__class__ = named_like(type(optimizer), Distributed)
     # A plain assignment would make Keras track the variables in the state.
     object.__setattr__(optimizer, "_hvdlite", state)
     backends.current().shield(optimizer)
     state.identity.rates = rates_of_variables(optimizer)
     state.identity.optimizer = optimizer
+    if state.steps is not None:  # there is no exchange that would enter it
+        Registry.of(world("DistributedOptimizer"), state.options.process_set).add(state.identity)
     inner = optimizer
     while isinstance(inner, keras.optimizers.LossScaleOptimizer):
         inner = inner.inner_optimizer
@@ -257,7 +339,7 @@ def _accumulate(optimizer: Any, passes: int) -> None:
 
 
 def _check(optimizer: Any) -> None:
-    if isinstance(optimizer, Distributed):
+    if isinstance(optimizer, Distributed) or has_servers(optimizer):
         raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
     backends.current()
     if not isinstance(optimizer, keras.optimizers.Optimizer):

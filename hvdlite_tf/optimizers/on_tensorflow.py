@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
+from hvdlite.protocols import Array, TensorInfo
 from hvdlite_tf.gradients.exchange import GradientExchange
+from hvdlite_tf.ops.ordered import ordered
 
 
 class TensorFlow:
@@ -21,6 +24,20 @@ class TensorFlow:
         with tf.init_scope(), tf.device("CPU:0"):
             variable = tf.Variable(1.0, dtype=tf.float64, trainable=False, name="hvdlite_weight")
         return variable
+
+    def call(
+        self,
+        function: Callable[..., Sequence[Array]],
+        tensors: Sequence[Any],
+        results: Sequence[TensorInfo | str],
+        after: Sequence[Any] = (),
+    ) -> list[Any]:
+        specs = [
+            tf.TensorSpec(None, each) if isinstance(each, str) else tf.TensorSpec(each.shape, each.dtype)
+            for each in results
+        ]
+        with tf.control_dependencies(list(after)):
+            return ordered(function, [tf.convert_to_tensor(each) for each in tensors], specs)
 
     def shield(self, optimizer: Any) -> None:
         kind = type(optimizer)  # the class of this object alone

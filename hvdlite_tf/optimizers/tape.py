@@ -20,8 +20,9 @@ import tensorflow as tf
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.adapter.arguments import check_linear
-from hvdlite.adapter.options import Options
+from hvdlite.adapter.options import Options, combined_by
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
+from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.gradients.local_variables import LocalVariables
@@ -32,7 +33,7 @@ def DistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | Aggregator = Compression.none,
     sparse_as_dense: bool = False,
     op: ReduceOp = hvdlite.Average,
     gradient_predivide_factor: float = 1.0,
@@ -55,7 +56,9 @@ def DistributedGradientTape(
     Args:
         gradtape: The tape.
         device_dense, device_sparse: Horovod's arguments, which have no effect.
-        compression: `Compression.none`, `Compression.fp16` or `Compression.bf16`.
+        compression: `Compression.none`, `Compression.fp16` or `Compression.bf16`; or an aggregator, such as one
+            ``Compression.powersgd(rank=4)`` that is made once and given to the tapes of all steps. Then the sources are
+            variables, the same in each step.
         sparse_as_dense: Whether gradients of embeddings are made dense before they are exchanged.
         op: Average or Sum.
         gradient_predivide_factor: The gradients are divided by this factor before they are summed, and multiplied at the end.
@@ -75,12 +78,14 @@ def DistributedGradientTape(
     if not isinstance(gradtape, tf.GradientTape):
         raise ArgumentError(f"expected a tf.GradientTape; got {type(gradtape).__name__}.")
     check_groups(num_groups, groups)
+    compressor, aggregator = combined_by(compression, None)
     options = Options(
         op=op,
         process_set=process_set,
-        compression=compression,
+        compression=compressor,
         sparse_as_dense=sparse_as_dense,
         gradient_predivide_factor=gradient_predivide_factor,
+        aggregator=aggregator,
     )
     plain: Any = type(gradtape)
     tape = _sharing(gradtape, _distributed(plain))
@@ -94,7 +99,7 @@ def PartialDistributedGradientTape(
     gradtape: tf.GradientTape,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | Aggregator = Compression.none,
     sparse_as_dense: bool = False,
     op: ReduceOp = hvdlite.Average,
     gradient_predivide_factor: float = 1.0,
@@ -240,6 +245,11 @@ def _differentiable(exchange: GradientExchange, sources: Sequence[Any], gradient
 
         def backward(*upstream: tf.Tensor) -> list[tf.Tensor]:
             check_linear("the gradient of a distributed tape", exchange.options.op)
+            if exchange.options.aggregator is not None:
+                raise ArgumentError(
+                    f"{name_of(exchange.options.aggregator)} is not linear, so there are no gradients of gradients through it: "
+                    "use a plain tf.GradientTape for the outer ones."
+                )
             if any(isinstance(each, tf.IndexedSlices) for each in (*given, *found)):
                 raise ArgumentError(
                     "gradients of gradients go through dense ones only: pass sparse_as_dense=True to DistributedGradientTape()."

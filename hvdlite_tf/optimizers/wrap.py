@@ -7,8 +7,11 @@ from typing import Any, TypeVar
 
 import hvdlite
 from hvdlite import ProcessSet, ReduceOp
-from hvdlite.adapter.options import Options, check_passes
+from hvdlite.adapter.few_bytes.local_steps import LocalSGD
+from hvdlite.adapter.options import Options, check_passes, combined_by
 from hvdlite.api import world
+from hvdlite.errors import ArgumentError
+from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.optimizers.keras import distribute_keras
 from hvdlite_tf.variables import tensorflow
@@ -22,7 +25,7 @@ def DistributedOptimizer(
     use_locking: bool = False,
     device_dense: str = "",
     device_sparse: str = "",
-    compression: Compressor = Compression.none,
+    compression: Compressor | Aggregator = Compression.none,
     sparse_as_dense: bool = False,
     backward_passes_per_step: int = 1,
     op: ReduceOp = hvdlite.Average,
@@ -32,6 +35,9 @@ def DistributedOptimizer(
     groups: Any = None,
     process_set: ProcessSet = hvdlite.global_process_set,
     scale_local_gradients: bool = True,
+    *,
+    aggregator: Aggregator | None = None,
+    local_steps: LocalSGD | None = None,
 ) -> Opt:
     """Make `optimizer` apply the gradients of all ranks. Every rank calls this, with optimizers of the same variables.
 
@@ -48,7 +54,8 @@ def DistributedOptimizer(
             of ``tf.compat.v1.train.Optimizer``. It is changed and returned. A LossScaleOptimizer may be inside or outside.
         name, use_locking, device_dense, device_sparse: Horovod's arguments, which have no effect.
         compression: `Compression.none`, `Compression.fp16`, `Compression.bf16`, or a `Compressor` of the program whose results
-            can be averaged.
+            can be averaged; or ``Compression.powersgd(rank=4)`` or ``Compression.topk(0.01)``, which send few bytes and are
+            aggregators (see `aggregator`).
         sparse_as_dense: Whether the ranks exchange the gradients of embeddings as dense tensors; if not, they exchange only the
             rows that the gradients have.
         backward_passes_per_step: The number of calls whose gradients each rank adds up; the last of them exchanges and applies
@@ -62,16 +69,22 @@ def DistributedOptimizer(
         process_set: The ranks that take part; all ranks by default.
         scale_local_gradients: Whether the gradients of local variables (see `register_local_var`) are divided by the number of
             ranks.
+        aggregator: Combines the gradients in the program's own way (`hvdlite.gradients.aggregator.Aggregator` is the method
+            that it needs), in host memory. Make one for each optimizer. Rows of embeddings travel as ever.
+        local_steps: `LocalSGD` or `DiLoCo`: each rank steps with its own gradients, and every few steps the ranks bring their
+            parameters together. Before a program evaluates or saves, ``optimizer.average_parameters()`` does that at once;
+            `fit` with the callback `Distributed` does it at the end of each epoch, before validation. For Keras 3.
 
     Returns:
         `optimizer`, which is still an instance of its class and keeps its state. It has a new method `register_local_var`; an
-        optimizer of Keras 3 also has `set_batch_weight`.
+        optimizer of Keras 3 also has `set_batch_weight`, `exchange_state`, `load_exchange_state` and `average_parameters`.
 
     Raises:
         ArgumentError: `optimizer` is of an unknown kind or distributed already, or the arguments do not fit together.
         MismatchError: The ranks have different variables. All ranks raise it in their first step.
     """
-    options = Options(op, process_set, compression, sparse_as_dense, gradient_predivide_factor)
+    compressor, aggregator = combined_by(compression, aggregator)
+    options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator, local_steps)
     return distribute(optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
 
 
@@ -85,7 +98,14 @@ def distribute(
     """Make an optimizer of any kind a distributed one. See `DistributedOptimizer` for the arguments."""
     world("DistributedOptimizer()")
     check_passes(backward_passes_per_step)
-    wrapped: Opt = _maker(optimizer)(
+    maker = _maker(optimizer)
+    if options.local_steps is not None and maker is not distribute_keras:
+        kind = type(optimizer)
+        raise ArgumentError(
+            f"local_steps={options.local_steps} is for optimizers of Keras 3; got {kind.__module__}.{kind.__qualname__}. Use "
+            "keras.optimizers, or send fewer bytes by compression=hvd.Compression.powersgd(rank=4) or fp16."
+        )
+    wrapped: Opt = maker(
         optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients
     )
     return wrapped

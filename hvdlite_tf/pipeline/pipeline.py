@@ -14,6 +14,7 @@ import hvdlite
 from hvdlite.adapter.arguments import Everybody, rank_in, size_of
 from hvdlite.adapter.bubble import Bubble
 from hvdlite.api import world
+from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite.process_set import ProcessSet
 from hvdlite_tf.pipeline.checks import check_compiled, own_stage, rows_of
@@ -56,8 +57,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]
         process_set: ProcessSet = Everybody,
     ) -> None:
         super().__init__()
-        if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-            raise ArgumentError(f"microbatches={microbatches!r}: expected a number from 1 on.")
+        check_count("microbatches", microbatches)
         place, places = rank_in(process_set), size_of(process_set)
         self.stage = own_stage(stages, place, places, process_set)
         ranks = list(process_set.members)

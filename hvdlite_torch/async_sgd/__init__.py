@@ -1,8 +1,9 @@
-"""Training with a parameter server: `hvdlite.async_sgd` for torch.
+"""Training with a parameter server, for torch: what `hvdlite.adapter.async_sgd` leaves to a framework.
 
-- `optimizer`: `AsyncDistributedOptimizer`, and the checks of its arguments (`options`).
+- `optimizer`: `AsyncDistributedOptimizer`, and which optimizers fit (`checks`).
 - `wrapped`: the methods that the optimizer gets; `training`: what they do on one rank.
-- `gradients`: adds up a worker's gradients for the next push; `views`: bytes of messages as tensors.
+- `hogwild`: what they do if the ranks share the memory of the parameters, without servers.
+- `replica`: the parameters of a rank, and its gradients; `views`: bytes of messages as tensors.
+- `sparse`: sparse gradients as rows, and which optimizers take them.
 - `part`: a server's parameters and their optimizer; `settings`: the learning rates that travel with each push.
-- `unfinished`: finishes at the end of the program what the program has not.
 """

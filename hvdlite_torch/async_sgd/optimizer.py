@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,13 +11,16 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.adapter.agreement import check_same
 from hvdlite.adapter.arguments import size_of
+from hvdlite.adapter.async_sgd.options import Options, Servers, make_options
 from hvdlite.api import world
+from hvdlite.async_sgd.compensation import DelayCompensation
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.async_sgd.options import Options, Servers, check_optimizer, make_options
-from hvdlite_torch.async_sgd.training import AsyncTraining
+from hvdlite_torch.async_sgd.checks import check_compensation, check_optimizer, check_plain_sgd
+from hvdlite_torch.async_sgd.hogwild import HogwildTraining
+from hvdlite_torch.async_sgd.training import TorchTraining
 from hvdlite_torch.async_sgd.wrapped import AsyncDistributed
-from hvdlite_torch.checks.same_parameters import check_same
 from hvdlite_torch.step.step_guard import hooked
 from hvdlite_torch.step.wrapped import add_to_class
 from hvdlite_torch.training.state import broadcast_optimizer_state, broadcast_parameters
@@ -32,8 +36,13 @@ def AsyncDistributedOptimizer(
     *,
     mode: str = "async",
     staleness: int | None = None,
-    servers: Servers = "sharded",
+    servers: Servers | None = None,
     push_every: int = 1,
+    delay_compensation: DelayCompensation | None = None,
+    overlap: bool | None = None,
+    hogwild: bool = False,
+    on_worker_loss: str = "end",
+    checkpoint: str | os.PathLike[str] | None = None,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> AsyncOptimizer:
     """Let ranks train at their own pace: `step` pushes gradients to servers, and pulls parameters. Every rank calls this.
@@ -54,14 +63,29 @@ def AsyncDistributedOptimizer(
 
     In "ssp" and "async" nothing is scaled: n ranks make n steps where "sync" makes one, each with the gradient of one rank.
 
+    Of a sparse gradient (``nn.Embedding(sparse=True)``) the rows are pushed, and the server's optimizer gets a sparse gradient.
+
     Args:
         optimizer: An optimizer of torch that steps each parameter by itself. It is changed and returned.
-        named_parameters: ``model.named_parameters()``, or the model itself: the names are for error texts.
+        named_parameters: ``model.named_parameters()``, or the model itself: the names are for error texts, and for
+            `checkpoint`.
         mode: "sync", "ssp" or "async".
         staleness: For "ssp": how many steps a rank may be ahead of the slowest, 0 or more. A step is a push.
         servers: "sharded": every rank serves a part, in a thread beside its training. A number n: the last n ranks only
-            serve; there, ``optimizer.is_server`` is True, and the program calls ``optimizer.serve()`` instead of its loop.
+            serve; there, ``optimizer.is_server`` is True, and the program calls `serve_parameters` instead of its loop. None:
+            the number of ``hvdliterun --servers n``, and "sharded" if the job was started without.
         push_every: The gradients of so many steps are added up before they are pushed; with mode="sync" their weights too.
+        delay_compensation: For "ssp" and "async", what servers do about gradients that are old when they arrive: None,
+            `StalenessRate` or `DCASGD`.
+        overlap: Whether gradients travel to the servers while the backward pass goes on (see `hvdlite.async_sgd.early`). None
+            means: where each rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off"; never with `push_every`.
+        hogwild: The ranks of one host share the memory of the parameters, and add to them without locks: for plain SGD with
+            mode="async" (Niu et al., NIPS 2011). docs/asynchronous.md says what that gives up.
+        on_worker_loss: "end": a rank that fails ends the job. "go on": the others go on without a rank that trains and fails
+            (not: serves). This needs servers=n, hvdliterun with Open MPI, and all ranks on one host.
+        checkpoint: A file. If the job fails, the lowest rank that trains and lives saves there the parameters that it has
+            pulled last, as a dictionary by their names, or numbers if `named_parameters` is not given:
+            ``torch.load(checkpoint)``. This needs hvdliterun.
         process_set: The ranks that take part; all by default.
 
     Returns:
@@ -70,11 +94,17 @@ def AsyncDistributedOptimizer(
     Raises:
         DistributedAlreadyError: The optimizer is distributed already.
         ArgumentError: An argument is wrong, or the optimizer needs all gradients at once (LBFGS), or has nothing to train.
-        UnsupportedTensorError: A parameter is a DTensor.
+        UnsupportedTensorError: A parameter is a DTensor, or is complex and `delay_compensation` is `DCASGD`.
         MismatchError: The ranks have different parameters or arguments. All ranks raise it.
     """
     check_optimizer(optimizer)
-    options = make_options(mode, staleness, servers, push_every, process_set, size_of(process_set))
+    options = make_options(
+        *(mode, staleness, servers, push_every, process_set, size_of(process_set)),
+        *(delay_compensation, overlap, hogwild, on_worker_loss, checkpoint),
+    )
+    check_compensation(optimizer, delay_compensation)
+    if hogwild:
+        check_plain_sgd(optimizer)
     if isinstance(named_parameters, torch.nn.Module):
         named_parameters = named_parameters.named_parameters()
     names = {}
@@ -83,10 +113,11 @@ def AsyncDistributedOptimizer(
             raise ArgumentError(
                 "named_parameters: expected pairs of name and parameter, as model.named_parameters() gives them."
             )
-        names[id(item[1])] = repr(item[0])
+        names[id(item[1])] = item[0]
     _agree(optimizer, names, options)
     step = vars(optimizer).pop("step", None)  # a scheduler has put it there, and it calls the `step` of the plain class
-    training = AsyncTraining(optimizer, names, options)  # the servers' optimizers are of the plain class
+    kind = HogwildTraining if hogwild else TorchTraining
+    training = kind(optimizer, names, options)  # the servers' optimizers are of the plain class
     add_to_class(optimizer, AsyncDistributed, step=_step_of(type(optimizer)))
     optimizer._hvdlite_training = training  # type: ignore[attr-defined]
     if step is not None:
@@ -99,11 +130,12 @@ def _agree(optimizer: torch.optim.Optimizer, names: dict[int, str], options: Opt
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     lines = [
         f"optimizer={type(optimizer).__name__}",
-        *(f"{name}={getattr(options, name)!r}" for name in ("mode", "staleness", "servers", "workers", "push_every")),
+        *options.lines(),
     ]
     for number, p in enumerate(parameters):
         frozen = "" if p.requires_grad else ", which requires no gradient"
-        lines.append(f"parameter {number} {names.get(id(p), '')} is {p.dtype} of shape {tuple(p.shape)}{frozen}")
+        name = repr(names[id(p)]) if id(p) in names else ""
+        lines.append(f"parameter {number} {name} is {p.dtype} of shape {tuple(p.shape)}{frozen}")
     lines.append(f"parameters: {len(parameters)}")
     process_set = options.process_set
     ranks = world().ranks(process_set)

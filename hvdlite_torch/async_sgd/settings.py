@@ -18,10 +18,17 @@ def pack(groups: Sequence[Mapping[str, Any]]) -> bytes:
     ).encode()
 
 
-def unpack(settings: bytes, groups: Sequence[dict[str, Any]]) -> None:
-    """Give the groups of a server's optimizer the settings that `pack` has packed."""
+def unpack(settings: bytes, groups: Sequence[dict[str, Any]], rate: float = 1.0) -> None:
+    """Give the groups of a server's optimizer the settings that `pack` has packed.
+
+    Args:
+        settings: What `pack` has packed.
+        groups: The groups of a server's optimizer.
+        rate: A number by which learning rates are multiplied.
+    """
     for group, given in zip(groups, json.loads(settings), strict=True):
-        for key, value in given.items():
+        for key, said in given.items():
+            value = said * rate if key == "lr" else said
             present = group.get(key)
             if isinstance(present, torch.Tensor):
                 present.fill_(value)

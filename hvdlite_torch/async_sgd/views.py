@@ -15,6 +15,11 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def view(data: Array, like: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, uint8, as a tensor with the dtype and shape of another one."""
+    return torch.from_numpy(data).view(like.dtype).view(like.shape)
+
+
 def views(data: Array, layout: Layout, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors of a layout as views of the bytes of a message.
 
@@ -23,9 +28,5 @@ def views(data: Array, layout: Layout, like: Sequence[torch.Tensor]) -> list[tor
         layout: The places of the tensors.
         like: All tensors of the optimizer, for their dtypes and shapes.
     """
-    whole = torch.from_numpy(data)
-    found = []
-    for number, start in zip(layout.tensors, layout.starts, strict=True):
-        tensor = like[number]
-        found.append(whole[start : start + nbytes_of(tensor)].view(tensor.dtype).view(tensor.shape))
-    return found
+    places = zip(layout.tensors, layout.starts, strict=True)
+    return [view(data[start : start + nbytes_of(like[number])], like[number]) for number, start in places]

@@ -6,14 +6,12 @@ gradients of different parameters, and no exchange would notice. The error shows
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hvdlite.errors import MismatchError
-from hvdlite.negotiation.mismatch import variants_text
+from hvdlite.adapter.agreement import check_same
 from hvdlite.tensors.registry import adapter_for
 
 
@@ -44,22 +42,3 @@ def check_agreement(
         lines.append(f"parameter {number}{name} is {info.dtype} of shape {info.shape}")
     lines.append(f"trained parameters: {len(parameters)}")
     check_same(lines, "what DistributedOptimizer is given", ranks, gather)
-
-
-def check_same(lines: Sequence[str], what: str, ranks: Sequence[int], gather: Callable[[Any], list[Any]]) -> None:
-    """Raise on all ranks if their lines differ. Every rank calls this.
-
-    Args:
-        lines: The descriptions that must be equal.
-        what: The subject of the lines, for the error.
-        ranks: The world ranks that take part.
-        gather: A function that returns the objects of all ranks as a list, in the order of `ranks`.
-
-    Raises:
-        MismatchError: The lines differ; the text shows the first difference.
-    """
-    if len(set(gather(hashlib.sha256("\n".join(lines).encode()).hexdigest()))) == 1:
-        return
-    everybody: list[list[str]] = gather(lines)
-    text = variants_text(ranks, everybody)
-    raise MismatchError(f"the ranks do not agree on {what}:\n{text}")

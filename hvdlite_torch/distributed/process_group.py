@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.errors import MismatchError
 from hvdlite.protocols import ANY, Array
 from hvdlite_torch.distributed.group_and_backend import GroupAndBackend, Tensors, on_any_device
 from hvdlite_torch.distributed.operands import Operand, TorchReduction, check_equal, describe, name_of
@@ -192,7 +191,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         def run(collectives: HierarchicalCollectives) -> None:
             out = np.empty(sum(_sizes(outs)), sources[0].values.dtype)
-            _exchange(collectives, _joined(sources), _sizes(sources), out, _sizes(outs))
+            collectives.alltoall(_joined(sources), _sizes(sources), out, _sizes(outs))
             _deal(out, outs)
 
         return self._begin(f"all_to_all({name_of(inputs[0].dtype)})", run, outputs, opts)
@@ -211,7 +210,7 @@ class HvdliteProcessGroup(GroupAndBackend):
         receives = _splits(output, out, output_split_sizes, self._size)
 
         def run(collectives: HierarchicalCollectives) -> None:
-            _exchange(collectives, source.values, sends, out.values, receives)
+            collectives.alltoall(source.values, sends, out.values, receives)
             out.write_back()
 
         return self._begin(f"all_to_all_single({name_of(input.dtype)})", run, [output], opts)
@@ -292,21 +291,3 @@ def _splits(tensor: torch.Tensor, operand: Operand, splits: Sequence[int], size:
     check_equal("the first dimension", rows, sum(splits))
     row = operand.values.size // rows if rows else 0
     return [count * row for count in splits]
-
-
-def _exchange(
-    collectives: HierarchicalCollectives, data: Array, sends: Sequence[int], out: Array, receives: Sequence[int]
-) -> None:
-    """Send slice r to rank r, after all ranks have seen that what is sent is what is expected."""
-    size = collectives.size
-    table = np.empty(2 * size * size, np.int64)
-    collectives.allgather(np.array([*sends, *receives], np.int64), table, [2 * size] * size)
-    sent, expected = table.reshape(size, 2, size).swapaxes(0, 1)
-    wrong = np.argwhere(sent != expected.T)
-    if wrong.size:
-        source, dest = wrong[0]
-        raise MismatchError(
-            f"all_to_all: rank {source} of the group sends {sent[source, dest]} elements to rank {dest}, which expects "
-            f"{expected[dest, source]} from it. What rank r sends to rank s must be what rank s expects from rank r."
-        )
-    collectives.alltoall(data, sends, out, receives)

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 import hvdlite
 from hvdlite.adapter.arguments import Everybody, rank_in, size_of
+from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.distributed import backend
@@ -73,8 +74,7 @@ class Pipeline(OwnLayers):
     ) -> None:
         if schedule not in _SCHEDULES:
             raise ArgumentError(f"schedule={schedule!r}: expected one of {', '.join(map(repr, _SCHEDULES))}.")
-        if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-            raise ArgumentError(f"microbatches={microbatches!r}: expected a number from 1 on.")
+        check_count("microbatches", microbatches)
         if stages_per_rank is not None and schedule != "interleaved":
             raise ArgumentError(f'stages_per_rank={stages_per_rank} is for schedule="interleaved"; got {schedule!r}.')
         rank, size = rank_in(process_set), size_of(process_set)

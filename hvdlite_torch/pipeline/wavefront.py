@@ -12,6 +12,7 @@ from torch import nn
 
 import hvdlite
 from hvdlite.adapter.arguments import Everybody, rank_in, size_of
+from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.distributed import backend
@@ -72,8 +73,7 @@ class Wavefront(OwnLayers):
         example: torch.Tensor | None = None,
         stepwise: Sequence[type[nn.Module]] = (),
     ) -> None:
-        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-            raise ArgumentError(f"chunks={chunks!r}: expected a number from 1 on.")
+        check_count("chunks", chunks)
         self.stage, self._places = rank_in(process_set), size_of(process_set)
         parts = units(model, stepwise)
         self._time = time_dimension(model)

@@ -5,12 +5,11 @@
 - `context`: the state that the parts of one optimizer share; `pending`: the record of the program's calls for the next step;
   `batch_weight`: the number of samples of this rank.
 - `wrapped`: the methods that an optimizer's class gets; `typed`: the types that type checkers see.
-- `options`: the checked arguments; `codec`: how gradients are compressed.
+- `options`: the checked arguments.
 - `step_guard`: finds the outermost of nested steps; `closures`: the closures of steps; `amp`: scaled losses; `fused`: torch's
   fused steps.
 - `sharding`: when this rank steps its shard; `shards`: the pieces of the shard; `shard_state`: their optimizer state;
   `shardable`: which optimizers can be sharded.
-- `local_steps`: how often ranks that train by themselves meet.
 - `own_parameters`: gives one rank other weights for a while.
 - `lease`: memory, channels, hooks and a thread that can outlive an optimizer.
 """

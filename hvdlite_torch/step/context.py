@@ -72,9 +72,7 @@ class OptimizerContext:
             "op": options.op,
             "shard": bool(options.shard),
             "aggregator": name_of(options.aggregator),
-            "local_steps": None
-            if options.local_steps is None
-            else f"{type(options.local_steps).__name__}(every={options.local_steps.every})",
+            "local_steps": None if options.local_steps is None else options.local_steps.name,
         }
         check_agreement(trained, options.names, arguments, self.ranks, self.gather)
         self.group.release_dropped()

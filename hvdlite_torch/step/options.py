@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal
 
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter import options
 from hvdlite.errors import ArgumentError
-from hvdlite.gradients.aggregator import Aggregator, name_of
+from hvdlite.gradients.aggregator import name_of
 from hvdlite.gradients.sync import StepsWith
-from hvdlite.tensors.compression import Compression
-from hvdlite_torch.step.codec import Codec
-from hvdlite_torch.step.local_steps import LocalSGD
 
 Shard = bool | Literal["parameters"]
 """Whether an optimizer is sharded. ``"parameters"`` says that an unknown optimizer steps each parameter by itself."""
@@ -30,8 +26,6 @@ class Options(options.Options):
         passes: The largest number of backward passes before a step; 1 for any number.
         max_grad_norm: The largest norm of the combined gradients, which are clipped; None if they are not clipped.
         shard: Whether each rank steps a shard of the parameters.
-        aggregator: Combines gradients; None for their weighted sum.
-        local_steps: Ranks make steps of their own, and bring their parameters together at times; None if they do not.
         names: The names of parameters by their ``id``, for messages and for the check that all ranks have the same ones.
 
     Raises:
@@ -43,8 +37,6 @@ class Options(options.Options):
     passes: int = 1
     max_grad_norm: float | None = None
     shard: Shard = False
-    aggregator: Aggregator | None = None
-    local_steps: LocalSGD | None = None
     names: Mapping[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -58,51 +50,20 @@ class Options(options.Options):
             raise ArgumentError(
                 "shard=True and op=Adasum do not go together: every rank makes a whole step of its own."
             )
-        if self.aggregator is not None:
-            self._check_aggregator()
-        if self.local_steps is not None:
-            self._check_local_steps()
-
-    @cached_property
-    def codec(self) -> Codec | None:
-        """The codec that compresses gradients; None if gradients are not compressed."""
-        return None if self.compression is Compression.none else Codec(self.compression, self.divisor)
 
     def _check_aggregator(self) -> None:
-        if not callable(getattr(self.aggregator, "aggregate", None)) or isinstance(self.aggregator, type):
-            raise ArgumentError(
-                f"aggregator={self.aggregator!r}: expected an object with a method aggregate(bucket, weights, collectives)."
-            )
-        others = {
-            "op": self.op if self.op is not hvdlite.Average else None,
-            "compression": None if self.codec is None else self.codec.name,
-            "overlap": self.overlap,
-            "shard": self.shard,
-        }
-        for name, value in others.items():
-            if value:
-                raise ArgumentError(
-                    f"{name}={value!r} and aggregator={name_of(self.aggregator)} do not go together: the aggregator "
-                    "alone says how gradients travel and are combined, once in a step, on every rank."
-                )
+        super()._check_aggregator()
+        self.refuse(
+            f"aggregator={name_of(self.aggregator)}",
+            "the aggregator alone says how gradients travel",
+            overlap=self.overlap,
+            shard=self.shard,
+        )
 
     def _check_local_steps(self) -> None:
-        how = self.local_steps
-        if not isinstance(how, LocalSGD):
-            raise ArgumentError(
-                f"local_steps={how!r}: expected hvd.LocalSGD(every=8) or hvd.DiLoCo(every=64), which say when ranks meet."
-            )
-        others = {
-            "op": self.op if self.op is not hvdlite.Average else None,
-            "shard": self.shard,
-            "aggregator": None if self.aggregator is None else name_of(self.aggregator),
-        }
-        for name, value in others.items():
-            if value:
-                raise ArgumentError(
-                    f"{name}={value!r} and local_steps={how} do not go together: each rank steps all parameters with its own "
-                    "gradients, and only the mean of parameters travels."
-                )
+        super()._check_local_steps()
+        why = "each rank steps all parameters with its own gradients"
+        self.refuse(f"local_steps={self.local_steps}", why, shard=self.shard)
 
     @property
     def steps_with(self) -> StepsWith:

@@ -11,5 +11,6 @@ what the optimizer steps with.
   `own_steps`: what both have in common.
 - `device`, `device_sharded`: combine gradients on a GPU, by `hvdlite.gradients.device`; `device_gradients`: ``p.grad`` as views
   of buckets; `backward`: what backward passes launch; `gradient_state`: whether gradients have changed; `capture`: CUDA graphs.
+- `measured`: measures the steps of a program for ``hvdlite advise``.
 - `catch_up`: the part of an optimizer in a group of ranks: `join`, and `init` after `shutdown`.
 """

@@ -19,7 +19,7 @@ import torch
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.negotiation.mismatch import variants_text
 from hvdlite.protocols import TensorInfo
-from hvdlite_torch.step.codec import Codec
+from hvdlite.tensors.codec import Codec
 from hvdlite_torch.tensors.adapter import ADAPTER
 from hvdlite_torch.tensors.device import TORCH
 from hvdlite_torch.tensors.gradient import as_dense, gradient_dtype, gradient_info

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from hvdlite import ProcessSet
 from hvdlite.api import world
+from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 
 Scaled = TypeVar("Scaled", float, torch.optim.Optimizer)
@@ -90,8 +91,7 @@ def warmup(
 
     Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", arXiv:1706.02677, section 2.2.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ArgumentError(f"warmup: steps={steps!r}: expected a whole number from 1.")
+    check_count("warmup: steps", steps)
     factor = _factor(rule, batches, process_set)
     if factor < 1:
         raise ArgumentError(f"warmup: batches={batches}: expected at least 1, so that the rate rises.")

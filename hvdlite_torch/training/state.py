@@ -14,9 +14,9 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.adapter.agreement import check_same
 from hvdlite.adapter.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
-from hvdlite_torch.checks.same_parameters import check_same
 from hvdlite_torch.ops.broadcast import broadcast_
 from hvdlite_torch.step.wrapped import Distributed, Sharded
 from hvdlite_torch.tensors.sliced import check_apart, local_of, local_state, program_state

@@ -83,6 +83,18 @@ for name, make in OPTIMIZERS.items():
     show(name, model, deviation(flat(model), flat(expected)))
     show(f"{name}, loss", model, deviation(found["loss"], history["loss"]))
 
+# All that travels in few bytes, with settings by which nothing is lost.
+FEW_BYTES = {
+    "topk of all": lambda: {"compression": hvd.Compression.topk(1.0, smallest=0)},
+    "LocalSGD of each step": lambda: {"local_steps": hvd.LocalSGD(every=1)},
+    "DiLoCo of each step": lambda: {"local_steps": hvd.DiLoCo(every=1, outer=keras.optimizers.SGD(1.0))},
+}
+expected, _ = alone(lambda: keras.optimizers.SGD(0.1))
+for name, options in FEW_BYTES.items():
+    model = make_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), **options()), scale=1.0 + rank)
+    fit(model, rank, size, callbacks=[hvd.callbacks.Distributed()])
+    show(name, model, deviation(flat(model), flat(expected)))
+
 # torch's compiler must find the method that exchanges gradients in the step. The backend "eager" needs no C++ compiler.
 compiled, torch.compile = torch.compile, functools.partial(torch.compile, backend="eager")
 for name in ("sgd", "adam"):
@@ -133,3 +145,20 @@ try:
 except hvd.MismatchError as error:
     refused = "data of different kinds" in str(error)
 show("different data", model, 0.0 if refused else 1.0)
+
+# A parameter server: the mean of all ranks, then each rank's pushes, whose sum is what the variable changes by.
+expected, _ = alone(OPTIMIZERS["adam"])
+model = make_model("sgd", scale=1.0 + rank)
+optimizer = hvd.AsyncDistributedOptimizer(OPTIMIZERS["adam"](), model, mode="sync")
+model.compile(optimizer, loss=model.loss)
+fit(model, rank, size)
+optimizer.finish()
+show("server", model, deviation(flat(model), flat(expected)))
+variables = [keras.Variable([0.0]), keras.Variable([[0.0, 1.0]])]
+with hvd.AsyncDistributedOptimizer(keras.optimizers.SGD(1.0), variables, push_every=2) as optimizer:
+    for number in [1.0, 2.0, 3.0]:
+        optimizer.apply(
+            [torch.tensor([number]), torch.tensor([[number + rank, 0.0]]) if number == 3 else None], variables
+        )
+got = [*variables[0].numpy(), *variables[1].numpy()[0]]
+show("servers", model, deviation(got, [-6.0 * size, -sum(3.0 + other for other in range(size)), 1.0]))

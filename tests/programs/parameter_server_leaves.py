@@ -1,4 +1,7 @@
-"""Trains with a parameter server; rank 1 stops in the middle: ``parameter_server_leaves.py HOW MODE SERVERS``."""
+"""Trains with a parameter server; rank 1 stops in the middle: ``parameter_server_leaves.py HOW MODE``.
+
+The servers are those of ``hvdliterun --servers``, or all ranks.
+"""
 
 import os
 import signal
@@ -10,15 +13,16 @@ import torch
 import hvdlite_torch as hvd
 
 hvd.init()
-how, mode, servers = sys.argv[1:]
+how, mode = sys.argv[1:]
 p = torch.nn.Parameter(torch.zeros(2000))
 optimizer = hvd.AsyncDistributedOptimizer(
     torch.optim.SGD([p, torch.nn.Parameter(torch.zeros(3))], lr=1.0),
     mode=mode,
     staleness=1 if mode == "ssp" else None,
-    servers=int(servers) if servers.isdigit() else "sharded",
 )
-for step in range(0 if optimizer.is_server else 10):
+if hvd.is_server():
+    hvd.serve_parameters()
+for step in range(0 if hvd.is_server() else 10):
     if hvd.rank() == 1 and step == 5:
         print(f"failing at {time.time()}", flush=True)
         if how == "killed":

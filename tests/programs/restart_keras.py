@@ -30,14 +30,14 @@ def flat(values):
     return np.concatenate([np.asarray(keras.ops.convert_to_numpy(value)).reshape(-1) for value in values])
 
 
-def fitted(optimizer, callbacks=list):
+def fitted(optimizer, callbacks=list, options=dict):
     def make(distributed):
         model = keras.Sequential(
             [keras.layers.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
         )
         model.set_weights(START)
         plain = optimizer()
-        model.compile(optimizer=hvd.DistributedOptimizer(plain) if distributed else plain, loss="mse")
+        model.compile(optimizer=hvd.DistributedOptimizer(plain, **options()) if distributed else plain, loss="mse")
 
         def step(number, rows):
             x, y = X[number, rows], Y[number, rows]
@@ -167,6 +167,15 @@ CASES = {
     "fit": fitted(lambda: keras.optimizers.SGD(0.1, momentum=0.9)),
     "fit with callbacks": fitted(lambda: keras.optimizers.Adam(0.01), lambda: [hvd.callbacks.Distributed()]),
     "fit accumulating": fitted(lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)),
+    "fit with an aggregator": fitted(
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        options=lambda: {"compression": hvd.Compression.topk(1.0, smallest=0)},  # all elements
+    ),
+    "fit with local steps": fitted(
+        lambda: keras.optimizers.SGD(0.1),
+        lambda: [hvd.callbacks.Distributed()],
+        lambda: {"local_steps": hvd.LocalSGD(every=1)},
+    ),
 }
 if not ON_TORCH:
     CASES |= {

@@ -18,6 +18,7 @@ import hvdlite.gradients.bucket
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 from hvdlite.tensors.array_api import _beside
+from tests import lossy_reference
 from tests.conftest import UNDER_MPI
 
 SHAPES = {"w": (5, 3), "b": (3,), "scale": (), "empty": (0, 4)}
@@ -299,6 +300,32 @@ def test_compression_and_adasum(ranks: Any, op: Any) -> None:
         if op is hvd.Average and size > 1:
             big = hvd.DistributedGradient(compression=hvd.Compression.fp16, gradient_predivide_factor=64.0)
             np.testing.assert_allclose(big([np.array([1e5])])[0], [1e5], rtol=2**-10)
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_few_bytes(ranks: Any, inplace: bool) -> None:
+    """The formula says what comes out, with weights; a rank that joins before any exchange takes part without data."""
+
+    def gradients(step: int, rank: int) -> dict[str, Any]:
+        chance = np.random.default_rng([step, rank])
+        return {"a": chance.standard_normal((12, 10)), "b": chance.standard_normal(3), "c": None}
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        combine = hvd.DistributedGradient(compression=hvd.Compression.powersgd(rank=2), inplace=inplace)
+        if rank or size == 1:
+            truth, samples = lossy_reference.powersgd(2), [float(r or size == 1) * (1 + r) for r in range(size)]
+            for step in range(4):
+                found = combine(gradients(step, rank), weight=samples[rank])
+                everybody = [[gradients(step, r)[name] for name in "ab"] for r in range(size)]
+                for name, expected in zip("ab", truth(everybody, samples), strict=True):
+                    np.testing.assert_allclose(found[name], expected, atol=1e-12)
+                assert found["c"] is None
+            with pytest.raises(ArgumentError, match=r"powersgd.*gradient 0 is now float64 of shape \(4,\), and was"):
+                combine({"a": np.ones(4), "b": np.ones(3), "c": None})
+        hvd.join()
 
     ranks(check)
 

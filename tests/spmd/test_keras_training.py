@@ -515,7 +515,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"op": hvd.Max}, "Average or Sum"),
     ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "needs op=Average"),
     ({"gradient_predivide_factor": 0.0}, "above 0"),
-    ({"backward_passes_per_step": 0}, "1 or more"),
+    ({"backward_passes_per_step": 0}, "from 1 on"),
 ]
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import hvdlite_torch as hvd
+from hvdlite.async_sgd import deal
 from hvdlite.errors import (
     ArgumentError,
     CommunicationError,
@@ -20,6 +24,9 @@ from hvdlite.errors import (
     UnsupportedTensorError,
 )
 from tests.replicas import DTYPE, MODEL, STEPS, Idiom, Job, distance, on_this_rank, truth
+from tests.spmd.test_torch_idioms import IDIOMS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
@@ -73,6 +80,40 @@ def test_sync_is_the_joined_batch(ranks: Any, name: str, idiom: Idiom) -> None:
         assert distance(parameters, expected) < TOLERANCE
         assert distance(parameters, distributed) < TOLERANCE
         assert all(map(torch.equal, parameters, results[0][0]))
+
+
+SMALL_CHUNKS = 600
+"""In bytes: so the model of tests/replicas.py has several chunks."""
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("name", sorted(IDIOMS.keys() - {"parameters go to float32 and back"}))  # a pull undoes that
+def test_what_programs_do_to_gradients_that_travel_early(
+    ranks: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deal, "_CHUNK_BYTES", SMALL_CHUNKS)
+    idiom, make = IDIOMS[name], OPTIMIZERS["SGD"]
+
+    def check() -> tuple[list[torch.Tensor], int, int]:
+        wrap = functools.partial(hvd.AsyncDistributedOptimizer, mode="sync", overlap=True)
+        job = Job(hvd.rank(), make, wrap)
+        for step in range(STEPS):
+            job.step = step
+            idiom(job)
+            job.optimizer.step()
+        job.optimizer.finish()
+        training = job.optimizer._hvdlite_training
+        return [p.detach().clone() for p in job.parameters], training.worker.early_chunks, training.early.failed
+
+    results = ranks(check)
+    expected = truth(idiom, make, len(results))
+    for parameters, early, failed in results:
+        assert distance(parameters, expected) < TOLERANCE
+        assert (early > 0) == (name != "gradients with a graph")  # for which torch calls no hooks
+        if name in ("nothing", "gradients of zeros"):
+            assert early % STEPS == failed == 0
+        if name in ("two passes", "data.clamp_"):
+            assert failed == 2  # in the first and the third of five steps
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -158,6 +199,71 @@ def test_the_servers_change_by_what_was_pushed(ranks: Any, mode: str, servers: A
         for number, (before, value) in enumerate(zip(results[0][0], after, strict=True)):
             total = sum(pushed[number] for _, pushed, _, _ in results)
             assert torch.equal(value, before + total / (workers if mode == "sync" else 1))
+
+
+@pytest.mark.parametrize("servers", ["sharded", 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_servers_change_by_what_was_pushed_after_early_chunks(
+    ranks: Any, mode: str, servers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank does what it likes between its steps. Gradients are whole numbers, and the learning rate is 1."""
+    monkeypatch.setattr(deal, "_CHUNK_BYTES", 64)
+
+    def check() -> Any:
+        rank, size = hvd.rank(), hvd.size()
+        if servers == 1 and size == 1:
+            return None
+        draw = random.Random(f"{rank} {mode}")
+        parameters = [whole(5), whole(3, 2), whole(1), whole(0), whole(30), whole(2)]
+        before = [p.detach() - 100 * rank for p in parameters]
+        pushed = [torch.zeros_like(p) for p in parameters]
+        optimizer = hvd.AsyncDistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0), servers=servers, overlap=True, **MODES[mode]
+        )
+        workers = len(optimizer.workers)
+
+        def backward() -> None:
+            for p in reversed(parameters):
+                if draw.random() < 0.8:
+                    (p * (workers * draw.randint(-9, 9))).sum().backward()
+
+        def double() -> None:
+            for p in parameters:
+                if p.grad is not None:
+                    p.grad.mul_(2)
+
+        def refuse() -> None:
+            backward()
+            parameters[4].grad = torch.full_like(parameters[4], math.nan)
+            with pytest.raises(ArgumentError, match="NaN"):
+                optimizer.step()
+            parameters[4].grad = None
+
+        for _ in range(0 if optimizer.is_server else 12 if mode == "sync" else 6 * rank):
+            optimizer.zero_grad()
+            for act in draw.choices(
+                [backward, double, refuse, optimizer.zero_grad], [6, 1, 1, 1], k=draw.choice([1, 3])
+            ):
+                act()
+            if mode != "sync" and draw.random() < 0.2:
+                optimizer.set_batch_weight(0)
+            else:
+                pushed = [
+                    there if p.grad is None else there - p.grad for there, p in zip(pushed, parameters, strict=True)
+                ]
+            optimizer.step()
+        if not optimizer.is_server:
+            backward()  # of which nothing is pushed
+            assert optimizer._hvdlite_training.worker.early_chunks
+        optimizer.finish()
+        backward()  # when the servers are gone
+        return before, pushed, [p.detach().clone() for p in parameters], workers
+
+    results = [each for each in ranks(check) if each is not None]
+    for _, _, after, workers in results:
+        for number, (start, value) in enumerate(zip(results[0][0], after, strict=True)):
+            total = sum(pushed[number] for _, pushed, _, _ in results)
+            assert torch.equal(value, start + total / (workers if mode == "sync" else 1))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -297,15 +403,234 @@ def test_large_finite_gradients_pass(ranks: Any) -> None:
     ranks(check)
 
 
-def test_sparse_gradients_are_refused(ranks: Any) -> None:
+TAKES_ROWS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1),
+}
+
+
+def embeddings() -> nn.ModuleList:
+    """Two sparse layers, of which the second one has a row for padding."""
+    generator = torch.Generator().manual_seed(7)
+    sizes = (7, 3), (5, 2)
+    weights = [torch.randn(size, generator=generator, dtype=DTYPE) for size in sizes]
+    return nn.ModuleList(
+        nn.Embedding.from_pretrained(weight, freeze=False, sparse=True, padding_idx=padding)
+        for weight, padding in zip(weights, (None, 0), strict=True)
+    )
+
+
+def look_up(layers: nn.ModuleList, rank: int, step: int) -> None:
+    """Make sparse gradients of a batch of 4, in which rows occur several times; in some steps, of one layer only."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    for number, layer in enumerate(layers):
+        assert isinstance(layer, nn.Embedding)
+        count = 0 if number == 0 and (step + rank) % 5 == 1 else 3  # a batch may have nothing to look up
+        indices = torch.randint(layer.num_embeddings, (4, count), generator=generator)
+        if number == 0 or (step + rank) % 3:
+            (layer(indices) ** 2).sum().div(4).backward()
+
+
+@pytest.mark.parametrize("name", TAKES_ROWS)
+def test_sync_with_rows_is_the_joined_batch(ranks: Any, name: str) -> None:
+    def check() -> float:
+        rank, size = hvd.rank(), hvd.size()
+        alone, layers = embeddings(), embeddings()
+        plain = TAKES_ROWS[name](alone.parameters())
+        optimizer = hvd.AsyncDistributedOptimizer(TAKES_ROWS[name](layers.parameters()), layers, mode="sync")
+        for step in range(6):
+            plain.zero_grad()
+            for each in range(size):
+                look_up(alone, each, step)
+            for p in alone.parameters():
+                if p.grad is not None:
+                    p.grad = (p.grad / size).coalesce()
+            plain.step()
+            optimizer.zero_grad()
+            look_up(layers, rank, step)
+            optimizer.step()
+        optimizer.finish()
+        with torch.no_grad():
+            return distance(list(layers.parameters()), list(alone.parameters()))
+
+    assert max(ranks(check)) < TOLERANCE
+
+
+@pytest.mark.parametrize("servers", ["sharded", 1])
+@pytest.mark.parametrize("push_every", [1, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_all_rows_arrive(ranks: Any, mode: str, push_every: int, servers: Any) -> None:
+    """Gradients are whole numbers: sparse, dense, or of both kinds in one push."""
+
+    def check() -> Any:
+        rank, size = hvd.rank(), hvd.size()
+        if servers == 1 and size == 1:
+            return None
+        parameters = [whole(6, 3), whole(9, 2), whole(4)]
+        before = [p.detach() - 100 * rank for p in parameters]
+        pushed = [torch.zeros_like(p) for p in parameters]
+        optimizer = hvd.AsyncDistributedOptimizer(
+            torch.optim.SGD(parameters, lr=1.0), servers=servers, push_every=push_every, **MODES[mode]
+        )
+        for step in range(0 if optimizer.is_server else 7):
+            for number, p in enumerate(parameters):
+                p.grad = torch.full_like(p, float(len(optimizer.workers) * (1 + step)))
+                if number < 2 and (step + number + rank) % 4:
+                    chosen = torch.tensor([step % len(p), 2, 2])
+                    entries = torch.arange(3 * p.shape[1]).view(3, -1).to(p) * len(optimizer.workers)
+                    p.grad = None
+                    p.grad = torch.sparse_coo_tensor(chosen[None], entries, p.shape, check_invariants=True)
+                pushed[number] -= p.grad.to_dense()
+            optimizer.step()
+            for p in parameters:
+                assert p.grad is not None
+                p.grad.zero_()  # what was added up must not notice
+        optimizer.finish()
+        return before, pushed, [p.detach().clone() for p in parameters], len(optimizer.workers)
+
+    results = [each for each in ranks(check) if each is not None]
+    for _, _, after, workers in results:
+        for number, (start, value) in enumerate(zip(results[0][0], after, strict=True)):
+            total = sum(pushed[number] for _, pushed, _, _ in results)
+            assert torch.equal(value, start + total / (workers if mode == "sync" else 1))
+
+
+def test_gradients_that_the_optimizer_does_not_take(ranks: Any) -> None:
+    """They are refused before anything is pushed, and again when the settings change."""
+
     def check() -> None:
         layer = nn.Embedding(5, 3, sparse=True)
-        optimizer = hvd.AsyncDistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=1.0))
-        layer(torch.tensor([1, 2])).sum().backward()
-        with pytest.raises(UnsupportedTensorError, match="the gradient of parameter 0 .* takes dense gradients"):
-            optimizer.step()
-        optimizer.zero_grad()
+        for make, text in (
+            (lambda p: torch.optim.Adam(p), r"which Adam does not take .* sparse=False.*does not support sparse"),
+            (lambda p: torch.optim.Adagrad(p, weight_decay=0.1), "Adagrad does not take with these settings"),
+        ):
+            optimizer = hvd.AsyncDistributedOptimizer(make(layer.parameters()), layer)
+            layer(torch.tensor([1, 2])).sum().backward()
+            with pytest.raises(UnsupportedTensorError, match=rf"rank {hvd.rank()}: the gradient of 'weight' .*{text}"):
+                optimizer.step()
+            optimizer.zero_grad()
+            assert optimizer.pushes == 0
+            optimizer.finish()
+        optimizer = hvd.AsyncDistributedOptimizer(torch.optim.Adagrad(layer.parameters(), weight_decay=0.1))
+        for decay in (0.1, 0.0, 0.1):
+            optimizer.param_groups[0]["weight_decay"] = decay
+            optimizer.zero_grad()
+            layer(torch.tensor([1, 2])).sum().backward()
+            if decay:
+                with pytest.raises(UnsupportedTensorError, match="does not take with these settings"):
+                    optimizer.step()
+            else:
+                optimizer.step()
         optimizer.finish()
+        assert optimizer.pushes == 1
+        p = whole(3)
+        optimizer = hvd.AsyncDistributedOptimizer(torch.optim.SparseAdam([p]))
+        p.grad = torch.ones(3)
+        with pytest.raises(UnsupportedTensorError, match="SparseAdam takes sparse gradients only"):
+            optimizer.step()
+        optimizer.finish()
+        p = whole(3, 2)
+        with hvd.AsyncDistributedOptimizer(torch.optim.SGD([p], lr=1.0)) as optimizer:
+            p.grad = torch.ones(3, 2).to_sparse(2)
+            with pytest.raises(UnsupportedTensorError, match="sparse in another way than by rows"):
+                optimizer.step()
+
+    ranks(check)
+
+
+def test_nan_in_rows_is_refused(ranks: Any) -> None:
+    def check() -> None:
+        p = whole(4, 2)
+        with hvd.AsyncDistributedOptimizer(torch.optim.SGD([p], lr=1.0)) as optimizer:
+            values = torch.tensor([[1.0, 2.0], [3.0, math.nan]])
+            p.grad = torch.sparse_coo_tensor(torch.tensor([[0, 3]]), values, p.shape, check_invariants=True)
+            with pytest.raises(ArgumentError, match="the gradient of parameter 0 .* NaN or infinite"):
+                optimizer.step()
+        assert torch.equal(p, torch.arange(8.0).view(4, 2)) and optimizer.pushes == 0
+
+    ranks(check)
+
+
+# Delay compensation
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp"])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    "option", [hvd.StalenessRate(), hvd.DCASGD(0.3), hvd.DCASGD(2.0, mean_square_decay=0.9)], ids=str
+)
+def test_delay_compensation(ranks: Any, option: Any, mode: str, sparse: bool) -> None:
+    """The ranks push in turns, each twice, so that the delays are known. The truth is the formula in NumPy."""
+
+    def gradient(rank: int, turn: int) -> np.ndarray[Any, Any]:
+        generator = np.random.default_rng(10 * turn + rank)
+        rows = generator.normal(size=(5, 2))
+        if sparse:
+            rows[generator.permutation(5)[:3]] = 0
+        return rows
+
+    def truth(size: int, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        w, pulled, seen, square = values, [values] * size, [0] * size, np.zeros_like(values)
+        for number, (turn, rank) in enumerate((turn, rank) for turn in range(2) for rank in range(size)):
+            g, rate, lr = gradient(rank, turn), 1.0, 0.1 * (1 + rank)
+            if isinstance(option, hvd.DCASGD):
+                strength: Any = option.strength
+                if (m := option.mean_square_decay) is not None:
+                    there = (g != 0).any(1, keepdims=True) | (not sparse)  # rows that were not pushed keep theirs
+                    square = np.where(there, m * square + (1 - m) * g**2, square)
+                    strength = strength / np.sqrt(square + 1e-7)
+                g = g + strength * g * g * (w - pulled[rank])
+            else:
+                rate = 1 / max(1, number - seen[rank])
+            w = w - lr * rate * g
+            pulled[rank], seen[rank] = w, number + 1
+        return w
+
+    def check() -> float:
+        p = nn.Parameter(torch.linspace(-1, 1, 10, dtype=DTYPE).view(5, 2))
+        scalar = nn.Parameter(torch.tensor(1.0, dtype=DTYPE))
+        expected = truth(hvd.size(), p.detach().numpy().copy())
+        staleness = {"staleness": hvd.size()} if mode == "ssp" else {}
+        optimizer = hvd.AsyncDistributedOptimizer(
+            torch.optim.SGD([p, scalar], lr=0.1 * (1 + hvd.rank())),
+            mode=mode,
+            delay_compensation=option,
+            **staleness,
+        )
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + hvd.rank())
+        for turn in range(2):
+            for rank in range(hvd.size()):
+                if rank == hvd.rank():
+                    dense = torch.from_numpy(gradient(rank, turn))
+                    p.grad = None
+                    p.grad = dense.to_sparse(1) if sparse else dense
+                    scalar.grad = None if sparse else torch.zeros_like(scalar)
+                    optimizer.step()
+                hvd.barrier()
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        loaded = optimizer.state_dict()["state"]
+        optimizer.finish()
+        keeps = isinstance(option, hvd.DCASGD) and option.mean_square_decay is not None
+        assert ("delay_mean_square" in saved["state"].get(0, {})) == keeps
+        if keeps:
+            assert torch.equal(loaded[0]["delay_mean_square"], saved["state"][0]["delay_mean_square"])
+        return float(np.abs(p.detach().numpy() - expected).max())
+
+    assert max(ranks(check)) < TOLERANCE
+
+
+def test_what_a_compensation_does_not_fit(ranks: Any) -> None:
+    def check() -> None:
+        plain = torch.optim.SGD([nn.Parameter(torch.ones(2, dtype=torch.complex64))], lr=0.1)
+        for arguments, error, text in (
+            ({"mode": "sync", "delay_compensation": hvd.DCASGD()}, ArgumentError, 'is for mode="ssp" and mode="async"'),
+            ({"delay_compensation": 0.04}, ArgumentError, "delay_compensation=0.04: expected None, hvd.StalenessRate"),
+            ({"delay_compensation": hvd.DCASGD()}, UnsupportedTensorError, "is for real numbers"),
+        ):
+            with pytest.raises(error, match=text):
+                hvd.AsyncDistributedOptimizer(plain, **arguments)
 
     ranks(check)
 
@@ -354,6 +679,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "true staleness": ({"mode": "ssp", "staleness": True}, "staleness=True"),
     "staleness elsewhere": ({"mode": "async", "staleness": 3}, "staleness=3 is for mode=\"ssp\"; got mode='async'"),
     "no push": ({"push_every": 0}, "push_every=0: expected a number of steps"),
+    "no overlap": ({"overlap": "yes"}, "overlap='yes': expected None, True or False"),
+    "several steps": ({"overlap": True, "push_every": 2}, "overlap=True sends the gradients of one step"),
     "no servers": ({"servers": 0}, 'servers=0: expected "sharded"'),
     "only servers": ({"servers": 99}, "servers=99: expected .* ranks only serve"),
     "named servers": ({"servers": "all"}, "servers='all': expected \"sharded\""),
@@ -387,7 +714,6 @@ def test_optimizers_that_do_not_fit(ranks: Any) -> None:
         p = whole(3)
         for make, text in (
             (lambda: torch.optim.LBFGS([p]), "LBFGS needs all gradients at once"),
-            (lambda: torch.optim.SparseAdam([p]), "SparseAdam takes sparse gradients"),
             (lambda: Together([p, whole(4)], lr=0.1), "Together does not step each parameter by itself"),
             (
                 lambda: torch.optim.SGD([nn.Parameter(p.detach(), False)], lr=0.1),

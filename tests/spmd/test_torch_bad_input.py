@@ -57,7 +57,12 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], type[HvdliteError], str]] = {
         "occur more than once: a",
     ),
     "names alone": (lambda: sgd([ones(3)]), {"named_parameters": ["a"]}, ArgumentError, "expected pairs of name"),
-    "no passes": (lambda: sgd([ones(3)]), {"backward_passes_per_step": 0}, ArgumentError, "expected 1 or more"),
+    "no passes": (
+        lambda: sgd([ones(3)]),
+        {"backward_passes_per_step": 0},
+        ArgumentError,
+        "expected a whole number from 1 on",
+    ),
     "unknown groups": (
         lambda: sgd([ones(3)]),
         {"groups": [[ones(1)]]},

@@ -235,7 +235,7 @@ def test_a_parameter_that_is_frozen_later(ranks: Ranks) -> None:
         ({"compression": hvd.Compression.topk(0.1)}, r"aggregator='topk.* and local_steps"),
         (
             {"compression": hvd.Compression.fp16},
-            r"compression=FP16Compressor and local_steps=LocalSGD.* would be rounded",
+            r"compression='FP16Compressor' and local_steps=LocalSGD.* would be rounded",
         ),
         ({"overlap": True}, r"overlap=True has no meaning for local_steps"),
         ({"max_grad_norm": 1.0}, r"max_grad_norm=1.0 has no meaning for local_steps.*clip_grad_norm_ before the step"),
@@ -253,7 +253,9 @@ def test_wrong_arguments(ranks: Ranks) -> None:
     def check() -> None:
         with pytest.raises(ArgumentError, match=r"local_steps=8: expected hvd.LocalSGD\(every=8\) or hvd.DiLoCo"):
             distributed(model_of(), 8)  # type: ignore[arg-type]
-        with pytest.raises(ArgumentError, match=r"DiLoCo\(every=0\): expected a number of steps from 1 on"):
+        with pytest.raises(ArgumentError, match="DiLoCo: outer=SGD: expected a function that makes an optimizer"):
+            distributed(model_of(), hvd.DiLoCo(outer=torch.optim.SGD([torch.ones(1)])))
+        with pytest.raises(ArgumentError, match=r"DiLoCo: every=0: expected a number of steps from 1 on"):
             hvd.DiLoCo(every=0)
         if hvd.size() > 1:
             with pytest.raises(MismatchError, match=r"LocalSGD\(every=1\)"):

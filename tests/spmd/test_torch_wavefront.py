@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[nn.Module, dict[str, Any]]] = {
     "layer '0' is bidirectional": (nn.Sequential(nn.LSTM(5, 5, bidirectional=True)), {}),
     "has no nn.LSTM, nn.GRU or nn.RNN.*use hvd.Pipeline": (nn.Sequential(nn.Linear(5, 5)), {}),
     "batch_first differs": (nn.Sequential(LSTM, nn.GRU(5, 5)), {}),
-    "chunks=0: expected a number from 1 on": (nn.Sequential(LSTM), {"chunks": 0}),
+    "chunks=0: expected a whole number from 1 on": (nn.Sequential(LSTM), {"chunks": 0}),
     "the layers are 0, 1": (nn.Sequential(LSTM, Doubles()), {"stepwise": [Doubles], "cuts": ["7"] * 3}),
 }
 

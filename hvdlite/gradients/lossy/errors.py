@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from hvdlite.protocols import Array
 
 class Errors:
     """The error memory of one rank. What is not sent in a step is added to the next gradient, so nothing is lost.
+
+    A step in which some value is not finite (an overflow, of which mixed precision makes some) must leave the memory as it is.
+    Otherwise no later gradient would be finite.
 
     Error feedback: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., arXiv:1901.09847.
     """
@@ -44,3 +47,9 @@ class Errors:
     def load(self, state: Mapping[int, Any]) -> None:
         """Take over a memory that `state` has returned."""
         self._of = {int(number): np.array(left) for number, left in state.items()}
+
+
+def make_unusable(gradients: Iterable[Array]) -> None:
+    """Let all elements be NaN, because no aggregator can combine these gradients: some rank has one that is not finite."""
+    for gradient in gradients:
+        gradient[...] = np.nan

@@ -14,7 +14,7 @@ class Compression(compression.Compression):
     """The names of hvdlite's compressors.
 
     `none`, `fp16` and `bf16` compress single tensors, also of operations. ``powersgd(rank=4)`` and ``topk(0.01)`` combine the
-    gradients of an optimizer of torch in few bytes; make one for each optimizer, because it has a memory.
+    gradients of an optimizer in few bytes; make one for each optimizer, because it has a memory.
     """
 
     powersgd = PowerSGD

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from hvdlite.errors import ArgumentError, MismatchError
+from hvdlite.checks import check_count
+from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import FlatBucket, Weights
-from hvdlite.gradients.lossy.errors import Errors
-from hvdlite.protocols import Array, Collectives, ReduceOp
+from hvdlite.gradients.lossy.errors import Errors, make_unusable
+from hvdlite.gradients.lossy.exact_steps import ExactSteps
+from hvdlite.gradients.same_number import are_equal, checksum, with_square
+from hvdlite.protocols import Array, ReduceOp
+from hvdlite.tensors.reduction import reduction
 
-_MARKS = 64
-"""How many different checksums there are: their sums must be exact in float32, for thousands of ranks."""
+_MARK_BITS = 6
+"""The bits of a checksum: the sum of their squares must be exact in float32, for thousands of ranks."""
 
 
 class PowerSGD:
@@ -33,6 +37,8 @@ class PowerSGD:
         exact_steps: The number of steps at the beginning in which gradients travel whole.
         least_gain: A matrix is compressed if that makes it smaller by at least this factor.
         seed: The seed of the first Q, the same on all ranks.
+        bits: 16 if P and Q travel as bfloat16, in half of the bytes; None if they travel as they are. What the rounding takes
+            away is added to the next gradient, too.
 
     Attributes:
         name: The settings, which must be equal on all ranks.
@@ -41,17 +47,25 @@ class PowerSGD:
         ArgumentError: An argument has a value that is not allowed.
     """
 
-    def __init__(self, rank: int = 4, *, exact_steps: int = 0, least_gain: float = 2.0, seed: int = 0) -> None:
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise ArgumentError(f"powersgd(rank={rank!r}): expected a number of columns from 1 on.")
+    def __init__(
+        self, rank: int = 4, *, exact_steps: int = 0, least_gain: float = 2.0, seed: int = 0, bits: int | None = None
+    ) -> None:
+        check_count("powersgd: rank", rank, "number of columns")
+        if bits not in (None, 16):
+            raise ArgumentError(
+                f"powersgd(bits={bits!r}): expected 16 (P and Q travel as bfloat16), or None (as they are)."
+            )
         if exact_steps < 0 or not least_gain >= 1:
             raise ArgumentError(
                 f"powersgd(exact_steps={exact_steps}, least_gain={least_gain}): expected exact_steps from 0 on, and least_gain "
                 "from 1 on."
             )
-        self._rank, self._exact_steps, self._least_gain, self._seed = rank, exact_steps, least_gain, seed
-        self.name = f"powersgd(rank={rank}, exact_steps={exact_steps}, least_gain={least_gain:g}, seed={seed})"
-        self._step = 0
+        self._rank, self._least_gain, self._seed = rank, least_gain, seed
+        self._rounded = reduction("bfloat16", ReduceOp.SUM) if bits else None
+        self.name = (
+            f"powersgd(rank={rank}, exact_steps={exact_steps}, least_gain={least_gain:g}, seed={seed}, bits={bits})"
+        )
+        self._steps = ExactSteps("powersgd", exact_steps)
         self._columns: dict[int, Array] = {}
         """Q of each matrix with orthonormal columns, the same on all ranks."""
         self._errors = Errors()
@@ -64,18 +78,18 @@ class PowerSGD:
         self._errors.renumber(numbers)
         self._columns = {numbers[number]: part for number, part in self._columns.items() if number in numbers}
 
-    def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: Collectives) -> None:
+    def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: HierarchicalCollectives) -> None:
         """See `Aggregator.aggregate`.
 
         Raises:
             MismatchError: The ranks go on from different states. Raised on all ranks.
         """
         share = weights.own / weights.total
-        self._step += 1
+        is_exact = self._steps.begin(collectives)
         for array in bucket.arrays:
             tensors = {number: view for number, view in bucket.tensors.items() if view.dtype == array.dtype}
             matrices = {number: view.reshape(len(view), -1) for number, view in tensors.items() if self._takes(view)}
-            if self._step <= self._exact_steps or not matrices:
+            if is_exact or not matrices:
                 array *= share
                 collectives.allreduce(array, ReduceOp.SUM)
                 continue
@@ -94,7 +108,7 @@ class PowerSGD:
         vectors: Mapping[int, Array],
         has_data: bool,
         share: float,
-        collectives: Collectives,
+        collectives: HierarchicalCollectives,
     ) -> None:
         """Combine gradients of one dtype, in place.
 
@@ -123,23 +137,23 @@ class PowerSGD:
             else:
                 part[...] = vectors.get(number, 0)
         sent *= share
-        parts[-1][1][:] = mark, mark * mark
-        collectives.allreduce(sent, ReduceOp.SUM)
-        total, squares = parts[-1][1].tolist()
-        if (
-            collectives.size * squares != total * total
-        ):  # not equal marks, for a mean of squares is the square of the mean
-            raise MismatchError(
-                "the ranks go on with powersgd from different states. After loading a state, call "
-                "hvd.broadcast_optimizer_state(optimizer, root_rank) on all ranks."
-            )
+        parts[-1][1][:] = with_square(mark)
+        self._sum(sent, sum(rows * columns for rows, columns in thin.values()), collectives)
+        if not are_equal(collectives.size, *parts[-1][1].tolist()):
+            raise self._steps.mismatch()
+        if not np.isfinite(sent).all():
+            make_unusable([*matrices.values(), *vectors.values()])
+            return
         received = dict(parts)
         bases = {number: _orthonormal(received[number]) for number in matrices}
         sent, parts = _flat({number: (matrix.shape[1], self._rank) for number, matrix in matrices.items()}, dtype)
         for number, part in parts:
             np.matmul(matrices[number].T, bases[number], out=part)
         sent *= share
-        collectives.allreduce(sent, ReduceOp.SUM)
+        self._sum(sent, sent.size, collectives)
+        if not np.isfinite(sent).all():
+            make_unusable([*matrices.values(), *vectors.values()])
+            return
         for number, part in parts:
             # The same span, so the same iteration; but P would lose twice as many digits without it.
             matrix, self._columns[number] = matrices[number], _orthonormal(part)
@@ -150,21 +164,38 @@ class PowerSGD:
         for number, vector in vectors.items():
             vector[...] = received[number]
 
+    def _sum(self, sent: Array, thin: int, collectives: HierarchicalCollectives) -> None:
+        """Add up over the ranks, in place.
+
+        Args:
+            sent: Shape ``(n,)``.
+            thin: How many elements at the beginning belong to thin matrices, which may be rounded.
+            collectives: The operations of all ranks.
+        """
+        how = self._rounded
+        if how is None:
+            collectives.allreduce(sent, ReduceOp.SUM)
+            return
+        wide, half = sent[:thin].astype(how.wide_dtype), np.empty(thin, how.storage)
+        how.narrow(wide, half)
+        collectives.allreduce(half, how)
+        how.combine((half,), wide)
+        sent[:thin] = wide
+        if thin < sent.size:
+            collectives.allreduce(sent[thin:], ReduceOp.SUM)
+
     def _mark(self, numbers: Mapping[int, Array]) -> int:
         """Return a checksum of the state that all ranks must have in common."""
-        mark = self._step
-        for number in numbers:
-            mark = zlib.crc32(self._columns[number].tobytes(), mark)
-        return mark % _MARKS
+        return checksum([self._columns[number] for number in numbers], _MARK_BITS, self._steps.made)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: ``step`` and ``columns`` are the same on all ranks, ``errors`` belong to this rank."""
         columns = {number: part.copy() for number, part in self._columns.items()}
-        return {"step": self._step, "columns": columns, "errors": self._errors.state()}
+        return {"step": self._steps.made, "columns": columns, "errors": self._errors.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that `state_dict` has returned."""
-        self._step = int(state["step"])
+        self._steps.load(state["step"])
         self._columns = {int(number): np.array(part) for number, part in state["columns"].items()}
         self._errors.load(state["errors"])
 

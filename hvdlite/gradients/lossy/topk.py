@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import FlatBucket, Weights
-from hvdlite.gradients.lossy.errors import Errors
-from hvdlite.protocols import Array, Collectives, ReduceOp
+from hvdlite.gradients.lossy.errors import Errors, make_unusable
+from hvdlite.gradients.lossy.exact_steps import ExactSteps
+from hvdlite.protocols import Array, ReduceOp
 
 
 class TopK:
@@ -36,9 +38,9 @@ class TopK:
             raise ArgumentError(f"topk(ratio={ratio!r}): expected a part of the elements, above 0 and at most 1.")
         if exact_steps < 0 or smallest < 0:
             raise ArgumentError(f"topk(exact_steps={exact_steps}, smallest={smallest}): expected numbers from 0 on.")
-        self._ratio, self._exact_steps, self._smallest = ratio, exact_steps, smallest
+        self._ratio, self._smallest = ratio, smallest
         self.name = f"topk({ratio:g}, exact_steps={exact_steps}, smallest={smallest})"
-        self._step = 0
+        self._steps = ExactSteps("topk", exact_steps)
         self._errors = Errors()
 
     def __repr__(self) -> str:
@@ -48,14 +50,18 @@ class TopK:
         """See `Aggregator`."""
         self._errors.renumber(numbers)
 
-    def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: Collectives) -> None:
-        """See `Aggregator.aggregate`."""
+    def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: HierarchicalCollectives) -> None:
+        """See `Aggregator.aggregate`.
+
+        Raises:
+            MismatchError: The ranks go on after different numbers of steps, with `exact_steps`. Raised on all ranks.
+        """
         share = weights.own / weights.total
-        self._step += 1
+        is_exact = self._steps.begin(collectives)
         for array in bucket.arrays:
             views = {number: view.reshape(-1) for number, view in bucket.tensors.items() if view.dtype == array.dtype}
             large = {number: view for number, view in views.items() if view.size >= max(1, self._smallest)}
-            if self._step <= self._exact_steps or not large:
+            if is_exact or not large:
                 array *= share
                 collectives.allreduce(array, ReduceOp.SUM)
                 continue
@@ -68,32 +74,43 @@ class TopK:
                     small, np.split(together, np.cumsum([view.size for view in small])[:-1]), strict=True
                 ):
                     view[:] = part
+                if not np.isfinite(together).all():
+                    make_unusable(large.values())
+                    continue
             self._combine(large, weights.own > 0, share, collectives)
 
-    def _combine(self, views: Mapping[int, Array], has_data: bool, share: float, collectives: Collectives) -> None:
+    def _combine(
+        self, views: Mapping[int, Array], has_data: bool, share: float, collectives: HierarchicalCollectives
+    ) -> None:
         """Combine flat gradients of one dtype, in place."""
         counts = {number: max(1, round(self._ratio * view.size)) for number, view in views.items()}
         dtype = next(iter(views.values())).dtype
         places = np.concatenate([self._chosen(number, views[number], counts[number], has_data) for number in views])
-        values = np.empty(len(places), dtype)
-        start = 0
+        values, left, start = np.empty(len(places), dtype), {}, 0
         for number, view in views.items():
             chosen = places[start : start + counts[number]]
             values[start : start + counts[number]] = view[chosen]
             if has_data:
-                left = view.copy()
-                left[chosen] = 0
-                self._errors.keep(number, left)
+                left[number] = view.copy()
+                left[number][chosen] = 0
             start += counts[number]
         values *= share
         own = np.concatenate([places.view(np.uint8), values.view(np.uint8)])
         everybody = np.empty(collectives.size * own.size, np.uint8)
         collectives.allgather(own, everybody, [own.size] * collectives.size)
+        found = [
+            (theirs[: places.nbytes].copy().view(places.dtype), theirs[places.nbytes :].copy().view(dtype))
+            for theirs in everybody.reshape(collectives.size, -1)
+        ]
+        if not all(np.isfinite(what).all() for _, what in found):
+            make_unusable(views.values())
+            return
+        for number, rest in left.items():
+            self._errors.keep(number, rest)
         for view in views.values():
             view[:] = 0
         # All ranks add in the order of ranks, so that they have the same result, bit for bit.
-        for theirs in everybody.reshape(collectives.size, -1):
-            where, what = theirs[: places.nbytes].copy().view(places.dtype), theirs[places.nbytes :].copy().view(dtype)
+        for where, what in found:
             start = 0
             for number, view in views.items():
                 part = slice(start, start + counts[number])
@@ -111,9 +128,9 @@ class TopK:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: ``step`` is the same on all ranks, ``errors`` belong to this rank."""
-        return {"step": self._step, "errors": self._errors.state()}
+        return {"step": self._steps.made, "errors": self._errors.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state that `state_dict` has returned."""
-        self._step = int(state["step"])
+        self._steps.load(state["step"])
         self._errors.load(state["errors"])

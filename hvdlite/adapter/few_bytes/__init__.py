@@ -1,0 +1,5 @@
+"""What sends fewer bytes, for optimizers of all frameworks.
+
+- `aggregating`: aggregators that combine the gradients of one optimizer, in memory that all optimizers share.
+- `local_steps`: how often ranks that train by themselves bring their parameters together, and how.
+"""

@@ -1,0 +1,16 @@
+"""A trained model behind HTTP: requests become batches, and processes compute them. Nothing of training is in here.
+
+```
+ HTTP ─▶ http/ ─▶ service ─▶ replicas/ ══ sockets ══ processes, which call a Servable
+                  batcher, waiting
+```
+
+- `command`: the options of ``hvdlite serve``; `serve`: ``hvd.serve``; `options`: the settings, checked.
+- `server`: a server from its start to its end: port, signals, log.
+- `service`: requests become outputs, in an event loop; `metrics`: what is counted.
+- `batcher`: which requests go together, when, and to which replica; what happens to a batch that fails.
+- `waiting`: how long the oldest request waits for others, behind a protocol.
+- `chooser/`: chooses that time while it serves.
+- `bench/`: ``hvdlite serve-bench``, which measures a server.
+- `servable`: what a function says of its inputs.
+"""

@@ -1,0 +1,324 @@
+"""Which requests go together, when, and to which replica: a state machine without threads, sockets and clocks.
+
+A request waits in the queue of its key (its shape and dtype). A batch has requests of one key, in the order in which they came.
+The timer of a queue starts with its oldest request. A batch goes to an idle replica when it is full, or when the time-out of
+the `WaitChooser` is up. What fails is tried again:
+
+- A batch on which `predict` raised is halved, again and again, until each request that makes it raise is alone. The others are
+  answered.
+- A batch whose replica was lost is tried once more, each request alone: so a request that kills its replica takes no other
+  request with it. Those that lose a second replica are given up.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+import math
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from hvdlite.errors import HvdliteError
+from hvdlite.serving.waiting import WaitChooser
+
+
+class QueueFullError(HvdliteError):
+    """So many requests wait that another one is refused."""
+
+
+class Outcome(enum.Enum):
+    """How a request ended."""
+
+    DONE = "done"
+    EXPIRED = "expired"
+    """Its deadline passed before a replica could begin with it."""
+    FAILED = "failed"
+    """`predict` raised because of it, or returned something that is no answer."""
+    LOST = "lost"
+    """It lost two replicas."""
+
+
+class Reason(enum.Enum):
+    """Why requests are computed again."""
+
+    RAISED = "raised"
+    LOST = "lost"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One input.
+
+    Attributes:
+        key: Requests of equal keys may share a batch.
+        arrived: When it came, in seconds.
+        deadline: When its answer is of no use any more, in seconds; infinite if never.
+        payload: What the caller needs to compute and to answer it. The batcher does not look at it.
+        has_lost: Whether it has lost a replica.
+        serial: Its place in the order of all requests; the batcher gives it.
+    """
+
+    key: Hashable
+    arrived: float
+    deadline: float
+    payload: Any
+    has_lost: bool = False
+    serial: int = -1
+
+
+class Answer(NamedTuple):
+    """A request that is over.
+
+    Attributes:
+        request: The request.
+        outcome: How it ended.
+        output: Of `Outcome.DONE`, its output; of `Outcome.FAILED`, the text of the error.
+    """
+
+    request: Request
+    outcome: Outcome
+    output: Any = None
+
+
+@dataclass(eq=False, slots=True)
+class Batch:
+    """Requests that a replica computes together.
+
+    Attributes:
+        requests: Of one key, in the order in which they came.
+        sent: When the replica got it, in seconds.
+        again: Why its requests are computed again; None if it is the first time.
+    """
+
+    requests: list[Request]
+    sent: float
+    again: Reason | None
+
+
+@dataclass(slots=True)
+class Actions:
+    """What is to be done now.
+
+    Attributes:
+        send: Replicas and the batches that they get.
+        answers: Requests that are over.
+        look_again: When `Batcher.step` must be called again if nothing happens before; infinite if never.
+    """
+
+    send: list[tuple[int, Batch]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    look_again: float = math.inf
+
+
+class _Queue(OrderedDict[int, Request]):
+    """Requests that may share a batch, by their serial numbers, in the order in which they came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._urgent: float | None = math.inf
+
+    @property
+    def urgent(self) -> float:
+        """When the first of them must go. Of the time until a deadline, half is for computing."""
+        if self._urgent is None:
+            self._urgent = min(map(_urgent, self.values()), default=math.inf)
+        return self._urgent
+
+    def put(self, request: Request) -> None:
+        """Add a request at the end."""
+        self[request.serial] = request
+        if self._urgent is not None:
+            self._urgent = min(self._urgent, _urgent(request))
+
+    def take(self, serial: int) -> Request:
+        """Remove a request, and return it."""
+        request = self.pop(serial)
+        if self._urgent is not None and _urgent(request) <= self._urgent < math.inf:
+            self._urgent = None  # found again when somebody asks
+        return request
+
+
+def _urgent(request: Request) -> float:
+    return request.arrived + (request.deadline - request.arrived) / 2
+
+
+class Batcher:
+    """The queues, the replicas, and what each replica computes.
+
+    The caller reports what happens, calls `step` after it, and does what `step` says. Times never decrease.
+
+    Args:
+        max_batch: The most requests of a batch.
+        max_queue: The most requests that wait for a replica. Those that are tried again count, but are never refused.
+        chooser: Says how long the oldest request waits for others. It is told of arrivals and service times.
+    """
+
+    def __init__(self, max_batch: int, max_queue: int, chooser: WaitChooser) -> None:
+        self._max_batch, self._max_queue, self._chooser = max_batch, max_queue, chooser
+        self._queues: dict[Hashable, _Queue] = {}
+        self._again: deque[tuple[_Queue, Reason]] = deque()
+        self._where: dict[int, _Queue] = {}
+        """For each request that waits, by its serial number: the queue that it is in."""
+        self._deadlines: list[tuple[float, int]] = []
+        """A heap of the deadlines and serial numbers of all that wait, and of some that do not wait any more."""
+        self._serials = itertools.count()
+        self._idle: deque[int] = deque()
+        self._busy: dict[int, Batch] = {}
+        self._is_draining = False
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for a replica."""
+        return len(self._where)
+
+    @property
+    def computing(self) -> int:
+        """The number of requests that replicas compute."""
+        return sum(len(batch.requests) for batch in self._busy.values())
+
+    @property
+    def is_full(self) -> bool:
+        """Whether another request would be refused."""
+        return len(self._where) >= self._max_queue
+
+    def drain(self) -> None:
+        """Let no batch wait for more requests from now on: none will come."""
+        self._is_draining = True
+
+    def add(self, request: Request) -> None:
+        """Take a request.
+
+        Raises:
+            QueueFullError: Too many wait.
+        """
+        if self.is_full:
+            raise QueueFullError(f"{self.waiting} requests wait, which is the most.")
+        request.serial = next(self._serials)
+        self._put(self._queues.setdefault(request.key, _Queue()), request)
+        self._chooser.arrived(request.arrived)
+
+    def joined(self, replica: int) -> None:
+        """Learn that a replica is there, and idle."""
+        self._idle.append(replica)
+
+    def lost(self, replica: int) -> list[Answer]:
+        """Learn that a replica is gone. Return the requests that are over with that."""
+        if replica in self._idle:
+            self._idle.remove(replica)
+            return []
+        answers = []
+        for request in self._busy.pop(replica).requests:
+            if request.has_lost:
+                answers.append(Answer(request, Outcome.LOST))
+            else:
+                request.has_lost = True
+                self._try_again([request], Reason.LOST)
+        return answers
+
+    def done(self, replica: int, outputs: Iterable[Any], now: float) -> list[Answer]:
+        """Learn the outputs of a replica's batch, as many as it has requests. Return the requests that are over with that."""
+        batch = self._release(replica)
+        if batch.again is None:
+            oldest = batch.requests[0].arrived
+            self._chooser.served(len(batch.requests), now - batch.sent, batch.sent - oldest)
+        return [Answer(request, Outcome.DONE, output) for request, output in zip(batch.requests, outputs, strict=True)]
+
+    def raised(self, replica: int, error: str, blame: bool = True) -> list[Answer]:
+        """Learn that `predict` failed on a replica's batch. Return the requests that are over with that.
+
+        Args:
+            replica: The replica, which is idle now.
+            error: What happened, for whoever sent the requests.
+            blame: Whether single requests may have caused it, so that it helps to compute the others without them.
+        """
+        requests = self._release(replica).requests
+        if len(requests) == 1 or not blame:
+            return [Answer(request, Outcome.FAILED, error) for request in requests]
+        half = len(requests) // 2
+        self._try_again(requests[:half], Reason.RAISED)
+        self._try_again(requests[half:], Reason.RAISED)
+        return []
+
+    def step(self, now: float) -> Actions:
+        """Return what is to be done at a time: batches to send, requests that are too late, and when to look again."""
+        actions = Actions()
+        self._drop_expired(now, actions.answers)
+        while self._idle:
+            batch = self._next(now)
+            if batch is None:
+                actions.look_again = min(map(self._due, self._queues.values()), default=math.inf)
+                break
+            replica = self._idle.popleft()
+            self._busy[replica] = batch
+            actions.send.append((replica, batch))
+        if self._where:
+            actions.look_again = min(actions.look_again, self._next_deadline())
+        return actions
+
+    def _release(self, replica: int) -> Batch:
+        self._idle.append(replica)
+        return self._busy.pop(replica)
+
+    def _put(self, queue: _Queue, request: Request) -> None:
+        queue.put(request)
+        self._where[request.serial] = queue
+        if request.deadline < math.inf:
+            heapq.heappush(self._deadlines, (request.deadline, request.serial))
+            if len(self._deadlines) > 64 + 2 * len(self._where):  # most of them do not wait any more
+                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._where]
+                heapq.heapify(self._deadlines)
+
+    def _try_again(self, requests: Sequence[Request], reason: Reason) -> None:
+        queue = _Queue()
+        self._again.append((queue, reason))
+        for request in requests:
+            self._put(queue, request)
+
+    def _next_deadline(self) -> float:
+        while self._deadlines and self._deadlines[0][1] not in self._where:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else math.inf
+
+    def _drop_expired(self, now: float, answers: list[Answer]) -> None:
+        while self._next_deadline() <= now:
+            serial = heapq.heappop(self._deadlines)[1]
+            queue = self._where.pop(serial)
+            request = queue.take(serial)
+            if not queue and self._queues.get(request.key) is queue:
+                del self._queues[request.key]
+            answers.append(Answer(request, Outcome.EXPIRED))
+
+    def _next(self, now: float) -> Batch | None:
+        """Take the batch that goes first at a time: those that are tried again, then the one whose time was up first."""
+        while self._again:
+            queue, reason = self._again.popleft()
+            if queue:  # not all of its requests are too late
+                return self._take(queue, now, reason)
+        key, due = None, math.inf
+        for each, queue in self._queues.items():
+            its = self._due(queue)
+            if its < due:
+                key, due = each, its
+        if due > now:
+            return None
+        queue = self._queues[key]
+        batch = self._take(queue, now, None)
+        if not queue:
+            del self._queues[key]
+        return batch
+
+    def _take(self, queue: _Queue, now: float, again: Reason | None) -> Batch:
+        requests = [queue.take(next(iter(queue))) for _ in range(min(len(queue), self._max_batch))]
+        for request in requests:
+            del self._where[request.serial]
+        return Batch(requests, now, again)
+
+    def _due(self, queue: _Queue) -> float:
+        """When a queue's next batch goes if a replica is idle."""
+        first = next(iter(queue.values()))
+        if len(queue) >= self._max_batch or self._is_draining:
+            return first.arrived
+        return min(first.arrived + self._chooser.wait_seconds, queue.urgent)

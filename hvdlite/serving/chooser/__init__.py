@@ -1,0 +1,11 @@
+"""Chooses how long a batch waits, from what the server sees while it serves.
+
+- `service_time`: the time that a replica takes for a batch, by its size, fitted to the batches it has served.
+- `arrivals`: when requests came lately, how far back that tells about now, and more arrivals of the same kind.
+- `queue`: a simulation of the batching queue for many waits at once.
+- `objective`: which of the waits is best, and a text that says why.
+- `auto`: `AutoWait`, which puts these together, and the thread in which it chooses.
+"""
+
+from hvdlite.serving.chooser.auto import AutoWait as AutoWait
+from hvdlite.serving.chooser.auto import choosing as choosing

@@ -1,0 +1,121 @@
+"""When requests came lately, how far back that tells about now, and more arrivals of the same kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+KEPT = 1 << 16
+OLDEST = 60.0  # seconds
+SHORTEST = 0.5  # seconds
+FEWEST = 16  # arrivals in the window
+BINS = 16
+UNLIKELY = 4.0  # standard deviations
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Arrivals of one kind.
+
+    Attributes:
+        gaps: The times between them, in seconds. Shape (n,), n ≥ 1.
+        rate: Requests per second.
+        seconds: The length of the window in which they came.
+        dispersion: The variance of the number of arrivals in a sixteenth of the window divided by its mean: about 1 for a
+            Poisson process, and more for bursts.
+    """
+
+    gaps: Floats
+    rate: float
+    seconds: float
+    dispersion: float
+
+    def streams(self, random: np.random.Generator, count: int, length: int) -> Floats:
+        """Return streams of arrivals of this kind: those that came, in pieces, if they are enough, else drawn from them.
+
+        A third of what was asked for is enough: then the streams are shorter. Drawn streams keep the bursts and the rate. They
+        are made by the stationary bootstrap: blocks of consecutive gaps, with lengths of a geometric distribution, follow each
+        other (Politis and Romano, "The Stationary Bootstrap", Journal of the American Statistical Association 89, 1994).
+
+        Args:
+            random: Where chance comes from.
+            count: The number of streams.
+            length: The number of arrivals in each.
+
+        Returns:
+            Times in seconds, which rise along each stream. Shape (count, length), or fewer columns.
+        """
+        if 3 * len(self.gaps) >= count * length:
+            length = min(length, len(self.gaps) // count)
+            places = np.arange(-count * length, 0).reshape(count, length)
+        else:
+            places = self._drawn(random, count, length)
+        times = np.cumsum(self.gaps[places], axis=1)
+        return np.asarray(times / (self.rate * max(float(self.gaps.mean()), 1e-12)))
+
+    def _drawn(self, random: np.random.Generator, count: int, length: int) -> npt.NDArray[np.intp]:
+        """Draw places in the gaps by the stationary bootstrap. Shape (count, length)."""
+        mean_block = min(max(len(self.gaps) / 8, 16), 1024)
+        begins = random.random((count, length)) < 1 / mean_block
+        begins[:, 0] = True
+        numbers = np.arange(length)
+        since = numbers - np.maximum.accumulate(np.where(begins, numbers, 0), axis=1)
+        starts = random.integers(0, len(self.gaps), (count, length))
+        of_block = np.take_along_axis(starts, numbers - since, axis=1)
+        return np.asarray((of_block + since) % len(self.gaps))
+
+
+class RecentArrivals:
+    """Remembers when requests came, and finds since when they have come at the present rate.
+
+    The window begins with the last half second. It doubles for as long as its older half has as many arrivals as the newer one,
+    up to what bursts explain, and has 16 arrivals at least (as in Bifet and Gavaldà, "Learning from Time-Changing Data with
+    Adaptive Windowing", 2007). So a steady load is known precisely, and a jump is known after as many arrivals as make it
+    unlikely to be chance.
+    """
+
+    def __init__(self) -> None:
+        self._times = np.empty(KEPT)
+        self._count = 0
+
+    def add(self, time: float) -> None:
+        """Remember an arrival. Another thread may be in `window` meanwhile."""
+        self._times[self._count % KEPT] = time
+        self._count += 1
+
+    def window(self, now: float) -> Arrivals | None:
+        """Return what the arrivals up to now tell about the present, or None if there were too few."""
+        times = self._since(now - OLDEST)
+        if len(times) < FEWEST:
+            return None
+        oldest = now - float(times[0])
+        length = SHORTEST
+        while 2 * length <= oldest and _alike(times, now, length):
+            length *= 2
+        if 2 * length > oldest and _alike(times, now, oldest / 2):
+            length = oldest
+        length = max(length, now - float(times[-FEWEST]))
+        inside = times[np.searchsorted(times, now - length) :]
+        counts = np.histogram(inside, BINS, (now - length, now))[0]
+        return Arrivals(np.diff(inside), len(inside) / length, length, float(counts.var() / counts.mean()))
+
+    def _since(self, time: float) -> Floats:
+        count = self._count
+        start = max(0, count - KEPT + 256)  # those before may be overwritten while this copies
+        times = self._times[np.arange(start, count) % KEPT]
+        return times[np.searchsorted(times, time) :]
+
+
+def _alike(times: Floats, now: float, length: float) -> bool:
+    """Whether the number of arrivals in the last `length` seconds, and in as many before, differ by chance only."""
+    edges = np.searchsorted(times, now - length * np.linspace(2, 0, 2 * BINS + 1), side="right")
+    older, newer = np.diff(edges).reshape(2, BINS)
+    together = older.sum() + newer.sum()
+    dispersion = max(
+        1.0, float((older.var() + newer.var()) / max(older.mean() + newer.mean(), 1e-12)) * BINS / (BINS - 1)
+    )
+    return bool(abs(newer.sum() - older.sum()) <= UNLIKELY * np.sqrt(dispersion * together))

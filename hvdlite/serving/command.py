@@ -1,0 +1,94 @@
+"""``hvdlite serve``: its options. What it runs is imported when it runs."""
+
+from __future__ import annotations
+
+import argparse
+import urllib.error
+import urllib.request
+from typing import Any
+
+from hvdlite.config import environment
+from hvdlite.errors import ArgumentError, LaunchError
+from hvdlite.serving.options import Options, seconds, size
+
+
+def add_command(commands: Any) -> None:
+    """Add ``serve`` to the commands of a parser, which `argparse.ArgumentParser.add_subparsers` has returned."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a function or a model over HTTP (docs/serving.md)",
+        description="Serve a function or a model over HTTP: inputs that come together are computed together.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(action=_run)
+    default = Options()
+    add = parser.add_argument
+    add("predict", nargs="?", metavar="MODULE:NAME", help="the function, or what hvd.servable returned")
+    add("--replicas", type=int, default=default.replicas, metavar="N", help="processes that compute (1)")
+    add("--max-batch", type=int, default=default.max_batch, metavar="N", help="the most inputs of a batch (32)")
+    add("--max-wait", default="auto", metavar="TIME", help="how long the oldest input waits for others (auto)")
+    add("--slo-p99", metavar="TIME", help="auto: least compute with a p99 of at most this (least mean latency)")
+    add("--host", default=default.host, help="the address to listen on (127.0.0.1: this machine only)")
+    add("--port", type=int, default=default.port, help="the port to listen on (8000; 0: any free one)")
+    add("--api-key-env", metavar="NAME", help="the environment variable that has the key which requests must show")
+    add("--max-queue", type=int, default=default.max_queue, metavar="N", help="the most inputs that wait (1024)")
+    add("--deadline", default="30s", metavar="TIME", help="an input that waits longer is given up (30s)")
+    add("--timeout", default="60s", metavar="TIME", help="a replica that needs longer for a batch is replaced (60s)")
+    add("--start-timeout", default="5min", metavar="TIME", help="a replica must be ready by then (5min)")
+    add("--drain", default="30s", metavar="TIME", help="after SIGTERM, answer what is there for so long (30s)")
+    add("--max-body", default="8M", metavar="BYTES", help="the most bytes of a request (8M)")
+    add("--max-memory", default="512M", metavar="BYTES", help="the most bytes of all requests together (512M)")
+    add("--read-timeout", default="20s", metavar="TIME", help="for a request's header, and again for its body (20s)")
+    add("--max-connections", type=int, default=default.max_connections, metavar="N", help="connections (1000)")
+    add("--page", default=default.page, metavar="FILE", help="the HTML page of / (one to try the model)")
+    add(
+        "--explain",
+        action="store_true",
+        help="ask the server on --host and --port what it has chosen and why, and leave",
+    )
+
+
+def _run(found: argparse.Namespace) -> None:
+    key = _key(found.api_key_env)
+    if found.explain:
+        print(_ask(f"http://{found.host}:{found.port}/explain", key), end="")
+        return
+    if found.predict is None:
+        raise ArgumentError("serve: give MODULE:NAME of what is to be served, such as my_model:predict.")
+    from hvdlite.serving.serve import serve
+
+    serve(
+        found.predict,
+        api_key=key,
+        max_wait=None if found.max_wait == "auto" else seconds(found.max_wait),
+        slo_p99=None if found.slo_p99 is None else seconds(found.slo_p99),
+        **{
+            name: getattr(found, name)
+            for name in ("replicas", "max_batch", "host", "port", "max_queue", "max_connections", "page")
+        },
+        **{
+            name: seconds(getattr(found, name))
+            for name in ("deadline", "timeout", "start_timeout", "drain", "read_timeout")
+        },
+        **{name: size(getattr(found, name)) for name in ("max_body", "max_memory")},
+    )
+
+
+def _key(variable: str | None) -> str:
+    if variable is None:
+        return ""
+    key = environment().get(variable, "")
+    if not key:
+        raise ArgumentError(f"--api-key-env {variable}: the environment has no such variable, or it is empty.")
+    return key
+
+
+def _ask(url: str, key: str) -> str:
+    request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"} if key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return str(answer.read().decode())
+    except urllib.error.HTTPError as error:
+        raise LaunchError(f"{url} answers {error.code}: {error.read().decode(errors='replace')}") from None
+    except OSError as error:
+        raise LaunchError(f"no server answers at {url} ({error}): give its --host and --port.") from None

@@ -1,0 +1,205 @@
+"""Bodies of requests and answers: JSON, NumPy's ``.npy``, and msgpack. What is wrong with one is said in words."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from hvdlite.errors import HvdliteError
+from hvdlite.protocols import Array
+from hvdlite.serving.servable import Spec, shape_text
+
+JSON, NPY, MSGPACK = "application/json", "application/x-npy", "application/msgpack"
+_NPY_HEADERS: dict[tuple[int, int], Callable[[io.BytesIO], tuple[tuple[int, ...], bool, np.dtype[Any]]]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+
+
+class BodyError(HvdliteError):
+    """A body is not what the server expects. The text says what was found and what was expected."""
+
+
+class UnwritableError(HvdliteError):
+    """An output cannot be written in the format that was asked for."""
+
+
+def read(kind: str, body: bytes | bytearray, spec: Spec) -> Any:
+    """Return the input that a body has.
+
+    Args:
+        kind: The format, one of `READERS`.
+        body: The whole body. An array may lie in its memory.
+        spec: What the input must be.
+
+    Raises:
+        BodyError: The body has no such input.
+    """
+    return _conform(READERS[kind](body), spec)
+
+
+def write(kind: str, output: Any) -> bytes:
+    """Return the body for an output.
+
+    Args:
+        kind: The format, one of `WRITERS`.
+        output: An array, or a value of Python's own types with arrays in it.
+
+    Raises:
+        UnwritableError: The format has no words for it.
+    """
+    return WRITERS[kind](output)
+
+
+def _read_json(body: bytes | bytearray) -> Any:
+    try:
+        whole = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BodyError(f'the body is no JSON: {error}. Expected an object {{"input": …}}.') from None
+    return _input_of(whole)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it has {name}, which JSON does not have (send NaN as {NPY})")
+
+
+def _read_npy(body: bytes | bytearray) -> Array:
+    """Return an array that lies in the body: a header that promises more than there is takes no memory."""
+    file = io.BytesIO(body)
+    try:
+        version = np.lib.format.read_magic(file)
+        if version not in _NPY_HEADERS:
+            raise ValueError(f"its version is {version}")
+        shape, is_fortran, dtype = _NPY_HEADERS[version](file)
+        if dtype.kind not in "biufc":
+            raise ValueError(f"its dtype is {dtype}, and not one of booleans or numbers")
+        flat = np.frombuffer(body, dtype, math.prod(shape), file.tell()) if math.prod(shape) else np.empty(0, dtype)
+        return flat.reshape(shape, order="F" if is_fortran else "C")
+    except Exception as error:  # headers are parsed as Python, which fails in many ways
+        raise BodyError(f"the body is no array in NumPy's format .npy: {error}.") from None
+
+
+def _read_msgpack(body: bytes | bytearray) -> Any:
+    try:
+        whole = msgpack.unpackb(body, object_hook=_array_of)
+    except BodyError:
+        raise
+    except Exception as error:  # msgpack has several, and ValueError
+        raise BodyError(f'the body is no msgpack: {error}. Expected a map {{"input": …}}.') from None
+    return _input_of(whole)
+
+
+def _array_of(found: dict[Any, Any]) -> Any:
+    if found.keys() != {"dtype", "shape", "data"}:
+        return found
+    try:
+        dtype = np.dtype(found["dtype"])
+        if dtype.kind not in "biufc":
+            raise TypeError(f"dtype {dtype}")
+        return np.frombuffer(found["data"], dtype).reshape(found["shape"])
+    except (TypeError, ValueError) as error:
+        raise BodyError(f"an array in the body has wrong dtype, shape or data: {error}.") from None
+
+
+def _input_of(whole: Any) -> Any:
+    if isinstance(whole, dict) and "input" in whole:
+        return whole["input"]
+    found = f"a {type(whole).__name__}"
+    if isinstance(whole, dict):
+        found = f"an object with {', '.join(map(repr, list(whole)[:5])) or 'nothing in it'}"
+    raise BodyError(f'the body is {found}: expected an object {{"input": …}}.')
+
+
+def _conform(value: Any, spec: Spec) -> Any:
+    """Return an input as its spec wants it. Numbers become arrays; other values stay what they are if any value will do."""
+    array = _as_array(value, spec)
+    if array is None:
+        return value
+    if spec.shape is not None and not (
+        array.ndim == len(spec.shape)
+        and all(size is None or size == found for size, found in zip(spec.shape, array.shape, strict=True))
+    ):
+        raise BodyError(f"the input has the shape {shape_text(array.shape)}: expected {spec}.")
+    if spec.dtype is not None and array.dtype != np.dtype(spec.dtype):
+        array = _cast(array, np.dtype(spec.dtype), spec)
+    if not spec.allow_nan and array.dtype.kind in "fc" and not np.isfinite(array).all():
+        where = np.argwhere(~np.isfinite(array))
+        raise BodyError(
+            f"the input has {len(where)} values that are NaN or infinite, the first at {where[0].tolist()}: expected finite "
+            "numbers."
+        )
+    return array
+
+
+def _as_array(value: Any, spec: Spec) -> Array | None:
+    if isinstance(value, np.ndarray):
+        return value
+    expects_array = spec.dtype is not None or spec.shape is not None or spec.mixes_shapes
+    if not expects_array and not isinstance(value, bool | int | float | list):
+        return None
+    try:
+        array = np.asarray(value)
+    except (ValueError, OverflowError):  # rows of different lengths
+        array = None
+    if array is not None and array.dtype.kind in "biuf":
+        return array
+    if not expects_array:
+        return None
+    found = "rows of different lengths" if array is None else "values that are no numbers"
+    raise BodyError(f"the input is a {type(value).__name__} of {found}: expected {spec}.")
+
+
+def _cast(array: Array, dtype: np.dtype[Any], spec: Spec) -> Array:
+    with np.errstate(all="ignore"):
+        cast = array.astype(dtype)
+    if dtype.kind in "iub" and not np.array_equal(cast, array):
+        raise BodyError(f"the input has numbers of {array.dtype} that {dtype} cannot hold: expected {spec}.")
+    return cast
+
+
+def _write_json(output: Any) -> bytes:
+    try:
+        return json.dumps({"output": output}, default=_listed, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError) as error:
+        raise UnwritableError(
+            f"JSON has no words for the output ({error}): ask for another format by Accept: {NPY}."
+        ) from None
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__}")
+
+
+def _write_npy(output: Any) -> bytes:
+    array = np.asarray(output) if isinstance(output, bool | int | float | complex) else output
+    if not isinstance(array, np.ndarray | np.generic):
+        raise UnwritableError(
+            f"the output is a {type(output).__name__} and no array: ask for Accept: {JSON} or {MSGPACK}."
+        )
+    file = io.BytesIO()
+    np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
+    return file.getvalue()
+
+
+def _write_msgpack(output: Any) -> bytes:
+    return bytes(msgpack.packb({"output": output}, default=_packed))
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if value.dtype.kind == "U":
+        return value.tolist()
+    return {"dtype": value.dtype.str, "shape": value.shape, "data": value.tobytes()}
+
+
+READERS: dict[str, Callable[[bytes | bytearray], Any]] = {JSON: _read_json, NPY: _read_npy, MSGPACK: _read_msgpack}
+WRITERS: dict[str, Callable[[Any], bytes]] = {JSON: _write_json, NPY: _write_npy, MSGPACK: _write_msgpack}

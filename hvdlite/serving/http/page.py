@@ -1,0 +1,140 @@
+"""What the server says of itself: an OpenAPI description, and a page on which one can try it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from typing import Any
+
+from hvdlite.serving.http.bodies import JSON, MSGPACK, NPY
+from hvdlite.serving.options import Options
+from hvdlite.serving.servable import Spec
+
+_ERRORS = {
+    400: "the body is not as expected; the text says what was found and what was expected",
+    401: "the key is wrong or missing",
+    406: "the output cannot be written in the format that was asked for",
+    408: "the body came too slowly",
+    413: "the body is too long",
+    415: "the Content-Type is none of those that the server reads",
+    429: "too many requests wait; Retry-After says when to try again",
+    500: "predict raised, or returned no answer",
+    503: "no replica is ready, or the request lost two replicas",
+    504: "no replica was free before the deadline of the request",
+}
+
+
+def openapi(spec: Spec | None, options: Options) -> dict[str, Any]:
+    """Return the OpenAPI description of a server.
+
+    Args:
+        spec: What its inputs must be; None if that is not known yet.
+        options: Its settings.
+    """
+    text = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    whole = {"type": "object", "required": ["input"], "properties": {"input": _schema(spec)}}
+    answer = {"type": "object", "required": ["output"], "properties": {"output": {}}}
+    responses: dict[str, Any] = {
+        "200": {"description": "the output", "content": {JSON: {"schema": answer}, NPY: binary, MSGPACK: binary}}
+    }
+    for status, why in _ERRORS.items():
+        responses[str(status)] = {"description": why, "content": {JSON: {"schema": text}}}
+    takes = spec or "not known before a replica is ready"
+    predict: dict[str, Any] = {
+        "summary": "Compute the output of one input.",
+        "description": f"The input is {takes}. Requests that come together are computed together.",
+        "parameters": [
+            {
+                "name": "X-Timeout-Ms",
+                "in": "header",
+                "description": f"the time of this request, instead of {options.deadline * 1000:g}",
+                "schema": {"type": "number", "exclusiveMinimum": 0},
+            }
+        ],
+        "requestBody": {"required": True, "content": {JSON: {"schema": whole}, NPY: binary, MSGPACK: binary}},
+        "responses": responses,
+    }
+    about: dict[str, Any] = {
+        "openapi": "3.1.0",
+        "info": {"title": "hvdlite serve", "version": "1"},
+        "paths": {"/v1/predict": {"post": predict}},
+    }
+    for path, what in (
+        ("/healthz", "The server is running."),
+        ("/readyz", "A replica can compute."),
+        ("/metrics", "Metrics for Prometheus."),
+        ("/explain", "How long batches wait, and why."),
+    ):
+        about["paths"][path] = {"get": {"summary": what, "responses": {"200": {"description": what}}}}
+    about["paths"]["/readyz"]["get"]["responses"]["503"] = {
+        "description": "No replica can compute, or the server ends."
+    }
+    if options.api_key:
+        about["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        for path in ("/v1/predict", "/metrics", "/explain"):
+            for operation in about["paths"][path].values():
+                operation["security"] = [{"key": []}]
+    return about
+
+
+def page(spec: Spec | None, options: Options) -> str:
+    """Return the page of a server, as HTML. The arguments are those of `openapi`."""
+    example = json.dumps({"input": _example(spec)})
+    key = '<p><label>Key: <input id="key" type="password"></label></p>' if options.api_key else ""
+    texts = {"EXAMPLE": html.escape(example), "KEY": key, "SPEC": html.escape(str(spec or "not known yet"))}
+    return re.sub("|".join(texts), lambda found: texts[found[0]], _PAGE)
+
+
+def _schema(spec: Spec | None) -> dict[str, Any]:
+    if spec is None or spec.shape is None:
+        return {}
+    schema: dict[str, Any] = {"type": "number"}
+    for size in reversed(spec.shape):
+        schema = {"type": "array", "items": schema}
+        if size is not None:
+            schema |= {"minItems": size, "maxItems": size}
+    return schema
+
+
+def _example(spec: Spec | None) -> Any:
+    value: Any = 0
+    for size in reversed(spec.shape or () if spec else ()):
+        value = [value] * min(1 if size is None else size, 64)
+    return value
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>hvdlite serve</title>
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 44em; margin: 2em auto; padding: 0 1em; }
+textarea { width: 100%; height: 8em; font-family: monospace; } pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+</style>
+<h1>hvdlite serve</h1>
+<p>An input is SPEC. Send it to <code>POST /v1/predict</code> as JSON, as <code>application/x-npy</code> or as
+<code>application/msgpack</code>; the answer has the same format. <a href="/openapi.json">/openapi.json</a> describes all paths.
+<a href="/metrics">/metrics</a> is for Prometheus, <a href="/explain">/explain</a> says how long batches wait, and why.
+<a href="/readyz">/readyz</a> says whether the server is ready.</p>
+KEY
+<textarea id="body" aria-label="body">EXAMPLE</textarea>
+<p><button id="send">Send</button></p>
+<pre id="answer"></pre>
+<script>
+const get = id => document.getElementById(id);
+get("send").onclick = async () => {
+  const headers = {"content-type": "application/json"};
+  if (get("key")) headers["authorization"] = "Bearer " + get("key").value;
+  const begin = performance.now();
+  try {
+    const answer = await fetch("/v1/predict", {method: "POST", headers, body: get("body").value});
+    const text = await answer.text();
+    get("answer").textContent = `${answer.status}, ${(performance.now() - begin).toFixed(1)} ms\\n${text}`;
+  } catch (error) {
+    get("answer").textContent = String(error);
+  }
+};
+</script>
+"""

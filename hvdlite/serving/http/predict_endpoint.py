@@ -1,0 +1,195 @@
+"""``POST /v1/predict``: reads a body within limits of size and time, and answers it. Plain ASGI, for it is the busy one."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import anyio
+
+from hvdlite.serving.http.bodies import JSON, READERS, WRITERS, BodyError, UnwritableError, read, write
+from hvdlite.serving.metrics import Metrics
+from hvdlite.serving.options import Options
+from hvdlite.serving.service import RefusedError, Service
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection in the middle of its request."""
+
+
+class PredictEndpoint:
+    """The ASGI application of ``/v1/predict``.
+
+    Args:
+        service: Computes.
+        options: The limits.
+        metrics: Counts the answers.
+    """
+
+    def __init__(self, service: Service, options: Options, metrics: Metrics) -> None:
+        self._service, self._options, self._metrics = service, options, metrics
+        self._memory = 0
+        """The bytes of all bodies that are here."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        body = _Body(scope, receive)
+        begin = time.monotonic()
+        headers: Headers = []
+        try:
+            status, kind, data = 200, *await self._output(scope, body)
+        except ClientGoneError:
+            return
+        except RefusedError as error:
+            status, kind, data = error.status, JSON, json.dumps({"error": str(error)}).encode()
+            headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        finally:
+            self._memory -= len(body.data)
+        if not body.is_whole:  # what the client still sends is not read
+            headers.append((b"connection", b"close"))
+        self._metrics.answered(status, time.monotonic() - (body.came or begin))
+        headers += [(b"content-type", kind.encode()), (b"content-length", str(len(data)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": data})
+
+    async def _output(self, scope: Scope, body: _Body) -> tuple[str, bytes]:
+        """Return the format and the body of the answer.
+
+        Raises:
+            RefusedError: There is none.
+            ClientGoneError: The client is gone.
+        """
+        headers = dict(scope["headers"])
+        check_key(headers, self._options.api_key)
+        read_as, write_as = _formats(headers)
+        limit = _time_limit(headers, self._options.deadline)
+        spec = self._service.spec
+        if spec is None:
+            raise RefusedError("no replica is ready yet.", 503, retry_after=1)
+        self._service.check_room()
+        await self._receive(headers, body)
+        try:
+            value = read(read_as, body.data, spec)
+        except BodyError as error:
+            raise RefusedError(str(error), 400) from None
+        output = await self._service.submit(value, body.came + limit)
+        try:
+            return write_as, write(write_as, output)
+        except UnwritableError as error:
+            raise RefusedError(str(error), 406) from None
+
+    async def _receive(self, headers: dict[bytes, bytes], body: _Body) -> None:
+        limit, said = self._options.max_body, headers.get(b"content-length", b"0")
+        too_long = f"the body has more than {limit} bytes, which is the most that a request may have (--max-body)."
+        if said.isdigit() and int(said) > limit:
+            raise RefusedError(too_long, 413)
+        try:
+            with anyio.fail_after(self._options.read_timeout):
+                while not body.is_whole:
+                    count = await body.receive()
+                    self._memory += count  # not in one line: it would take the sum from before the wait
+                    if len(body.data) > limit:
+                        raise RefusedError(too_long, 413)
+                    if self._memory > self._options.max_memory:
+                        raise RefusedError(
+                            f"the requests that are here have {self._memory} bytes, which is more than all may have together "
+                            "(--max-memory).",
+                            429,
+                            retry_after=1,
+                        )
+        except TimeoutError:
+            raise RefusedError(
+                f"of the body, {len(body.data)} bytes have come in {self._options.read_timeout:g} s, and the rest has not.",
+                408,
+            ) from None
+        body.came = time.monotonic()
+
+
+class _Body:
+    """The body of a request, as much of it as is here."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._receive = receive
+        self.data: bytes | bytearray = b""
+        self.is_whole = False
+        self.came = 0.0
+        """When it was whole."""
+
+    async def receive(self) -> int:
+        """Wait for more, and return how many bytes have come.
+
+        Raises:
+            ClientGoneError: The client is gone.
+        """
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        more = message.get("body", b"")
+        self.is_whole = not message.get("more_body", False)
+        if not self.data:
+            self.data = more
+        elif isinstance(self.data, bytearray):
+            self.data += more
+        else:
+            self.data = bytearray(self.data) + more
+        return len(more)
+
+
+def check_key(headers: dict[bytes, bytes], key: str) -> None:
+    """Raise unless a request shows the key of the server, if it has one.
+
+    Args:
+        headers: The headers of the request.
+        key: The key; empty if the server has none.
+
+    Raises:
+        RefusedError: The request shows no key, or another one.
+    """
+    if not key:
+        return
+    shown = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+    if not hmac.compare_digest(shown, key.encode()):
+        raise RefusedError(
+            "the key is wrong or missing: send it as Authorization: Bearer KEY, or as X-API-Key: KEY.", 401
+        )
+
+
+def _formats(headers: dict[bytes, bytes]) -> tuple[str, str]:
+    """Return the formats of the request and of its answer."""
+    said = headers.get(b"content-type", b"").decode("latin-1")
+    kind = said.partition(";")[0].strip().lower()
+    if kind not in READERS:
+        raise RefusedError(f"the Content-Type is {said!r}: expected one of {', '.join(READERS)}.", 415)
+    accept = headers.get(b"accept", b"*/*").decode("latin-1")
+    wanted = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
+    for each in wanted:
+        if each in WRITERS:
+            return kind, each
+    if not {"*/*", "application/*"}.intersection(wanted):
+        raise RefusedError(f"Accept is {accept!r}: expected one of {', '.join(WRITERS)}.", 406)
+    return kind, kind
+
+
+def _time_limit(headers: dict[bytes, bytes], otherwise: float) -> float:
+    """Return how many seconds a request gives the server."""
+    said = headers.get(b"x-timeout-ms")
+    if said is None:
+        return otherwise
+    try:
+        seconds = float(said) / 1000
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RefusedError(
+            f"X-Timeout-Ms is {said.decode('latin-1')!r}: expected a number of milliseconds above 0.", 400
+        )
+    return seconds

@@ -1,0 +1,85 @@
+"""What the server counts, for Prometheus and for its line on a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sized
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from hvdlite.serving.batcher import Batch, Batcher
+from hvdlite.serving.waiting import WaitChooser
+
+_SECONDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_REMEMBERED = 4096
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        about: Any = {"namespace": "hvdlite_serve", "registry": self._registry}
+        self._requests = Counter("requests", "Requests to /v1/predict that were answered.", ["status"], **about)
+        self._latency = Histogram("latency_seconds", "From the whole body to its answer.", buckets=_SECONDS, **about)
+        self._waits = Histogram("wait_seconds", "From a request to its batch.", buckets=_SECONDS, **about)
+        self._sizes = Histogram("batch_size", "Requests of a batch.", buckets=_SIZES, **about)
+        self._service = Histogram("service_seconds", "From a batch to its outputs.", buckets=_SECONDS, **about)
+        self._again = Counter("recomputed", "Requests that were computed again, and why.", ["reason"], **about)
+        self._lost = Counter("replicas_lost", "Replicas that have ended and were replaced.", **about)
+        self._queue = Gauge("queue_length", "Requests that wait for a replica.", **about)
+        self._computing = Gauge("computing", "Requests that replicas compute.", **about)
+        self._replicas = Gauge("replicas", "Replicas that can compute.", **about)
+        self._wait = Gauge("max_wait_seconds", "How long the oldest request of a batch waits for others.", **about)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+
+    def watch(self, batcher: Batcher, chooser: WaitChooser, replicas: Sized) -> None:
+        """Show the present state of these."""
+        self._batcher, self._chooser, self._there = batcher, chooser, replicas
+        self._queue.set_function(lambda: batcher.waiting)
+        self._computing.set_function(lambda: batcher.computing)
+        self._replicas.set_function(lambda: len(replicas))
+        self._wait.set_function(lambda: chooser.wait_seconds)
+
+    def answered(self, status: int, seconds: float) -> None:
+        """Count an answer, and how long it took, in seconds."""
+        self._requests.labels(status).inc()
+        if status == 200:
+            self._latency.observe(seconds)
+            self._recent.append((time.monotonic(), seconds))
+
+    def batch_sent(self, batch: Batch) -> None:
+        """Count a batch that a replica gets."""
+        self._sizes.observe(len(batch.requests))
+        if batch.again is not None:
+            self._again.labels(batch.again.value).inc(len(batch.requests))
+            return
+        for request in batch.requests:
+            self._waits.observe(batch.sent - request.arrived)
+
+    def batch_done(self, size: int, seconds: float) -> None:
+        """Count a batch that a replica has computed."""
+        self._service.observe(seconds)
+
+    def replica_lost(self) -> None:
+        """Count a replica that has ended."""
+        self._lost.inc()
+
+    def text(self) -> bytes:
+        """Return all metrics as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+    def line(self, over: float = 2.0) -> str:
+        """Return one line of what happened in the last seconds."""
+        now = time.monotonic()
+        latencies = [seconds for at, seconds in self._recent if at > now - over]
+        words = [f"{len(latencies) / over:.0f} requests/s"]
+        if latencies:
+            p50, p99 = np.percentile(latencies, (50, 99)) * 1000
+            words.append(f"p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+        words += [f"{self._batcher.waiting} wait", f"{self._batcher.computing} in work", f"{len(self._there)} replicas"]
+        return ", ".join([*words, f"waits up to {self._chooser.wait_seconds * 1000:.1f} ms for a batch"])

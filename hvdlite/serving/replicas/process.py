@@ -1,0 +1,152 @@
+"""One process of a replica, from its start to its end, as the server's event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from hvdlite.config import environment
+from hvdlite.serving.options import Options
+from hvdlite.serving.replicas.contract import Owner
+from hvdlite.serving.replicas.replica import Begin, Compute, Computed, NotReady, Raised, Ready
+from hvdlite.serving.replicas.wire import Frames, frame, pack, unpack
+
+_THREADS = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
+)
+_LAST_WORDS = 1.0
+"""Seconds that a process gets to end by itself after its line to the server was cut."""
+
+
+class Process:
+    """One replica.
+
+    Args:
+        number: Its number, which no other process has.
+        owner: Who is told of its batches.
+        options: The settings.
+
+    Attributes:
+        ready: What it said when it was ready; None if it ended before.
+        gone: Done when its line to the server is cut.
+    """
+
+    def __init__(self, number: int, owner: Owner, options: Options) -> None:
+        loop = asyncio.get_running_loop()
+        self.ready: asyncio.Future[Ready | None] = loop.create_future()
+        self.gone: asyncio.Future[None] = loop.create_future()
+        self._number, self._owner, self._options = number, owner, options
+        self._why, self._is_refused = "", False
+        self._timer: asyncio.TimerHandle | None = None
+        self._transport: asyncio.WriteTransport | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The number of the process, which has started."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def start(self, begin: Begin) -> None:
+        """Start the process, and tell it what to serve."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            root = str(Path(__file__).parent.parent.parent.parent)
+            code = f"import sys; sys.path.append({root!r}); from hvdlite.serving.replicas.replica import main; main()"
+            threads = str(self._options.threads)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment(**dict.fromkeys(_THREADS, threads)),
+                start_new_session=True,  # Ctrl-C is for the server, which lets the replicas finish what they do
+            )
+        self._predict = begin.predict if isinstance(begin.predict, str) else "the function"
+        ours.setblocking(False)
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Frames(self._received, self._ended), sock=ours
+        )
+        self._transport = cast(asyncio.WriteTransport, transport)
+        self._transport.writelines(frame(begin))
+        self._limit(self._options.start_timeout, f"took longer than {self._options.start_timeout:g} s to start")
+
+    def send(self, inputs: Sequence[Any]) -> None:
+        """Let the replica compute a batch."""
+        how, buffers = pack(inputs)
+        assert self._transport is not None
+        self._transport.writelines(frame(Compute(how), buffers))
+        self._limit(
+            self._options.timeout,
+            f"took longer than {self._options.timeout:g} s for a batch of {len(inputs)} (--timeout)",
+        )
+
+    def hang_up(self) -> None:
+        """Cut the line: the process ends then."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def kill(self, why: str) -> None:
+        """End the process and what it has started, at once."""
+        if self._process is None:
+            return
+        self._why = self._why or why
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    async def end(self) -> str:
+        """Wait until the process has ended, and return why it has. One whose line is not cut is ended."""
+        if self._process is None:
+            return "did not start"
+        if not self.gone.done():
+            self.kill("was not wanted any more")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, _LAST_WORDS)
+        said = self._why
+        self.kill("did not end when its line to the server was cut")
+        code = await asyncio.to_thread(self._process.wait)
+        if self.ready.done() and self.ready.result() is not None:
+            return f"Replica {self._number} (pid {self.pid}) {said or _how_it_ended(code)}."
+        if self._is_refused:
+            return said
+        if said:
+            return f"the replica {said}."
+        hint = " A process that needs more memory than there is ends so." if code == -signal.SIGKILL else ""
+        return f"the replica {_how_it_ended(code)} while it imported {self._predict} or warmed up.{hint}"
+
+    def _limit(self, seconds: float, why: str) -> None:
+        if not self.gone.done():
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.kill, why)
+
+    def _received(self, message: Any, data: bytearray) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if isinstance(message, Computed):
+            self._owner.computed(self._number, unpack(message.how, data))
+        elif isinstance(message, Raised):
+            self._owner.raised(self._number, message.text, message.blame)
+        elif isinstance(message, NotReady):
+            self._why, self._is_refused = message.text, True
+        else:
+            self.ready.set_result(message)
+
+    def _ended(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.ready.done():
+            self.ready.set_result(None)
+        self.gone.set_result(None)
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

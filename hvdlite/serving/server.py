@@ -1,0 +1,237 @@
+"""A server from its start to its end: the port, the replicas, HTTP, signals, and its line on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from hvdlite.errors import ArgumentError, LaunchError
+from hvdlite.serving.chooser import AutoWait, choosing
+from hvdlite.serving.http.app import make_app
+from hvdlite.serving.http.connections import protocol_class
+from hvdlite.serving.metrics import Metrics
+from hvdlite.serving.options import Options
+from hvdlite.serving.replicas.fleet import Fleet
+from hvdlite.serving.service import Service
+from hvdlite.serving.waiting import FixedWait, WaitChooser
+
+_LOOPBACK = ("127.", "::1", "localhost")
+_LINE_EVERY = 1.0
+_LAST_ANSWERS = 2.0
+"""Seconds in which requests that are given up get their answers."""
+_OWN_DESCRIPTORS = 256
+"""How many file descriptors the server needs besides its connections: replicas, and connections that it refuses."""
+
+log = logging.getLogger(__name__)
+
+
+class Server:
+    """One server. Its port is taken when it is made.
+
+    Args:
+        predict: ``module:name``, or a function, which cloudpickle pickles.
+        options: The settings.
+
+    Attributes:
+        url: Where it listens.
+        fleet: Its replicas.
+
+    Raises:
+        ArgumentError: `predict` is neither.
+        LaunchError: The port or the connections cannot be had, or the function cannot be pickled.
+    """
+
+    def __init__(self, predict: str | Callable[[Any], Any], options: Options) -> None:
+        self._options = options
+        _allow_descriptors(options.max_connections + _OWN_DESCRIPTORS)
+        self.fleet = Fleet(_sendable(predict), options)
+        self._socket = _listen(options.host, options.port)
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._predict = predict if isinstance(predict, str) else "a function"
+        self._stop: Callable[[], None] | None = None
+
+    def run(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Serve until SIGTERM or SIGINT comes, or `stop` is called, and answer what is there before the end.
+
+        Args:
+            ready: Called when the first replica is ready.
+
+        Raises:
+            LaunchError: The replicas cannot start.
+        """
+        with contextlib.closing(self._socket), _chooser(self._options) as chooser:
+            asyncio.run(self._serve(chooser, ready))
+
+    def stop(self) -> None:
+        """End the server, from any thread."""
+        if self._stop is not None:
+            self._stop()
+
+    async def _serve(self, chooser: WaitChooser, ready: Callable[[], None]) -> None:
+        metrics = Metrics()
+        service = Service(self.fleet, self._options, chooser, metrics)
+        app = make_app(service, self._options, metrics)
+        config: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
+        config |= {"server_header": False, "lifespan": "off", "ws": "none", "proxy_headers": False}
+        config["timeout_graceful_shutdown"] = self._options.drain + _LAST_ANSWERS
+        http = _Http(uvicorn.Config(app, http=protocol_class(self._options), **config))
+        loop = asyncio.get_running_loop()
+
+        def end() -> None:
+            if http.should_exit:
+                service.give_up()
+            else:
+                log.info("The server ends when it has answered what is there (at most %g s).", self._options.drain)
+                service.drain()
+                http.should_exit = True
+                loop.call_later(self._options.drain, service.give_up)
+
+        def end_soon() -> None:
+            loop.call_soon_threadsafe(end)
+
+        self._stop = end_soon
+        with _signals(loop, end):
+            async with service:
+                serving = loop.create_task(http.serve([self._socket]))
+                reporting = loop.create_task(self._report(service, metrics, ready))
+                try:
+                    either: set[asyncio.Future[Any]] = {serving, service.failed}
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                    if service.failed.done():
+                        http.should_exit = http.force_exit = True
+                    await serving
+                finally:
+                    reporting.cancel()
+                    self._stop = None
+        if service.failed.done():
+            raise LaunchError(f"{self._predict} cannot be served: {service.failed.result()}")
+
+    async def _report(self, service: Service, metrics: Metrics, ready: Callable[[], None]) -> None:
+        """Say what is served; then, on a terminal, write a line again and again."""
+        options = self._options
+        threads = f"{options.threads} thread{'s' * (options.threads > 1)} each"
+        log.info("%s: %s for %s, %s.", self.url, _count(options.replicas, "replica"), self._predict, threads)
+        if not options.host.startswith(_LOOPBACK) and not options.api_key:
+            log.warning("Whoever reaches %s may use it: --api-key-env NAME asks for a key.", options.host)
+        await service.known.wait()
+        log.info("Ready. An input is %s. %s", service.spec, service.explanation)
+        ready()
+        if not sys.stderr.isatty():
+            return
+        while True:
+            await asyncio.sleep(_LINE_EVERY)
+            sys.stderr.write(f"\r\x1b[K{metrics.line()}")
+            sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def _chooser(options: Options) -> Iterator[WaitChooser]:
+    if options.max_wait is not None:
+        yield FixedWait(options.max_wait)
+        return
+    auto = AutoWait(options.max_batch, options.replicas, options.slo_p99)
+    with choosing(auto):
+        yield auto
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its handlers of signals, which end the process by the signal in the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def _sendable(predict: str | Callable[[Any], Any]) -> str | bytes:
+    if isinstance(predict, str):
+        module, _, name = predict.partition(":")
+        if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+            raise ArgumentError(f"serve({predict!r}): expected module:name, such as my_model:predict.")
+        return predict
+    if not callable(predict):
+        raise ArgumentError(f"serve({predict!r}): expected a function, or module:name of one.")
+    import cloudpickle
+
+    try:
+        data: bytes = cloudpickle.dumps(predict)
+    except Exception as error:  # many kinds, by what the function refers to
+        raise LaunchError(
+            f"the function cannot be sent to the replicas: {error}. Put it into a module, and serve 'module:name'."
+        ) from error
+    return data
+
+
+def _allow_descriptors(count: int) -> None:
+    """Allow this process so many file descriptors.
+
+    Raises:
+        LaunchError: The system allows fewer.
+    """
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if now < count and most != resource.RLIM_INFINITY and most < count:
+        raise LaunchError(
+            f"{count - _OWN_DESCRIPTORS} connections need {count} file descriptors, and this process may have {most}: give a "
+            "smaller --max-connections, or raise the hard limit (ulimit -Hn)."
+        )
+    if now < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, most))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that has the port, but does not listen yet.
+
+    Raises:
+        LaunchError: The port cannot be had.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(1024)
+        except OSError:
+            found.close()
+            raise
+    except OSError as error:
+        way_out = "Give another --host or --port."
+        if error.errno == errno.EADDRINUSE:
+            way_out = (
+                f"Another program listens there (ss -ltnp 'sport = :{port}' names it): end it, or give another --port."
+            )
+        elif error.errno == errno.EACCES:
+            way_out = "Ports below 1024 are for root: give another --port."
+        raise LaunchError(f"cannot listen on {host}, port {port}: {error.strerror or error}. {way_out}") from None
+    return found
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

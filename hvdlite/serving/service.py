@@ -1,0 +1,248 @@
+"""Requests become outputs: the batcher, driven by the event loop, with replicas that compute."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvdlite.errors import HvdliteError
+from hvdlite.protocols import Array
+from hvdlite.serving.batcher import Answer, Batch, Batcher, Outcome, QueueFullError, Request
+from hvdlite.serving.metrics import Metrics
+from hvdlite.serving.options import Options
+from hvdlite.serving.replicas.contract import Replicas
+from hvdlite.serving.replicas.replica import Ready
+from hvdlite.serving.servable import Spec
+from hvdlite.serving.waiting import WaitChooser
+
+log = logging.getLogger(__name__)
+
+
+class RefusedError(HvdliteError):
+    """A request has no output.
+
+    Attributes:
+        status: The HTTP status that says why.
+        headers: Headers of the answer.
+
+    Args:
+        text: What is wrong, for the client.
+        status: The HTTP status.
+        retry_after: After how many seconds another try may succeed; None if it is of no use.
+    """
+
+    def __init__(self, text: str, status: int, retry_after: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
+
+
+@dataclass(eq=False, slots=True)
+class _Job:
+    """What the service keeps with a request."""
+
+    value: Any
+    future: asyncio.Future[Answer | None]
+
+
+class Service:
+    """The server without HTTP. All methods run in the thread of the event loop.
+
+    Args:
+        replicas: What computes.
+        options: The settings.
+        chooser: Says how long batches wait.
+        metrics: Counts what happens.
+    """
+
+    def __init__(self, replicas: Replicas, options: Options, chooser: WaitChooser, metrics: Metrics) -> None:
+        self._replicas, self._options, self._chooser, self._metrics = replicas, options, chooser, metrics
+        self._batcher = Batcher(options.max_batch, options.max_queue, chooser)
+        self._busy: dict[int, Batch] = {}
+        self._there: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._will_step = False
+        self._open: set[asyncio.Future[Answer | None]] = set()
+        """The requests that are not answered yet."""
+        self._seconds_per_request = 0.0
+        self.spec: Spec | None = None
+        """What inputs must be; None until a replica was ready."""
+        self.is_draining = False
+        metrics.watch(self._batcher, chooser, self._there)
+
+    async def __aenter__(self) -> Service:
+        """Start the replicas."""
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[str] = self._loop.create_future()
+        """Done, with the reason, if the replicas cannot start."""
+        self.known: asyncio.Event = asyncio.Event()
+        """Set when a replica is ready for the first time."""
+        self._replicas.start(self)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """End the replicas."""
+        if self._timer is not None:
+            self._timer.cancel()
+        await self._replicas.stop()
+
+    @property
+    def ready_replicas(self) -> int:
+        """The number of replicas that can compute."""
+        return len(self._there)
+
+    @property
+    def explanation(self) -> str:
+        """How long batches wait, and why."""
+        return self._chooser.explanation
+
+    def drain(self) -> None:
+        """Let batches wait for no more requests: none will come."""
+        self.is_draining = True
+        self._batcher.drain()
+        self._step_soon()
+
+    def give_up(self) -> None:
+        """Answer all requests that are here, for the server cannot wait for them."""
+        for future in self._open:
+            if not future.done():
+                future.set_result(None)
+
+    def check_room(self) -> None:
+        """Raise if another request would be refused.
+
+        Raises:
+            RefusedError: Too many wait.
+        """
+        if self._batcher.is_full:
+            raise self._too_many()
+
+    async def submit(self, value: Any, deadline: float) -> Any:
+        """Let an input be computed, and return its output.
+
+        Args:
+            value: An array, or any other value.
+            deadline: When the output is of no use any more, on the clock `time.monotonic`.
+
+        Raises:
+            RefusedError: There is no output.
+        """
+        future: asyncio.Future[Answer | None] = self._loop.create_future()
+        begin = time.monotonic()
+        try:
+            self._batcher.add(Request(self._key(value), begin, deadline, _Job(value, future)))
+        except QueueFullError:
+            raise self._too_many() from None
+        self._open.add(future)
+        self._step_soon()
+        try:
+            answer = await future
+        finally:
+            self._open.discard(future)
+        if answer is None:
+            raise RefusedError("the server ends, and could not wait for the output.", 503, retry_after=1)
+        if answer.outcome is Outcome.DONE:
+            return answer.output
+        if answer.outcome is Outcome.EXPIRED:
+            raise RefusedError(
+                f"no replica was free for {time.monotonic() - begin:.2f} s, which was the time of this request.", 504
+            )
+        if answer.outcome is Outcome.LOST:
+            raise RefusedError(
+                "the replica that computed this request has ended, and so has the second one.", 503, retry_after=1
+            )
+        raise RefusedError(str(answer.output), 500)
+
+    def ready(self, replica: int, ready: Ready) -> None:
+        """A replica can compute."""
+        if self.spec is None:
+            for size, seconds in ready.times:
+                self._chooser.served(size, seconds, 0.0)
+        self.spec = ready.spec
+        self._there.add(replica)
+        self._batcher.joined(replica)
+        self.known.set()
+        self._step_soon()
+
+    def computed(self, replica: int, outputs: Sequence[Any] | Array) -> None:
+        """A replica has computed its batch."""
+        batch, now = self._busy.pop(replica), time.monotonic()
+        seconds = now - batch.sent
+        self._metrics.batch_done(len(batch.requests), seconds)
+        share = seconds / len(batch.requests) / len(self._there)
+        self._seconds_per_request += 0.1 * (share - self._seconds_per_request)
+        self._answer(self._batcher.done(replica, outputs, now))
+        self._step_soon()
+
+    def raised(self, replica: int, text: str, blame: bool) -> None:
+        """`predict` failed on a replica's batch."""
+        del self._busy[replica]
+        self._answer(self._batcher.raised(replica, text, blame))
+        self._step_soon()
+
+    def lost(self, replica: int) -> None:
+        """A replica is gone."""
+        self._there.discard(replica)
+        self._busy.pop(replica, None)
+        self._metrics.replica_lost()
+        self._answer(self._batcher.lost(replica))
+        self._step_soon()
+
+    def not_ready(self, text: str) -> None:
+        """A replica cannot start."""
+        if self.spec is not None:
+            log.error("A replica cannot start, and will be started again: %s", text)
+        else:
+            self.broken(text)
+
+    def broken(self, text: str) -> None:
+        """The replicas are not kept running any more."""
+        if not self.failed.done():
+            self.failed.set_result(text)
+
+    def _key(self, value: Any) -> Hashable:
+        if not isinstance(value, np.ndarray):
+            return None
+        assert self.spec is not None
+        return value.dtype.str if self.spec.mixes_shapes else (value.dtype.str, value.shape)
+
+    def _too_many(self) -> RefusedError:
+        waiting = self._batcher.waiting
+        seconds = max(1, math.ceil(waiting * self._seconds_per_request))
+        return RefusedError(f"{waiting} requests wait, which is the most that may.", 429, retry_after=seconds)
+
+    def _step_soon(self) -> None:
+        """Step when the event loop has read all that is there now, so that requests which came together go together."""
+        if not self._will_step:
+            self._will_step = True
+            self._loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        self._will_step = False
+        now = time.monotonic()
+        actions = self._batcher.step(now)
+        self._answer(actions.answers)
+        for replica, batch in actions.send:
+            self._busy[replica] = batch
+            self._metrics.batch_sent(batch)
+            self._replicas.send(replica, [request.payload.value for request in batch.requests])
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if actions.look_again < math.inf:
+            self._timer = self._loop.call_later(max(0.0, actions.look_again - now), self._step_soon)
+
+    def _answer(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            future = answer.request.payload.future
+            if not future.done():  # the server may have given it up
+                future.set_result(answer)

@@ -1,0 +1,63 @@
+"""How long the oldest request of a batch waits for others: the contract between the batcher and what chooses this time."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from hvdlite.errors import ArgumentError
+
+
+class WaitChooser(Protocol):
+    """Chooses how long the oldest request waits for its batch to fill. The batcher tells it what it sees.
+
+    All times are in seconds. One thread makes all calls, and they return at once: an implementation that needs longer to choose
+    does it elsewhere.
+    """
+
+    @property
+    def wait_seconds(self) -> float:
+        """The longest time from the arrival of the oldest request until its batch goes, 0 or more. It may be infinite."""
+
+    @property
+    def explanation(self) -> str:
+        """What was chosen and why: one or several lines for a person."""
+
+    def arrived(self, time: float) -> None:
+        """Learn that a request has arrived, and was put into the queue.
+
+        Args:
+            time: When, on a clock that only goes forward. Calls come in order of time.
+        """
+
+    def served(self, batch_size: int, seconds: float, waited: float) -> None:
+        """Learn that a replica has answered a batch. Batches that failed, and parts of a batch that failed, are not reported.
+
+        Args:
+            batch_size: The number of requests in it, from 1 on.
+            seconds: The service time, from when the batch was given to an idle replica until its outputs were here.
+            waited: The time from the arrival of its oldest request until the batch was given to the replica.
+        """
+
+
+class FixedWait:
+    """A time that the user has chosen.
+
+    Args:
+        seconds: The longest wait of the oldest request, in seconds. 0 sends what is there as soon as a replica is idle.
+
+    Raises:
+        ArgumentError: The time is negative, or no number.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        if math.isnan(seconds) or seconds < 0:
+            raise ArgumentError(f"max_wait={seconds!r} seconds: expected 0 or more.")
+        self.wait_seconds = seconds
+        self.explanation = f"The oldest request waits up to {seconds * 1000:g} ms for others: this time was given."
+
+    def arrived(self, time: float) -> None:
+        """Do nothing: the time is fixed."""
+
+    def served(self, batch_size: int, seconds: float, waited: float) -> None:
+        """Do nothing: the time is fixed."""

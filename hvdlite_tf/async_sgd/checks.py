@@ -1,0 +1,119 @@
+"""Which optimizers of Keras can be stepped in parts, by servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvdlite.adapter.async_sgd.options import Options
+from hvdlite.async_sgd.server import Mode
+from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
+from hvdlite.protocols import Array
+from hvdlite_tf.async_sgd.copies import copy_for
+from hvdlite_tf.async_sgd.state import shared_of
+from hvdlite_tf.gradients.optimizer_parts import has_servers, options_of
+from hvdlite_tf.variables import tensorflow
+
+_STEPS = 5
+_SHAPES = ((3, 2), (4,))
+
+
+def check_optimizer(given: Any) -> None:
+    """Raise an error unless this is an optimizer of Keras 3 that servers may have.
+
+    Raises:
+        DistributedAlreadyError: The optimizer is distributed already.
+        ArgumentError: It is of another kind.
+    """
+    if has_servers(given) or options_of(given) is not None or getattr(given, "_hvdlite_inside", False):
+        raise DistributedAlreadyError("this optimizer is distributed already: wrap the plain one, and once.")
+    if not isinstance(given, keras.optimizers.Optimizer):
+        kind = given if isinstance(given, type) else type(given)
+        raise ArgumentError(
+            f"AsyncDistributedOptimizer wraps an optimizer of Keras 3; got {kind.__module__}.{kind.__qualname__}. Write "
+            "hvd.AsyncDistributedOptimizer(keras.optimizers.SGD(0.1), model)."
+        )
+    if isinstance(given, keras.optimizers.LossScaleOptimizer | keras.optimizers.MultiOptimizer):
+        raise ArgumentError(
+            f"a {type(given).__name__} does not work with a parameter server: wrap a single optimizer. For models of "
+            "mixed_float16 use mixed_bfloat16 or DistributedOptimizer."
+        )
+    tf = tensorflow()
+    if tf is not None and (not tf.executing_eagerly() or tf.distribute.has_strategy()):
+        raise ArgumentError(
+            "AsyncDistributedOptimizer: call it outside of a tf.function, of a graph, and of the scope of a strategy."
+        )
+
+
+def check_settings(optimizer: Any, options: Options) -> None:
+    """Raise an error if settings of an optimizer need what no server has.
+
+    Raises:
+        ArgumentError: They do.
+    """
+    if optimizer.gradient_accumulation_steps:
+        raise ArgumentError(
+            f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}: a parameter server makes a step with each "
+            "push. Use push_every, which adds gradients up (gradient_accumulation_steps averages them)."
+        )
+    if optimizer.global_clipnorm and (options.mode is Mode.SYNC or options.push_every > 1):
+        raise ArgumentError(
+            f"global_clipnorm={optimizer.global_clipnorm} with mode={options.mode.value!r} and push_every="
+            f"{options.push_every}: the norm of all gradients of a step is needed, and each server has a part of them. Use "
+            "clipnorm, which clips each variable's gradient, or DistributedOptimizer; or push_every=1 in another mode, where "
+            "each rank clips what it pushes."
+        )
+
+
+def check_parts(optimizer: Any) -> None:
+    """Raise an error unless a built optimizer steps each variable by itself. Keras' own do; others are tried out.
+
+    Raises:
+        ArgumentError: It does not, or it cannot be made again from its configuration.
+        UnsupportedTensorError: A variable is not trained by gradients.
+    """
+    for variable in optimizer._trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise UnsupportedTensorError(f"{variable.path} (float8 training) has scales in place of gradients.")
+    kind = optimizer.__class__
+    if kind.__module__.partition(".")[0] == "keras":
+        return
+    both, shared = _tried(optimizer, (0, 1))
+    difference = ""
+    if shared != [tuple(variable.shape) for variable in shared_of(optimizer)]:
+        difference = "it keeps variables of its own that are not in lists with one for each variable of the model"
+    for number in (0, 1):
+        if not np.array_equal(_tried(optimizer, (number,))[0][number], both[number]):
+            difference = f"tried out on small variables, it changes one of shape {_SHAPES[number]} in another way alone"
+    if difference:
+        raise ArgumentError(
+            f"{kind.__name__} does not step each variable by itself, and a server has a part of them: {difference}. Use "
+            "DistributedOptimizer."
+        )
+
+
+def _tried(optimizer: Any, chosen: tuple[int, ...]) -> tuple[dict[int, Array], list[tuple[int, ...]]]:
+    """Step small variables with an optimizer like this one.
+
+    Args:
+        optimizer: The optimizer, which is left alone.
+        chosen: The numbers of the variables that are there.
+
+    Returns:
+        Their values by their numbers, and the shapes of what the optimizer has for all variables together.
+    """
+    generator = np.random.default_rng(0)
+    numbers = [generator.standard_normal((1 + _STEPS, *shape)).astype(np.float32) for shape in _SHAPES]
+    with keras.device("cpu:0"):
+        variables = {number: keras.Variable(numbers[number][0], trainable=False) for number in chosen}
+        copied = copy_for(optimizer, [], [*variables.values()])
+        copied.learning_rate = 0.1
+        for step in range(_STEPS):
+            # Lengths differ by variable and step, so that a norm over all gradients changes each step.
+            scales = {number: 10.0 ** ((step + 2 * number) % 5 - 2) for number in chosen}
+            given = [keras.ops.convert_to_tensor(numbers[n][1 + step] * np.float32(scales[n])) for n in chosen]
+            copied.apply(given, [*variables.values()])
+        shapes = [tuple(variable.shape) for variable in shared_of(copied)]
+        return {n: np.array(keras.ops.convert_to_numpy(each)) for n, each in variables.items()}, shapes

@@ -1,0 +1,62 @@
+"""Measures the steps of a program for ``hvdlite advise``, which sets the setting `advise`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from hvdlite.advise.measured import MeasuredSync
+from hvdlite.advise.profile import WHOLE
+from hvdlite.advise.recorder import Recorder, Request
+from hvdlite.errors import ArgumentError
+from hvdlite.gradients.aggregator import name_of
+from hvdlite.gradients.sync import GradientSync
+from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.sync.device import DeviceSync
+from hvdlite_torch.tensors.gradient import gradient_info
+
+
+def measured(sync: GradientSync, context: OptimizerContext) -> GradientSync:
+    """Return a `GradientSync` that does what `sync` does, and ends the program when it has measured enough steps.
+
+    Args:
+        sync: Combines the gradients.
+        context: The optimizer.
+
+    Raises:
+        ArgumentError: The gradients are on a GPU, or the program has another distributed optimizer already.
+    """
+    if isinstance(sync, DeviceSync):
+        raise ArgumentError("hvdlite advise measures training in host memory; the parameters are on a GPU.")
+    if context.group.exchanges:
+        raise ArgumentError(
+            "hvdlite advise measures the steps of one DistributedOptimizer, and this program makes another one. Measure a "
+            "program with one of them."
+        )
+    recorder = Recorder(
+        context.group,
+        Request.unpack(context.config.advise),
+        [gradient_info(parameter) for parameter in context.trained()],
+        _in_words(context),
+        not context.options.shard,
+    )
+    for index, parameter in enumerate(context.given()):
+        parameter.register_post_accumulate_grad_hook(partial(_tell, recorder, index))  # type: ignore[no-untyped-call]
+    return MeasuredSync(sync, recorder)
+
+
+def _tell(recorder: Recorder, index: int, _: torch.Tensor) -> None:
+    recorder.ready(index)
+
+
+def _in_words(context: OptimizerContext) -> str:
+    """Return how the program combines gradients."""
+    options = context.options
+    if options.local_steps is not None:
+        return f"{type(options.local_steps).__name__}({options.local_steps.every})"
+    if options.aggregator is not None:
+        return name_of(options.aggregator)
+    if options.shard:
+        return "shard=True"
+    return WHOLE if options.codec is None else options.codec.name
