@@ -137,7 +137,8 @@ def rows_of_batches(dataset: tf.data.Dataset, rank: int, size: int, remainder: R
         part = part_of_batch(element, rank, size, remainder)
         return part if isinstance(dataset.element_spec, tuple) else part[0]
 
-    return dataset.map(part_of, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
+    # One element at a time: parallel calls read ahead, which a rank that looks at one element alone would do alone.
+    return dataset.map(part_of)
 
 
 def part_of_batch(batch: Any, rank: int, size: int, remainder: Remainder = "uneven") -> Any:
