@@ -14,6 +14,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.distributed import rendezvous
 from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
+from hvdlite_torch.tensors.malloc import keep_freed_memory
 
 NAME = "hvdlite"
 
@@ -42,6 +43,7 @@ def _create(options: Any, backend_options: Any) -> HvdliteProcessGroup:
             f"torch.distributed counts this process as rank {options.group_rank} of {options.group_size}, and MPI as rank "
             f"{api.rank()} of {api.size()}. Do not set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: hvdlite needs none."
         )
+    keep_freed_memory(api.world().config)  # DDP and FSDP free their gradients in each step, as everybody does
     limit = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
     return HvdliteProcessGroup(options.store, options.group_id, api.world().communicators.new(ranks, name, limit))
 

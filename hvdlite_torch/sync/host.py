@@ -63,8 +63,7 @@ class HostSync:
     def begin(self) -> None:
         context = self._context
         self.missed = False
-        if context.config.keep_memory:
-            keep_freed_memory()
+        keep_freed_memory(context.config)
         options = context.options
         self._encodings = (
             None

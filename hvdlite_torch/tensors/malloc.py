@@ -9,14 +9,22 @@ from __future__ import annotations
 import ctypes
 import functools
 
+from hvdlite.config import Config
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _TRIM_BYTES = 2**31 - 1
 _MMAP_BYTES = 2**25
 """The largest threshold that glibc allows, in bytes. Larger tensors get newly mapped memory each time."""
 
 
+def keep_freed_memory(config: Config) -> None:
+    """Tell the C library to keep what is freed for the next step, unless the user has set ``HVDLITE_KEEP_MEMORY`` to 0."""
+    if config.keep_memory:
+        tell_malloc()
+
+
 @functools.cache  # once in a process
-def keep_freed_memory() -> bool:
+def tell_malloc() -> bool:
     """Tell glibc's malloc not to give memory back to the system between steps. Return whether malloc accepted that."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
