@@ -322,6 +322,10 @@ class LocalTransport:
             self._self.control_messages += 1
         self._inbox(dest).put(_Control(self.rank, message))
 
+    def has_message(self) -> bool:
+        """Say whether `poll` would return a control message, or raise an error. No message is taken."""
+        return not self._control.empty()
+
     def poll(self) -> tuple[int, bytes] | None:
         """Return the sender and the bytes of the next control message that has arrived, or None.
 

@@ -204,6 +204,13 @@ class MpiTransport:
             raise in_our_words("post", error) from error
 
     @maps_own_errors
+    def has_message(self) -> bool:
+        try:
+            return self.comm.Iprobe(MPI.ANY_SOURCE, _CONTROL_TAG)
+        except MPI.Exception:  # `poll` raises it again
+            return True
+
+    @maps_own_errors
     def poll(self) -> tuple[int, bytes] | None:
         status = self._status
         try:

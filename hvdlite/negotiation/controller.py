@@ -118,6 +118,21 @@ class Controller:
             if self._parent is not None:  # on the root, `step` tells all ranks
                 self._pass_on_blocked()
 
+    @property
+    def has_work(self) -> bool:
+        """Say whether `step` would do anything. This changes nothing."""
+        return bool(
+            self._ready.complete
+            or self._joins
+            or (self._ready.all_joined and not self._told_joined)
+            or self._blocked_to_tell
+            or ((self._parties > 1 or self._parent is not None) and self._transport.has_message())
+        )
+
+    @property
+    def _blocked_to_tell(self) -> bool:
+        return bool(self._blocked.found) and not self._blocked.told and self._blocked.are_all(self._plans)
+
     def step(self) -> list[Decision]:
         """Read the messages that have arrived, report complete operations, and return the new decisions, in order."""
         # The report comes before reading: the other ranks may wait for it.
@@ -286,7 +301,7 @@ class Controller:
 
     def _pass_on_blocked(self) -> list[Decision]:
         """Tell the parent (on the root: all ranks) if this rank and all ranks below it are blocked."""
-        if self._blocked.told or not self._blocked.are_all(self._plans):
+        if not self._blocked_to_tell:
             return []
         pending = self._blocked.pending()
         if self._parent is not None:

@@ -123,6 +123,9 @@ class Driver:
     def _drive(self) -> bool:
         if self.thread:
             self.check_not_interrupted()
+        # A wait is mostly this look, which changes nothing: an exception of a signal handler leaves nothing in the middle.
+        if not (self._in_flight.new or self.broken is not None or self._controller.has_work):
+            return False
         try:
             self.thread = threading.get_ident()
             return self._step()

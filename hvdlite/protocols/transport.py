@@ -117,6 +117,10 @@ class Transport(Protocol):
         """Send a control message. This does not wait until the message is read."""
         ...
 
+    def has_message(self) -> bool:
+        """Say whether `poll` would return a control message, or raise an error. No message is taken."""
+        ...
+
     def poll(self) -> tuple[int, bytes] | None:
         """Return the sender and the bytes of the next control message that has arrived, or None."""
         ...

@@ -94,7 +94,8 @@ class PowerSGD:
                 collectives.allreduce(array, ReduceOp.SUM)
                 continue
             vectors = {number: view for number, view in tensors.items() if number not in matrices}
-            self._combine(matrices, vectors, weights.own > 0, share, collectives)
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found in the sum
+                self._combine(matrices, vectors, weights.own > 0, share, collectives)
 
     def _takes(self, view: Array) -> bool:
         if view.ndim < 2 or view.dtype.kind != "f":

@@ -77,7 +77,8 @@ class TopK:
                 if not np.isfinite(together).all():
                     make_unusable(large.values())
                     continue
-            self._combine(large, weights.own > 0, share, collectives)
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found in what was sent
+                self._combine(large, weights.own > 0, share, collectives)
 
     def _combine(
         self, views: Mapping[int, Array], has_data: bool, share: float, collectives: HierarchicalCollectives
