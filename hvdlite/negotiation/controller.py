@@ -84,6 +84,7 @@ class Controller:
         self._ready = ReadyTable(rank, size, fanout)
         self._children = self._ready.children
         self._parties = 1 + len(self._children)
+        self._has_others = size > 1
         self._announced: dict[Key, Signature] = {}
         self.unsubmitted: dict[Key, Signature] = {}
         self._joins = False  # from `join` until the next messages have been read
@@ -118,27 +119,24 @@ class Controller:
             if self._parent is not None:  # on the root, `step` tells all ranks
                 self._pass_on_blocked()
 
-    @property
     def has_work(self) -> bool:
         """Say whether `step` would do anything. This changes nothing."""
-        return bool(
-            self._ready.complete
-            or self._joins
-            or (self._ready.all_joined and not self._told_joined)
-            or self._blocked_to_tell
-            or ((self._parties > 1 or self._parent is not None) and self._transport.has_message())
+        ready = self._ready
+        return (
+            (self._has_others and self._transport.has_message())
+            or bool(ready.complete or self._joins or (ready.all_joined and not self._told_joined))
+            or (bool(self._blocked.found) and self._are_newly_blocked())
         )
 
-    @property
-    def _blocked_to_tell(self) -> bool:
-        return bool(self._blocked.found) and not self._blocked.told and self._blocked.are_all(self._plans)
+    def _are_newly_blocked(self) -> bool:
+        return not self._blocked.told and self._blocked.are_all(self._plans)
 
     def step(self) -> list[Decision]:
         """Read the messages that have arrived, report complete operations, and return the new decisions, in order."""
         # The report comes before reading: the other ranks may wait for it.
         decisions = self._pass_on() if self._ready.complete else []
         received = None
-        if self._parties > 1 or self._parent is not None:
+        if self._has_others:
             while (received := self._transport.poll()) is not None:
                 sender, message = received
                 kind = message[0]
@@ -301,7 +299,7 @@ class Controller:
 
     def _pass_on_blocked(self) -> list[Decision]:
         """Tell the parent (on the root: all ranks) if this rank and all ranks below it are blocked."""
-        if not self._blocked_to_tell:
+        if not self._are_newly_blocked():
             return []
         pending = self._blocked.pending()
         if self._parent is not None:

@@ -124,7 +124,7 @@ class Driver:
         if self.thread:
             self.check_not_interrupted()
         # A wait is mostly this look, which changes nothing: an exception of a signal handler leaves nothing in the middle.
-        if not (self._in_flight.new or self.broken is not None or self._controller.has_work):
+        if not (self._in_flight.new or self.broken is not None or self._controller.has_work()):
             return False
         try:
             self.thread = threading.get_ident()
