@@ -31,9 +31,7 @@ def make_torch_group() -> None:
     ("setting", "told"), [({}, 1), ({"HVDLITE_KEEP_MEMORY": "1"}, 1), ({"HVDLITE_KEEP_MEMORY": "0"}, 0)]
 )
 @pytest.mark.parametrize("begin", [wrap, make_torch_group])
-def test_switch(
-    monkeypatch: pytest.MonkeyPatch, begin: Callable[[], None], setting: dict[str, str], told: int
-) -> None:
+def test_switch(monkeypatch: pytest.MonkeyPatch, begin: Callable[[], None], setting: dict[str, str], told: int) -> None:
     calls: list[str] = []
     monkeypatch.setattr(malloc, "tell_malloc", lambda: calls.append("told"))
     on_ranks(1, begin, config=Config.from_env(setting))
