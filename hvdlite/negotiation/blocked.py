@@ -42,8 +42,12 @@ class BlockedParties:
         self.found.clear()
         self.told = False
 
-    def are_all(self, plans: int) -> bool:
-        """Say whether all parties are blocked. A report from before the latest plan does not count: the plan may end it."""
+    def must_tell(self, plans: int) -> bool:
+        """Say whether all parties are blocked, and nobody has been told. A report from before the latest plan does not count:
+        the plan may end it.
+        """
+        if not self.found or self.told:
+            return False
         return sum(heard == plans for heard, _ in self.found.values()) == self._parties
 
     def pending(self) -> dict[int, Sequence[tuple[Key, Signature]]]:

@@ -125,11 +125,8 @@ class Controller:
         return (
             (self._has_others and self._transport.has_message())
             or bool(ready.complete or self._joins or (ready.all_joined and not self._told_joined))
-            or (bool(self._blocked.found) and self._are_newly_blocked())
+            or self._blocked.must_tell(self._plans)
         )
-
-    def _are_newly_blocked(self) -> bool:
-        return not self._blocked.told and self._blocked.are_all(self._plans)
 
     def step(self) -> list[Decision]:
         """Read the messages that have arrived, report complete operations, and return the new decisions, in order."""
@@ -299,7 +296,7 @@ class Controller:
 
     def _pass_on_blocked(self) -> list[Decision]:
         """Tell the parent (on the root: all ranks) if this rank and all ranks below it are blocked."""
-        if not self._are_newly_blocked():
+        if not self._blocked.must_tell(self._plans):
             return []
         pending = self._blocked.pending()
         if self._parent is not None:
