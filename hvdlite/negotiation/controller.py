@@ -65,6 +65,7 @@ class Controller:
         cache_entries: The largest number of ids, at most 65536; the same on every rank.
 
     Attributes:
+        plans: The number of plans that this rank has made (as the root) or received.
         unsubmitted: Operations of a plan (on the root also of the plan in the making) that this rank has not submitted, because
             it has joined. The driver takes them out.
     """
@@ -83,21 +84,14 @@ class Controller:
         self._parent = (rank - 1) // fanout if rank else None
         self._ready = ReadyTable(rank, size, fanout)
         self._children = self._ready.children
-        self._parties = 1 + len(self._children)
         self._has_others = size > 1
         self._announced: dict[Key, Signature] = {}
         self.unsubmitted: dict[Key, Signature] = {}
         self._joins = False  # from `join` until the next messages have been read
-        self._told_joined = False
-        self._plans = 0  # plans made (root) or received
+        self.plans = 0
         self._cache = Cache()
-        self._blocked = BlockedParties(self._parties)
+        self._blocked = BlockedParties(1 + len(self._children))
         self._history = History(self._children, cache_entries)
-
-    @property
-    def plans(self) -> int:
-        """The number of plans that this rank has made (as the root) or received."""
-        return self._plans
 
     def announce(self, key: Key, signature: Signature) -> None:
         """Record that this rank's program has submitted the operation `key`."""
@@ -115,18 +109,15 @@ class Controller:
     def report_blocked(self, pending: Sequence[tuple[Key, Signature]]) -> None:
         """Record that this rank's program waits for one of `pending`, until the next plan or the next `announce`."""
         if self._rank not in self._blocked.found and not self._joins:
-            self._blocked.hear(self._rank, self._plans, {self._rank: list(pending)})
+            self._blocked.hear(self._rank, self.plans, {self._rank: list(pending)})
             if self._parent is not None:  # on the root, `step` tells all ranks
                 self._pass_on_blocked()
 
     def has_work(self) -> bool:
         """Say whether `step` would do anything. This changes nothing."""
         ready = self._ready
-        return (
-            (self._has_others and self._transport.has_message())
-            or bool(ready.complete or self._joins or (ready.all_joined and not self._told_joined))
-            or self._blocked.must_tell(self._plans)
-        )
+        due = ready.complete or self._joins or ready.must_tell_joined or self._blocked.must_tell(self.plans)
+        return bool(due) or (self._has_others and self._transport.has_message())
 
     def step(self) -> list[Decision]:
         """Read the messages that have arrived, report complete operations, and return the new decisions, in order."""
@@ -156,7 +147,7 @@ class Controller:
         if self._ready.complete:
             decisions += self._pass_on()
         # This comes last: a parent must know all operations that are ready before it hears that there will be no more.
-        if self._ready.all_joined and not self._told_joined:
+        if self._ready.must_tell_joined:
             decisions += self._pass_on_joined()
         if self._blocked.found:
             decisions += self._pass_on_blocked()
@@ -178,12 +169,12 @@ class Controller:
                 rest.append((key, report))
             else:
                 starts.append(start)
-        self._transport.post(encode_ready(self._plans, sorted(starts), rest), self._parent)
+        self._transport.post(encode_ready(self.plans, sorted(starts), rest), self._parent)
         return []
 
     def _pass_on_one(self, key: Key, start: tuple[int, int]) -> list[Decision]:
         if self._parent is not None:
-            self._transport.post(READY_ONE.pack(READY_ONE_KIND, self._plans, *start), self._parent)
+            self._transport.post(READY_ONE.pack(READY_ONE_KIND, self.plans, *start), self._parent)
             return []
         message = PLAN_ONE.pack(PLAN_ONE_KIND, *start)
         for child in self._children:
@@ -194,7 +185,7 @@ class Controller:
         last = self._ready.last_joined
         if self._parent is None:
             return self._send_plan([Decision((), None, last)], {}, {})
-        self._told_joined = True
+        self._ready.told_joined = True
         self._send(self._parent, "joined", last)
         return []
 
@@ -206,7 +197,7 @@ class Controller:
         reports: list[tuple[Key, Report]] = [*cache.expand(runs), *rest]
         for key, report in self._history.still_open(reports, plans):
             self._ready.count(key, report, sender)
-        self._history.forget(self._plans)
+        self._history.forget(self.plans)
         if self._blocked.found:
             self._wake(sender)
 
@@ -264,7 +255,7 @@ class Controller:
 
         `signatures` has at least the operations that this rank has not submitted.
         """
-        self._plans += 1
+        self.plans += 1
         if self._blocked.found:
             self._blocked.clear()
         for decision in groups:
@@ -276,15 +267,14 @@ class Controller:
                 signature = self._announced.pop(key, None)
                 if decision.error is None:
                     signature = signature or self._take_part(key, signatures)
-                    self._cache = self._history.learn(key, signature, self._cache, self._plans)
+                    self._cache = self._history.learn(key, signature, self._cache, self.plans)
                 else:
                     self._ready.forget(key)
-                    self._history.fail(key, self._plans)
-        self._history.forget(self._plans)
+                    self._history.fail(key, self.plans)
+        self._history.forget(self.plans)
         decisions = groups + rest
         if self._ready.all_joined and any(decision.last_joined is not None for decision in decisions):
             self._ready.reset_joined()
-            self._told_joined = False
         return decisions
 
     def _take_part(self, key: Key, signatures: Mapping[Key, Signature]) -> Signature:
@@ -296,12 +286,12 @@ class Controller:
 
     def _pass_on_blocked(self) -> list[Decision]:
         """Tell the parent (on the root: all ranks) if this rank and all ranks below it are blocked."""
-        if not self._blocked.must_tell(self._plans):
+        if not self._blocked.must_tell(self.plans):
             return []
         pending = self._blocked.pending()
         if self._parent is not None:
             self._blocked.told = True
-            self._send(self._parent, "blocked", self._plans, pending)
+            self._send(self._parent, "blocked", self.plans, pending)
             return []
         keys = dict.fromkeys(key for waiting in pending.values() for key, _ in waiting if key != JOIN)
         return self._send_plan([Decision(tuple(keys), deadlock_text(pending))], {}, {})

@@ -37,6 +37,7 @@ class ReadyTable:
         joined: The parties that have joined.
         last_joined: The rank of this subtree that joined last, as far as this rank knows; -1 if none has joined.
         all_joined: True if all parties have joined.
+        told_joined: True if this rank has told its parent so.
     """
 
     def __init__(self, rank: int, size: int, fanout: int) -> None:
@@ -51,7 +52,12 @@ class ReadyTable:
         """Forget who has joined: all ranks have, and go on."""
         self.joined: set[int] = set()
         self.last_joined = -1
-        self.all_joined = False
+        self.all_joined = self.told_joined = False
+
+    @property
+    def must_tell_joined(self) -> bool:
+        """True if all parties have joined, and this rank has not told its parent yet."""
+        return self.all_joined and not self.told_joined
 
     def count(self, key: Key, report: Report, party: int) -> None:
         """Record that `party` has reported the operation `key`."""
