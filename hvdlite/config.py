@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hvdlite.errors import ArgumentError
+from hvdlite.process.log import LEVELS
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
@@ -40,12 +41,14 @@ class Config:
         nccl_library: The path of the NCCL library; empty to search for it.
         nccl_start_seconds: The ranks try for so many seconds to connect by NCCL.
         share_gpu: Several ranks may use one GPU.
+        log_level: The level from which on hvdlite makes records of `logging`: trace, debug, info, warning, error or fatal;
+            empty to leave that to the program (see `hvdlite.process.log`).
         servers: The last so many ranks only serve the parameters of `AsyncDistributedOptimizer`; 0 if the ranks are alike.
         advise: What to measure of the training; ``hvdlite advise`` sets it (see `hvdlite.advise.recorder.Request`).
         control: ``host:port:secret`` of the launcher that started this process; hvdliterun sets it.
 
     Raises:
-        ArgumentError: `overlap` has another value, or `servers` is negative.
+        ArgumentError: `overlap` or `log_level` has another value, or `servers` is negative.
     """
 
     fusion_threshold: int = 64 * 2**20
@@ -67,6 +70,7 @@ class Config:
     nccl_library: str = ""
     nccl_start_seconds: float = 120.0
     share_gpu: bool = False
+    log_level: str = ""
     servers: int = 0
     advise: str = ""
     control: str = ""
@@ -74,6 +78,8 @@ class Config:
     def __post_init__(self) -> None:
         if self.overlap not in ("auto", "on", "off"):
             raise ArgumentError(f"HVDLITE_OVERLAP={self.overlap!r}: expected auto, on or off.")
+        if self.log_level.lower() not in ("", *LEVELS):
+            raise ArgumentError(f"HVDLITE_LOG_LEVEL={self.log_level!r}: expected one of {', '.join(LEVELS)}.")
         if self.servers < 0:
             raise ArgumentError(f"HVDLITE_SERVERS={self.servers}: expected how many ranks only serve, 0 or more.")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
@@ -18,6 +18,7 @@ from hvdlite.gpu.groups import Devices
 from hvdlite.group import Group, RebindableExchange, Runtime
 from hvdlite.negotiation.engine import Engine
 from hvdlite.operations import Agreement
+from hvdlite.process.log import set_level, tell
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Transport
 from hvdlite.timeline import Timeline
@@ -222,6 +223,7 @@ class World:
         config: Config,
         end_job: Callable[[str], None],
     ) -> None:
+        set_level(config.log_level)
         self.config = config
         self.topology = Topology.of(transport.rank, hosts)
         self._transport = transport
@@ -238,6 +240,7 @@ class World:
         """Whether this process was forked from the process of the rank."""
         self.has_servers = False
         """Whether this rank has taken part in a training with a parameter server."""
+        tell("world", f"hvdlite begins: {self.describe()}", transport.rank, logging.INFO)
         if config.timeline not in ("", "DYNAMIC"):
             self.start_timeline(config.timeline, config.timeline_mark_cycles)
 
@@ -315,7 +318,7 @@ class World:
             try:
                 self.timeline.stop(self._transport)
             except HvdliteError as error:
-                print(f"hvdlite: {error}", file=sys.stderr, flush=True)
+                tell("timeline", f"hvdlite: {error}", self._transport.rank)
         self.communicators.close()
         self.groups.close_reducers()
         self.devices.close()

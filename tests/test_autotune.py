@@ -45,7 +45,7 @@ def search(seconds: list[float], **options: Any) -> tuple[Autotune, list[Plan], 
     return tuner, followed, steps
 
 
-def test_the_fastest_plan_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_fastest_plan_wins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = tmp_path / "tried.csv"
     tuner, followed, steps = search([1.0, 0.5, 2.0], log=str(log), talks=True)
     assert tuner.current.chunk_bytes == 2
@@ -56,15 +56,15 @@ def test_the_fastest_plan_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(rows) == 1 + ROUNDS * 3 + 1
     assert [float(row[-1]) for row in rows[1:4]] == [1.0, 0.5, 2.0]
     assert rows[-1][:2] == ["chosen", "plan 1"]
-    said = capsys.readouterr().err
+    said = caplog.text
     assert "plan 1: a step takes 0.50 of its time without" in said
     assert str(log) in said
 
 
-def test_the_default_stays_unless_another_is_clearly_faster(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_stays_unless_another_is_clearly_faster(caplog: pytest.LogCaptureFixture) -> None:
     tuner, _, _ = search([1.0, 0.99, 1.5], talks=True)
     assert tuner.current.chunk_bytes == 1
-    assert "the default stays; the best of the others (plan 1) took 0.99 of its time" in capsys.readouterr().err
+    assert "the default stays; the best of the others (plan 1) took 0.99 of its time" in caplog.text
 
 
 def test_what_is_tried() -> None:
@@ -117,7 +117,7 @@ def test_speculation_that_fails_again_and_again_is_given_up() -> None:
     assert plan == Plan()
 
 
-def test_nothing_to_search_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_to_search_is_said(caplog: pytest.LogCaptureFixture) -> None:
     plans = planner(Config(autotune=True), [], adapts=False)
     assert not plans.learning
-    assert "nothing to choose from" in capsys.readouterr().err
+    assert "nothing to choose from" in caplog.text

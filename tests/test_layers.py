@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = {
     # The lowest first. Rooms of one floor do not import each other.
     "hvdlite": (
-        {"errors", "topology", "own_core"},
+        {"errors", "topology", "process"},
         {"config", "checks", "process_set", "launcher_link", "protocols"},
         {"worker", "algorithms", "tensors", "timeline", "watchdog", "grid"},
         {"comm", "job"},

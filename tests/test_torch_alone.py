@@ -25,13 +25,14 @@ def program(shares: Callable[[torch.nn.Module, torch.optim.Optimizer], object]) 
     alone.look(world())
 
 
-def seen(capsys: pytest.CaptureFixture[str], shares: Callable[..., object], size: int = 2, **settings: bool) -> str:
+def seen(caplog: pytest.LogCaptureFixture, shares: Callable[..., object], size: int = 2, **settings: bool) -> str:
+    caplog.clear()
     on_ranks(size, program, shares, config=Config(**{"advice": True, **settings}))
-    return capsys.readouterr().err
+    return "".join(caplog.messages)
 
 
-def test_ranks_that_train_alone_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    said = seen(capsys, lambda model, optimizer: None)
+def test_ranks_that_train_alone_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    said = seen(caplog, lambda model, optimizer: None)
     assert said.count(TOLD) == 1
     assert "Adam" in said and "hvd.DistributedOptimizer(optimizer)" in said
 
@@ -45,10 +46,10 @@ def test_ranks_that_train_alone_are_told_once(capsys: pytest.CaptureFixture[str]
     ],
     ids=["wrapped", "averages", "gathers"],
 )
-def test_others_are_not(capsys: pytest.CaptureFixture[str], shares: Callable[..., object]) -> None:
-    assert seen(capsys, shares) == ""
+def test_others_are_not(caplog: pytest.LogCaptureFixture, shares: Callable[..., object]) -> None:
+    assert seen(caplog, shares) == ""
 
 
-def test_one_rank_and_those_that_want_no_advice_are_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert seen(capsys, lambda model, optimizer: None, size=1) == ""
-    assert seen(capsys, lambda model, optimizer: None, advice=False) == ""
+def test_one_rank_and_those_that_want_no_advice_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    assert seen(caplog, lambda model, optimizer: None, size=1) == ""
+    assert seen(caplog, lambda model, optimizer: None, advice=False) == ""

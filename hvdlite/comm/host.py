@@ -19,7 +19,7 @@ from hvdlite.algorithms.barrier import dissemination_barrier
 from hvdlite.comm.naps import LONGEST_NAP, OFFERS_SECONDS, wait_until
 from hvdlite.comm.shared_memory import PAGE, share
 from hvdlite.errors import HvdliteError
-from hvdlite.own_core import yield_core
+from hvdlite.process.own_core import yield_core
 from hvdlite.protocols import Array, Transport
 
 _LINE = 8

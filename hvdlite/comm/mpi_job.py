@@ -6,7 +6,6 @@ Importing this module starts MPI.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
@@ -15,7 +14,8 @@ from mpi4py import MPI
 
 from hvdlite.comm.mpi import MpiTransport
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
-from hvdlite.own_core import settle
+from hvdlite.process.log import tell
+from hvdlite.process.own_core import settle
 
 
 def connect(comm: Sequence[int] | MPI.Comm | None = None) -> tuple[MpiTransport, list[int]]:
@@ -108,7 +108,7 @@ def _meet(ranks: tuple[int, ...]) -> None:
             time.sleep(1e-3)
             if time.monotonic() > complaint_at:
                 complaint_at = float("inf")
-                print(f"hvdlite: init(comm={list(ranks)}) on rank {own} waits for {sorted(missing)}.", file=sys.stderr)
+                tell("init", f"hvdlite: init(comm={list(ranks)}) on rank {own} waits for {sorted(missing)}.", own)
             continue
         source = status.Get_source()
         named, fault = world.recv(None, source, _MEET_TAG)

@@ -12,7 +12,7 @@ from functools import partial
 
 from hvdlite.comm.naps import LONGEST_NAP, OFFERS_SECONDS, wait_until
 from hvdlite.errors import HvdliteError
-from hvdlite.own_core import yield_core
+from hvdlite.process.own_core import yield_core
 from hvdlite.protocols import ANY, Array, Request, Transport, WaitKind
 from hvdlite.topology import Members
 from hvdlite.watchdog.waits import Wait

@@ -22,7 +22,7 @@ _STREAMS = Note(
     "changed", "no effect: GPU tensors have a stream of their own, and NCCL's settings decide the rest (docs/gpu.md)"
 )
 _HIERARCHICAL = Note("changed", "no effect: exchanges go inside hosts first wherever that can be")
-_LOG = Note("changed", "no effect: hvdlite writes no log, problems are raised or printed")
+_LOG = Note("changed", "no effect: the format of Python's logging decides that (docs/running.md)")
 _AUTOTUNE = Note("changed", "no effect: the search has no such parameter")
 _ELASTIC = Note("missing", "no elastic jobs yet")
 
@@ -53,7 +53,6 @@ VARIABLES: dict[str, Note] = {
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": _NO_GLOO,
     "HOROVOD_GLOO_RENDEZVOUS_PORT": _NO_GLOO,
     "HOROVOD_CCL_CACHE": Note("changed", "no effect: oneCCL is not used"),
-    "HOROVOD_LOG_LEVEL": _LOG,
     "HOROVOD_LOG_HIDE_TIME": _LOG,
     **{
         f"HOROVOD_AUTOTUNE_{name}": _AUTOTUNE

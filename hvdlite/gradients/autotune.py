@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import csv
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdlite.process.log import tell
 from hvdlite.protocols import Plan
 
 SETTLE_STEPS, MEASURED_STEPS, ROUNDS = 2, 8, 3
@@ -134,7 +134,7 @@ class Autotune:
                 )
             )
             record = f" Record: {Path(self._log).resolve()}" if self._log else ""
-            print(f"hvdlite: autotune has tried {len(times)} plans: {text}.{record}", file=sys.stderr, flush=True)
+            tell("autotune", f"hvdlite: autotune has tried {len(times)} plans: {text}.{record}", 0)
         return chosen.plan
 
     def _record(self, number: int, index: int, median: float) -> None:

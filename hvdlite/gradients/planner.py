@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvdlite.config import Config
 from hvdlite.gradients.autotune import Autotune, candidates
 from hvdlite.gradients.plan import BUCKET_SECONDS, MAX_FAILED, longest, plan_buckets
+from hvdlite.process.log import tell
 from hvdlite.protocols import Plan
 from hvdlite.topology import has_free_core
 
@@ -58,7 +58,7 @@ class Planner:
         self._tuner: Autotune | None = None
         self.learning = adapts and (self._overlaps or config.autotune)
         if config.autotune and not adapts and first:
-            print("hvdlite: autotune: this exchange has nothing to choose from.", file=sys.stderr, flush=True)
+            tell("autotune", "hvdlite: autotune: this exchange has nothing to choose from.", 0)
 
     @property
     def settings(self) -> list[tuple[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlite.negotiation.handle import Handle
 from hvdlite.negotiation.messages import JOIN
-from hvdlite.own_core import yield_core
+from hvdlite.process.own_core import yield_core
 from hvdlite.watchdog.threads import Threads
 from hvdlite.watchdog.waits import Wait
 from hvdlite.watchdog.watchdog import Watchdog

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hvdlite.config import Config
+from hvdlite.process.log import tell
 from hvdlite.watchdog.stall_report import Answer, report, reporter
 from hvdlite.watchdog.waits import Wait
 
@@ -83,4 +83,4 @@ class Stalls:
         if 0 < end_after < now - wait.since:
             self._give_up(wait, f"{text}\nIt waits no longer: the limit for one wait is {end_after:g} s.")
         else:
-            print(text, file=sys.stderr, flush=True)
+            tell("stalls", text, self._rank)

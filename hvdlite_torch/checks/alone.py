@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 
 import torch
 
+from hvdlite.process.log import tell
 from hvdlite.world import World
 
 # broadcast_parameters uses the last one, to compare names.
@@ -24,12 +24,12 @@ def look(world: World) -> None:
         return
     names = sorted({cls.__name__ for cls in _subclasses(torch.optim.Optimizer) if _was_made(cls)})
     if names:
-        print(
+        tell(
+            "advice",
             f"hvdlite: each of the {here.size} ranks has trained alone: no gradient was exchanged. Wrap the "
             f"optimizer (it was torch.optim's {', '.join(names)}): optimizer = hvd.DistributedOptimizer(optimizer). "
             "HVDLITE_ADVICE=0 if this is as it should be.",
-            file=sys.stderr,
-            flush=True,
+            here.rank,
         )
 
 

@@ -1,0 +1,5 @@
+"""What concerns the process of a rank, whatever it computes.
+
+own_core.py  keeps the ranks of a host on cores of their own while they wait for each other
+log.py       says something to the people who run the job, as records of `logging`
+"""
