@@ -82,7 +82,7 @@ class Hosts:
 
     def __init__(self, directory: Path, names: Sequence[str], pid: int) -> None:
         self.names = tuple(names)
-        self._directory = directory
+        self.directory = directory  # for files that end with the hosts
         self.pid = pid  # of the lab's process 1, as seen from outside
 
     def run(self, host: str, *words: str, timeout: float, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -98,16 +98,16 @@ class Hosts:
 
     def command(self, host: str, words: Sequence[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
         """Return the words and the environment that run a command on a host, in the project's folder."""
-        path = f"{self._directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        enter = [*self._enter_lab(), str(self._directory / "enter"), host, "env", f"--chdir={ROOT}"]
+        path = f"{self.directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        enter = [*self._enter_lab(), str(self.directory / "enter"), host, "env", f"--chdir={ROOT}"]
         # MPI's files end with the lab. Else a process would take the files of a killed one with the same pid for its own.
-        own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self._directory)}
+        own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.directory)}
         return [*enter, *words], {**own, **environ, "PATH": path}
 
     @property
     def started_by_srun(self) -> list[str]:
         """The commands that the stand-in of Slurm's srun has started, as ``HOST,...: COMMAND``."""
-        path = self._directory / "srun.log"
+        path = self.directory / "srun.log"
         return path.read_text().splitlines() if path.exists() else []
 
     def cut(self, host: str) -> None:

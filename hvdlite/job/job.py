@@ -25,9 +25,9 @@ from types import FrameType
 
 from hvdlite.config import Config
 from hvdlite.errors import LaunchError
-from hvdlite.job import failures
+from hvdlite.job import failures, ssh
 from hvdlite.job.failures import Failure
-from hvdlite.job.hosts import check_reachable, control_host, remove_elsewhere, ssh_options
+from hvdlite.job.hosts import control_host
 from hvdlite.job.mpi import Mpi, Placement, command, environment
 from hvdlite.job.mpi_process import MpiProcess
 from hvdlite.job.output import Output
@@ -110,14 +110,12 @@ class Job:
         """Run the job to its end. Return the failure that ended the job, or None if all went well.
 
         Raises:
-            LaunchError: A host cannot be reached, this process may not open so many connections, or the MPI launcher's
-                arguments cannot be split into words.
+            LaunchError: A host cannot be reached or lacks something, this process may not open so many connections, or the
+                MPI launcher's arguments cannot be split into words.
         """
         placement = self._spec.placement
         _allow_files(placement.num_proc + STRANGERS + _OWN_FILES)
-        if placement.by_ssh:
-            check_reachable(placement.hosts, ssh_options(placement.ssh_port, placement.ssh_identity_file))
-        self._server = Server(control_host(placement.hosts, placement.interfaces))
+        self._server = Server(self._checked_address())
         try:
             with self._signals():
                 self._start()
@@ -131,6 +129,23 @@ class Job:
         return self._conclude()
 
     # ---- start ----
+
+    def _checked_address(self) -> str:
+        """Check that the hosts are fit for their ranks, and return the address of this machine that they can reach."""
+        placement = self._spec.placement
+        try:
+            address = control_host(placement.hosts, placement.interfaces)
+        except LaunchError:
+            self._check_hosts("127.0.0.1")  # says more, of all hosts
+            raise
+        self._check_hosts(address)
+        return address
+
+    def _check_hosts(self, address: str) -> None:
+        placement = self._spec.placement
+        if placement.by_ssh:
+            options = ssh.options(placement.ssh_port, placement.ssh_identity_file)
+            ssh.check_hosts(placement.hosts, options, self._spec.mpi.program, address, self._output.say)
 
     def _start(self) -> None:
         spec = self._spec
@@ -302,8 +317,8 @@ class Job:
         """Remove the shared memory directory on other hosts if a guard there was killed: else the guards remove it."""
         placement = self._spec.placement
         if placement.by_ssh and any(rank.gone and not rank.exited and not rank.local for rank in self._ranks):
-            options = ssh_options(placement.ssh_port, placement.ssh_identity_file)
-            remove_elsewhere(placement.hosts, options, placement.shared_directory)
+            options = ssh.options(placement.ssh_port, placement.ssh_identity_file)
+            ssh.remove_elsewhere(placement.hosts, options, placement.shared_directory)
 
     def _conclude(self) -> Failure | None:
         if self._interrupted is not None:

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlite.errors import LaunchError
-from hvdlite.job.hosts import Host, is_local, ssh_options
+from hvdlite.job import ssh
+from hvdlite.job.hosts import Host, is_local
 from hvdlite.worker import FILE as WORKER
 from hvdlite.worker.rank_environment import HOROVOD_VARIABLE, cores
 
@@ -178,7 +179,7 @@ def environment(mpi: Mpi, placement: Placement, base: Mapping[str, str]) -> dict
     It is `base` without exported shell functions, and with what ssh under MPICH and programs written for Horovod need.
     """
     result = {name: value for name, value in base.items() if not name.startswith("BASH_FUNC_")}
-    options = ssh_options(placement.ssh_port, placement.ssh_identity_file)
+    options = ssh.options(placement.ssh_port, placement.ssh_identity_file)
     if mpi.flavour == "mpich" and options:
         result["HYDRA_LAUNCHER_EXTRA_ARGS"] = shlex.join(options)
     if HOROVOD_VARIABLE in result:
@@ -218,7 +219,7 @@ _SEND = "1"
 
 
 def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]:
-    runtime, ssh = ("--prtemca", "plm_ssh_args") if mpi.version >= (5,) else ("--mca", "plm_rsh_args")
+    runtime, arguments = ("--prtemca", "plm_ssh_args") if mpi.version >= (5,) else ("--mca", "plm_rsh_args")
     result = ["--oversubscribe", "--bind-to", "none"]
     if os.geteuid() == 0:
         result.append("--allow-run-as-root")
@@ -246,8 +247,8 @@ def _open_mpi(mpi: Mpi, placement: Placement, names: Iterable[str]) -> list[str]
     # Without keepalive a job whose network is cut never ends.
     for name, value in (("time", "2"), ("intvl", "1"), ("probes", "3")):
         result += [runtime, f"oob_tcp_keepalive_{name}", value]
-    if options := ssh_options(placement.ssh_port, placement.ssh_identity_file):
-        result += [runtime, ssh, shlex.join(options)]
+    if options := ssh.options(placement.ssh_port, placement.ssh_identity_file):
+        result += [runtime, arguments, shlex.join(options)]
     if placement.interfaces:
         result += [runtime, "oob_tcp_if_include", placement.interfaces]
         result += ["--mca", "btl_tcp_if_include", placement.interfaces]

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdlite.errors import LaunchError
@@ -31,12 +31,16 @@ class Hosts:
         source: What named the hosts, in words for an error message.
         scheduler: "slurm", "pbs" or "lsf", if hvdliterun runs in a job of that scheduler; else empty.
         by_ssh: The MPI launcher will reach the hosts by plain ssh, so hvdliterun can try ssh first.
+        environ: What to change in the environment of the MPI launcher.
+        advice: What helps if the hosts have too few slots.
     """
 
     hosts: tuple[Host, ...]
     source: str
     scheduler: str = ""
     by_ssh: bool = True
+    environ: Mapping[str, str] = field(default_factory=dict)
+    advice: str = "Give the hosts more slots with -H host:slots, or start fewer ranks."
 
 
 def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ: Mapping[str, str]) -> Hosts:
@@ -55,7 +59,9 @@ def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ
     by_ssh = not any(name in environ for name in _AGENTS)
     if hosts is not None or hostfile is not None:
         named = parse_hosts(hosts) if hosts is not None else parse_hostfile(str(hostfile))
-        return _checked(Hosts(tuple(named), "the command line", scheduler, by_ssh and scheduler != "slurm"), num_proc)
+        by_ssh = by_ssh and scheduler != "slurm"
+        counts = _counts_for_mpi(environ, named) if scheduler == "slurm" else {}
+        return _checked(Hosts(tuple(named), "the command line", scheduler, by_ssh, counts), num_proc)
     for find in (_slurm, _pbs, _lsf):
         if found := find(environ, num_proc):
             return _checked(found, num_proc)
@@ -67,7 +73,7 @@ def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ
 
 
 def _checked(found: Hosts, num_proc: int) -> Hosts:
-    check_slots(found.hosts, num_proc, found.source)
+    check_slots(found.hosts, num_proc, found.source, found.advice)
     return found
 
 
@@ -76,18 +82,58 @@ def _slurm(environ: Mapping[str, str], num_proc: int) -> Hosts | None:
     if not nodes or "SLURM_JOB_ID" not in environ:
         return None
     names = expand_nodes(nodes, "SLURM_JOB_NODELIST")
-    tasks = _per_node(environ, "SLURM_TASKS_PER_NODE", names)
-    # If only nodes were asked for, Slurm counts one task for each node. Their processors are the slots then.
-    if tasks is None or sum(tasks) < num_proc:
+    tasks = _per_node(environ, "SLURM_TASKS_PER_NODE", names) if _counts_are_the_jobs(environ) else None
+    # If only nodes were asked for, the ranks are dealt out evenly, to as many as the nodes have processors.
+    if tasks is None or sum(tasks) < num_proc or not {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & set(environ):
         processors = _per_node(environ, "SLURM_JOB_CPUS_PER_NODE", names)
         if processors is not None:
             each = environ.get("SLURM_CPUS_PER_TASK", "1")
             if not re.fullmatch(r"0*[1-9][0-9]{0,5}", each):
                 raise LaunchError(f"SLURM_CPUS_PER_TASK={each}: expected a whole number from 1 on.")
-            tasks = [max(1, count // int(each)) for count in processors]
+            tasks = deal([max(1, count // int(each)) for count in processors], num_proc)
     tasks = [1] * len(names) if tasks is None else tasks
-    pairs = zip(names, tasks, strict=True)
-    return _allocated("slurm", "the Slurm allocation (SLURM_JOB_NODELIST)", pairs)
+    found = _allocated("slurm", "the Slurm allocation (SLURM_JOB_NODELIST)", zip(names, tasks, strict=True))
+    advice = f"Ask Slurm for more tasks (sbatch or salloc --ntasks {num_proc}), start fewer ranks, or name the hosts with -H."
+    return replace(found, environ=_counts_for_mpi(environ, found.hosts), advice=advice)
+
+
+def _counts_are_the_jobs(environ: Mapping[str, str]) -> bool:
+    """Tell whether SLURM_TASKS_PER_NODE counts the tasks of the job, not those of the step of srun that this process is in."""
+    step = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    return step is None or step != environ.get("SLURM_TASKS_PER_NODE")
+
+
+def _counts_for_mpi(environ: Mapping[str, str], hosts: Sequence[Host]) -> dict[str, str]:
+    """Return the counts of tasks that Open MPI is to read: those of `hosts`, if the allocation has them.
+
+    Open MPI takes no more slots of ``-H`` than it reads in SLURM_TASKS_PER_NODE, and puts the other ranks where it likes.
+    """
+    names = expand_nodes(environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", "")), "SLURM_JOB_NODELIST")
+    slots = {host.name: host.slots for host in hosts}
+    if not set(slots) <= set(names):
+        return {}
+    return {"SLURM_TASKS_PER_NODE": ",".join(str(slots.get(name, 1)) for name in names)}
+
+
+def deal(places: Sequence[int], count: int) -> list[int]:
+    """Deal `count` ranks out to nodes as evenly as their places allow, at least one to each node.
+
+    Args:
+        places: The places of each node, from 1 on.
+        count: The number of ranks. If it is larger than the sum of the places, each node gets as many as it has places.
+
+    Returns:
+        The number of ranks of each node. The first nodes get one more where it does not come out even.
+    """
+    level, left = max(1, count // len(places)), count
+    dealt = [min(each, level) for each in places]
+    left -= sum(dealt)
+    while left > 0 and dealt != list(places):
+        for node, each in enumerate(places):
+            if left > 0 and dealt[node] < each:
+                dealt[node] += 1
+                left -= 1
+    return dealt
 
 
 def _pbs(environ: Mapping[str, str], _num_proc: int) -> Hosts | None:

@@ -258,7 +258,8 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec
         **_stall_settings(options),
     }
     changes = {name: str(value) for name, value in settings.items() if value is not None}
-    return JobSpec(mpi, placement, program, {**environ, **changes}, options.start_timeout, options.verbose)
+    environ = {**environ, **found.environ, **changes}
+    return JobSpec(mpi, placement, program, environ, options.start_timeout, options.verbose)
 
 
 def _stall_settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -283,7 +284,14 @@ def _bytes(megabytes: float | None) -> int | None:
 
 
 def check_not_nested(environ: Mapping[str, str]) -> None:
-    """Raise LaunchError if this process is a rank of a job: a rank cannot start another job."""
+    """Raise LaunchError if this process is a rank of a job, or one of several that a launcher has started."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and (environ.get("SLURM_PROCID") != "0" or not os.isatty(0)):  # of srun --pty only one task goes on
+        raise LaunchError(
+            f"srun has started {tasks} processes (SLURM_STEP_NUM_TASKS), and each would start the whole job. Start hvdliterun "
+            "without srun in sbatch or salloc: it starts the ranks on all nodes by itself. Or start the program itself with "
+            "srun --mpi=pmix."
+        )
     if environ.get("HVDLITE_CONTROL"):
         raise LaunchError(
             "this process is already a rank of a job (HVDLITE_CONTROL is set), and a rank cannot start another job. "

@@ -114,7 +114,7 @@ def run(
             shared_directory=new_directory(mpi.flavour),
         ),
         program=_program(executable or sys.executable),
-        environ=environ,
+        environ={**environ, **found.environ},
         start_timeout=30.0 if start_timeout is None else start_timeout,
         verbose=bool(verbose),
         function=_dumps((list(sys.path), _dumps((fn, tuple(args), dict(kwargs or {}))))),
