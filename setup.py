@@ -41,6 +41,7 @@ EXTRAS["test"] = [
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
+    "pyyaml",
 ]
 EXTRAS["dev"] = [
     *EXTRAS["test"],

@@ -503,6 +503,8 @@ def test_hostfile(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# mine\nnode1 slots=4\n\nnode2 slots=2 # slow\nnode3\n")
     assert parse_hostfile(str(path)) == [Host("node1", 4), Host("node2", 2), Host("node3", 1)]
+    path.write_text("node1 slots = 4 max_slots=8\nnode2:2\nnode3 max-slots = 1\n")
+    assert parse_hostfile(str(path)) == [Host("node1", 4), Host("node2", 2), Host("node3", 1)]
     path.write_text("node1 slots=4\nnode2 4\n")
     with pytest.raises(LaunchError, match="line 2: 'node2 4'; expected 'host slots=N'"):
         parse_hostfile(str(path))

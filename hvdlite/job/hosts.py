@@ -47,6 +47,8 @@ def _split(entry: str, where: str) -> tuple[str, str]:
 def parse_hostfile(path: str) -> list[Host]:
     """Read a file with a host on each line: ``host slots=N``, ``host:N``, or a host alone. ``#`` starts a comment.
 
+    Open MPI's ``max_slots=N`` may follow: no host gets more ranks than it has slots anyway.
+
     Raises:
         LaunchError: The file cannot be read, names no host, or has a line of another form.
     """
@@ -57,7 +59,8 @@ def parse_hostfile(path: str) -> list[Host]:
     hosts = []
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
-        words = line.partition("#")[0].split()
+        words = re.sub(r"\s*=\s*", "=", line.partition("#")[0]).split()
+        words = [word for word in words if not re.fullmatch(r"max[-_]slots=[0-9]+", word)]
         if not words:
             continue
         if len(words) == 1:
