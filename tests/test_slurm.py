@@ -15,7 +15,9 @@ from tests.jobs import LIMIT, PROGRAMS, wait_for
 
 PLACE, LAST = str(PROGRAMS / "place.py"), str(PROGRAMS / "last.py")
 HVDLITERUN = (sys.executable, "-m", "hvdlite.launch")
-NODES = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2")
+NODES = ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
+TWICE = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2")
+ON_EACH = ["0 2 0 1 0 2 node1", "1 2 0 1 1 2 node2"]
 EVERYWHERE = ["0 4 0 2 0 2 node1", "1 4 1 2 0 2 node1", "2 4 0 2 1 2 node2", "3 4 1 2 1 2 node2"]
 
 
@@ -57,14 +59,14 @@ def needs_pmix(cluster: slurm.Slurm) -> None:
 
 def test_srun(cluster: slurm.Slurm) -> None:
     needs_pmix(cluster)
-    assert places(succeeds(cluster, "srun", *NODES, "--mpi=pmix", sys.executable, PLACE)) == EVERYWHERE
+    assert places(succeeds(cluster, "srun", *NODES, "--mpi=pmix", sys.executable, PLACE)) == ON_EACH
 
 
 def test_srun_without_pmix_is_refused(cluster: slurm.Slurm) -> None:
     done = cluster.run("srun", *NODES, "--mpi=none", sys.executable, PLACE, timeout=LIMIT)
     assert done.returncode == 1
-    refused = r"WorldSizeError: SLURM_STEP_NUM_TASKS=4: srun started 4 processes, but MPI .* srun --mpi=pmi(x|2) "
-    assert len(re.findall(refused, done.stderr)) == 4
+    refused = r"WorldSizeError: SLURM_STEP_NUM_TASKS=2: srun started 2 processes, but MPI .* srun --mpi=pmi(x|2) "
+    assert len(re.findall(refused, done.stderr)) == 2
 
 
 def test_srun_ends_the_job_when_a_rank_fails(cluster: slurm.Slurm) -> None:
@@ -77,24 +79,28 @@ def test_srun_ends_the_job_when_a_rank_fails(cluster: slurm.Slurm) -> None:
 def test_hvdliterun_takes_the_nodes_of_sbatch(cluster: slurm.Slurm) -> None:
     script, out = cluster.folder / "job.sh", cluster.folder / "job.out"
     script.write_text(f"#!/bin/sh\n{' '.join(HVDLITERUN)} -np 4 {PLACE}\necho ended with $?\n")
-    succeeds(cluster, "sbatch", *NODES, f"--output={out}", str(script))
+    succeeds(cluster, "sbatch", *TWICE, f"--output={out}", str(script))
     wait_for(lambda: out.exists() and "ended with" in out.read_text(), LIMIT)
     assert out.read_text().endswith("\nended with 0\n")
     assert places(out.read_text()) == EVERYWHERE
 
 
-def test_hvdliterun_on_whole_nodes_and_in_a_step(cluster: slurm.Slurm) -> None:
-    """The ranks are spread over the nodes where only nodes were asked for, and where srun has counts of its own."""
+def test_hvdliterun_on_whole_nodes(cluster: slurm.Slurm) -> None:
+    """Where only nodes were asked for, the ranks are spread over them."""
+    said = succeeds(cluster, "salloc", "-Q", "--nodes=2", "--exclusive", *HVDLITERUN, "-np", "2", PLACE)
+    assert places(said) == ON_EACH
+
+
+def test_hvdliterun_in_a_step(cluster: slurm.Slurm) -> None:
+    """A step of srun has counts of its own, and the ranks go to the nodes of the job all the same."""
     step = ("srun", "--overlap", "--nodes=1", "--ntasks=1")
-    for words in (("--exclusive",), (*NODES[1:], *step)):
-        said = succeeds(cluster, "salloc", "-Q", NODES[0], *words, *HVDLITERUN, "-np", "4", PLACE)
-        assert places(said) == EVERYWHERE
+    assert places(succeeds(cluster, "salloc", "-Q", *TWICE, *step, *HVDLITERUN, "-np", "4", PLACE)) == EVERYWHERE
 
 
 def test_hvdliterun_names_the_rank_that_was_killed(cluster: slurm.Slurm) -> None:
-    done = cluster.run("salloc", "-Q", *NODES, *HVDLITERUN, "-np", "4", LAST, "SIGKILL", timeout=LIMIT)
+    done = cluster.run("salloc", "-Q", *NODES, *HVDLITERUN, "-np", "2", LAST, "SIGKILL", timeout=LIMIT)
     assert done.returncode == 137
-    assert "hvdliterun: rank 3 on host node2 failed (exit code 137):\n" in done.stderr
+    assert "hvdliterun: rank 1 on host node2 failed (exit code 137):\n" in done.stderr
 
 
 def test_too_few_tasks(cluster: slurm.Slurm) -> None:
@@ -104,7 +110,7 @@ def test_too_few_tasks(cluster: slurm.Slurm) -> None:
 
 def test_scancel_ends_every_rank(cluster: slurm.Slurm) -> None:
     script, out = cluster.folder / "stubborn.sh", cluster.folder / "stubborn.out"
-    script.write_text(f"#!/bin/sh\nexec {' '.join(HVDLITERUN)} -np 4 {PROGRAMS / 'stubborn.py'}\n")
+    script.write_text(f"#!/bin/sh\nexec {' '.join(HVDLITERUN)} -np 2 {PROGRAMS / 'stubborn.py'}\n")
     number = succeeds(cluster, "sbatch", "--parsable", *NODES, f"--output={out}", str(script)).strip()
-    wait_for(lambda: out.exists() and out.read_text().count("ready") == 4, LIMIT)
+    wait_for(lambda: out.exists() and out.read_text().count("ready") == 2, LIMIT)
     succeeds(cluster, "scancel", number)  # the fixture waits until all have ended

@@ -1,7 +1,8 @@
 """One job of hvdliterun: this room starts the ranks with an MPI launcher, watches them, and ends them.
 
 job.py              runs one job from start to end
- |- hosts.py        reads lists of hosts, and checks that the hosts can be reached
+ |- hosts.py        reads lists of hosts, and finds the address that the hosts reach
+ |- ssh.py          checks by ssh that other hosts are fit for their ranks
  |- mpi.py          finds the MPI launcher, and makes its command line
  |- mpi_process.py  runs that MPI launcher
  |- server.py       receives the messages of the ranks    <--TCP-->  `hvdlite.worker` on each rank

@@ -19,7 +19,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -115,7 +115,7 @@ class Job:
         """
         placement = self._spec.placement
         _allow_files(placement.num_proc + STRANGERS + _OWN_FILES)
-        self._server = Server(self._checked_address())
+        self._server = Server(_checked_address(self._spec, self._output.say))
         try:
             with self._signals():
                 self._start()
@@ -129,23 +129,6 @@ class Job:
         return self._conclude()
 
     # ---- start ----
-
-    def _checked_address(self) -> str:
-        """Check that the hosts are fit for their ranks, and return the address of this machine that they can reach."""
-        placement = self._spec.placement
-        try:
-            address = control_host(placement.hosts, placement.interfaces)
-        except LaunchError:
-            self._check_hosts("127.0.0.1")  # says more, of all hosts
-            raise
-        self._check_hosts(address)
-        return address
-
-    def _check_hosts(self, address: str) -> None:
-        placement = self._spec.placement
-        if placement.by_ssh:
-            options = ssh.options(placement.ssh_port, placement.ssh_identity_file)
-            ssh.check_hosts(placement.hosts, options, self._spec.mpi.program, address, self._output.say)
 
     def _start(self) -> None:
         spec = self._spec
@@ -341,6 +324,24 @@ class Job:
                 "used MPI otherwise. See docs/torch_training.md or docs/keras.md for what a program needs; HVDLITE_ADVICE=0 "
                 "if this is as it should be.\n"
             )
+
+
+def _checked_address(spec: JobSpec, say: Callable[[str], None]) -> str:
+    """Check that the hosts are fit for their ranks, and return the address of this machine that they can reach."""
+    placement = spec.placement
+
+    def check(address: str) -> None:
+        if placement.by_ssh:
+            options = ssh.options(placement.ssh_port, placement.ssh_identity_file)
+            ssh.check_hosts(placement.hosts, options, spec.mpi.program, address, say)
+
+    try:
+        address = control_host(placement.hosts, placement.interfaces)
+    except LaunchError:
+        check("127.0.0.1")  # it says more, and of all hosts
+        raise
+    check(address)
+    return address
 
 
 def _allow_files(needed: int) -> None:

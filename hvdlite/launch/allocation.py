@@ -108,11 +108,16 @@ def _counts_for_mpi(environ: Mapping[str, str], hosts: Sequence[Host]) -> dict[s
 
     Open MPI takes no more slots of ``-H`` than it reads in SLURM_TASKS_PER_NODE, and puts the other ranks where it likes.
     """
-    names = expand_nodes(environ.get("SLURM_JOB_NODELIST", environ.get("SLURM_NODELIST", "")), "SLURM_JOB_NODELIST")
-    slots = {host.name: host.slots for host in hosts}
+    try:
+        names = expand_nodes(environ.get("SLURM_JOB_NODELIST", ""), "SLURM_JOB_NODELIST")
+    except LaunchError:  # with -H nobody needs the list
+        return {}
+    slots: Counter[str] = Counter()
+    for host in hosts:
+        slots[host.name] += host.slots
     if not set(slots) <= set(names):
         return {}
-    return {"SLURM_TASKS_PER_NODE": ",".join(str(slots.get(name, 1)) for name in names)}
+    return {"SLURM_TASKS_PER_NODE": ",".join(str(slots[name] or 1) for name in names)}
 
 
 def deal(places: Sequence[int], count: int) -> list[int]:
