@@ -46,3 +46,9 @@ def test_a_program_catches_what_mpi_reports_in_an_operation(start: Start) -> Non
 )
 def test_of_what_srun_offers_the_wheel_asks_for_what_it_has(offered: str, asked: dict[str, str]) -> None:
     assert _for_the_load({"PMIX_RANK": "0", "PMIX_SECURITY_MODE": offered}) == asked
+
+
+def test_srun_without_pmix_leaves_no_file() -> None:
+    """Open MPI would be alone in each task, and would leave a file of 16 MiB in /dev/shm if it made one."""
+    for environ in ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, {}):
+        assert _for_the_load(environ) == {"OMPI_MCA_btl": "^sm,ofi"}

@@ -63,6 +63,7 @@ def test_one_plain_process_is_a_job_of_its_own() -> None:
         ({"PMI_SIZE": "2"}, ["PMI_SIZE=2", "another MPI library"]),
         ({"SLURM_STEP_NUM_TASKS": "3"}, ["srun --mpi=pmix"]),
         ({"SLURM_NTASKS": "3", "SLURM_STEP_ID": "0"}, ["srun --mpi=pmix"]),
+        ({"PMI_SIZE": "3", "SLURM_STEP_NUM_TASKS": "3"}, ["srun started 3", "srun --mpi=pmix"]),  # srun --mpi=pmi2
         ({"WORLD_SIZE": "8", "RANK": "3"}, ["torchrun", "hvdliterun -np 8"]),
     ],
 )
@@ -74,6 +75,13 @@ def test_a_promise_that_mpi_does_not_keep(environ: dict[str, str], texts: list[s
     for text in [*texts, "Some MPI 1.0", "each would train alone"]:
         assert text in str(caught.value)
     check_world_size(int(next(iter(environ.values()))), environ, "Some MPI 1.0")
+
+
+def test_mpich_needs_another_kind_of_srun() -> None:
+    from hvdlite.comm.mpi_job import check_world_size
+
+    with pytest.raises(hvd.WorldSizeError, match="srun --mpi=pmi2 "):
+        check_world_size(1, {"SLURM_STEP_NUM_TASKS": "3"}, "MPICH Version: 5.0.2")
 
 
 @pytest.mark.parametrize("environ", [{}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"WORLD_SIZE": "8"}, {"SLURM_NTASKS": "3"}])
