@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -191,6 +192,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LaunchError as error:
         print(f"hvdliterun: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except KeyboardInterrupt:  # while hosts are checked; once ranks start, the job takes the signal
+        print("hvdliterun: ended by SIGINT, before any rank has started.", file=sys.stderr)
+        return 128 + signal.SIGINT
     finally:
         if output is not None:
             orphans.end(0.0)
@@ -285,17 +289,17 @@ def _bytes(megabytes: float | None) -> int | None:
 
 def check_not_nested(environ: Mapping[str, str]) -> None:
     """Raise LaunchError if this process is a rank of a job, or one of several that a launcher has started."""
+    if environ.get("HVDLITE_CONTROL"):
+        raise LaunchError(
+            "this process is already a rank of a job (HVDLITE_CONTROL is set), and a rank cannot start another job. "
+            "Call hvdliterun or hvdlite.run outside of it, or unset HVDLITE_CONTROL if the job is over."
+        )
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if tasks != "1" and (environ.get("SLURM_PROCID") != "0" or not os.isatty(0)):  # of srun --pty only one task goes on
         raise LaunchError(
             f"srun has started {tasks} processes (SLURM_STEP_NUM_TASKS), and each would start the whole job. Start hvdliterun "
             "without srun in sbatch or salloc: it starts the ranks on all nodes by itself. Or start the program itself with "
             "srun --mpi=pmix."
-        )
-    if environ.get("HVDLITE_CONTROL"):
-        raise LaunchError(
-            "this process is already a rank of a job (HVDLITE_CONTROL is set), and a rank cannot start another job. "
-            "Call hvdliterun or hvdlite.run outside of it, or unset HVDLITE_CONTROL if the job is over."
         )
 
 
