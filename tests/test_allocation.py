@@ -215,6 +215,18 @@ def test_ranks_on_the_hosts_of_pbs(two_hosts: lab.Hosts, tmp_path: Path) -> None
     assert places(two_hosts, **pbs) == EVERYWHERE
 
 
-def test_ranks_on_the_hosts_of_an_mpijob(two_hosts: lab.Hosts, tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text("node1 slots=2\nnode2 slots=2\n")
-    assert places(two_hosts, OMPI_MCA_orte_default_hostfile=str(tmp_path / "hostfile")) == EVERYWHERE
+def test_ranks_on_the_hosts_of_an_mpijob(two_hosts: lab.Hosts) -> None:
+    """The operator gives pods long names, which a pod's own host name is not, and sets variables of older Open MPIs."""
+    folder = two_hosts.directory
+    with open(folder / "hosts", "a") as names:
+        for number in (1, 2):
+            (folder / f"w{number}.job.ns.svc").write_text((folder / f"node{number}").read_text())
+            names.write(f"10.77.0.{number} w{number}.job.ns.svc\n")
+    (folder / "hostfile").write_text("w1.job.ns.svc slots=2\nw2.job.ns.svc slots=2\n")
+    operators = {
+        "OMPI_MCA_orte_default_hostfile": str(folder / "hostfile"),
+        "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+        "OMPI_MCA_orte_set_default_slots": "2",
+        "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+    }
+    assert places(two_hosts, **operators) == EVERYWHERE

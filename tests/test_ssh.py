@@ -141,5 +141,5 @@ def test_what_is_missing_on_a_host(
         told(f'last=$(echo "$last" | sed s,{tmp_path},/nowhere,g)')
     assert told("sleep 0.3") == "hvdliterun: waits for ssh to 192.0.2.1, up to 20 s.\n\n"
     monkeypatch.setattr(ssh, "_SSH_SECONDS", 0.1)
-    with pytest.raises(LaunchError, match=r"no answer in 0.2 s. Is the host up"):
+    with pytest.raises(LaunchError, match=r"no answer in 0.2 s. Is it up"):
         told("exec sleep 30")

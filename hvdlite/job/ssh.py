@@ -62,7 +62,7 @@ _ADVICE = (
     (r"Permission denied", "It takes no key of this user: ssh-copy-id {name}, or give a key with --ssh-identity-file."),
     (
         r"timed out|No route to host|Network is unreachable|no answer",
-        "Is the host up, and is port 22 open to this one?",
+        "Is it up, and its port of ssh open to this host?",
     ),
     (r"UNPROTECTED PRIVATE KEY|bad permissions", "ssh ignores a key that others can read: chmod 600."),
 )
@@ -92,12 +92,8 @@ def check_hosts(
     if not remote:
         return
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with (
-        socket.create_server(
-            (address, 0), family=family, backlog=4096
-        ) as listener,  # connecting is enough: nobody reads
-        ThreadPoolExecutor(_AT_ONCE) as pool,
-    ):
+    listener = socket.create_server((address, 0), family=family, backlog=4096)  # for connecting: nobody reads
+    with listener, ThreadPoolExecutor(_AT_ONCE) as pool:
         command = _look_command(launcher, address, listener.getsockname()[1])
         answers = {pool.submit(_look, name, ssh, command): name for name in remote}
         _await(answers, say)
