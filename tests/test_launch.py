@@ -416,7 +416,7 @@ def test_reader_that_leaves_ends_the_job(start: Start) -> None:
         (["-np", "1000000000", "true"], "this machine has memory for "),
         (["-np", "2", "--mpi-args='--mca", "true"], "No closing quotation. Write it as for a shell"),
         (["-np", "2", "--hostfile", "nosuchfile", "true"], "cannot read the hostfile nosuchfile"),
-        (["-np", "2", "-H", "nosuchhost.invalid:2", "true"], "nosuchhost.invalid: "),
+        (["-np", "2", "-H", "nosuchhost.invalid:2", "true"], "Try: ssh nosuchhost.invalid true"),
     ],
 )
 def test_bad_input(start: Start, arguments: list[str], words: str) -> None:
