@@ -120,6 +120,11 @@ def _parse(variable: str, text: str, kind: type) -> Any:
         raise ArgumentError(f"{variable}={text!r}: expected {kind.__name__}.") from None
 
 
+def is_task_of_srun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Tell whether Slurm's srun has started this process itself, and not a daemon of mpirun that srun has started."""
+    return "SLURM_STEP_ID" in environ and not {"OMPI_COMM_WORLD_SIZE", "HVDLITE_CONTROL"} & set(environ)
+
+
 def environment(**defaults: str) -> dict[str, str]:
     """Return the environment variables of this process, for a process that it starts.
 

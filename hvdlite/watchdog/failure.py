@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import array
+import contextlib
+import fcntl
 import os
 import sys
+import termios
+import time
 import traceback
 from types import TracebackType
 
-from hvdlite.config import Config
+from hvdlite.config import Config, is_task_of_srun
 
 
 def end_job(config: Config, rank: int, text: str) -> None:
@@ -29,10 +34,26 @@ def abort(code: int) -> None:
     """End all ranks of the MPI job with the exit code `code`. This function does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
+    if is_task_of_srun():
+        _let_slurm_forward()
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
     os._exit(code)
+
+
+def _let_slurm_forward() -> None:
+    """Wait until Slurm has read what this process has printed, for 2 s at most, and 0.3 s for its way to srun.
+
+    Slurm drops all that is still on its way when a task aborts the step: the traceback, now and then.
+    """
+    end = time.monotonic() + 2.0
+    for descriptor in (1, 2):
+        waiting = array.array("i", [0])
+        with contextlib.suppress(OSError):  # it is no pipe
+            while fcntl.ioctl(descriptor, termios.FIONREAD, waiting) == 0 and waiting[0] and time.monotonic() < end:
+                time.sleep(0.01)
+    time.sleep(0.3)
 
 
 def end_job_on_uncaught_exceptions() -> None:
