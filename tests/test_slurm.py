@@ -11,9 +11,10 @@ import pytest
 
 from tests import hosts as lab
 from tests import slurm
-from tests.jobs import LIMIT, PROGRAMS, wait_for
+from tests.jobs import PROGRAMS, wait_for
 
 PLACE, LAST = str(PROGRAMS / "place.py"), str(PROGRAMS / "last.py")
+LIMIT = 120.0  # seconds for one command: Slurm's own waits come on top of a job's
 HVDLITERUN = (sys.executable, "-m", "hvdlite.launch")
 NODES = ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1")
 TWICE = ("--nodes=2", "--ntasks=4", "--ntasks-per-node=2")

@@ -43,7 +43,7 @@ def abort(code: int) -> None:
 
 
 def _let_slurm_forward() -> None:
-    """Wait until Slurm has read what this process has printed, for 2 s at most, and 0.3 s for its way to srun.
+    """Wait until Slurm has read what this process has printed, for 2 s at most, and 1 s for its way to srun.
 
     Slurm drops all that is still on its way when a task aborts the step: the traceback, now and then.
     """
@@ -53,7 +53,7 @@ def _let_slurm_forward() -> None:
         with contextlib.suppress(OSError):  # it is no pipe
             while fcntl.ioctl(descriptor, termios.FIONREAD, waiting) == 0 and waiting[0] and time.monotonic() < end:
                 time.sleep(0.01)
-    time.sleep(0.3)
+    time.sleep(1.0)
 
 
 def end_job_on_uncaught_exceptions() -> None:
