@@ -115,6 +115,7 @@ def test_a_job_with_replicas_that_die(tmp_path: Path) -> None:
     assert "was ended by SIGKILL. It is replaced." in said
     assert "ended with exit code 7. It is replaced." in said
     assert re.search(r"took longer than 1 s for a batch of \d+ \(--timeout\). It is replaced.", said)
+    assert re.search(r"--timeout\)\. It is here:.*servables\.py\", line \d+ in numbers", said, re.DOTALL)
     assert said.count("ValueError: a bad number") == 1
 
 
@@ -145,7 +146,7 @@ FAILED_STARTS = {
     ),
     "waits": (
         "tests.programs.servables:waits",
-        r"servables.py.* in _wait.*took longer than 0\.\d s to import .*give a longer --start-timeout",
+        r"took longer than 0\.\d s to import .*see above where it is.*give a longer --start-timeout",
     ),
 }
 

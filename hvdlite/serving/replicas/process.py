@@ -24,9 +24,10 @@ _THREADS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
     *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
 )
-_DUMP = signal.SIGQUIT
-"""The signal at which a replica writes down where each of its threads is (`hvdlite.serving.replicas.replica`)."""
-_DUMP_SECONDS = 0.2
+_DUMP = signal.SIGURG
+"""The signal at which a replica writes down where each of its threads is (`hvdlite.serving.replicas.replica`). A process that
+has not come so far ignores it."""
+_DUMP_SECONDS = 1.0
 """What it gets for that."""
 _LAST_WORDS = 1.0
 """Seconds that a process gets to end by itself after its line to the server was cut."""
@@ -146,6 +147,7 @@ class Process:
     def _overdue(self, why: str, way_out: str) -> None:
         """Let the process say where it is, and end it. A stopped one says nothing."""
         log.error("Replica %d (pid %d) %s. It is here:", self._number, self.pid, why)
+        self._why = why + way_out
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, _DUMP)
         self._timer = asyncio.get_running_loop().call_later(_DUMP_SECONDS, self.kill, why + way_out)
@@ -153,6 +155,7 @@ class Process:
     def _received(self, message: Any, data: bytearray) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._why = ""  # it may have been late, but not too late
         if isinstance(message, Computed):
             self._owner.computed(self._number, unpack(message.how, data))
         elif isinstance(message, Raised):

@@ -91,7 +91,7 @@ class Raised:
 def main() -> None:
     """Run a replica until the server is gone."""
     faulthandler.enable()  # where it is if it crashes,
-    faulthandler.register(signal.SIGQUIT)  # and if the server asks because it takes too long
+    faulthandler.register(signal.SIGURG)  # and if the server asks because it takes too long
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with_server, args=(connection.fileno(),), daemon=True).start()
     try:
