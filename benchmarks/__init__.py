@@ -24,4 +24,5 @@ hvdliterun starts, counts what is lost when ranks share parameters without locks
 replicas of a server and lets clients misbehave, and accounts for every request. ``python -m benchmarks.serving`` measures
 ``hvdlite serve`` beside mosec and LitServe: `serving_models` has what they serve, and `serving_peers` runs these two.
 ``python -m benchmarks.serving_timeout`` draws latency and cost by the time-out of a batch, in virtual time (`virtual_serving`).
+``python -m benchmarks.serving_slo`` compares the chosen time-out with fixed ones on real servers, and lets the load jump.
 """

@@ -7,8 +7,8 @@
 All servers run at the same time, each with one process that computes, and are measured in turns by 64 closed-loop clients,
 which send JSON. The models are *gpu*, which waits 5 ms and 0.1 ms for each input, and *digits*, a convolutional network on the
 CPU with one thread. The largest batch is 32. The peers wait up to 10 ms for a batch, which is mosec's own setting. Ours chooses
-its wait for a p99 of at most 50 ms; it is measured without a bound, with 10 ms, and without batches, too. Before a server is
-measured, it must give the right answer.
+its wait for the least mean latency, which is its own setting; it is measured with a bound of 50 ms for the p99, with 10 ms, and
+without batches, too. Before a server is measured, it must give the right answer.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from hvdlite.serving.bench.results import Results
 
 OURS = "hvdlite"
 OPTIONS = {
-    OURS: ["--slo-p99", "50ms"],
-    "hvdlite, no bound": [],
+    OURS: [],
+    "hvdlite, p99 50 ms": ["--slo-p99", "50ms"],
     "hvdlite, 10 ms": ["--max-wait", "10ms"],
     "hvdlite, no batches": ["--max-batch", "1", "--max-wait", "0"],
 }
@@ -99,7 +99,7 @@ async def _measure(model: str, peers: Sequence[str], options: argparse.Namespace
     with contextlib.ExitStack() as stack:
         servers = {name: stack.enter_context(_server(name, model, options.site)) for name in names}
         for name, (url, process) in servers.items():
-            _check(name, url, process, model, sent.data[0])
+            check(name, url, process, model, sent.data[0])
         with tqdm(total=options.turns * len(names), unit="turn", leave=False, disable=None) as progress:
             for turn in range(options.turns):
                 for name in in_turn(names, turn):
@@ -121,24 +121,35 @@ def _checked(name: str, result: Results) -> dict[str, Any]:
     return result.as_dict()
 
 
-@contextlib.contextmanager
-def _server(name: str, model: str, site: Path | None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def _server(
+    name: str, model: str, site: Path | None
+) -> contextlib.AbstractContextManager[tuple[str, subprocess.Popen[bytes]]]:
     """Run a server, and give the URL to which requests go, and the process."""
+    if name not in PEERS:
+        return ours(model, name, *OPTIONS[name])
+    environ = _with_site(os.environ, site) | {"SERVING_PEER": f"{PEERS[name]} {model} {MAX_BATCH} {WAIT}"}
+    return _running(name, ["-m", "benchmarks.serving_peers"], "/inference", environ)
+
+
+def ours(
+    model: str, name: str, *options: str
+) -> contextlib.AbstractContextManager[tuple[str, subprocess.Popen[bytes]]]:
+    """Run ``hvdlite serve`` with a model, and give the URL to which requests go, and the process."""
+    command = ["-m", "hvdlite", "serve", f"benchmarks.serving_models:{model}", *options]
+    return _running(name, command, "/v1/predict", os.environ)
+
+
+@contextlib.contextmanager
+def _running(
+    name: str, command: Sequence[str], path: str, environ: Mapping[str, str]
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if name in PEERS:
-        command = ["-m", "benchmarks.serving_peers", "--port", str(port)]
-        environ = _with_site(environ, site) | {"SERVING_PEER": f"{PEERS[name]} {model} {MAX_BATCH} {WAIT}"}
-        path = "/inference"
-    else:
-        command = ["-m", "hvdlite", "serve", f"benchmarks.serving_models:{model}", "--port", str(port), *OPTIONS[name]]
-        path = "/v1/predict"
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, *command],
-            **{"cwd": ROOT, "env": environ, "start_new_session": True},
+            [sys.executable, *command, "--port", str(port)],
+            **{"cwd": ROOT, "env": {**environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True},
             **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log},
         )
         try:
@@ -157,7 +168,7 @@ def _server(name: str, model: str, site: Path | None) -> Iterator[tuple[str, sub
             process.wait()
 
 
-def _check(name: str, url: str, process: subprocess.Popen[bytes], model: str, body: bytes) -> None:
+def check(name: str, url: str, process: subprocess.Popen[bytes], model: str, body: bytes) -> None:
     """Wait until a server answers, and see that the answer is right."""
     expected = load(model)(np.array([json.loads(body)["input"]], np.float32))[0]
     request = urllib.request.Request(url, body, {"content-type": "application/json"})

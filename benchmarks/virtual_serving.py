@@ -14,6 +14,8 @@ import numpy as np
 from hvdlite.serving.batcher import Batch, Batcher, Request
 from hvdlite.serving.waiting import WaitChooser
 
+SEND_AGAIN = 0.0005  # seconds
+
 
 @dataclass(frozen=True)
 class Served:
@@ -41,6 +43,7 @@ def serve(
     max_batch: int,
     replicas: int = 1,
     every: tuple[float, Callable[[float], object]] = (math.inf, lambda now: None),
+    until: float = 0.0,
 ) -> Served:
     """Serve requests that arrive at these times, in rising order.
 
@@ -51,6 +54,7 @@ def serve(
         max_batch: The largest batch.
         replicas: The number of replicas.
         every: A period and what to do then, with the time as argument, for as long as requests come.
+        until: Whoever is answered before this time sends another request, half a millisecond later.
     """
     batcher = Batcher(max_batch, 1 << 30, chooser)
     for replica in range(replicas):
@@ -70,15 +74,20 @@ def serve(
     def answer(replica: int, batch: Batch) -> None:
         for over in batcher.done(replica, [None] * len(batch.requests), now):
             latency[over.request.payload] = now - over.request.arrived
+            if now < until:
+                come(now + SEND_AGAIN)
 
     def periodic() -> None:
         every[1](now)
-        if now + every[0] <= requests[-1].arrived:
+        if now + every[0] <= max(requests[-1].arrived, until):
             at(now + every[0], periodic)
 
-    for number, time in enumerate(arrivals):
-        requests.append(Request("alike", float(time), math.inf, number))
-        at(requests[-1].arrived, arrive, requests[-1])
+    def come(time: float) -> None:
+        requests.append(Request("alike", time, math.inf, len(requests)))
+        at(time, arrive, requests[-1])
+
+    for time in arrivals:
+        come(float(time))
     at(every[0], periodic)
     while events:
         now, _, what, arguments = heapq.heappop(events)

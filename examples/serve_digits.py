@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-import hvdlite
 import hvdlite_torch as hvd
 
 TRAIN = 1437
@@ -89,7 +88,7 @@ def serve(arguments: argparse.Namespace) -> None:
     model = nn.Sequential(network(), nn.Softmax(1))
     model[0].load_state_dict(torch.load(arguments.weights, weights_only=True))
     ready = hvd.servable(model, example=torch.zeros(1, 8, 8))  # hvd: what an input is
-    hvdlite.serve(ready, port=arguments.port, slo_p99=0.05, page=str(PAGE))  # hvd: until Ctrl-C
+    hvd.serve(ready, port=arguments.port, slo_p99=0.05, page=str(PAGE))  # hvd: until Ctrl-C
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from hvdlite.adapter.capabilities import *  # noqa: F403
 from hvdlite.adapter.few_bytes.local_steps import DiLoCo, LocalSGD
 from hvdlite.basics import *  # noqa: F403
 from hvdlite.checks import require
+from hvdlite.serving.serve import serve
 
 # These checks come first, because the modules below import the packages.
 require("keras", "tf", "hvdlite_tf")
@@ -134,6 +135,7 @@ __all__ = [
     "reducescatter_async",
     "refs_to_vars",
     "servable",
+    "serve",
     "serve_parameters",
     "shard",
     "size_op",

@@ -15,6 +15,7 @@ from hvdlite.api import at_the_end
 from hvdlite.basics import *  # noqa: F403
 from hvdlite.checks import require
 from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
+from hvdlite.serving.serve import serve
 
 # This check comes first, because the modules below import torch.
 require("torch", "torch", "hvdlite_torch")
@@ -117,6 +118,7 @@ __all__ = [
     "reducescatter_async",
     "scale_lr",
     "servable",
+    "serve",
     "serve_parameters",
     "slice_layers",
     "sparse_allreduce_async",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -15,6 +16,8 @@ from hvdlite.serving.servable import Servable, by_input
 
 _NO_NUMPY = {torch.bfloat16: torch.float32}
 """The dtypes that NumPy does not have, and what they become there."""
+_WRAPPERS = "module.", "_orig_mod."
+"""What DistributedDataParallel and torch.compile put before the names of weights."""
 
 
 def servable(
@@ -35,10 +38,13 @@ def servable(
             such tensors: then the output of one input has one row of each.
         example: One input, without the batch: a tensor or an array. Replicas warm up with it.
         weights: A file that `torch.save` has written: the module's `state_dict`, or a dictionary that has it under "model" or
-            "state_dict". It is loaded with ``weights_only=True``.
+            "state_dict". The names may begin with "module." or "_orig_mod.", as DistributedDataParallel and torch.compile write
+            them. It is loaded with ``weights_only=True``.
         dtype: The dtype of inputs, as NumPy or torch name it. If neither this nor `example` is given, it is that of the
             module's first parameter, if that is a floating-point number; int64 if the parameter is an embedding's.
-        shape: The shape of one input, without the batch; None stands for any length there. It may be taken from `example`.
+        shape: The shape of one input, without the batch; None stands for any length there. If neither this nor `example` nor
+            `pad` is given, it is what the first layer takes, if that is linear or a convolution, and `model` is this layer or a
+            `torch.nn.Sequential`, of which one knows which layer is the first.
         pad: If it is given, batches mix inputs of different shapes: `pad` gets a list of arrays, and returns a tensor or an
             array for the model, a tuple of its arguments, or a dictionary of its keyword arguments.
         device: Where the model computes; if it is not given, the model stays where it is.
@@ -48,12 +54,13 @@ def servable(
         What a module gives a name for ``hvdlite serve module:name``.
 
     Raises:
-        ArgumentError: `model` is no module, or an argument is not of its type.
+        ArgumentError: `model` is no module, the file has other weights, or an argument is not of its type.
+        OSError: The file cannot be read.
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"servable({model!r}): expected a torch.nn.Module. For a function, use hvdlite.servable.")
     if weights is not None:
-        model.load_state_dict(_state(torch.load(weights, map_location="cpu", weights_only=True), weights))
+        _load(model, weights)
     if device is not None:
         model.to(device)
     model.eval()
@@ -61,6 +68,8 @@ def servable(
         example = _to_numpy(example)
     if dtype is None and example is None:
         dtype = _dtype_of_inputs(model)
+    if shape is None and example is None and pad is None:
+        shape = _shape_of_inputs(model)
     if isinstance(dtype, torch.dtype):
         dtype = str(_NO_NUMPY.get(dtype, dtype)).removeprefix("torch.")
     return Servable(_Predict(model), dtype=dtype, shape=shape, pad=pad, example=example, allow_nan=allow_nan)
@@ -113,12 +122,42 @@ def _dtype_of_inputs(model: torch.nn.Module) -> torch.dtype | None:
     return None
 
 
-def _state(saved: Any, path: str | PathLike[str]) -> Mapping[str, Any]:
+def _shape_of_inputs(model: torch.nn.Module) -> tuple[int | None, ...] | None:
+    """Return the shape that the first layer takes, without the batch, if it is known which layer that is, and what it takes."""
+    while isinstance(model, torch.nn.Sequential) and len(model):
+        model = model[0]
+    if isinstance(model, torch.nn.Linear):
+        return (model.in_features,)
+    if isinstance(model, torch.nn.Conv1d | torch.nn.Conv2d | torch.nn.Conv3d):
+        return (model.in_channels, *[None] * len(model.kernel_size))
+    return None
+
+
+def _load(model: torch.nn.Module, path: str | PathLike[str]) -> None:
+    """Load a file of weights."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ArgumentError(
+            f"weights={str(path)!r}: the file has more than tensors, such as a whole module, and is not loaded, for it could "
+            f"run any program: save model.state_dict() in place of it. torch says: {error}"
+        ) from None
+    state = _state(saved, path)
+    if not model.state_dict().keys() & state.keys():
+        for prefix in _WRAPPERS:
+            torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, prefix)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:  # other names or shapes
+        raise ArgumentError(f"weights={str(path)!r}: {error}") from None
+
+
+def _state(saved: Any, path: str | PathLike[str]) -> dict[str, Any]:
     """Return the state_dict of a module in what a file has."""
     for name in ("model", "state_dict"):
         if isinstance(saved, Mapping) and isinstance(saved.get(name), Mapping):
             saved = saved[name]
-    if isinstance(saved, Mapping) and all(isinstance(value, torch.Tensor) for value in saved.values()):
+    if isinstance(saved, dict) and all(isinstance(value, torch.Tensor) for value in saved.values()):
         return saved
     found = f"a {type(saved).__name__}" + (f" with {list(saved)[:5]}" if isinstance(saved, Mapping) else "")
     raise ArgumentError(

@@ -26,7 +26,7 @@ class Recorder(FixedWait):
         self.arrivals: list[float] = []
         self.services: list[tuple[int, float, float]] = []
 
-    def arrived(self, time: float) -> None:
+    def arrived(self, time: float, here: int) -> None:
         self.arrivals.append(time)
 
     def served(self, batch_size: int, seconds: float, waited: float) -> None:

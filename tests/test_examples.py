@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_digits
 
+from tests.browser import MISSING, Point, browser
 from tests.jobs import PYTHONPATH, ROOT, run_each
 
 SMALL_GPT = "--steps 200 --batch 8 --context 32 --layers 2 --width 64 --sample 20"
@@ -126,7 +128,9 @@ def test_digits(run: Run, name: str, job: str) -> None:
     assert f"weights: identical on {run(job).size} rank" in out
 
 
-def test_digits_are_served(run: Run) -> None:
+@pytest.fixture(scope="module")
+def digits(run: Run) -> Iterator[str]:
+    """The URL of a server for the digits that the example has learnt."""
     job = run("alone")
     accuracy = re.search(r"test accuracy: ([\d.]+) % of 360 images", job.out("serve_digits"))
     assert accuracy and float(accuracy[1]) >= 95
@@ -147,23 +151,46 @@ def test_digits_are_served(run: Run) -> None:
             while "Ready" not in lines[-1]:
                 lines.append(server.stderr.readline())
                 assert lines[-1], lines
-            url = re.findall(r"http://\S+:\d+", "".join(lines))[0]
-            page = httpx.get(url)
-            assert page.headers["content-type"].startswith("text/html")
-            assert page.text == Path(ROOT, "examples/serve_digits.html").read_text()
-            images, labels = load_digits(return_X_y=True)
-            right = 0
-            for image, label in zip(images[:50] / 16, labels, strict=False):
-                answer = httpx.post(f"{url}/v1/predict", json={"input": image.reshape(1, 8, 8).tolist()}).json()[
-                    "output"
-                ]
-                assert sum(answer) == pytest.approx(1)
-                right += np.argmax(answer) == label
-            assert right >= 45
+            yield re.findall(r"http://\S+:\d+", "".join(lines))[0]
             server.send_signal(signal.SIGTERM)
             assert server.wait(60) == 0
         finally:
             server.kill()
+
+
+def test_digits_are_served(digits: str) -> None:
+    page = httpx.get(digits)
+    assert page.headers["content-type"].startswith("text/html")
+    assert page.text == Path(ROOT, "examples/serve_digits.html").read_text()
+    images, labels = load_digits(return_X_y=True)
+    right = 0
+    for image, label in zip(images[:50] / 16, labels, strict=False):
+        answer = httpx.post(f"{digits}/v1/predict", json={"input": image.reshape(1, 8, 8).tolist()}).json()["output"]
+        assert sum(answer) == pytest.approx(1)
+        right += np.argmax(answer) == label
+    assert right >= 45
+
+
+STROKES: dict[int, list[list[Point]]] = {
+    0: [[(60 * math.sin(turn / 5), -90 * math.cos(turn / 5)) for turn in range(33)]],
+    2: [[(-50, -60), (-30, -90), (20, -95), (50, -60), (40, -20), (-60, 90), (60, 90)]],
+    5: [[(50, -90), (-40, -90), (-45, -10), (10, -20), (50, 20), (40, 70), (-10, 90), (-50, 75)]],
+}
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING}: the page of the example is tried in it")
+def test_digits_are_drawn_in_a_browser(digits: str, tmp_path: Path) -> None:
+    with browser() as page:
+        page.go(digits)
+        for digit, strokes in STROKES.items():
+            page.drag("#paper", strokes)
+            page.wait_for(lambda digit=digit: page.text("#answer") == f"This is a {digit}.")  # type: ignore[misc]
+            assert page.text("#status").startswith("Answered in ")
+            chances = page.run("return [...document.querySelectorAll('#bars tr')].map(row => row.cells[2].innerText)")
+            assert len(chances) == 10 and float(chances[digit].split()[0]) > 50
+            page.picture(tmp_path / f"{digit}.png")
+            page.click("#clear")
+            assert page.text("#answer") == page.text("#status") == ""
 
 
 def test_keras_strategy(run: Run) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import hvdlite
 import hvdlite_torch
 from hvdlite.errors import ArgumentError
 from hvdlite.serving.replicas.computing import compute
@@ -54,6 +55,38 @@ def test_weights_of_files_of_torch(tmp_path: Path, around: Any) -> None:
         hvdlite_torch.servable(fresh, weights=tmp_path / "other.pt")
 
 
+def test_files_with_other_names_and_of_other_models(tmp_path: Path) -> None:
+    trained, fresh = small_model(), small_model()
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter += 1
+    path = tmp_path / "weights.pt"
+    torch.save({f"module._orig_mod.{name}": value for name, value in trained.state_dict().items()}, path)
+    np.testing.assert_array_equal(compute(hvdlite_torch.servable(fresh, weights=path), ROWS), truth(trained))
+    torch.save(nn.Linear(2, 2).state_dict(), path)
+    with pytest.raises(ArgumentError, match=r"(?s)weights\.pt': .*size mismatch for weight"):
+        hvdlite_torch.servable(nn.Linear(3, 2), weights=path)
+    torch.save(trained, path)
+    with pytest.raises(ArgumentError, match=r"such as a whole module, .*: save model\.state_dict\(\) in place of it"):
+        hvdlite_torch.servable(fresh, weights=path)
+
+
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [
+        (nn.Linear(3, 2), Spec("float32", (3,))),
+        (nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3).double()), nn.ReLU()), Spec("float64", (3, None, None))),
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.Linear(5, 2)), Spec("float32", (2, None))),
+        (nn.Sequential(nn.Flatten(), nn.Linear(3, 2)), Spec("float32", None)),
+        (nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2)), Spec("int64", None)),
+        (nn.Sequential(nn.Flatten()), Spec()),
+    ],
+)
+def test_dtype_and_shape_from_the_model(model: nn.Module, spec: Spec) -> None:
+    assert hvdlite_torch.servable(model).spec == spec
+    assert hvdlite_torch.servable(model, dtype="int32", shape=(7, None)).spec == Spec("int32", (7, None))
+
+
 class TwoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -91,6 +124,10 @@ def test_dtypes_that_numpy_does_not_have() -> None:
     with torch.no_grad():
         expected = model(torch.tensor(ROWS).bfloat16()).float().numpy()
     np.testing.assert_array_equal(compute(served, ROWS), expected)
+
+
+def test_the_adapter_serves_too() -> None:
+    assert hvdlite_torch.serve is hvdlite.serve
 
 
 def test_what_is_no_module() -> None:

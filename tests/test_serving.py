@@ -22,6 +22,7 @@ import pytest
 import hvdlite
 from hvdlite.cli import main
 from hvdlite.errors import ArgumentError, HvdliteError, LaunchError
+from hvdlite.serving.metrics import CHOICE
 from hvdlite.serving.options import Options, seconds, size
 from hvdlite.serving.replicas import wire
 from hvdlite.serving.replicas.computing import OutputError, compute
@@ -29,6 +30,7 @@ from hvdlite.serving.replicas.replica import Begin, load, warm_up
 from hvdlite.serving.servable import Servable
 from hvdlite.serving.serve import serve
 from hvdlite.serving.server import Server
+from tests.browser import MISSING, browser
 from tests.jobs import PYTHONPATH
 from tests.programs.servables import BAD, ENDLESS, FATAL, FATAL_ONCE
 
@@ -96,6 +98,12 @@ def test_a_job_with_replicas_that_die(tmp_path: Path) -> None:
         assert {number: answer.status_code for number, answer in answers.items()} == expected
         assert all(answers[number].json() == {"output": number} for number in range(FATAL_ONCE + 1))
         lost = re.search(r"^hvdlite_serve_replicas_lost_total (\d+)", metrics, re.MULTILINE)
+        again = re.findall(r"^hvdlite_serve_recomputed_total\{.*\} (\d+)", metrics, re.MULTILINE)
+        begun = [np.fromfile(each, np.int64) for each in tmp_path.glob("begun-*")]
+        numbers, times = np.unique(np.concatenate(begun), return_counts=True)
+        assert numbers.tolist() == sorted(expected)
+        # Zeros are what replicas warm up with. Of the others, none was computed again that was not counted.
+        assert times[1:].sum() <= len(expected) - 1 + sum(map(int, again))
         assert lost and int(lost[1]) >= 3  # of five; fewer if two of these numbers were in one batch
         process.send_signal(signal.SIGTERM)
         said = "".join([*lines, *process.stderr])
@@ -107,6 +115,7 @@ def test_a_job_with_replicas_that_die(tmp_path: Path) -> None:
     assert "was ended by SIGKILL. It is replaced." in said
     assert "ended with exit code 7. It is replaced." in said
     assert re.search(r"took longer than 1 s for a batch of \d+ \(--timeout\). It is replaced.", said)
+    assert re.search(r"--timeout\)\. It is here:.*servables\.py\", line \d+ in numbers", said, re.DOTALL)
     assert said.count("ValueError: a bad number") == 1
 
 
@@ -131,8 +140,14 @@ def test_what_a_replica_says_at_its_start(name: str) -> None:
 FAILED_STARTS = {
     "import": ("tests.programs.servables_fail:x", "No module named 'a_package_that_is_not_there'"),
     "memory": ("tests.programs.servables:large", r"batch of 32 .*does not fit into memory: give a smaller --max-batch"),
-    "crash": ("tests.programs.servables:crashes", "was ended by SIGKILL while it imported .* needs more memory"),
-    "waits": ("tests.programs.servables:waits", r"took longer than 0\.\d s to start"),
+    "crash": (
+        "tests.programs.servables:crashes",
+        "was ended by SIGKILL while it imported .*: give a smaller --max-batch",
+    ),
+    "waits": (
+        "tests.programs.servables:waits",
+        r"took longer than 0\.\d s to import .*see above where it is.*give a longer --start-timeout",
+    ),
 }
 
 
@@ -247,6 +262,30 @@ def test_clients_that_misbehave_and_one_that_does_not(tmp_path: Path) -> None:
         assert answer.endswith(b'{"output":6}')
 
 
+def test_an_input_that_no_body_may_have_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    large = hvdlite.servable(lambda batch: batch, dtype="float32", shape=(600,))
+    with caplog.at_level("INFO"), in_thread(large, max_body=2000, max_batch=1, max_wait=0.0):
+        assert (
+            "An input has 2400 bytes, and a body may have 2000: requests are answered 413. Give a larger" in caplog.text
+        )
+
+
+@pytest.mark.skipif(bool(MISSING), reason=f"{MISSING}: the page is tried in it")
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    doubles = hvdlite.servable(lambda batch: 2 * batch, dtype="float32", shape=(2,))
+    with in_thread(doubles, api_key="secret", max_wait=0.0) as server, browser() as page:
+        page.go(server.url)
+        assert "An input is an array of float32, shape (2,)." in page.text("p")
+        page.click("#send")
+        page.wait_for(lambda: page.text("#answer").startswith("401, "))
+        page.run("document.querySelector('#key').value = 'secret'")
+        page.run("document.querySelector('#body').value = '{\"input\": [1.5, 4]}'")
+        page.click("#send")
+        page.wait_for(lambda: page.text("#answer").startswith("200, "))
+        assert page.text("#answer").endswith('{"output":[3.0,8.0]}')
+        page.picture(tmp_path / "page.png")
+
+
 def test_a_server_answers_what_is_there_before_it_ends() -> None:
     threads = str(Options().threads)
     with in_thread(lambda batch: [os.environ["OMP_NUM_THREADS"]] * len(batch), max_wait=1000.0) as server:
@@ -289,9 +328,12 @@ def test_the_wait_is_chosen_while_it_serves() -> None:
                     await asyncio.gather(*[client.post("/v1/predict", json={"input": 5}) for _ in range(8)])
                     said = (await client.get("/explain")).text
                     if "too few have come" not in said:
-                        return said
+                        return said + (await client.get("/metrics")).text
 
-        assert "with a p99 of at most 50 ms" in asyncio.run(asyncio.wait_for(ask(), 60))
+        said = asyncio.run(asyncio.wait_for(ask(), 60))
+        assert "with a p99 of at most 50 ms" in said
+        for name in CHOICE:
+            assert re.search(rf"^hvdlite_serve_{name} [0-9.e-]+$", said, re.MULTILINE), name
     with pytest.raises(ArgumentError, match="with a bound the wait is chosen"):
         Options(slo_p99=0.05, max_wait=0.01)
     with pytest.raises(ArgumentError, match="slo_p99=0: expected a time above 0"):
@@ -375,6 +417,15 @@ def test_settings_and_functions_that_are_none() -> None:
     lock = threading.Lock()
     with pytest.raises(LaunchError, match="cannot be sent to the replicas: .*Put it into a module"):
         hvdlite.serve(lambda batch: [lock] * len(batch))
+
+
+def test_servable_decorates() -> None:
+    @hvdlite.servable(dtype="float32", shape=(2,))
+    def sums(batch: Any) -> Any:
+        return batch.sum(1)
+
+    assert isinstance(sums, Servable) and (sums.spec.dtype, sums.spec.shape) == ("float32", (2,))
+    assert compute(sums, np.ones((3, 2))).tolist() == [2, 2, 2]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from hvdlite.serving.http.app import make_app
+from hvdlite.serving.http.app import App
 from hvdlite.serving.metrics import Metrics
 from hvdlite.serving.options import Options
 from hvdlite.serving.replicas.contract import Owner
@@ -91,7 +91,7 @@ async def served(
     options, metrics = Options(**settings), Metrics()
     replica = InProcess(predict, spec, holds)
     async with Service(replica, options, FixedWait(wait), metrics) as service:
-        app = make_app(service, options, metrics)
+        app = App(service, options, metrics)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
             yield Served(client, service, replica)
 
@@ -165,7 +165,7 @@ def test_a_function_that_pads_gets_all_shapes() -> None:
 BAD = {
     "no JSON": (b"{1", JSON, 400, "the body is no JSON: .*Expected an object"),
     "bytes": (b"\xff\xfe\xfd", JSON, 400, "the body is no JSON"),
-    "too deep": (b'{"input":' + b"[" * 100_000, JSON, 400, "the body is no JSON"),
+    "too deep": (b'{"input":' + b"[" * 60_000, JSON, 400, "the body is no JSON"),
     "no object": (b"[1, 2, 3]", JSON, 400, "the body is a list: expected an object"),
     "no input": (b'{"inputs": 1}', JSON, 400, "an object with 'inputs': expected"),
     "nothing": (b"", JSON, 400, "the body is no JSON"),
@@ -242,18 +242,44 @@ def test_long_and_slow_bodies() -> None:
     asyncio.run(check())
 
 
+def test_json_is_no_longer_than_its_numbers_need() -> None:
+    async def check() -> None:
+        async with served() as s:
+            answer = await s.post(b" " * (2**16 + 193))
+            assert answer.status_code == 413
+            assert (
+                "more than 65728 bytes, which is the most that JSON has for an array of float32, shape (3,)"
+                in answer.text
+            )
+            assert (await s.post(b" " * 60000 + b'{"input": [1, 2, 3]}')).status_code == 200
+
+    asyncio.run(check())
+
+
+def test_what_lists_and_dictionaries_need_is_counted() -> None:
+    async def check() -> None:
+        async with served(spec=ANY, max_memory=10000) as s:
+            assert (await s.post("x" * 9000)).status_code == 200
+            assert (await s.post({"a": [[1], [1, 2]]})).status_code == 200
+            answer = await s.post([[]] * 150 + [[1]])
+            assert answer.status_code == 429 and "(--max-memory)" in answer.text
+            assert s.client._transport.app.predict._memory == 0  # type: ignore[attr-defined]
+
+    asyncio.run(check())
+
+
 def test_all_bodies_together_have_a_limit() -> None:
     async def check() -> None:
         async with served(max_memory=5000) as s:
             first = asyncio.create_task(s.post(forever(b" " * 4000), NPY))
-            while not s.client._transport.app.routes[0].app._memory:  # type: ignore[attr-defined]
+            while not s.client._transport.app.predict._memory:  # type: ignore[attr-defined]
                 await asyncio.sleep(0)
             answer = await s.post(b" " * 2000, NPY)
             assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
             assert (await s.post([1, 2, 3])).status_code == 200
             first.cancel()
             await asyncio.wait({first})
-            assert s.client._transport.app.routes[0].app._memory == 0  # type: ignore[attr-defined]
+            assert s.client._transport.app.predict._memory == 0  # type: ignore[attr-defined]
 
     asyncio.run(check())
 
@@ -363,6 +389,8 @@ def test_the_other_paths() -> None:
             missing = await get("/v2")
             assert missing.status_code == 404 and "/openapi.json describes all paths" in missing.json()["error"]
             await s.post([1, 2, 3])
+            metrics = (await get("/metrics")).text
+            assert "hvdlite_serve_predicted_p99_seconds NaN" in metrics  # nothing was chosen
             line = s.service._metrics.line()
             assert re.fullmatch(
                 r"[01] requests/s, p50 .* ms, p99 .* ms, 0 wait, 0 in work, 1 replicas, waits up to 0.0 ms for a batch",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -149,6 +150,44 @@ def test_a_slow_network() -> None:
     assert done.returncode == 0, done.stderr
     took = [float(seconds) for seconds in re.findall(r"took (\S+)", done.stdout)]
     assert len(took) == 2 and min(took) > 0.5  # 8 MiB each way are 0.67 s, less what the limit lets through at once
+
+
+ASK = """
+import json, sys, time, urllib.request
+answers = []
+for host in ("10.77.0.1", "10.77.0.2"):
+    request = urllib.request.Request(
+        f"http://{host}:8000/v1/predict", json.dumps({"input": 5}).encode(), {"content-type": "application/json"}
+    )
+    while True:
+        try:
+            answers.append(json.loads(urllib.request.urlopen(request, timeout=10).read()))
+            break
+        except OSError:
+            time.sleep(0.05)  # it does not listen yet, or no replica is ready
+print(answers)
+"""
+
+
+def test_a_server_on_each_host(two_hosts: Hosts) -> None:
+    launch = ["-m", "hvdlite.launch", "-np", "2", "-H", "node1:1,node2:1", sys.executable, "-m", "hvdlite", "serve"]
+    words = [sys.executable, *launch, "tests.programs.servables:counted", "--host", "0.0.0.0"]
+    command, environ = two_hosts.command("node1", words, os.environ)
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+        try:
+            asked = two_hosts.run("node1", sys.executable, "-c", ASK, timeout=LIMIT)
+            assert asked.stdout.strip() == "[{'output': 5}, {'output': 5}]", asked
+            (launcher,) = [
+                pid for pid in two_hosts.pids() if "hvdlite.launch" in Path(f"/proc/{pid}/cmdline").read_text()
+            ][:1]
+            os.kill(launcher, signal.SIGTERM)
+            said = job.communicate(timeout=LIMIT)[0]
+        finally:
+            job.kill()
+    assert all(
+        f"[{rank}] hvdlite serve: The server ends when it has answered what is there" in said for rank in (0, 1)
+    ), said
+    assert_nothing_left(two_hosts)
 
 
 def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:

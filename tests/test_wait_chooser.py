@@ -14,6 +14,7 @@ from benchmarks.virtual_serving import Served, serve
 from hvdlite.errors import ArgumentError
 from hvdlite.serving.chooser import AutoWait, choosing
 from hvdlite.serving.chooser.arrivals import Arrivals, RecentArrivals
+from hvdlite.serving.chooser.crowd import Crowd
 from hvdlite.serving.chooser.queue import predict
 from hvdlite.serving.chooser.service_time import ServiceTime, ServiceTimes
 from hvdlite.serving.waiting import FixedWait
@@ -220,8 +221,9 @@ def test_the_predicted_p99_is_that_of_the_batcher(
 def test_the_wait_costs_little_more_than_the_best_fixed_one(
     load: float, arrivals: Callable[..., np.ndarray], replicas: int
 ) -> None:
-    wait = chosen(load, arrivals, SLO, replicas)[0].wait_seconds
-    served = with_fixed(wait, load, arrivals, SLO, replicas)
+    chooser, times = chosen(load, arrivals, SLO, replicas)
+    # As it serves once it has chosen, when it knows how many are here at the same time, too.
+    served = serve(times + times[-1], like_a_gpu(2), chooser, MAX_BATCH, replicas)
     assert served.p99 <= SLO
     grid = [with_fixed(other, load, arrivals, SLO, replicas) for other in (0.0, 0.01, 0.025, 0.04, 0.043)]
     assert served.compute <= 1.1 * min(other.compute for other in grid if other.p99 <= SLO)
@@ -265,6 +267,46 @@ def test_the_bound_is_met_again_soon_after_a_jump_of_the_load(before: float) -> 
     assert np.median(settled[1]) < np.median(settled[0])
 
 
+@pytest.mark.parametrize("clients", [1, 4, 16])
+def test_no_batch_waits_when_everybody_is_here(clients: int) -> None:
+    """Each client waits for its answer. At most one batch of twenty waits, to try whether others come."""
+    chooser = AutoWait(MAX_BATCH, 1, SLO)
+    served = serve(np.zeros(clients), like_a_gpu(5), chooser, MAX_BATCH, every=(1.0, chooser.choose), until=10.0)
+    late = served.arrived > 2
+    assert np.quantile(served.latency[late], 0.95) < 0.0008 + 1.1 * (0.005 + 0.0001 * clients)
+    if clients > 1:
+        assert f"Lately {clients} requests were here at the same time at most" in chooser.explanation
+
+
+def test_a_wait_that_pays_is_found_though_no_two_requests_meet_by_chance() -> None:
+    """A request each second or so, and half a second to wait: a third of the computing can be saved."""
+    times = poisson(1.2, 300, seed=15)
+    chooser = AutoWait(MAX_BATCH, 1, 1.0)
+    served = serve(times, like_a_gpu(6), chooser, MAX_BATCH, every=(10.0, chooser.choose))
+    best = min(
+        each.compute
+        for wait in (0.0, 0.5, 0.9)
+        if (each := serve(times, like_a_gpu(6), FixedWait(wait), MAX_BATCH)).p99 <= 1
+    )
+    assert served.p99 <= 1 and served.compute <= 1.25 * best
+
+
+def test_more_clients_are_noticed_and_fewer_too() -> None:
+    crowd = Crowd()
+    assert crowd.wait(0.0, 0, 0.1) == 0.1  # nothing is known: the first try
+    for time in (1.0, 1.001, 1.002):
+        crowd.arrived(time, 1 + round(1000 * (time - 1)))
+    assert crowd.most == 3
+    assert [crowd.wait(1.2, here, 0.1) for here in (2, 3)] == [0.1, 0.0]
+    crowd.arrived(1.3, 4)
+    assert [crowd.wait(1.3, here, 0.1) for here in (3, 4)] == [0.1, 0.0]
+    crowd.arrived(9.0, 2)
+    assert crowd.most == 4
+    for time in (13.0, 16.0):
+        crowd.arrived(time, 2)
+    assert crowd.most == 2
+
+
 def test_a_bound_that_cannot_be_met_is_said() -> None:
     chooser = chosen(0.5, poisson, 0.004, 1)[0]
     assert chooser.choice is not None and not chooser.choice.meets
@@ -287,7 +329,7 @@ def test_nothing_waits_before_there_is_something_to_choose_from() -> None:
     chooser = AutoWait(MAX_BATCH, slo_p99=SLO)
     chooser.choose(0.0)
     for time in poisson(100, 40, seed=13):
-        chooser.arrived(time)
+        chooser.arrived(time, 1)
     chooser.choose(0.4)  # no batch was served
     assert chooser.wait_seconds == 0 and "too few have come" in chooser.explanation
 
@@ -305,7 +347,7 @@ def test_a_thread_chooses_and_survives_a_failure(caplog: pytest.LogCaptureFixtur
 
     chooser = Chooser(MAX_BATCH, slo_p99=SLO)
     for time in poisson(100, 100, seed=14):
-        chooser.arrived(time)
+        chooser.arrived(time, 1)
     for size in sizes(100).tolist():
         chooser.served(size, like_a_gpu(4)(size), 0.0)
     with caplog.at_level(logging.INFO), choosing(chooser, clock=lambda: 1.0, period=0.01):

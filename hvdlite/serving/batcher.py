@@ -1,8 +1,8 @@
 """Which requests go together, when, and to which replica: a state machine without threads, sockets and clocks.
 
 A request waits in the queue of its key (its shape and dtype). A batch has requests of one key, in the order in which they came.
-The timer of a queue starts with its oldest request. A batch goes to an idle replica when it is full, or when the time-out of
-the `WaitChooser` is up. What fails is tried again:
+The timer of a queue starts with its oldest request. A batch goes to an idle replica when it is full, or when the time-out is up
+that the `WaitChooser` gives, or at once where it gives none. What fails is tried again:
 
 - A batch on which `predict` raised is halved, again and again, until each request that makes it raise is alone. The others are
   answered.
@@ -180,9 +180,18 @@ class Batcher:
         return sum(len(batch.requests) for batch in self._busy.values())
 
     @property
+    def _here(self) -> int:
+        return self.waiting + self.computing
+
+    @property
     def is_full(self) -> bool:
         """Whether another request would be refused."""
         return len(self._where) >= self._max_queue
+
+    @property
+    def has_full_batch(self) -> bool:
+        """Whether a batch waits that will not become larger."""
+        return any(len(queue) >= self._max_batch for queue in self._queues.values())
 
     def drain(self) -> None:
         """Let no batch wait for more requests from now on: none will come."""
@@ -198,7 +207,7 @@ class Batcher:
             raise QueueFullError(f"{self.waiting} requests wait, which is the most.")
         request.serial = next(self._serials)
         self._put(self._queues.setdefault(request.key, _Queue()), request)
-        self._chooser.arrived(request.arrived)
+        self._chooser.arrived(request.arrived, self._here)
 
     def joined(self, replica: int) -> None:
         """Learn that a replica is there, and idle."""
@@ -247,9 +256,10 @@ class Batcher:
         actions = Actions()
         self._drop_expired(now, actions.answers)
         while self._idle:
-            batch = self._next(now)
+            wait = self._chooser.wait(now, self._here)
+            batch = self._next(now, wait)
             if batch is None:
-                actions.look_again = min(map(self._due, self._queues.values()), default=math.inf)
+                actions.look_again = min((self._due(each, wait) for each in self._queues.values()), default=math.inf)
                 break
             replica = self._idle.popleft()
             self._busy[replica] = batch
@@ -291,7 +301,7 @@ class Batcher:
                 del self._queues[request.key]
             answers.append(Answer(request, Outcome.EXPIRED))
 
-    def _next(self, now: float) -> Batch | None:
+    def _next(self, now: float, wait: float) -> Batch | None:
         """Take the batch that goes first at a time: those that are tried again, then the one whose time was up first."""
         while self._again:
             queue, reason = self._again.popleft()
@@ -299,7 +309,7 @@ class Batcher:
                 return self._take(queue, now, reason)
         key, due = None, math.inf
         for each, queue in self._queues.items():
-            its = self._due(queue)
+            its = self._due(queue, wait)
             if its < due:
                 key, due = each, its
         if due > now:
@@ -316,9 +326,9 @@ class Batcher:
             del self._where[request.serial]
         return Batch(requests, now, again)
 
-    def _due(self, queue: _Queue) -> float:
-        """When a queue's next batch goes if a replica is idle."""
+    def _due(self, queue: _Queue, wait: float) -> float:
+        """When a queue's next batch goes if a replica is idle, and its oldest request waits for so long."""
         first = next(iter(queue.values()))
         if len(queue) >= self._max_batch or self._is_draining:
             return first.arrived
-        return min(first.arrived + self._chooser.wait_seconds, queue.urgent)
+        return min(first.arrived + wait, queue.urgent)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import time
 from collections import deque
 from collections.abc import Sized
@@ -16,6 +18,21 @@ from hvdlite.serving.waiting import WaitChooser
 _SECONDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _REMEMBERED = 4096
+CHOICE = {
+    "predicted_p99_seconds": "The 99th percentile of the latency that max_wait_seconds was chosen with.",
+    "predicted_mean_seconds": "The mean latency that it was chosen with.",
+    "predicted_compute_seconds": "The seconds of a replica for each request that it was chosen with.",
+    "bound_met": "1 if the predicted p99 keeps the bound (--slo-p99), or there is none; else 0.",
+    "arrival_rate": "Requests per second that it was chosen for.",
+    "load_ratio": "This rate divided by the largest one that the replicas can serve.",
+    "service_fixed_seconds": "What a batch takes besides its requests, as fitted.",
+    "service_request_seconds": "What each request adds to this, as fitted.",
+}
+"""Gauges that say why the wait was chosen. They are NaN while nothing was chosen."""
+
+
+def _figure(chooser: WaitChooser, name: str) -> float:
+    return chooser.figures.get(name, math.nan)
 
 
 class Metrics:
@@ -25,6 +42,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         about: Any = {"namespace": "hvdlite_serve", "registry": self._registry}
         self._requests = Counter("requests", "Requests to /v1/predict that were answered.", ["status"], **about)
+        self._by_status: dict[int, Counter] = {}
         self._latency = Histogram("latency_seconds", "From the whole body to its answer.", buckets=_SECONDS, **about)
         self._waits = Histogram("wait_seconds", "From a request to its batch.", buckets=_SECONDS, **about)
         self._sizes = Histogram("batch_size", "Requests of a batch.", buckets=_SIZES, **about)
@@ -35,6 +53,7 @@ class Metrics:
         self._computing = Gauge("computing", "Requests that replicas compute.", **about)
         self._replicas = Gauge("replicas", "Replicas that can compute.", **about)
         self._wait = Gauge("max_wait_seconds", "How long the oldest request of a batch waits for others.", **about)
+        self._choice = {name: Gauge(name, words, **about) for name, words in CHOICE.items()}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
 
     def watch(self, batcher: Batcher, chooser: WaitChooser, replicas: Sized) -> None:
@@ -44,10 +63,15 @@ class Metrics:
         self._computing.set_function(lambda: batcher.computing)
         self._replicas.set_function(lambda: len(replicas))
         self._wait.set_function(lambda: chooser.wait_seconds)
+        for name, gauge in self._choice.items():
+            gauge.set_function(functools.partial(_figure, chooser, name))
 
     def answered(self, status: int, seconds: float) -> None:
         """Count an answer, and how long it took, in seconds."""
-        self._requests.labels(status).inc()
+        counter = self._by_status.get(status)
+        if counter is None:
+            counter = self._by_status[status] = self._requests.labels(status)
+        counter.inc()
         if status == 200:
             self._latency.observe(seconds)
             self._recent.append((time.monotonic(), seconds))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -99,6 +99,7 @@ class Servable:
         return np.zeros([size for size in shape if size is not None], self.spec.dtype or "float64")
 
 
+@overload
 def servable(
     predict: Callable[[Any], Any],
     *,
@@ -107,11 +108,34 @@ def servable(
     pad: Callable[[list[Array]], Any] | None = None,
     example: Any = None,
     allow_nan: bool = False,
-) -> Servable:
+) -> Servable: ...
+
+
+@overload
+def servable(
+    predict: None = None,
+    *,
+    dtype: Any = None,
+    shape: Sequence[int | None] | None = None,
+    pad: Callable[[list[Array]], Any] | None = None,
+    example: Any = None,
+    allow_nan: bool = False,
+) -> Callable[[Callable[[Any], Any]], Servable]: ...
+
+
+def servable(
+    predict: Callable[[Any], Any] | None = None,
+    *,
+    dtype: Any = None,
+    shape: Sequence[int | None] | None = None,
+    pad: Callable[[list[Array]], Any] | None = None,
+    example: Any = None,
+    allow_nan: bool = False,
+) -> Servable | Callable[[Callable[[Any], Any]], Servable]:
     """Say what a function for ``hvdlite serve`` takes. The arguments are those of `Servable`.
 
     Args:
-        predict: Takes a batch of inputs, and returns as many outputs.
+        predict: Takes a batch of inputs, and returns as many outputs. Without it, this is a decorator of such a function.
         dtype: The dtype to which inputs are converted.
         shape: The shape of one input, without the batch; None stands for any length there.
         pad: Makes one batch of a list of arrays of different shapes.
@@ -119,12 +143,16 @@ def servable(
         allow_nan: Whether NaN and infinities in inputs are allowed.
 
     Returns:
-        The servable, which a module gives a name for ``hvdlite serve module:name``.
+        The servable, which a module gives a name for ``hvdlite serve module:name``; or the decorator that makes one.
 
     Raises:
         ArgumentError: An argument is not of its type.
     """
-    return Servable(predict, dtype=dtype, shape=shape, pad=pad, example=example, allow_nan=allow_nan)
+
+    def make(function: Callable[[Any], Any]) -> Servable:
+        return Servable(function, dtype=dtype, shape=shape, pad=pad, example=example, allow_nan=allow_nan)
+
+    return make if predict is None else make(predict)
 
 
 def by_input(outputs: Any, convert: Callable[[Any], Any]) -> Any:

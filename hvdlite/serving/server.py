@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
+import math
 import resource
 import signal
 import socket
@@ -14,20 +16,26 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import uvicorn
 
 from hvdlite.errors import ArgumentError, LaunchError
 from hvdlite.serving.chooser import AutoWait, choosing
-from hvdlite.serving.http.app import make_app
+from hvdlite.serving.http.app import App
 from hvdlite.serving.http.connections import protocol_class
 from hvdlite.serving.metrics import Metrics
 from hvdlite.serving.options import Options
 from hvdlite.serving.replicas.fleet import Fleet
+from hvdlite.serving.servable import Spec
 from hvdlite.serving.service import Service
 from hvdlite.serving.waiting import FixedWait, WaitChooser
 
 _LOOPBACK = ("127.", "::1", "localhost")
 _LINE_EVERY = 1.0
+_SWITCH = 0.0005
+"""Seconds after which the thread that chooses the wait gives Python's lock to the one that serves, instead of 0.005."""
+_PATIENCE = 10.0
+"""Seconds until the server says that it still waits for its first replica."""
 _LAST_ANSWERS = 2.0
 """Seconds in which requests that are given up get their answers."""
 _OWN_DESCRIPTORS = 256
@@ -82,7 +90,7 @@ class Server:
     async def _serve(self, chooser: WaitChooser, ready: Callable[[], None]) -> None:
         metrics = Metrics()
         service = Service(self.fleet, self._options, chooser, metrics)
-        app = make_app(service, self._options, metrics)
+        app = App(service, self._options, metrics)
         config: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
         config |= {"server_header": False, "lifespan": "off", "ws": "none", "proxy_headers": False}
         config["timeout_graceful_shutdown"] = self._options.drain + _LAST_ANSWERS
@@ -114,6 +122,7 @@ class Server:
                     await serving
                 finally:
                     reporting.cancel()
+                    gc.unfreeze()
                     self._stop = None
         if service.failed.done():
             raise LaunchError(f"{self._predict} cannot be served: {service.failed.result()}")
@@ -125,7 +134,11 @@ class Server:
         log.info("%s: %s for %s, %s.", self.url, _count(options.replicas, "replica"), self._predict, threads)
         if not options.host.startswith(_LOOPBACK) and not options.api_key:
             log.warning("Whoever reaches %s may use it: --api-key-env NAME asks for a key.", options.host)
-        await service.known.wait()
+        await self._know(service)
+        # What is here now stays. If collections of garbage went through it, they would stop the server for 15 ms each second.
+        gc.collect()
+        gc.freeze()
+        _check_body(service.spec, options.max_body)
         log.info("Ready. An input is %s. %s", service.spec, service.explanation)
         ready()
         if not sys.stderr.isatty():
@@ -135,6 +148,33 @@ class Server:
             sys.stderr.write(f"\r\x1b[K{metrics.line()}")
             sys.stderr.flush()
 
+    async def _know(self, service: Service) -> None:
+        """Wait until a replica is ready, and say again and again that none is."""
+        limit, waited = self._options.start_timeout, 0.0
+        while True:
+            try:
+                await asyncio.wait_for(service.known.wait(), _PATIENCE)
+                return
+            except asyncio.TimeoutError:
+                waited += _PATIENCE
+                log.info(
+                    "After %g s no replica is ready: each imports %s and warms up. It gets %g s (--start-timeout).",
+                    *(waited, self._predict, limit),
+                )
+
+
+def _check_body(spec: Spec | None, limit: int) -> None:
+    """Say so if no body may have an input."""
+    if spec is None or spec.shape is None or spec.dtype is None or None in spec.shape:
+        return
+    need = math.prod(size for size in spec.shape if size is not None) * np.dtype(spec.dtype).itemsize
+    if need > limit:
+        log.warning(
+            "An input has %d bytes, and a body may have %d: requests are answered 413. Give a larger --max-body.",
+            need,
+            limit,
+        )
+
 
 @contextlib.contextmanager
 def _chooser(options: Options) -> Iterator[WaitChooser]:
@@ -142,8 +182,13 @@ def _chooser(options: Options) -> Iterator[WaitChooser]:
         yield FixedWait(options.max_wait)
         return
     auto = AutoWait(options.max_batch, options.replicas, options.slo_p99)
-    with choosing(auto):
-        yield auto
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_SWITCH)
+    try:
+        with choosing(auto):
+            yield auto
+    finally:
+        sys.setswitchinterval(before)
 
 
 class _Http(uvicorn.Server):

@@ -180,7 +180,10 @@ class Service:
         self._metrics.batch_done(len(batch.requests), seconds)
         share = seconds / len(batch.requests) / len(self._there)
         self._seconds_per_request += 0.1 * (share - self._seconds_per_request)
-        self._answer(self._batcher.done(replica, outputs, now))
+        answers = self._batcher.done(replica, outputs, now)
+        if self._batcher.has_full_batch:  # the replica computes it while this process writes the answers
+            self._step()
+        self._answer(answers)
         self._step_soon()
 
     def raised(self, replica: int, text: str, blame: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from hvdlite.errors import ArgumentError
@@ -23,11 +24,24 @@ class WaitChooser(Protocol):
     def explanation(self) -> str:
         """What was chosen and why: one or several lines for a person."""
 
-    def arrived(self, time: float) -> None:
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """What it was chosen from, by the names of `hvdlite.serving.metrics.CHOICE`; empty if nothing was chosen."""
+
+    def wait(self, now: float, here: int) -> float:
+        """Return how long the oldest request waits while a replica idles: `wait_seconds`, or 0 if waiting cannot pay.
+
+        Args:
+            now: The time, on the clock of `arrived`.
+            here: The number of requests that are here and not answered.
+        """
+
+    def arrived(self, time: float, here: int) -> None:
         """Learn that a request has arrived, and was put into the queue.
 
         Args:
             time: When, on a clock that only goes forward. Calls come in order of time.
+            here: The number of requests that are here and not answered, with this one.
         """
 
     def served(self, batch_size: int, seconds: float, waited: float) -> None:
@@ -54,9 +68,14 @@ class FixedWait:
         if math.isnan(seconds) or seconds < 0:
             raise ArgumentError(f"max_wait={seconds!r} seconds: expected 0 or more.")
         self.wait_seconds = seconds
+        self.figures: Mapping[str, float] = {}
         self.explanation = f"The oldest request waits up to {seconds * 1000:g} ms for others: this time was given."
 
-    def arrived(self, time: float) -> None:
+    def wait(self, now: float, here: int) -> float:
+        """Return `wait_seconds`."""
+        return self.wait_seconds
+
+    def arrived(self, time: float, here: int) -> None:
         """Do nothing: the time is fixed."""
 
     def served(self, batch_size: int, seconds: float, waited: float) -> None:

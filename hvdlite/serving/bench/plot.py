@@ -23,6 +23,7 @@ def plot(all_results: Sequence[Results], url: str, path: Path) -> None:
     """
     require("matplotlib", "examples", "hvdlite serve-bench --plot")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     picture = Figure(figsize=(8, 5), layout="constrained")
     axes = picture.subplots()
@@ -36,6 +37,8 @@ def plot(all_results: Sequence[Results], url: str, path: Path) -> None:
             each.load + failed, (rate, values[-1]), textcoords="offset points", xytext=(0, 6), ha="center", size="small"
         )
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())  # 100 in place of 10²
+    axes.yaxis.set_minor_formatter(LogFormatter())  # and 20, 30, where all lies in one decade
     axes.set_xlabel("answered requests per second")
     axes.set_ylabel("latency in ms")
     axes.set_title(f"Latency against load: {url}")

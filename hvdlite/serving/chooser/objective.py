@@ -12,6 +12,7 @@ from hvdlite.serving.chooser.queue import Predictions
 from hvdlite.serving.chooser.service_time import ServiceTime
 
 MARGIN = 0.03  # of the bound: for what the prediction does not know
+SAME_LOAD, SAME_DISPERSION, SAME_TIME = 0.03, 0.3, 0.02  # up to such parts, nothing has changed
 ALIKE = 0.01  # waits that differ by less than this are equally good
 
 
@@ -56,6 +57,31 @@ class Choice:
     def load(self) -> float:
         """The rate divided by the largest that the replicas can serve."""
         return self.arrivals.rate / self.service.capacity(self.replicas)
+
+    def is_of(self, arrivals: Arrivals, service: ServiceTime) -> bool:
+        """Return whether it was made from about the same arrivals and service times as these."""
+        old, new = self.service.mean_seconds, service.mean_seconds
+        before, now = self.load, arrivals.rate / service.capacity(self.replicas)
+        return (
+            abs(now - before)
+            <= SAME_LOAD * min(before, abs(1 - before))  # near 1, a little more load is much more waiting
+            and abs(arrivals.dispersion - self.arrivals.dispersion) <= SAME_DISPERSION * self.arrivals.dispersion
+            and len(old) == len(new)
+            and bool(np.all(np.abs(new - old) <= SAME_TIME * old))
+        )
+
+    def figures(self) -> dict[str, float]:
+        """Return the choice in figures, by the names of `hvdlite.serving.metrics.CHOICE`."""
+        return {
+            "predicted_p99_seconds": self.p99,
+            "predicted_mean_seconds": float(self.predictions.mean[self.index]),
+            "predicted_compute_seconds": self.compute,
+            "bound_met": float(self.meets),
+            "arrival_rate": self.arrivals.rate,
+            "load_ratio": self.load,
+            "service_fixed_seconds": self.service.fixed,
+            "service_request_seconds": self.service.per_request,
+        }
 
     def summary(self) -> str:
         """Say what was chosen in a sentence."""

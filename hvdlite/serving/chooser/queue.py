@@ -67,7 +67,7 @@ def predict(
         max_batch: The largest batch.
         replicas: The number of replicas.
         random: Where chance comes from.
-        pause: Called every 20 to 50 µs, so that it can let other threads have Python's lock.
+        pause: Called again and again, mostly after 20 µs, so that it can let other threads have Python's lock.
     """
     at_once = _batch_without_wait(arrivals.rate, service, max_batch, replicas)
     length = int(min(BATCHES * at_once, MOST_REQUESTS))
@@ -77,7 +77,7 @@ def predict(
     apart = np.arange(STREAMS)[:, None] * (times.max() + 1e4)
     begins = np.arange(STREAMS) * length
     run = _Run((times + apart).ravel(), begins, length, service, waits, max_batch, replicas, random, pause)
-    return run.predictions()
+    return run.predictions(pause)
 
 
 def _batch_without_wait(rate: float, service: ServiceTime, max_batch: int, replicas: int) -> float:
@@ -140,7 +140,7 @@ class _Run:
             step += 1
             pause()
 
-    def predictions(self) -> Predictions:
+    def predictions(self, pause: Callable[[], object]) -> Predictions:
         """Summarize the lanes by wait."""
         streams = len(self._firsts[0]) // len(self._waits)
         shape = (len(self._firsts), len(self._waits), streams)
@@ -161,4 +161,5 @@ class _Run:
             latency = ends[number][inside][batch[known]] - self._times[looked_at[known]]
             compute = busy[number][inside].sum() / size.sum()
             results.append((np.quantile(latency, 0.99), latency.mean(), compute, size.mean()))
+            pause()
         return Predictions(self._waits, *np.array(results).T)

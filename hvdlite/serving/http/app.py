@@ -11,7 +11,7 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from hvdlite.serving.http.page import openapi, page
-from hvdlite.serving.http.predict_endpoint import PredictEndpoint, check_key
+from hvdlite.serving.http.predict_endpoint import PredictEndpoint, Receive, Scope, Send, check_key
 from hvdlite.serving.metrics import Metrics
 from hvdlite.serving.options import Options
 from hvdlite.serving.service import RefusedError, Service
@@ -22,18 +22,29 @@ _SAFE = {
 }
 
 
-def make_app(service: Service, options: Options, metrics: Metrics) -> Starlette:
-    """Return the ASGI application of a server.
+class App:
+    """The ASGI application of a server. Starlette has all its paths; what is busy does not go through it.
 
     Args:
         service: Computes.
         options: The settings.
         metrics: What was counted.
     """
-    pages = _Pages(service, options, metrics)
+
+    def __init__(self, service: Service, options: Options, metrics: Metrics) -> None:
+        self.predict = PredictEndpoint(service, options, metrics)
+        self._all = _all_paths(_Pages(service, options, metrics), self.predict)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        is_busy = scope["type"] == "http" and scope["path"] == "/v1/predict" and scope["method"] == "POST"
+        await (self.predict if is_busy else self._all)(scope, receive, send)
+
+
+def _all_paths(pages: _Pages, predict: PredictEndpoint) -> Starlette:
     return Starlette(
         routes=[
-            Route("/v1/predict", PredictEndpoint(service, options, metrics), methods=["POST"]),
+            Route("/v1/predict", predict, methods=["POST"]),
             Route("/healthz", pages.healthz),
             Route("/readyz", pages.readyz),
             Route("/metrics", pages.metrics),

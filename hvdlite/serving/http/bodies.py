@@ -59,7 +59,7 @@ def write(kind: str, output: Any) -> bytes:
 
 def _read_json(body: bytes | bytearray) -> Any:
     try:
-        whole = json.loads(body, parse_constant=_refuse_constant)
+        whole = _DECODER.decode(body.decode(json.detect_encoding(body)))
     except (ValueError, RecursionError) as error:
         raise BodyError(f'the body is no JSON: {error}. Expected an object {{"input": …}}.') from None
     return _input_of(whole)
@@ -67,6 +67,9 @@ def _read_json(body: bytes | bytearray) -> Any:
 
 def _refuse_constant(name: str) -> None:
     raise ValueError(f"it has {name}, which JSON does not have (send NaN as {NPY})")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _read_npy(body: bytes | bytearray) -> Array:
@@ -165,7 +168,7 @@ def _cast(array: Array, dtype: np.dtype[Any], spec: Spec) -> Array:
 
 def _write_json(output: Any) -> bytes:
     try:
-        return json.dumps({"output": output}, default=_listed, allow_nan=False, separators=(",", ":")).encode()
+        return _ENCODER.encode({"output": output}).encode()
     except (TypeError, ValueError) as error:
         raise UnwritableError(
             f"JSON has no words for the output ({error}): ask for another format by Accept: {NPY}."
@@ -176,6 +179,9 @@ def _listed(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__}")
+
+
+_ENCODER = json.JSONEncoder(default=_listed, allow_nan=False, separators=(",", ":"))
 
 
 def _write_npy(output: Any) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import hmac
 import json
 import math
@@ -9,17 +11,23 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-import anyio
-
 from hvdlite.serving.http.bodies import JSON, READERS, WRITERS, BodyError, UnwritableError, read, write
 from hvdlite.serving.metrics import Metrics
 from hvdlite.serving.options import Options
+from hvdlite.serving.servable import Spec
 from hvdlite.serving.service import RefusedError, Service
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+
+
+_JSON_BYTES, _JSON_BYTES_OF_A_NUMBER = 2**16, 64
+"""A JSON body for an array of a known shape has no more bytes than these, and so many for each number. To read 8 MB of JSON
+takes half a second, in which the server does nothing else."""
+_OBJECTS = 24
+"""So many times the bytes of a body, at most, is what lists and dictionaries take that were read from it."""
 
 
 class ClientGoneError(Exception):
@@ -38,7 +46,7 @@ class PredictEndpoint:
     def __init__(self, service: Service, options: Options, metrics: Metrics) -> None:
         self._service, self._options, self._metrics = service, options, metrics
         self._memory = 0
-        """The bytes of all bodies that are here."""
+        """The bytes of all bodies that are here, and of what was read from them."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -53,7 +61,7 @@ class PredictEndpoint:
             status, kind, data = error.status, JSON, json.dumps({"error": str(error)}).encode()
             headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
         finally:
-            self._memory -= len(body.data)
+            self._memory -= body.memory
         if not body.is_whole:  # what the client still sends is not read
             headers.append((b"connection", b"close"))
         self._metrics.answered(status, time.monotonic() - (body.came or begin))
@@ -70,48 +78,68 @@ class PredictEndpoint:
         """
         headers = dict(scope["headers"])
         check_key(headers, self._options.api_key)
-        read_as, write_as = _formats(headers)
-        limit = _time_limit(headers, self._options.deadline)
+        read_as, write_as = _formats(headers.get(b"content-type", b""), headers.get(b"accept", b"*/*"))
+        limit = _deadline(headers, self._options.deadline)
         spec = self._service.spec
         if spec is None:
             raise RefusedError("no replica is ready yet.", 503, retry_after=1)
         self._service.check_room()
-        await self._receive(headers, body)
+        await self._receive(headers, body, self._limit(read_as, spec), spec)
         try:
             value = read(read_as, body.data, spec)
         except BodyError as error:
             raise RefusedError(str(error), 400) from None
+        if isinstance(value, list | dict):
+            self._take(body, _OBJECTS * len(body.data))
         output = await self._service.submit(value, body.came + limit)
         try:
             return write_as, write(write_as, output)
         except UnwritableError as error:
             raise RefusedError(str(error), 406) from None
 
-    async def _receive(self, headers: dict[bytes, bytes], body: _Body) -> None:
-        limit, said = self._options.max_body, headers.get(b"content-length", b"0")
-        too_long = f"the body has more than {limit} bytes, which is the most that a request may have (--max-body)."
-        if said.isdigit() and int(said) > limit:
-            raise RefusedError(too_long, 413)
-        try:
-            with anyio.fail_after(self._options.read_timeout):
-                while not body.is_whole:
-                    count = await body.receive()
-                    self._memory += count  # not in one line: it would take the sum from before the wait
-                    if len(body.data) > limit:
-                        raise RefusedError(too_long, 413)
-                    if self._memory > self._options.max_memory:
-                        raise RefusedError(
-                            f"the requests that are here have {self._memory} bytes, which is more than all may have together "
-                            "(--max-memory).",
-                            429,
-                            retry_after=1,
-                        )
-        except TimeoutError:
+    def _limit(self, kind: str, spec: Spec) -> int:
+        """Return how many bytes a body may have."""
+        most = self._options.max_body
+        if kind != JSON or spec.shape is None or None in spec.shape:
+            return most
+        return min(most, _JSON_BYTES + _JSON_BYTES_OF_A_NUMBER * math.prod(size or 0 for size in spec.shape))
+
+    def _take(self, body: _Body, count: int) -> None:
+        """Count memory that a request takes until it is answered."""
+        body.memory += count
+        self._memory += count
+        if self._memory > self._options.max_memory:
             raise RefusedError(
-                f"of the body, {len(body.data)} bytes have come in {self._options.read_timeout:g} s, and the rest has not.",
-                408,
-            ) from None
+                f"the requests that are here need {self._memory} bytes, which is more than all may have together "
+                "(--max-memory).",
+                429,
+                retry_after=1,
+            )
+
+    async def _receive(self, headers: dict[bytes, bytes], body: _Body, limit: int, spec: Spec) -> None:
+        said = headers.get(b"content-length", b"0")
+        if said.isdigit() and int(said) > limit:
+            raise self._too_long(limit, spec)
+        with _TimeLimit(self._options.read_timeout) as is_over:
+            try:
+                while not body.is_whole:
+                    self._take(body, await body.receive())
+                    if len(body.data) > limit:
+                        raise self._too_long(limit, spec)
+            except asyncio.CancelledError:
+                if not is_over():
+                    raise
+                raise RefusedError(
+                    f"of the body, {len(body.data)} bytes have come in {self._options.read_timeout:g} s, and the rest has not.",
+                    408,
+                ) from None
         body.came = time.monotonic()
+
+    def _too_long(self, limit: int, spec: Spec) -> RefusedError:
+        why = "the most that a request may have (--max-body)"
+        if limit < self._options.max_body:
+            why = f"the most that JSON has for {spec}"
+        return RefusedError(f"the body has more than {limit} bytes, which is {why}.", 413)
 
 
 class _Body:
@@ -121,6 +149,8 @@ class _Body:
         self._receive = receive
         self.data: bytes | bytearray = b""
         self.is_whole = False
+        self.memory = 0
+        """The bytes that are counted for it."""
         self.came = 0.0
         """When it was whole."""
 
@@ -163,13 +193,40 @@ def check_key(headers: dict[bytes, bytes], key: str) -> None:
         )
 
 
-def _formats(headers: dict[bytes, bytes]) -> tuple[str, str]:
+class _TimeLimit:
+    """Cancels the task that runs its body after so many seconds; its value says whether that is so.
+
+    This is `asyncio.timeout` of Python 3.11 in the small, for a tenth of the time of `anyio.fail_after`.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._is_over = seconds, False
+
+    def __enter__(self) -> Callable[[], bool]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
+        return lambda: self._is_over
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()
+        if self._is_over and hasattr(self._task, "uncancel"):
+            self._task.uncancel()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._task.cancel()
+
+
+@functools.lru_cache(64)
+def _formats(content_type: bytes, accepted: bytes) -> tuple[str, str]:
     """Return the formats of the request and of its answer."""
-    said = headers.get(b"content-type", b"").decode("latin-1")
+    said = content_type.decode("latin-1")
     kind = said.partition(";")[0].strip().lower()
     if kind not in READERS:
         raise RefusedError(f"the Content-Type is {said!r}: expected one of {', '.join(READERS)}.", 415)
-    accept = headers.get(b"accept", b"*/*").decode("latin-1")
+    accept = accepted.decode("latin-1")
     wanted = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
     for each in wanted:
         if each in WRITERS:
@@ -179,7 +236,7 @@ def _formats(headers: dict[bytes, bytes]) -> tuple[str, str]:
     return kind, kind
 
 
-def _time_limit(headers: dict[bytes, bytes], otherwise: float) -> float:
+def _deadline(headers: dict[bytes, bytes], otherwise: float) -> float:
     """Return how many seconds a request gives the server."""
     said = headers.get(b"x-timeout-ms")
     if said is None:

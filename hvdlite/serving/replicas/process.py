@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -23,8 +24,16 @@ _THREADS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
     *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
 )
+_DUMP = signal.SIGURG
+"""The signal at which a replica writes down where each of its threads is (`hvdlite.serving.replicas.replica`). A process that
+has not come so far ignores it."""
+_DUMP_SECONDS = 1.0
+"""What it gets for that."""
 _LAST_WORDS = 1.0
 """Seconds that a process gets to end by itself after its line to the server was cut."""
+
+
+log = logging.getLogger(__name__)
 
 
 class Process:
@@ -77,7 +86,11 @@ class Process:
         )
         self._transport = cast(asyncio.WriteTransport, transport)
         self._transport.writelines(frame(begin))
-        self._limit(self._options.start_timeout, f"took longer than {self._options.start_timeout:g} s to start")
+        self._limit(
+            self._options.start_timeout,
+            f"took longer than {self._options.start_timeout:g} s to import {self._predict} and to warm up",
+            ": see above where it is. If it needs more time, give a longer --start-timeout",
+        )
 
     def send(self, inputs: Sequence[Any]) -> None:
         """Let the replica compute a batch."""
@@ -119,16 +132,30 @@ class Process:
             return said
         if said:
             return f"the replica {said}."
-        hint = " A process that needs more memory than there is ends so." if code == -signal.SIGKILL else ""
+        hint = ""
+        if code == -signal.SIGKILL:
+            hint = (
+                " The system ends a process so if there is too little memory for it: give a smaller --max-batch (it is "
+                f"{self._options.max_batch}), or fewer --replicas."
+            )
         return f"the replica {_how_it_ended(code)} while it imported {self._predict} or warmed up.{hint}"
 
-    def _limit(self, seconds: float, why: str) -> None:
+    def _limit(self, seconds: float, why: str, way_out: str = "") -> None:
         if not self.gone.done():
-            self._timer = asyncio.get_running_loop().call_later(seconds, self.kill, why)
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._overdue, why, way_out)
+
+    def _overdue(self, why: str, way_out: str) -> None:
+        """Let the process say where it is, and end it. A stopped one says nothing."""
+        log.error("Replica %d (pid %d) %s. It is here:", self._number, self.pid, why)
+        self._why = why + way_out
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, _DUMP)
+        self._timer = asyncio.get_running_loop().call_later(_DUMP_SECONDS, self.kill, why + way_out)
 
     def _received(self, message: Any, data: bytearray) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._why = ""  # it may have been late, but not too late
         if isinstance(message, Computed):
             self._owner.computed(self._number, unpack(message.how, data))
         elif isinstance(message, Raised):

@@ -6,10 +6,13 @@ in the middle of a batch.
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import importlib
 import os
 import pickle
 import select
+import signal
 import socket
 import sys
 import threading
@@ -87,6 +90,8 @@ class Raised:
 
 def main() -> None:
     """Run a replica until the server is gone."""
+    faulthandler.enable()  # where it is if it crashes,
+    faulthandler.register(signal.SIGURG)  # and if the server asks because it takes too long
     connection = socket.socket(fileno=int(sys.argv[1]))
     threading.Thread(target=_end_with_server, args=(connection.fileno(),), daemon=True).start()
     try:
@@ -97,6 +102,8 @@ def main() -> None:
         except BaseException as error:
             send(connection, frame(NotReady(str(error) if isinstance(error, HvdliteError) else _traceback(error))))
             raise SystemExit(1) from None
+        gc.collect()
+        gc.freeze()  # a collection of garbage does not go through what the modules and the model consist of
         send(connection, frame(ready))
         while True:
             message, data = receive(connection)
