@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,14 +16,20 @@ from tests.jobs import PROGRAMS, PROMPT, Start, seconds_since_failure
 LEAVES = str(PROGRAMS / "parameter_server_leaves.py")
 KERAS_LEAVES = str(PROGRAMS / "keras_parameter_server_leaves.py")
 LOSES = str(PROGRAMS / "parameter_server_loses.py")
+KERAS_LOSES = str(PROGRAMS / "keras_parameter_server_loses.py")
 ALL, LAST = (), ("--servers", "1")
 """Who serves: all ranks, or the last one only."""
 
 
 @pytest.mark.parametrize(
-    ("program", "mode", "servers"), [(LEAVES, "sync", ALL), (KERAS_LEAVES, "ssp", LAST)], ids=["torch", "keras"]
+    ("program", "how", "code", "mode", "servers"),
+    [
+        (LEAVES, "killed", 137, "sync", ALL),
+        (LEAVES, "exception", 1, "sync", ALL),
+        (KERAS_LEAVES, "exception", 1, "ssp", LAST),
+    ],
+    ids=["torch-killed", "torch-exception", "keras-exception"],
 )
-@pytest.mark.parametrize(("how", "code"), [("killed", 137), ("exception", 1)])
 def test_a_rank_that_fails_ends_the_job(
     start: Start, how: str, code: int, program: str, mode: str, servers: Sequence[str]
 ) -> None:
@@ -91,3 +98,17 @@ def test_the_values_are_saved_when_a_server_is_killed(start: Start, tmp_path: Pa
     last = re.findall(r"pulled (\w+)\n", ended.out)[-1]
     assert hashlib.sha256(saved["weight"].numpy().tobytes()).hexdigest() == last
     assert [each.name for each in tmp_path.iterdir()] == ["values.pt"]
+
+
+def test_keras_goes_on_without_workers_and_saves_when_the_server_is_killed(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "values.npz"
+    ended = start("-np", "4", *LAST, "--no-tag-output", "python", KERAS_LOSES, str(path)).end()
+    assert seconds_since_failure(ended.out, ended.at) < PROMPT
+    assert ended.code == 137
+    assert ended.out.count("has trained\n") == ended.out.count("rank 0 has trained\n") == 1, ended.out + ended.err
+    assert "rank 3 on host" in ended.err and "was killed by SIGKILL" in ended.err
+    assert f"rank 0 has saved the parameters that it pulled last, in {path}.\n" in ended.err
+    with np.load(path) as saved:
+        assert [name.rpartition("/")[2] for name in saved] == ["kernel", "bias"] * 2
+        found = hashlib.sha256(b"".join(saved[name].tobytes() for name in saved)).hexdigest()
+    assert found == re.findall(r"pulled (\w+)\n", ended.out)[-1]

@@ -47,6 +47,24 @@ def check_optimizer(given: Any) -> None:
         )
 
 
+def check_torch_only(overlap: bool | None, hogwild: bool) -> None:
+    """Raise an error if an argument is given that only torch's optimizer can have.
+
+    Raises:
+        ArgumentError: It is.
+    """
+    if overlap:
+        raise ArgumentError(
+            f"overlap={overlap!r}: Keras gives an optimizer all gradients of a step at once, when the backward pass is over, "
+            "so none can travel before. Leave it out; hvdlite_torch.AsyncDistributedOptimizer has it."
+        )
+    if hogwild:
+        raise ArgumentError(
+            f"hogwild={hogwild!r}: the ranks would share the memory of the variables, and TensorFlow keeps variables in memory "
+            "of its own. Leave it out; hvdlite_torch.AsyncDistributedOptimizer has it."
+        )
+
+
 def check_settings(optimizer: Any, options: Options) -> None:
     """Raise an error if settings of an optimizer need what no server has.
 

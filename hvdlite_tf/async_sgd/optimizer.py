@@ -16,7 +16,7 @@ from hvdlite.adapter.async_sgd.options import Options, Servers, make_options
 from hvdlite.api import world
 from hvdlite.async_sgd.compensation import DelayCompensation
 from hvdlite.errors import ArgumentError
-from hvdlite_tf.async_sgd.checks import check_optimizer, check_parts, check_settings
+from hvdlite_tf.async_sgd.checks import check_optimizer, check_parts, check_settings, check_torch_only
 from hvdlite_tf.async_sgd.training import KerasTraining
 from hvdlite_tf.async_sgd.wrapped import AsyncDistributed
 from hvdlite_tf.optimizers import backends
@@ -35,6 +35,9 @@ def AsyncDistributedOptimizer(
     delay_compensation: DelayCompensation | None = None,
     on_worker_loss: str = "end",
     checkpoint: str | os.PathLike[str] | None = None,
+    on_nan: str = "raise",
+    overlap: bool | None = None,
+    hogwild: bool = False,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> AsyncDistributed:
     """Let ranks train at their own pace: a step pushes gradients to servers, and pulls the variables. Every rank calls this.
@@ -74,6 +77,9 @@ def AsyncDistributedOptimizer(
             (not: serves). This needs servers=n, hvdliterun with Open MPI, and all ranks on one host.
         checkpoint: A file. If the job fails, the lowest rank that trains and lives saves there the variables that it has
             pulled last, by their paths: ``numpy.load(checkpoint)``. This needs hvdliterun.
+        on_nan: "raise": a step with a gradient that has NaN or infinite elements raises ArgumentError, and nothing
+            of it is pushed. "pass on": it is pushed like any other, and each server makes the step with its part.
+        overlap, hogwild: For torch only; an error says why. Leave them out.
         process_set: The ranks that take part; all by default.
 
     Returns:
@@ -88,10 +94,12 @@ def AsyncDistributedOptimizer(
     """
     backend = backends.current()
     check_optimizer(optimizer)
+    check_torch_only(overlap, hogwild)
     options = make_options(
         *(mode, staleness, servers, push_every, process_set, size_of(process_set), delay_compensation),
         on_worker_loss=on_worker_loss,
         checkpoint=checkpoint,
+        on_nan=on_nan,
     )
     check_settings(optimizer, options)
     trained, weights = _variables_of(model)

@@ -57,6 +57,10 @@ class KerasPart:
 
     def step(self, pushes: Sequence[Push]) -> None:
         """See `hvdlite.async_sgd.part.Part`."""
+        with np.errstate(over="ignore", invalid="ignore"):  # on_nan="pass on"
+            self._step(pushes)
+
+    def _step(self, pushes: Sequence[Push]) -> None:
         total = sum(push.weight for push in pushes)
         if not total > 0:  # no rank had samples, so that there is no gradient on any server
             return

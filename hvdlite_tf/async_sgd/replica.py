@@ -22,6 +22,7 @@ class KerasReplica:
 
     Args:
         optimizer: The program's optimizer, which is built.
+        keeps: Whether `save` will be called, perhaps while the backend gives new values to variables.
 
     Attributes:
         served: What the servers hold.
@@ -31,8 +32,9 @@ class KerasReplica:
 
     clipping = "clipnorm=1.0 in the optimizer"
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: Any, keeps: bool) -> None:
+        self._optimizer, self._keeps = optimizer, keeps
+        self._kept: dict[int, Array] = {}
         self.served = Served(optimizer._trainable_variables, optimizer._iterations)
         self._paths = [str(getattr(v, "path", v.name)) for v in self.served.variables]
         self.names = [*map(repr, self._paths), "the number of steps"]
@@ -95,12 +97,13 @@ class KerasReplica:
     def put(self, number: int, gradient: Array | Rows, into: Array, add: bool) -> None:
         """See `Replica`."""
         there = self.served.tensor(number, into)
-        if isinstance(gradient, Rows):
-            np.add.at(there, gradient.indices, self.served.values(number, gradient))
-        elif add:
-            there += gradient
-        else:
-            there[...] = gradient
+        with np.errstate(over="ignore", invalid="ignore"):  # on_nan="pass on"
+            if isinstance(gradient, Rows):
+                np.add.at(there, gradient.indices, self.served.values(number, gradient))
+            elif add:
+                there += gradient
+            else:
+                there[...] = gradient
 
     def is_there(self, number: int, gradient: Array, there: Array) -> bool:
         """See `Replica`."""
@@ -113,9 +116,19 @@ class KerasReplica:
     def save(self, file: BinaryIO) -> None:
         """See `Replica`. The file is one for ``numpy.load``; variables of equal paths are there by their numbers too."""
         keys = [path if self._paths.count(path) == 1 else f"{path} {n}" for n, path in enumerate(self._paths)]
-        arrays: dict[str, Any] = {key: self.served.read(number) for number, key in enumerate(keys)}
+        arrays: dict[str, Any] = {
+            key: self._kept[number] if number in self._kept else self.served.read(number)
+            for number, key in enumerate(keys)
+        }
         np.savez(file, **arrays)
 
     def take(self, number: int, value: Array) -> None:
         """See `Replica`."""
-        self.served.assign(number, self.served.tensor(number, value).copy())
+        tensor = self.served.tensor(number, value)
+        self.keep(number, tensor)
+        self.served.assign(number, tensor.copy())
+
+    def keep(self, number: int, tensor: Array) -> None:
+        """Keep a copy of a value that was pulled, for `save`: a graph gives values to the variables at a time of its own."""
+        if self._keeps:
+            self._kept[number] = tensor.copy()

@@ -34,7 +34,7 @@ class KerasTraining(AsyncTraining[Array]):
 
     def __init__(self, optimizer: Any, options: Options) -> None:
         self._optimizer, self._backend = optimizer, backends.current()
-        self._keras = KerasReplica(optimizer)
+        self._keras = KerasReplica(optimizer, options.checkpoint is not None)
         super().__init__(self._keras, options)
         self.weight = 1.0
         self.knows_state = True
@@ -111,9 +111,13 @@ class KerasTraining(AsyncTraining[Array]):
         self.knows_state = self._has_pulled = True
 
     def _pulled(self) -> list[Array]:
-        """Return copies of the latest values, which TensorFlow may keep."""
+        """Return copies of the latest values, which TensorFlow may keep, and in which it may write."""
         self._has_pulled = True
-        return [value.copy() for value in self._latest()]
+        values = self._latest()
+        with self._failing.values:
+            for number, value in enumerate(values):
+                self._keras.keep(number, value)
+        return [value.copy() for value in values]
 
     def _latest(self) -> list[Array]:
         """Return the latest values that were pulled, in the memory in which the next ones come."""

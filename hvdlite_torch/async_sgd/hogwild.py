@@ -104,7 +104,9 @@ class HogwildTraining(AsyncTraining[torch.Tensor]):
         check_no_momentum(self._optimizer)  # a schedule may have changed it
         result = evaluate(closure)
         weight = self.weight.take(False)
-        check_finite(self._torch, self._torch.gradients(), rank())
+        gradients = self._torch.gradients()
+        if self.options.refuses_nan:
+            check_finite(self._torch, gradients, rank())
         if self._is_own:
             for p, shared in zip(self._parameters, self._shared, strict=True):
                 p.data = shared

@@ -43,6 +43,7 @@ def AsyncDistributedOptimizer(
     hogwild: bool = False,
     on_worker_loss: str = "end",
     checkpoint: str | os.PathLike[str] | None = None,
+    on_nan: str = "raise",
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> AsyncOptimizer:
     """Let ranks train at their own pace: `step` pushes gradients to servers, and pulls parameters. Every rank calls this.
@@ -86,6 +87,8 @@ def AsyncDistributedOptimizer(
         checkpoint: A file. If the job fails, the lowest rank that trains and lives saves there the parameters that it has
             pulled last, as a dictionary by their names, or numbers if `named_parameters` is not given:
             ``torch.load(checkpoint)``. This needs hvdliterun.
+        on_nan: "raise": a step with a gradient that has NaN or infinite elements raises ArgumentError, and nothing
+            of it is pushed. "pass on": it is pushed like any other, and each server makes the step with its part.
         process_set: The ranks that take part; all by default.
 
     Returns:
@@ -100,7 +103,7 @@ def AsyncDistributedOptimizer(
     check_optimizer(optimizer)
     options = make_options(
         *(mode, staleness, servers, push_every, process_set, size_of(process_set)),
-        *(delay_compensation, overlap, hogwild, on_worker_loss, checkpoint),
+        *(delay_compensation, overlap, hogwild, on_worker_loss, checkpoint, on_nan),
     )
     check_compensation(optimizer, delay_compensation)
     if hogwild:

@@ -384,6 +384,25 @@ def test_nan_is_refused_before_anything_is_pushed(ranks: Any, mode: str, compile
     ranks(check)
 
 
+@pytest.mark.parametrize("push_every", [1, 2])
+def test_nan_is_passed_on_whole(ranks: Any, push_every: int) -> None:
+    """One element of one gradient is infinite, and NaN where infinities of both signs are added; all others count."""
+
+    def check() -> None:
+        variables = [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros(2))]
+        optimizer = hvd.AsyncDistributedOptimizer(
+            keras.optimizers.SGD(1.0), variables, mode="sync", push_every=push_every, on_nan="pass on"
+        )
+        for step in range(2):
+            infinite = math.inf if (hvd.rank() + step) % 2 else -math.inf
+            optimizer.apply([tf.ones(3), tf.constant([1.0, infinite])])
+        optimizer.finish()
+        np.testing.assert_array_equal(variables[0], [-2.0] * 3)
+        np.testing.assert_array_equal(variables[1], [-2.0, math.nan])
+
+    ranks(check)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_dtypes_and_variables_of_tensorflow(ranks: Any, mode: str) -> None:
     def check() -> None:
@@ -466,6 +485,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "unknown mode": ({"mode": "fast"}, {}, "mode='fast': expected one of"),
     "negative staleness": ({"mode": "ssp", "staleness": -1}, {}, "staleness=-1: .* 0 or more"),
     "only servers": ({"servers": 99}, {}, "servers=99: expected .* ranks only serve"),
+    "no NaN": ({"on_nan": "skip"}, {}, "on_nan='skip': expected 'raise' or 'pass on'"),
+    "overlap": ({"overlap": True}, {}, "Keras gives an optimizer all gradients of a step at once"),
+    "hogwild": ({"hogwild": True}, {}, "TensorFlow keeps variables in memory of its own"),
     "no delay": ({"mode": "sync", "delay_compensation": hvd.DCASGD()}, {}, "no gradient is old"),
     "accumulating": ({}, {"gradient_accumulation_steps": 2}, "Use push_every"),
     "norm of a mean": ({"mode": "sync"}, {"global_clipnorm": 1.0}, "each server has a part of them"),

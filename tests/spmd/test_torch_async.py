@@ -391,6 +391,32 @@ def test_nan_is_refused_before_anything_is_pushed(ranks: Any, mode: str) -> None
     ranks(check)
 
 
+@pytest.mark.parametrize("options", [*MODES.values(), {"hogwild": True}], ids=str)
+def test_nan_is_passed_on_whole(ranks: Any, options: dict[str, Any]) -> None:
+    """Only one element of the gradients of the last rank is NaN. All other elements of its push count like those of others."""
+
+    def check() -> None:
+        model = nn.Linear(3, 2)
+        optimizer = hvd.AsyncDistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), model, on_nan="pass on", **options
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        hvd.barrier()
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        assert model.bias.grad is not None
+        if hvd.rank() == hvd.size() - 1:
+            model.bias.grad[1] = math.nan
+        optimizer.step()
+        optimizer.finish()
+        steps = 1 if options.get("mode") == "sync" else hvd.size()
+        torch.testing.assert_close(model.weight.detach(), before[0] - steps)
+        assert model.bias.isnan().tolist() == [False, True]
+        torch.testing.assert_close(model.bias[0].detach(), before[1][0] - steps)
+
+    ranks(check)
+
+
 def test_large_finite_gradients_pass(ranks: Any) -> None:
     def check() -> None:
         p = nn.Parameter(torch.zeros(4))
@@ -681,6 +707,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no push": ({"push_every": 0}, "push_every=0: expected a number of steps"),
     "no overlap": ({"overlap": "yes"}, "overlap='yes': expected None, True or False"),
     "several steps": ({"overlap": True, "push_every": 2}, "overlap=True sends the gradients of one step"),
+    "no NaN": ({"on_nan": "ignore"}, "on_nan='ignore': expected 'raise' or 'pass on'"),
     "no servers": ({"servers": 0}, 'servers=0: expected "sharded"'),
     "only servers": ({"servers": 99}, "servers=99: expected .* ranks only serve"),
     "named servers": ({"servers": "all"}, "servers='all': expected \"sharded\""),

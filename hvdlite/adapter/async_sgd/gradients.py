@@ -24,6 +24,7 @@ class LocalGradients(Generic[Gradient]):
         memory: For each server, the memory of a push.
         rank: The number of this rank in the job, for error texts.
         early: What is sent before the push.
+        refuses_nan: Whether NaN and infinity are errors.
 
     Attributes:
         steps: The number of steps since the last push.
@@ -39,8 +40,9 @@ class LocalGradients(Generic[Gradient]):
         memory: Sequence[Array],
         rank: int,
         early: EarlyChunks,
+        refuses_nan: bool,
     ) -> None:
-        self._replica, self._rank, self._early = replica, rank, early
+        self._replica, self._rank, self._early, self._refuses_nan = replica, rank, early, refuses_nan
         self._memory: dict[int, Array] = {}
         self._place: dict[int, tuple[int, int]] = {}
         for server, (layout, data) in enumerate(zip(layouts, memory, strict=True)):
@@ -68,11 +70,12 @@ class LocalGradients(Generic[Gradient]):
             weight: The number of samples. A step of 0 samples has no gradients, whatever is given.
 
         Raises:
-            ArgumentError: A gradient has NaN or infinite elements. Nothing was added.
+            ArgumentError: A gradient has NaN or infinite elements, and they are errors. Nothing was added.
         """
         if not weight > 0:
             given = {}
-        check_finite(self._replica, given, self._rank)
+        if self._refuses_nan:
+            check_finite(self._replica, given, self._rank)
         for number, gradient in given.items():
             server, place = self._place[number]
             present, rows = self.present[server], self.rows[server]
@@ -110,7 +113,7 @@ def check_finite(replica: Replica[Gradient], given: Mapping[int, Gradient | Rows
             raise ArgumentError(
                 f"rank {rank}: the gradient of {replica.names[number]} has elements that are NaN or infinite, so nothing of "
                 f"this step was pushed, and no server has changed. Use a smaller learning rate or {replica.clipping}, or leave "
-                "out this batch."
+                'out this batch; on_nan="pass on" pushes it as it is.'
             )
 
 

@@ -29,6 +29,7 @@ class Options:
         overlap: Whether gradients travel while the backward pass goes on; None for: where each rank has a core to spare.
         goes_on: Whether the training goes on without workers that fail.
         checkpoint: The file in which a worker saves the values that it has pulled last, if the job fails; None for none.
+        refuses_nan: Whether a step with NaN or infinite elements raises an error; else it is pushed like any other.
         hogwild: The parameters lie in memory that the ranks share; `servers` is one rank, which serves meetings only.
     """
 
@@ -43,6 +44,7 @@ class Options:
     hogwild: bool = False
     goes_on: bool = False
     checkpoint: Path | None = None
+    refuses_nan: bool = True
 
     def lines(self) -> list[str]:
         """Return the arguments in words, which must be the same on all ranks."""
@@ -57,6 +59,7 @@ class Options:
             "hogwild",
             "goes_on",
             "checkpoint",
+            "refuses_nan",
         )
         return [f"{name}={getattr(self, name)!r}" for name in names]
 
@@ -73,12 +76,13 @@ def make_options(
     hogwild: bool = False,
     on_worker_loss: str = "end",
     checkpoint: str | os.PathLike[str] | None = None,
+    on_nan: str = "raise",
 ) -> Options:
     """Check the arguments and return them.
 
     Args:
-        mode, staleness, servers, push_every, process_set, delay_compensation, overlap, hogwild, on_worker_loss, checkpoint: See
-            `AsyncDistributedOptimizer`.
+        mode, staleness, servers, push_every, process_set, delay_compensation, overlap, hogwild, on_worker_loss, checkpoint,
+            on_nan: See `AsyncDistributedOptimizer`.
         size: The number of ranks in the process set.
 
     Raises:
@@ -116,6 +120,9 @@ def make_options(
         )
     if push_every > 1:
         overlap = False
+    if on_nan not in ("raise", "pass on"):
+        raise ArgumentError(f"on_nan={on_nan!r}: expected 'raise' or 'pass on'.")
+    refuses_nan = on_nan == "raise"
     everybody = tuple(range(size))
     if hogwild:
         number = world().config.servers
@@ -135,7 +142,10 @@ def make_options(
         ):
             if value != expected:
                 raise ArgumentError(f"hogwild=True with {name}={value!r}: {reason}. Leave out one of the two.")
-        return Options(Mode.ASYNC, None, everybody[:1], everybody, 1, process_set, NO_COMPENSATION, False, True)
+        return Options(
+            *(Mode.ASYNC, None, everybody[:1], everybody, 1, process_set, NO_COMPENSATION, False, True),
+            refuses_nan=refuses_nan,
+        )
     goes_on, path = check_failures(on_worker_loss, checkpoint, process_set)
     servers = _as_launched(servers, process_set)
     compensation = delay_compensation or NO_COMPENSATION
@@ -161,6 +171,7 @@ def make_options(
         overlap,
         goes_on=goes_on,
         checkpoint=path,
+        refuses_nan=refuses_nan,
     )
 
 

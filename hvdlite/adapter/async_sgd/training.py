@@ -69,7 +69,9 @@ class AsyncTraining(Generic[Gradient]):
                 self._service = Service(channel, server, layout, options.workers, keeps)
         self.worker = Worker(channel, self._group.isend, self._layouts, ranks)
         early = self.early = EarlyChunks(self.worker, self._layouts)
-        self._gradients = LocalGradients(replica, self._layouts, self.worker.gradients, ranks[me], early)
+        self._gradients = LocalGradients(
+            replica, self._layouts, self.worker.gradients, ranks[me], early, options.refuses_nan
+        )
         self.is_over = False
         self._failure = ""
         lose = None if self._service is None else self._service.lose
@@ -132,7 +134,7 @@ class AsyncTraining(Generic[Gradient]):
             Whether it has pulled: then `take_values` gives the replica the new values.
 
         Raises:
-            ArgumentError: A gradient has NaN or infinite elements.
+            ArgumentError: A gradient has NaN or infinite elements, and ``on_nan="raise"``.
             HvdliteError: A server has failed, or a rank has left the job.
         """
         with self._in_step(ArgumentError):
@@ -243,8 +245,9 @@ class AsyncTraining(Generic[Gradient]):
             next(each for each in self.options.workers if each in self._failing.living), self._layouts[0].server
         )
         state, values = self._share(given, first)
-        for number, value in enumerate(values):
-            self._replica.take(number, value)
+        with self._failing.values:
+            for number, value in enumerate(values):
+                self._replica.take(number, value)
         if self._part is not None:
             self._part.load(state)
         # Nobody pushes before all parts are ready.
