@@ -185,6 +185,16 @@ def test_closed_forms_of_a_parameter_server(link: Link, servers: int) -> None:
     assert seconds == pytest.approx(0.01 + UPDATE / servers + 2 * (link.latency + busiest * beta) + 4 * n * COPY)
 
 
+def test_a_server_has_the_link_that_was_measured_and_not_that_of_the_exchanges() -> None:
+    """The exchanges of the program take longer than the link explains. Messages to a server need not."""
+    link = Link(1e-4, 1e-7)
+    of = profile((0.01,) * 2, hosts=(0, 1), link=link, steps=((Step(0.01, 0.05, UPDATE),) * 3,) * 2)
+    model = Model(of)
+    assert model.estimate(parse_strategy("gradients")).seconds == pytest.approx(0.01 + 0.05 + UPDATE)
+    expected = 0.01 + UPDATE + 2 * (link.latency + N * link.seconds_per_byte) + 4 * N * COPY
+    assert model.estimate(parse_strategy("sync:1")).seconds == pytest.approx(expected)
+
+
 @given(links, st.floats(1.1, 10))
 def test_what_must_hold_on_every_link(link: Link, factor: float) -> None:
     slower = replace(link, seconds_per_byte=factor * link.seconds_per_byte)

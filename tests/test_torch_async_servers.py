@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import hvdlite_torch as hvd
 from hvdlite import api
@@ -44,6 +48,41 @@ def test_the_last_ranks_serve_all_that_a_program_trains() -> None:
 
     found = on_ranks(3, program, config=ONE)
     assert found == [([-0.5, 0.5], [1.5], [1.5]), ([-0.5, 0.5], [1.5], [1.5]), ([-0.5, 0.5], [1.5])]
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([0, 0, 1, 4]), min_size=3, max_size=14), min_size=2, max_size=4),
+    st.integers(0, 3),
+    st.booleans(),
+)
+@settings(max_examples=15, deadline=None)
+def test_the_gap_between_ranks_of_random_speeds(delays: list[list[int]], staleness: int, overlap_pull: bool) -> None:
+    """Each rank makes as many steps as it has delays (in fifths of a millisecond), and then finishes."""
+    made: list[float] = [0.0] * len(delays)
+    """How many pushes each rank has begun. The ranks are threads, so all see it."""
+    widest = []
+
+    def program() -> None:
+        me, model = hvd.rank(), torch.nn.Linear(2, 1)
+        optimizer = hvd.AsyncDistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1e-3), model, mode="ssp", staleness=staleness, overlap_pull=overlap_pull
+        )
+        for step, delay in enumerate(delays[me]):
+            loss = model(torch.ones(2)).sum()  # waits for its values
+            gap = step - min(made)
+            assert gap <= staleness, f"rank {me} is on step {step}, and the ranks have made {made} pushes"
+            widest.append(gap)
+            time.sleep(delay / 5000)
+            optimizer.zero_grad()
+            loss.backward()
+            made[me] += 1
+            optimizer.step()
+        optimizer.wait()
+        made[me] = math.inf
+        optimizer.finish()
+
+    on_ranks(len(delays), program)
+    assert len(widest) == sum(map(len, delays))
 
 
 @pytest.mark.parametrize("servers", [2, "sharded"])

@@ -16,7 +16,8 @@ class Cluster:
     Attributes:
         hosts: The number of hosts.
         per_host: The number of ranks of each.
-        link: The link of each host; None if there is one host.
+        link: The link of each host, as collectives use it; None if there is one host.
+        plain: The same link, as messages between two ranks use it.
         copy: The seconds to copy a byte in memory.
         meeting: The seconds of a meeting of the ranks of a host.
     """
@@ -24,6 +25,7 @@ class Cluster:
     hosts: int
     per_host: int
     link: Link | None
+    plain: Link | None
     copy: float
     meeting: float
 
@@ -54,4 +56,4 @@ class Cluster:
 
     def messages(self, nbytes: float) -> float:
         """Return the seconds until messages with so many bytes in all have passed a link, sent at once."""
-        return 0.0 if self.link is None else self.link.latency + nbytes * self.link.seconds_per_byte
+        return 0.0 if self.plain is None else self.plain.latency + nbytes * self.plain.seconds_per_byte

@@ -84,7 +84,7 @@ class Model:
         if per_host < ranks and between is None:
             raise ArgumentError(f"{ranks // per_host} hosts: say what is between them, such as 100mbit.")
         known = None if per_host == ranks or between is None else replace(between, reduction=profile.copy)
-        self.cluster = Cluster(ranks // per_host, per_host, known, profile.copy, profile.meeting)
+        self.cluster = Cluster(ranks // per_host, per_host, known, known, profile.copy, profile.meeting)
         if known is not None and link is None and profile.strategy == WHOLE:
             self.cluster = replace(self.cluster, link=self._as_in_the_program(known))
 

@@ -35,8 +35,11 @@ def cost(profile: Profile, cluster: Cluster, together: bool, count: int) -> Cost
 
     A worker pushes to all servers at once, and waits for all answers. If all workers push together, the busiest link counts.
     If each has its own pace, it has the links to itself while it pushes, and the slowest thing that all need sets a limit: a
-    link, or a server that works for one push after the other. Messages in both directions share a link: so it was measured with
-    Open MPI over TCP, where only collectives use both directions at once.
+    link, or a server that works for one push after the other.
+
+    Messages in both directions share a link, although TCP could send in both at once: a large message begins when its receiver
+    has answered, and this answer waits behind the data that the receiver itself has given to the socket. Collectives begin in
+    both directions at once, before there is any. So it was measured with Open MPI.
 
     Args:
         profile: What was measured.

@@ -58,6 +58,10 @@ class Layout:
                 found.append(Chunk(range(place, place + 1), start, end))
         return tuple(found)
 
+    def answers(self, in_chunks: bool) -> tuple[Chunk, ...]:
+        """Return the messages in which a server sends its values: all together, or in chunks, in the order of the tensors."""
+        return self.chunks if in_chunks else (Chunk(range(len(self.tensors)), 0, self.nbytes),)
+
     def runs(self, chosen: Array) -> list[slice]:
         """Return the bytes of the chosen chunks. Chunks side by side are one slice, and one message. No slice is empty.
 

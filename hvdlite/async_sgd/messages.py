@@ -7,8 +7,8 @@ with this tag:
 - sparse gradients, if there are any (`rows`);
 - the chunks that follow, those side by side in one message.
 
-The answer to every other request is an `Answer` with the tag `ANSWER`, then with the tag `VALUES` the values of the part, or
-the text of an error.
+The answer to every other request is an `Answer` with the tag `ANSWER`, then with the tag `VALUES` the values of the part
+(`Layout.answers`), or the text of an error.
 """
 
 from __future__ import annotations

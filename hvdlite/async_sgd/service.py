@@ -27,6 +27,7 @@ class Service:
         layout: The tensors of the server's part.
         workers: The ranks that train.
         keeps_pushes: Whether the server keeps a push after the call in which it gets it, or workers send chunks early.
+        in_chunks: Whether values are sent in chunks.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Service:
         layout: Layout,
         workers: Collection[int],
         keeps_pushes: bool,
+        in_chunks: bool,
     ) -> None:
         self._channel, self._server, self._layout = channel, server, layout
+        self._pieces = [slice(piece.start, piece.end) for piece in layout.answers(in_chunks)]
         # Each worker has at most one push here. One buffer for all will do where a push is applied as soon as it is there.
         one = np.empty(layout.nbytes, np.uint8)
         self._gradients = {rank: np.empty(layout.nbytes, np.uint8) if keeps_pushes else one for rank in workers}
@@ -129,9 +132,10 @@ class Service:
     def _answer(self, reply: Reply) -> None:
         text = np.frombuffer(reply.error.encode(), np.uint8)
         answer = Answer(reply.purpose, len(text), reply.missed)
+        follow = [text] if reply.error else [reply.values[piece] for piece in self._pieces]
         self._sends[reply.rank] = [
             self._channel.isend(answer.pack(), reply.rank, messages.ANSWER),
-            self._channel.isend(text if reply.error else reply.values, reply.rank, messages.VALUES),
+            *(self._channel.isend(each, reply.rank, messages.VALUES) for each in follow),
         ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class Worker:
         begin: Begins a message that goes on while the program computes: its data, the rank that gets it, and the tag.
         layouts: The servers and their tensors.
         names: For each rank of the group, its number in the job, for messages.
+        in_chunks: Whether values come in chunks.
 
     Attributes:
         gradients: For each server, the memory in which the caller puts gradients: uint8, shape ``(nbytes,)``.
@@ -37,9 +38,12 @@ class Worker:
         begin: Callable[[Array, int, int], Request],
         layouts: Sequence[Layout],
         names: Sequence[int],
+        in_chunks: bool = False,
     ) -> None:
         self._channel, self._begin, self._layouts, self._names = channel, begin, layouts, names
         self._under_way: list[Request] = []
+        self._sends: list[Request] = []
+        self._pieces = [layout.answers(in_chunks) for layout in layouts]
         self.gradients = [np.zeros(layout.nbytes, np.uint8) for layout in layouts]
         self.values = [np.empty(layout.nbytes, np.uint8) for layout in layouts]
         self.pushes = self.early_chunks = 0
@@ -81,9 +85,8 @@ class Worker:
         rows: Sequence[Mapping[int, Rows]],
         settings: bytes,
         weight: float,
-        hint: str,
     ) -> None:
-        """Push `gradients` to all servers, and wait for `values`.
+        """Begin to push `gradients` to all servers. They must not change before `pull` returns, which comes next.
 
         Args:
             present: For each server, which of its tensors have a gradient there: bool, shape ``(tensors,)``.
@@ -91,13 +94,11 @@ class Worker:
             rows: For each server, sparse gradients by the places of their tensors.
             settings: The settings of the step, for all servers.
             weight: The number of samples.
-            hint: A description of the wait, for reports of the watchdog and errors.
 
         Raises:
-            CommunicationError: A server has failed.
             HvdliteError: A server has left the job, or the channel is closed.
         """
-        sends = []
+        sends = self._sends
         for number, layout in enumerate(self._layouts):
             used = np.array([present[number][chunk.places].any() for chunk in layout.chunks])
             follows = used & ~early[number]
@@ -107,11 +108,23 @@ class Worker:
             sends.append(self._channel.isend(request.pack(), layout.server, messages.REQUEST))
             sends += [self._channel.isend(each, layout.server, messages.BODY) for each in body if len(each)]
         self.pushes += 1
+
+    def pull(self, hint: str, note: Callable[[Iterable[int]], None] = lambda numbers: None) -> None:
+        """Wait for `values` after a push. Another thread than that of the other calls may do this, while they are not called.
+
+        Args:
+            hint: A description of the wait, for reports of the watchdog and errors.
+            note: It is called with the numbers of tensors whose values are there, in about the order of the tensors.
+
+        Raises:
+            CommunicationError: A server has failed.
+            HvdliteError: A server has left the job, or the channel is closed.
+        """
         with self._channel.guarded(hint, beside_threads=True, asks_all=True):
-            answers = self._answers()
+            answers = self._answers(note)
             self.settle()
-            for send in sends:
-                send.wait()
+            while self._sends:
+                self._sends.pop(0).wait()
         self.missed += sum(answer.missed for answer in answers) / len(answers)
 
     def meet(self, purpose: Purpose, kind: WaitKind) -> Purpose:
@@ -134,10 +147,11 @@ class Worker:
         with self._channel.guarded(f"all ranks to call {purpose.text or Purpose.FINISH.text}", kind, True, True):
             return Purpose(self._answers()[0].purpose)
 
-    def _answers(self) -> list[Answer]:
+    def _answers(self, note: Callable[[Iterable[int]], None] = lambda numbers: None) -> list[Answer]:
         """Receive an answer of every server, and the values. All answers are taken before an error is raised."""
-        answers, receives, texts = [], [], []
-        for layout, values in zip(self._layouts, self.values, strict=True):
+        answers, texts = [], []
+        receives: list[tuple[tuple[int, ...], Request]] = []
+        for layout, values, pieces in zip(self._layouts, self.values, self._pieces, strict=True):
             data = np.empty(len(Answer(0)), np.int64)
             self._channel.irecv(data, layout.server, messages.ANSWER).wait()
             answer = Answer.unpack(data)
@@ -147,9 +161,12 @@ class Worker:
                 self._channel.irecv(text, layout.server, messages.VALUES).wait()
                 texts.append(f"the server on rank {self._names[layout.server]}: {text.tobytes().decode()}")
             else:
-                receives.append(self._channel.irecv(values, layout.server, messages.VALUES))
-        for receive in receives:
+                for places, start, end in pieces:
+                    request = self._channel.irecv(values[start:end], layout.server, messages.VALUES)
+                    receives.append((layout.tensors[places.start : places.stop], request))
+        for numbers, receive in sorted(receives, key=lambda each: each[0]):
             receive.wait()
+            note(numbers)
         if texts:
             raise CommunicationError(texts[0])
         return answers

@@ -47,7 +47,7 @@ def check_optimizer(given: Any) -> None:
         )
 
 
-def check_torch_only(overlap: bool | None, hogwild: bool) -> None:
+def check_torch_only(overlap: bool | None, overlap_pull: bool, hogwild: bool) -> None:
     """Raise an error if an argument is given that only torch's optimizer can have.
 
     Raises:
@@ -57,6 +57,11 @@ def check_torch_only(overlap: bool | None, hogwild: bool) -> None:
         raise ArgumentError(
             f"overlap={overlap!r}: Keras gives an optimizer all gradients of a step at once, when the backward pass is over, "
             "so none can travel before. Leave it out; hvdlite_torch.AsyncDistributedOptimizer has it."
+        )
+    if overlap_pull:
+        raise ArgumentError(
+            f"overlap_pull={overlap_pull!r}: the layers of a graph read their variables without a call of Python before, in "
+            "which they could wait. Leave it out; hvdlite_torch.AsyncDistributedOptimizer has it."
         )
     if hogwild:
         raise ArgumentError(

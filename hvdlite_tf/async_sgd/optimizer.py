@@ -26,7 +26,7 @@ from hvdlite_tf.variables import plain_variable
 
 def AsyncDistributedOptimizer(
     optimizer: Any,
-    model: Any,
+    model: Any = None,
     *,
     mode: str = "async",
     staleness: int | None = None,
@@ -37,6 +37,7 @@ def AsyncDistributedOptimizer(
     checkpoint: str | os.PathLike[str] | None = None,
     on_nan: str = "raise",
     overlap: bool | None = None,
+    overlap_pull: bool = False,
     hogwild: bool = False,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> AsyncDistributed:
@@ -64,7 +65,8 @@ def AsyncDistributedOptimizer(
 
     Args:
         optimizer: An optimizer of Keras 3 that steps each variable by itself. It is changed and returned.
-        model: The model, which is built, or the variables that are trained. Of a model all ranks get rank 0's weights.
+        model: The model, which is built, or the variables that are trained. Of a model all ranks get rank 0's weights. None for
+            an optimizer that is built: then its variables.
         mode: "sync", "ssp" or "async".
         staleness: For "ssp": how many steps a rank may be ahead of the slowest, 0 or more. A step is a push.
         servers: "sharded": every rank serves a part, in a thread beside its training. A number n: the last n ranks only
@@ -79,7 +81,7 @@ def AsyncDistributedOptimizer(
             pulled last, by their paths: ``numpy.load(checkpoint)``. This needs hvdliterun.
         on_nan: "raise": a step with a gradient that has NaN or infinite elements raises ArgumentError, and nothing
             of it is pushed. "pass on": it is pushed like any other, and each server makes the step with its part.
-        overlap, hogwild: For torch only; an error says why. Leave them out.
+        overlap, overlap_pull, hogwild: For torch only; an error says why. Leave them out.
         process_set: The ranks that take part; all by default.
 
     Returns:
@@ -94,7 +96,7 @@ def AsyncDistributedOptimizer(
     """
     backend = backends.current()
     check_optimizer(optimizer)
-    check_torch_only(overlap, hogwild)
+    check_torch_only(overlap, overlap_pull, hogwild)
     options = make_options(
         *(mode, staleness, servers, push_every, process_set, size_of(process_set), delay_compensation),
         on_worker_loss=on_worker_loss,
@@ -102,7 +104,7 @@ def AsyncDistributedOptimizer(
         on_nan=on_nan,
     )
     check_settings(optimizer, options)
-    trained, weights = _variables_of(model)
+    trained, weights = _variables_of(optimizer, model)
     if not optimizer.built:
         optimizer.build(trained)
     elif [*map(id, map(plain_variable, optimizer._trainable_variables))] != [*map(id, map(plain_variable, trained))]:
@@ -118,8 +120,10 @@ def AsyncDistributedOptimizer(
     return wrapped
 
 
-def _variables_of(model: Any) -> tuple[list[Any], list[Any]]:
+def _variables_of(optimizer: Any, model: Any) -> tuple[list[Any], list[Any]]:
     """Return the variables that are trained, and all weights that the ranks have in common."""
+    if model is None and optimizer.built:
+        model = optimizer._trainable_variables
     if isinstance(model, keras.Model):
         if not model.built:
             raise ArgumentError(

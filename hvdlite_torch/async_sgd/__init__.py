@@ -2,6 +2,7 @@
 
 - `optimizer`: `AsyncDistributedOptimizer`, and which optimizers fit (`checks`).
 - `wrapped`: the methods that the optimizer gets; `training`: what they do on one rank.
+- `layers`: lets each layer wait for its own new values.
 - `hogwild`: what they do if the ranks share the memory of the parameters, without servers.
 - `replica`: the parameters of a rank, and its gradients; `views`: bytes of messages as tensors.
 - `sparse`: sparse gradients as rows, and which optimizers take them.

@@ -44,6 +44,7 @@ def AsyncDistributedOptimizer(
     on_worker_loss: str = "end",
     checkpoint: str | os.PathLike[str] | None = None,
     on_nan: str = "raise",
+    overlap_pull: bool = False,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> AsyncOptimizer:
     """Let ranks train at their own pace: `step` pushes gradients to servers, and pulls parameters. Every rank calls this.
@@ -89,6 +90,9 @@ def AsyncDistributedOptimizer(
             ``torch.load(checkpoint)``. This needs hvdliterun.
         on_nan: "raise": a step with a gradient that has NaN or infinite elements raises ArgumentError, and nothing
             of it is pushed. "pass on": it is pushed like any other, and each server makes the step with its part.
+        overlap_pull: `step` returns before the new values are there. They come in the order of the parameters, and each layer
+            waits for its own before its forward pass. `named_parameters` is the model. What reads parameters in another way
+            calls `wait` before: docs/asynchronous.md has the details.
         process_set: The ranks that take part; all by default.
 
     Returns:
@@ -104,10 +108,17 @@ def AsyncDistributedOptimizer(
     options = make_options(
         *(mode, staleness, servers, push_every, process_set, size_of(process_set)),
         *(delay_compensation, overlap, hogwild, on_worker_loss, checkpoint, on_nan),
+        overlap_pull=overlap_pull,
     )
     check_compensation(optimizer, delay_compensation)
     if hogwild:
         check_plain_sgd(optimizer)
+    model = named_parameters if isinstance(named_parameters, torch.nn.Module) else None
+    if overlap_pull and model is None:
+        raise ArgumentError(
+            "overlap_pull=True needs the model, whose layers wait for their values: write "
+            "hvd.AsyncDistributedOptimizer(optimizer, model, overlap_pull=True)."
+        )
     if isinstance(named_parameters, torch.nn.Module):
         named_parameters = named_parameters.named_parameters()
     names = {}
@@ -119,8 +130,10 @@ def AsyncDistributedOptimizer(
         names[id(item[1])] = item[0]
     _agree(optimizer, names, options)
     step = vars(optimizer).pop("step", None)  # a scheduler has put it there, and it calls the `step` of the plain class
-    kind = HogwildTraining if hogwild else TorchTraining
-    training = kind(optimizer, names, options)  # the servers' optimizers are of the plain class
+    # The servers' optimizers are of the plain class.
+    training = (
+        HogwildTraining(optimizer, names, options) if hogwild else TorchTraining(optimizer, names, options, model)
+    )
     add_to_class(optimizer, AsyncDistributed, step=_step_of(type(optimizer)))
     optimizer._hvdlite_training = training  # type: ignore[attr-defined]
     if step is not None:

@@ -9,6 +9,7 @@ import torch
 
 from hvdlite.adapter.async_sgd.options import Options
 from hvdlite.adapter.async_sgd.training import AsyncTraining
+from hvdlite_torch.async_sgd.layers import Layers
 from hvdlite_torch.async_sgd.replica import TorchReplica
 from hvdlite_torch.step.batch_weight import BatchWeight
 from hvdlite_torch.step.lease import weakly
@@ -21,17 +22,28 @@ class TorchTraining(AsyncTraining[torch.Tensor]):
         optimizer: The program's optimizer. Its state goes to the servers.
         names: Names of some or all parameters, by ``id(parameter)``.
         options: The arguments.
+        model: The model, for `overlap_pull`.
 
     Attributes:
         weight: The number of samples in the next step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], options: Options) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        options: Options,
+        model: torch.nn.Module | None = None,
+    ) -> None:
         self._torch = TorchReplica(optimizer, names)
         super().__init__(self._torch, options)
         optimizer.state.clear()
         self.weight = BatchWeight()
+        self._layers: Layers | None = None
         sends_early = self.overlaps and not self.is_server
+        if model is not None and options.overlap_pull and not self.is_server:
+            numbers = {id(p): number for number, p in enumerate(self._torch.trained)}
+            self._layers = Layers(model, numbers, self._torch.names, self)
         self._hooks = self._torch.watch(weakly(self, "ready")) if sends_early else []
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -52,7 +64,10 @@ class TorchTraining(AsyncTraining[torch.Tensor]):
         result = evaluate(closure)
         weight = self.weight.take(False)
         if self.add(self._torch.gradients() if weight > 0 else {}, weight):
-            self.take_values()
+            if self._layers is None:
+                self.take_values()
+            else:
+                self._layers.end_step()
         return result
 
     def finish(self) -> None:
@@ -60,6 +75,8 @@ class TorchTraining(AsyncTraining[torch.Tensor]):
         super().finish()
         for hook in self._hooks:
             hook.remove()
+        if self._layers is not None:
+            self._layers.remove()
 
     def numbered_state(self) -> dict[int, Any]:
         """Return the optimizer's state by the parameters' numbers in the optimizer. All ranks call this."""

@@ -38,6 +38,16 @@ class AsyncDistributed(AsyncMethods):
         """
         self._hvdlite_training.weight.set(weight, hvdlite.Average)
 
+    def wait(self) -> None:
+        """Wait until this rank has the new values of all parameters, which are there already but with ``overlap_pull=True``.
+
+        A program calls this before it reads parameters otherwise than by the forward pass of their modules.
+
+        Raises:
+            HvdliteError: A server has failed, or a rank has left the job.
+        """
+        self._hvdlite_training.take_all()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, as torch's optimizer has it. All ranks that train call this; all get it.
 

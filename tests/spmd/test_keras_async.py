@@ -390,9 +390,11 @@ def test_nan_is_passed_on_whole(ranks: Any, push_every: int) -> None:
 
     def check() -> None:
         variables = [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros(2))]
-        optimizer = hvd.AsyncDistributedOptimizer(
-            keras.optimizers.SGD(1.0), variables, mode="sync", push_every=push_every, on_nan="pass on"
-        )
+        plain = keras.optimizers.SGD(1.0)
+        with pytest.raises(ArgumentError, match=r"expected a model .*got NoneType. Write hvd.AsyncDistributedOptimizer\("):
+            hvd.AsyncDistributedOptimizer(plain, mode="sync")
+        plain.build(variables)
+        optimizer = hvd.AsyncDistributedOptimizer(plain, mode="sync", push_every=push_every, on_nan="pass on")
         for step in range(2):
             infinite = math.inf if (hvd.rank() + step) % 2 else -math.inf
             optimizer.apply([tf.ones(3), tf.constant([1.0, infinite])])
@@ -487,6 +489,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "only servers": ({"servers": 99}, {}, "servers=99: expected .* ranks only serve"),
     "no NaN": ({"on_nan": "skip"}, {}, "on_nan='skip': expected 'raise' or 'pass on'"),
     "overlap": ({"overlap": True}, {}, "Keras gives an optimizer all gradients of a step at once"),
+    "overlapped pull": ({"overlap_pull": True}, {}, "the layers of a graph read their variables without a call"),
     "hogwild": ({"hogwild": True}, {}, "TensorFlow keeps variables in memory of its own"),
     "no delay": ({"mode": "sync", "delay_compensation": hvd.DCASGD()}, {}, "no gradient is old"),
     "accumulating": ({}, {"gradient_accumulation_steps": 2}, "Use push_every"),

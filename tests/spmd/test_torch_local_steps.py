@@ -36,10 +36,12 @@ def model_of() -> nn.Sequential:
     return model
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int, passes: int = 1) -> None:
+    """Make a step; the gradient is accumulated in some backward passes."""
     x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(100 * number + rank), dtype=DTYPE)
     optimizer.zero_grad()
-    nn.functional.mse_loss(model(x), x.sum(1, keepdim=True).sin()).backward()
+    for part in x.chunk(passes):
+        (nn.functional.mse_loss(model(part), part.sum(1, keepdim=True).sin()) / passes).backward()
     optimizer.step()
 
 
@@ -82,11 +84,11 @@ def test_it_trains_as_the_formula_says(ranks: Ranks, how: hvd.LocalSGD, weighted
         samples = [2.0 + rank if weighted else 1.0 for rank in range(hvd.size())]
         for steps, last in ((STEPS, False), (STEPS, True), (9, True)):
             model = model_of()
-            optimizer = distributed(model, how)
+            optimizer = distributed(model, how, backward_passes_per_step=3)
             for number in range(steps):
                 if weighted:
                     optimizer.set_batch_weight(samples[hvd.rank()])
-                step(model, optimizer, number, hvd.rank())
+                step(model, optimizer, number, hvd.rank(), passes=1 + number % 3)
             if last:
                 optimizer.average_parameters()  # after 9 steps the ranks have met already
                 hvd.assert_in_sync(model)

@@ -27,6 +27,7 @@ class Options:
         workers: The ranks that train, likewise.
         compensation: What servers do about old gradients.
         overlap: Whether gradients travel while the backward pass goes on; None for: where each rank has a core to spare.
+        overlap_pull: Whether values come while the program goes on.
         goes_on: Whether the training goes on without workers that fail.
         checkpoint: The file in which a worker saves the values that it has pulled last, if the job fails; None for none.
         refuses_nan: Whether a step with NaN or infinite elements raises an error; else it is pushed like any other.
@@ -45,6 +46,7 @@ class Options:
     goes_on: bool = False
     checkpoint: Path | None = None
     refuses_nan: bool = True
+    overlap_pull: bool = False
 
     def lines(self) -> list[str]:
         """Return the arguments in words, which must be the same on all ranks."""
@@ -60,6 +62,7 @@ class Options:
             "goes_on",
             "checkpoint",
             "refuses_nan",
+            "overlap_pull",
         )
         return [f"{name}={getattr(self, name)!r}" for name in names]
 
@@ -77,12 +80,13 @@ def make_options(
     on_worker_loss: str = "end",
     checkpoint: str | os.PathLike[str] | None = None,
     on_nan: str = "raise",
+    overlap_pull: bool = False,
 ) -> Options:
     """Check the arguments and return them.
 
     Args:
         mode, staleness, servers, push_every, process_set, delay_compensation, overlap, hogwild, on_worker_loss, checkpoint,
-            on_nan: See `AsyncDistributedOptimizer`.
+            on_nan, overlap_pull: See `AsyncDistributedOptimizer`.
         size: The number of ranks in the process set.
 
     Raises:
@@ -123,6 +127,11 @@ def make_options(
     if on_nan not in ("raise", "pass on"):
         raise ArgumentError(f"on_nan={on_nan!r}: expected 'raise' or 'pass on'.")
     refuses_nan = on_nan == "raise"
+    if overlap_pull and checkpoint is not None:
+        raise ArgumentError(
+            "overlap_pull=True with checkpoint=: a rank has old and new parameters while values come, so it could not save any "
+            "state that a server had. Leave out one of the two."
+        )
     everybody = tuple(range(size))
     if hogwild:
         number = world().config.servers
@@ -136,6 +145,7 @@ def make_options(
             ),
             ("delay_compensation", delay_compensation, None, "there are no servers, and each step is made at once"),
             ("on_worker_loss", on_worker_loss, "end", "what a rank that fails has half written, nobody knows"),
+            ("overlap_pull", overlap_pull, False, "nothing is pulled"),
             ("checkpoint", checkpoint, None, "there are no servers, and each rank has the parameters"),
             ("servers", servers, None, "there are no servers: the ranks share the parameters"),
             ("--servers", number, 0, "there are no servers: start the job without (HVDLITE_SERVERS)"),
@@ -172,6 +182,7 @@ def make_options(
         goes_on=goes_on,
         checkpoint=path,
         refuses_nan=refuses_nan,
+        overlap_pull=overlap_pull,
     )
 
 
