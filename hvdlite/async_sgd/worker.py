@@ -109,7 +109,7 @@ class Worker:
             sends += [self._channel.isend(each, layout.server, messages.BODY) for each in body if len(each)]
         self.pushes += 1
 
-    def pull(self, hint: str, note: Callable[[Iterable[int]], None] = lambda numbers: None) -> None:
+    def pull(self, hint: str, note: Callable[[Iterable[int]], None]) -> None:
         """Wait for `values` after a push. Another thread than that of the other calls may do this, while they are not called.
 
         Args:

@@ -114,7 +114,7 @@ class KerasTraining(AsyncTraining[Array]):
         """Return copies of the latest values, which TensorFlow may keep, and in which it may write."""
         self._has_pulled = True
         values = self._latest()
-        with self._failing.values:
+        with self.values.lock:
             for number, value in enumerate(values):
                 self._keras.keep(number, value)
         return [value.copy() for value in values]

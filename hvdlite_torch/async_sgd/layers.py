@@ -5,41 +5,34 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from hvdlite.adapter.async_sgd.pull import Values
 from hvdlite.errors import ArgumentError
-
-
-class Pulling(Protocol):
-    """What `Layers` needs of a training. See `hvdlite.adapter.async_sgd.training.AsyncTraining`."""
-
-    def take(self, numbers: Any) -> None: ...
-    def take_all(self) -> None: ...
-    def is_pending(self, number: int) -> bool: ...
 
 
 class Layers:
     """The hooks of a model. A layer is a module that has parameters itself, and not only in its parts.
 
     Some parameters are used otherwise than by the forward pass of their module: `nn.MultiheadAttention` reads those of its
-    `out_proj`. They have a gradient, although their module was not called. Those of the first steps are learned; `late` has all
-    others. A parameter that shows this later was read while its new value was under way, which is an error.
+    `out_proj`. They have a gradient, although their module was not called. Those of the first step are learned. A
+    parameter that shows this later was read while its new value was under way, which is an error.
 
     Args:
         model: The model.
         numbers: For each parameter that is trained, its number, by ``id(parameter)``.
         names: Their names.
-        training: The training. It is not kept alive.
+        values: What was pulled. It is not kept alive.
 
     Attributes:
         early: The numbers of the parameters whose values each step waits for.
     """
 
-    def __init__(self, model: torch.nn.Module, numbers: Mapping[int, int], names: list[str], training: Pulling) -> None:
-        self._training: Callable[[], Pulling | None] = weakref.ref(training)
+    def __init__(self, model: torch.nn.Module, numbers: Mapping[int, int], names: list[str], values: Values) -> None:
+        self._values: Callable[[], Values | None] = weakref.ref(values)
         self._names = names
         self._called: set[int] = set()
         self.early = set(numbers.values())
@@ -63,8 +56,8 @@ class Layers:
             HvdliteError: A server has failed, or a rank has left the job.
         """
         self._called.clear()
-        if training := self._training():
-            training.take(self.early)
+        if values := self._values():
+            values.take(self.early)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -76,18 +69,18 @@ class Layers:
 
     def _before(self, own: list[int], *_: Any) -> None:
         self._called.update(own)
-        if training := self._training():
-            training.take(own)
+        if values := self._values():
+            values.take(own)
 
     def _all(self, *_: Any) -> None:
-        if training := self._training():
-            training.take_all()
+        if values := self._values():
+            values.take_all()
 
     def _after(self, number: int, _: torch.Tensor) -> None:
-        training = self._training()
-        if number in self._called or number in self.early or training is None:
+        values = self._values()
+        if number in self._called or number in self.early or values is None:
             return
-        if training.is_pending(number):
+        if values.is_pending(number):
             raise ArgumentError(
                 f"overlap_pull=True: {self._names[number]} was used without a call of its module while its new value was "
                 "under way, so this gradient is that of an old value. Call the module, or optimizer.wait() before, or leave "
@@ -99,7 +92,7 @@ class Layers:
 def _without_training() -> Layers:
     """Return what the hooks of a copied or saved model belong to: nobody trains it."""
     made = Layers.__new__(Layers)
-    made._training, made._called = _nothing, set()
+    made._values, made._called = _nothing, set()
     return made
 
 

@@ -43,7 +43,7 @@ class TorchTraining(AsyncTraining[torch.Tensor]):
         sends_early = self.overlaps and not self.is_server
         if model is not None and options.overlap_pull and not self.is_server:
             numbers = {id(p): number for number, p in enumerate(self._torch.trained)}
-            self._layers = Layers(model, numbers, self._torch.names, self)
+            self._layers = Layers(model, numbers, self._torch.names, self.values)
         self._hooks = self._torch.watch(weakly(self, "ready")) if sends_early else []
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -65,7 +65,7 @@ class TorchTraining(AsyncTraining[torch.Tensor]):
         weight = self.weight.take(False)
         if self.add(self._torch.gradients() if weight > 0 else {}, weight):
             if self._layers is None:
-                self.take_values()
+                self.values.take_latest()
             else:
                 self._layers.end_step()
         return result

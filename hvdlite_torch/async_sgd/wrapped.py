@@ -46,7 +46,7 @@ class AsyncDistributed(AsyncMethods):
         Raises:
             HvdliteError: A server has failed, or a rank has left the job.
         """
-        self._hvdlite_training.take_all()
+        self._hvdlite_training.values.take_all()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, as torch's optimizer has it. All ranks that train call this; all get it.

@@ -150,7 +150,7 @@ def test_a_layer_waits_for_its_own_values_only(ranks: Any) -> None:
     ranks(check)
 
 
-@pytest.mark.parametrize("how", ["state_dict", "wait", "save"])
+@pytest.mark.parametrize("how", ["state_dict", "load_state_dict", "wait"])
 def test_what_else_reads_parameters(ranks: Any, how: str) -> None:
     def check() -> None:
         model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9)).double()
@@ -163,6 +163,9 @@ def test_what_else_reads_parameters(ranks: Any, how: str) -> None:
         optimizer.step()
         if how == "state_dict":
             assert torch.equal(model.state_dict()["1.bias"], expected)
+        elif how == "load_state_dict":
+            optimizer.load_state_dict(torch.optim.SGD(model.parameters(), lr=1.0).state_dict())
+            assert torch.equal(model[1].bias, expected)
         else:
             optimizer.wait()
             file = io.BytesIO()

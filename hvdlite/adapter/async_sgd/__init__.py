@@ -3,7 +3,7 @@
 - `training`: what one rank does: pushes, meetings, the state of the servers, and the end.
 - `replica`: what a framework adds: the parameters of a rank as bytes, its gradients, and the parts of the servers.
 - `options`: the arguments of `AsyncDistributedOptimizer`, checked.
-- `pull`: receives values while the program goes on.
+- `pull`: the values that were pulled; receives them while the program goes on.
 - `gradients`: adds up a worker's gradients for the next push.
 - `failing`: what a rank does if ranks fail; `on_failure`: the arguments for that, checked.
 - `checkpoint`: a file for the parameters, in case the job fails.

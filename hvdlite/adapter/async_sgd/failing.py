@@ -23,9 +23,7 @@ class Failing:
         losses: The ranks that the job has lost.
         lose: Lets the service of this rank go on without a worker, given by its number in the training; None if it has none.
         trains: Whether this rank trains.
-
-    Attributes:
-        values: Held while the replica gets new values.
+        lock: Held while the replica gets new values.
     """
 
     def __init__(
@@ -36,9 +34,10 @@ class Failing:
         losses: Losses,
         lose: Callable[[int], None] | None,
         trains: bool,
+        lock: threading.Lock,
     ) -> None:
         self._options, self._replica, self._ranks, self._losses, self._service = options, replica, ranks, losses, lose
-        self.values = threading.Lock()
+        self._lock = lock
         saves = options.checkpoint is not None and trains
         self._wish = Wish(options.goes_on and trains, self._lose, self._save if saves else None)
         self._wants = options.goes_on or options.checkpoint is not None
@@ -63,7 +62,7 @@ class Failing:
         path = self._options.checkpoint
         assert path is not None
         try:
-            with self.values:
+            with self._lock:
                 write_whole(path, self._replica.save)
         except Exception as error:
             return f"rank {rank()} could not save its parameters in {path}: {type(error).__name__}: {error}"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic
 
 import numpy as np
 
 from hvdlite.adapter.async_sgd import unfinished
 from hvdlite.adapter.async_sgd.failing import Failing
-from hvdlite.adapter.async_sgd.gradients import LocalGradients, slices
+from hvdlite.adapter.async_sgd.gradients import LocalGradients
 from hvdlite.adapter.async_sgd.options import Options
-from hvdlite.adapter.async_sgd.pull import Pull
+from hvdlite.adapter.async_sgd.pull import Values
 from hvdlite.adapter.async_sgd.replica import Gradient, Replica, StatefulPart
 from hvdlite.api import allgather_object, rank, world
 from hvdlite.async_sgd import objects
@@ -50,6 +49,7 @@ class AsyncTraining(Generic[Gradient]):
         worker: The connection to the servers.
         overlaps: Whether the framework calls `ready`.
         early: What is sent before a push.
+        values: What was pulled, and what is under way.
     """
 
     def __init__(self, replica: Replica[Gradient], options: Options) -> None:
@@ -71,20 +71,16 @@ class AsyncTraining(Generic[Gradient]):
                 keeps = options.mode is Mode.SYNC or self.overlaps
                 self._service = Service(channel, server, layout, options.workers, keeps, options.overlap_pull)
         self.worker = Worker(channel, self._group.isend, self._layouts, ranks, options.overlap_pull)
-        self._pull: Pull | None = None
-        self._pending: set[int] = set()
-        self._taking = threading.RLock()
+        self.values = Values(replica, self._layouts, self.worker.values)
         early = self.early = EarlyChunks(self.worker, self._layouts)
-        self._values: dict[int, Array] = {}
-        for layout, data in zip(self._layouts, self.worker.values, strict=True):
-            self._values |= slices(data, layout, replica.sizes)
         self._gradients = LocalGradients(
             replica, self._layouts, self.worker.gradients, ranks[me], early, options.refuses_nan
         )
-        self.is_over = False
-        self._failure = ""
+        self.is_over, self._failure = False, ""
         lose = None if self._service is None else self._service.lose
-        self._failing = Failing(options, replica, ranks, self._world.watch.losses, lose, not self.is_server)
+        self._failing = Failing(
+            options, replica, ranks, self._world.watch.losses, lose, not self.is_server, self.values.lock
+        )
         if self._service is not None:
             self._service.start()
         unfinished.note(self._world, self)
@@ -129,7 +125,7 @@ class AsyncTraining(Generic[Gradient]):
         Raises:
             HvdliteError: A server has failed, or a rank has left the job.
         """
-        self.take_all()
+        self.values.take_all()
         with self._in_step():
             self._gradients.ready(number, gradient)
 
@@ -141,61 +137,19 @@ class AsyncTraining(Generic[Gradient]):
             weight: The number of samples. A step of 0 samples has no gradients, whatever is given.
 
         Returns:
-            Whether it has pulled: then `take_values` gives the replica the new values. With `overlap_pull` it has begun to,
-            and `take` does that.
+            Whether it has pulled, or with `overlap_pull` has begun to: `values` gives the replica the new values.
 
         Raises:
             ArgumentError: A gradient has NaN or infinite elements, and ``on_nan="raise"``.
             HvdliteError: A server has failed, or a rank has left the job.
         """
-        self.take_all()
+        self.values.take_all()
         with self._in_step(ArgumentError):
             self._gradients.add(gradients, weight)
         if self._gradients.steps < self.options.push_every:
             return False
         self._push()
         return True
-
-    def take_values(self) -> None:
-        """Give the replica the latest values that were pulled."""
-        with self._failing.values:
-            for number, value in self._values.items():
-                self._replica.take(number, value)
-
-    def take(self, numbers: Iterable[int]) -> None:
-        """Give the replica the values of these tensors that are under way. Wait until they are there.
-
-        Raises:
-            HvdliteError: A server has failed, or a rank has left the job.
-        """
-        with self._taking:
-            wanted = self._pending.intersection(numbers)
-            if not wanted or self._pull is None:
-                return
-            self._pull.wait(wanted)
-            for number in sorted(wanted):
-                self._replica.take(number, self._values[number])
-            self._pending -= wanted
-
-    def take_all(self) -> None:
-        """Give the replica all values that are under way, and wait until the last push is over.
-
-        Raises:
-            HvdliteError: See `take`.
-        """
-        with self._taking:
-            pull = self._pull
-            if pull is None:
-                return
-            try:
-                pull.end()
-                self.take(self._pending)
-            finally:
-                self._pull = None
-
-    def is_pending(self, number: int) -> bool:
-        """Return whether the replica has an old value of a tensor, because the new one is under way."""
-        return number in self._pending
 
     def synchronize(self) -> None:
         """Meet all ranks, and get the same parameters as they. All ranks call this."""
@@ -253,29 +207,21 @@ class AsyncTraining(Generic[Gradient]):
         hint = _HINT.format(_HINTS[self.options.mode])
         with self._in_step():
             self.worker.push(mine.present, self.early.end_step(), mine.rows, self._replica.settings(), mine.weight)
-            if not self.options.overlap_pull:
-                self.worker.pull(hint)
         mine.clear()
-        if self.options.overlap_pull:
-            self._pending = set(self._values)
-            self._pull = Pull(self._pending, functools.partial(self._receive_values, hint))
-
-    def _receive_values(self, hint: str, note: Callable[[Iterable[int]], None]) -> None:
-        with self._in_step():
-            self.worker.pull(hint, note)
+        self.values.pull(self._in_step()(functools.partial(self.worker.pull, hint)), self.options.overlap_pull)
 
     def _meet(self, purpose: Purpose, kind: WaitKind) -> Purpose:
-        self.take_all()
         if self._gradients.steps:  # fewer than `push_every`
             self._push()
-        self.take_all()
+        self.values.take_all()
         with self._in_step():
             met = self.worker.meet(purpose, kind)
-        self.take_values()
+        self.values.take_latest()
         return met
 
     def _read(self) -> list[Array]:
         """Return the bytes of the replica's values."""
+        self.values.take_all()
         values = [np.empty(size, np.uint8) for size in self._replica.sizes]
         for number, value in enumerate(values):
             self._replica.read(number, value)
@@ -300,7 +246,7 @@ class AsyncTraining(Generic[Gradient]):
             next(each for each in self.options.workers if each in self._failing.living), self._layouts[0].server
         )
         state, values = self._share(given, first)
-        with self._failing.values:
+        with self.values.lock:
             for number, value in enumerate(values):
                 self._replica.take(number, value)
         if self._part is not None:
