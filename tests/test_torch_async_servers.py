@@ -65,7 +65,11 @@ def test_the_gap_between_ranks_of_random_speeds(delays: list[list[int]], stalene
     def program() -> None:
         me, model = hvd.rank(), torch.nn.Linear(2, 1)
         optimizer = hvd.AsyncDistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=1e-3), model, mode="ssp", staleness=staleness, overlap_pull=overlap_pull
+            torch.optim.SGD(model.parameters(), lr=1e-3),
+            model,
+            mode="ssp",
+            staleness=staleness,
+            overlap_pull=overlap_pull,
         )
         for step, delay in enumerate(delays[me]):
             loss = model(torch.ones(2)).sum()  # waits for its values

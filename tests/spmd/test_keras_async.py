@@ -391,7 +391,9 @@ def test_nan_is_passed_on_whole(ranks: Any, push_every: int) -> None:
     def check() -> None:
         variables = [tf.Variable(tf.zeros(3)), tf.Variable(tf.zeros(2))]
         plain = keras.optimizers.SGD(1.0)
-        with pytest.raises(ArgumentError, match=r"expected a model .*got NoneType. Write hvd.AsyncDistributedOptimizer\("):
+        with pytest.raises(
+            ArgumentError, match=r"expected a model .*got NoneType. Write hvd.AsyncDistributedOptimizer\("
+        ):
             hvd.AsyncDistributedOptimizer(plain, mode="sync")
         plain.build(variables)
         optimizer = hvd.AsyncDistributedOptimizer(plain, mode="sync", push_every=push_every, on_nan="pass on")
