@@ -19,15 +19,16 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.errors import ArgumentError, CommitError, HvdliteError
+from hvdlite.launcher_link.generation import ADDED, REMOVED
 
 
 class HostUpdateResult(enum.IntFlag):
     """What has become of the hosts of an elastic job: some have left, some have come, or both."""
 
     no_update = 0
-    removed = 1
-    added = 2
-    mixed = 3
+    removed = REMOVED
+    added = ADDED
+    mixed = REMOVED | ADDED
 
 
 class HostsUpdatedInterrupt(HvdliteError):
@@ -60,8 +61,8 @@ class Keeper(Protocol):
     def kept(self) -> None:
         """Note that all hosts have kept their states."""
 
-    def updates(self) -> HostUpdateResult:
-        """Return what the launcher has said of the hosts since the start of this process."""
+    def updates(self) -> int:
+        """Return what the launcher has said of the hosts since the start of this process, as a `HostUpdateResult`."""
 
 
 class State:
@@ -147,7 +148,7 @@ class State:
 
     def _agree(self, problem: CommitError | None, was_committed: bool) -> None:
         updates = self._updates | (self._keeper.updates() if self._keeper is not None else 0)
-        told = np.array([updates & 1, updates >> 1, problem is not None], np.uint8)
+        told = np.array([bool(updates & REMOVED), bool(updates & ADDED), problem is not None], np.uint8)
         removed, added, failed = api.allreduce(told, op=api.Max, name="hvdlite.elastic.commit").tolist()
         if failed:
             texts = api.allgather_object(None if problem is None else str(problem), "hvdlite.elastic.problem")

@@ -17,6 +17,19 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _RANK_BYTES = 32 << 20
 
 
+class UnreachableError(LaunchError):
+    """Some hosts do not answer.
+
+    Args:
+        text: The text of the error.
+        names: The names of these hosts.
+    """
+
+    def __init__(self, text: str, names: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.names = tuple(names)
+
+
 @dataclass(frozen=True)
 class Host:
     """A host, and its number of slots: how many ranks it takes."""

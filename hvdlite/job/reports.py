@@ -7,6 +7,7 @@ from typing import Protocol
 
 from hvdlite.errors import ranks_text
 from hvdlite.job import failures
+from hvdlite.job.elastic import Elastic
 from hvdlite.job.failures import Failure
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank, Ranks
@@ -39,6 +40,7 @@ class Reports:
         results: For each rank that has sent a result: whether its function returned, and the pickled value that the function
             returned or raised.
         trainings: What ranks that train with a parameter server have asked for.
+        elastic: What the ranks of an elastic job have said.
         first_asked: The first rank whose guard got a signal to end the rank; None as long as no guard got one.
     """
 
@@ -46,6 +48,7 @@ class Reports:
         self.results: dict[int, tuple[bool, bytes]] = {}
         self.first_asked: Rank | None = None
         self.trainings = Trainings(ranks)
+        self.elastic = Elastic(ranks)
         self._ranks = ranks
         self._output = output
         self._fail = fail
@@ -75,8 +78,11 @@ class Reports:
                 self.trainings.hear(connection, message)
             case "saved":
                 self.trainings.take_saved(message.fields["text"])
+            case "elastic" | "committed" | "leaving":
+                self.elastic.hear(connection, message)
             case "gone" if connection.rank is None:
                 self.trainings.forget(connection)
+                self.elastic.forget(connection)
             case _ if connection.rank is not None:
                 self._on_rank(self._ranks[connection.rank], message)
 

@@ -51,6 +51,9 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "result": {"rank": int, "ok": bool},
     "training": {"rank": int, "size": int, "dispensable": bool, "saves": bool},
     "saved": {"text": str},
+    "elastic": {"rank": int, "size": int},
+    "committed": {"call": int, "number": int},
+    "leaving": {},
     # launcher -> rank
     "end": {"grace": _NUMBER},
     "taken": {"stream": str, "bytes": int},
@@ -59,6 +62,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "stay": {},
     "lost": {"rank": int, "text": str},
     "save": {},
+    "hosts": {"update": int},
 }
 """The fields of each kind of message, with their types."""
 
