@@ -43,8 +43,8 @@ class HostKeeper:
                 self._line.ask("elastic", rank=api.rank(), size=api.size())
             except (OSError, ValueError) as error:
                 raise HvdliteError(
-                    f"hvdliterun does not answer rank 0 of {api.size()} ({error}). Under hvdliterun call hvdlite.init() without "
-                    "comm, so that the job has all ranks."
+                    f"hvdliterun does not answer rank 0 of {api.size()} ({error}). Under hvdliterun call hvdlite.init() "
+                    "without comm, so that the job has all ranks."
                 ) from error
 
     def load(self, state: State) -> int | None:
@@ -64,8 +64,8 @@ class HostKeeper:
         if known and newest < known[0]:
             has = f"the newest that they have is number {newest.number}" if newest.generation else "they have none"
             raise CommitError(
-                f"the job has committed number {known[0].number}, and none of its present hosts has it: {has}. The hosts that had "
-                "it are gone, or its files were removed. Start the job anew, from a checkpoint."
+                f"the job has committed number {known[0].number}, and none of its present hosts has it: {has}. The hosts that "
+                "had it are gone, or its files were removed. Start the job anew, from a checkpoint."
             )
         if not newest.generation:
             return None

@@ -33,8 +33,8 @@ _calls = itertools.count()
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Make a training function elastic: a decorator.
 
-    Under ``hvdliterun --min-np N`` (or ``--max-np``, or ``--host-discovery-script``) the training survives: when a rank fails, or
-    when hosts come or go, hvdliterun starts the program again, and this function goes on from the last state that was
+    Under ``hvdliterun --min-np N`` (or ``--max-np``, or ``--host-discovery-script``) the training survives: when a rank fails,
+    or when hosts come or go, hvdliterun starts the program again, and this function goes on from the last state that was
     committed. A program that is started in another way runs the function once, and a failure ends the job.
 
     The function may be called several times in a program, in the same order on every rank. A program that was started again

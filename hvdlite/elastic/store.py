@@ -2,9 +2,9 @@
 
     MAGIC, length of the head, HMAC of the head, head (JSON: which commit, number of ranks, lengths, checksums), pickle, arrays
 
-A file has its name only once it is whole: it is written under another name, and renamed. Nothing is unpickled before the HMAC of
-the head and of the pickle was checked, so this job has written it. The arrays lie behind the pickle as they are (out-of-band
-buffers of pickle's protocol 5), and have a checksum.
+A file has its name only once it is whole: it is written under another name, and renamed. Nothing is unpickled before the HMACs
+of the head and of the pickle were checked, so this job has written it. The arrays lie behind the pickle as they are
+(out-of-band buffers of pickle's protocol 5), and have a checksum.
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ class Store:
         except OSError:
             free = "there is less"
         return (
-            f"the state takes {needed / 2**20:.1f} MiB, and {free} in {os.path.dirname(self._directory)}. Two commits are kept on "
-            "each host. Make it larger (mount -o remount,size=…; docker run --shm-size=…), or name a folder on every host that "
-            "has room: hvdliterun --commit-directory"
+            f"the state takes {needed / 2**20:.1f} MiB, and {free} in {os.path.dirname(self._directory)}. Two commits are kept "
+            "on each host. Make it larger (mount -o remount,size=…; docker run --shm-size=…), or name a folder that has room "
+            "on every host: hvdliterun --commit-directory"
         )
 
 

@@ -243,7 +243,7 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str], elastic: E
     Args:
         options: The options.
         environ: The environment of the job.
-        elastic: The options of elastic jobs, if the job is one: its hosts, and the number of its ranks, are the first ones then.
+        elastic: The options of elastic jobs, if the job is one. Its hosts and the number of its ranks are the first ones then.
 
     Raises:
         LaunchError: An option is missing, the hosts, the program or the MPI launcher cannot be used, or this process is a
