@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -228,9 +229,10 @@ def test_any_order_of_events(
                 holders = mine
                 made.ended(now, Ended(left=True))
                 running, fruitless = None, 0
-    if running is None:  # whatever has happened: within its limits the job starts, or ends
-        if isinstance(made.next(now), Wait):
-            assert not isinstance(made.next(now + 61.0), Wait)
+    if running is None and isinstance(
+        made.next(now), Wait
+    ):  # whatever has happened, it starts within its limits, or ends
+        assert not isinstance(made.next(now + 61.0), Wait)
 
 
 def test_the_lines_of_a_discovery_script() -> None:
@@ -257,10 +259,8 @@ def test_rubbish_of_a_discovery_script(data: bytes, words: str) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_of_a_discovery_script_are_hosts_or_an_error(data: bytes) -> None:
-    try:
+    with contextlib.suppress(LaunchError):
         assert all(host.slots == 2 or b":" in data for host in parse(data, 2))
-    except LaunchError as error:
-        assert "it printed" in str(error)
 
 
 @given(st.integers(1, 10**6), st.lists(st.builds(CommitId, st.integers(0, 9), st.integers(0, 99))))

@@ -159,6 +159,8 @@ class Supervisor:
             rank.number for rank in job.ranks if rank.gone and not rank.exited and not rank.local and not rank.asked
         }
         failed = {failure.rank} if failure is not None and failure.rank is not None else set()
+        if failure is not None and failure.consequence:  # of a rank that has left too early, say
+            failed = {rank.number for rank in job.ranks if rank.finished} or failed
         return Ended(
             good=failure is None and not job.elastic.has_left,
             left=failure is None and job.elastic.has_left,
