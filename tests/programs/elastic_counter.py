@@ -3,7 +3,8 @@
 COUNTER_STEPS     how many steps
 COUNTER_FAULTS    faults, separated by commas: ``number.kind.rank.step.place.delay``. Each happens once in the job
 COUNTER_FOLDER    a folder in which each fault, and each start of rank 0, leaves a file
-COUNTER_PAUSE     seconds that each step takes longer
+COUNTER_UNTIL     a file; the training comes to its end when it is there, instead of after so many steps
+COUNTER_TELL      print each step
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from hvdlite import elastic
 
 STEPS = int(os.environ.get("COUNTER_STEPS", "100"))
 FOLDER = Path(os.environ["COUNTER_FOLDER"])
-PAUSE = float(os.environ.get("COUNTER_PAUSE", "0"))
 FAULTS = [each.split(".") for each in os.environ.get("COUNTER_FAULTS", "").split(",") if each]
 WIDTH = 1000
 
@@ -49,7 +49,7 @@ def fail(kind: str) -> None:
 def perhaps(place: str, step: int) -> None:
     """Cause the fault that is due here, unless it has happened already."""
     for number, kind, rank, at, where, delay in FAULTS:
-        if (int(rank), int(at), where) != (hvd.rank() % hvd.size(), step, place):
+        if (int(rank), int(at), where) != (hvd.rank(), step, place):
             continue
         try:
             (FOLDER / f"fault.{number}.{kind}").touch(exist_ok=False)
@@ -63,6 +63,12 @@ def perhaps(place: str, step: int) -> None:
             fail(kind)
 
 
+def is_over(step: int) -> bool:
+    if "COUNTER_UNTIL" not in os.environ:
+        return step == STEPS
+    return hvd.broadcast_object(Path(os.environ["COUNTER_UNTIL"]).exists())
+
+
 class Noisy(elastic.ObjectState):
     """A state in whose commit a fault may strike."""
 
@@ -74,20 +80,19 @@ class Noisy(elastic.ObjectState):
 @elastic.run
 def train(state: Noisy) -> None:
     perhaps("start", state.step)
-    while state.step < STEPS:
+    while not is_over(state.step):
         perhaps("step", state.step)
         rng = np.random.default_rng(state.step)
         samples = rng.standard_normal((12, WIDTH))  # the ranks share the samples of a step
         mine = samples[hvd.rank() :: hvd.size()]
         gradient = hvd.allreduce((state.weights - mine).sum(0), hvd.Sum) / len(samples)
-        if PAUSE:
-            time.sleep(PAUSE)
         perhaps("exchanged", state.step)
         state.weights = state.weights - 0.1 * gradient
         state.step += 1
         state.counted[state.step - 1] += 1
+        state.sizes = state.sizes if state.sizes[-1:] == [hvd.size()] else [*state.sizes, hvd.size()]
         if "COUNTER_TELL" in os.environ and hvd.rank() == 0:
-            print(f"step {state.step} of size {hvd.size()} at {time.time():.4f}", flush=True)
+            print(f"step {state.step} of {hvd.size()} ranks at {time.time():.4f}", flush=True)
         state.commit()
 
 
@@ -95,11 +100,11 @@ hvd.init()
 if hvd.rank() == 0:
     with (FOLDER / "starts").open("a") as file:
         file.write(f"{hvd.size()}\n")
-state = Noisy(weights=np.zeros(WIDTH), step=0, counted=np.zeros(STEPS, int), resets=[])
+state = Noisy(weights=np.zeros(WIDTH), step=0, counted=np.zeros(100000, int), sizes=[], resets=[])
 state.register_reset_callbacks([lambda: state.resets.append((state.step, hvd.size()))])
 train(state)
 if hvd.rank() == 0:
     print(
-        f"counted {state.counted.min()} to {state.counted.max()}, {state.step} steps, resets {state.resets}, weights "
-        f"{hashlib.sha256(state.weights.tobytes()).hexdigest()[:16]} {state.weights.sum():.9f}"
+        f"{state.step} steps, counted {set(state.counted[: state.step])} times and {state.counted.sum()} in all, sizes "
+        f"{state.sizes}, resets {state.resets}, weights {hashlib.sha256(state.weights.tobytes()).hexdigest()[:16]}"
     )
