@@ -138,7 +138,8 @@ def _without_bare_mpi(words: Sequence[str], parser: argparse.ArgumentParser) -> 
             del rest[index]
             continue
         action = parser._option_string_actions.get(rest[index].partition("=")[0])
-        index += 1 if action is None or action.nargs == 0 or "=" in rest[index] else 2
+        values = 0 if action is None or "=" in rest[index] else 1 if action.nargs is None else int(action.nargs)
+        index += 1 + values
     return rest
 
 
