@@ -658,7 +658,7 @@ def test_status_of_names(horovod: ModuleType) -> None:
 def test_status_of_settings() -> None:
     assert status.of_variable("HOROVOD_FUSION_THRESHOLD") == status.SUPPORTED
     assert status.of_variable("HOROVOD_CYCLE_TIME").kind == "changed"
-    assert status.of_variable("HOROVOD_ELASTIC").kind == "missing"
+    assert status.of_variable("HOROVOD_ELASTIC").kind == "changed"
     assert status.of_variable("HOROVOD_NOSUCH").kind == "changed"
     assert status.of_flag("-np") == status.of_flag("--hostfile") == status.SUPPORTED
     assert status.of_flag("--mpi").kind == status.of_flag("--gloo").kind == "changed"
