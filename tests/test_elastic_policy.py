@@ -48,7 +48,10 @@ def test_a_host_with_a_failed_rank_is_set_aside_and_comes_back() -> None:
     made.ended(1.0, Ended(failed=frozenset("b")))
     assert names(started(made, 1.0)) == ["a"]
     assert made.update(5.0) == 0
+    assert made.newcomers(5.0) == ()
+    assert made.newcomers(14.0) == (NODES[1],)
     assert made.update(14.0) == ADDED
+    assert made.newcomers(14.0) == ()
     assert made.update(15.0) == 0  # it is told once
     made.committed()
     made.ended(16.0, Ended(left=True))

@@ -12,7 +12,7 @@ set aside in any case. Of the hosts that the next generation gets, one at least 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.job.hosts import Host
@@ -178,6 +178,11 @@ class Policy:
         aside.strikes = min(aside.strikes + 1, 64)
         aside.is_unreachable = is_unreachable
 
+    def found_unreachable(self, now: float, names: Iterable[str]) -> None:
+        """Note that hosts cannot be reached, which the running generation does not use."""
+        for name in names:
+            self._set_aside(name, now, is_unreachable=True)
+
     # ---- what to do ----
 
     def next(self, now: float) -> Start | Wait | End:
@@ -218,6 +223,13 @@ class Policy:
         more = any(before.get(name, 0) < slots for name, slots in after.items())
         running.is_told = fewer or more
         return fewer * REMOVED | more * ADDED
+
+    def newcomers(self, now: float) -> tuple[Host, ...]:
+        """Return the hosts that the next generation would use and the running one does not; empty if it is told already."""
+        running = self._running
+        if running is None or running.is_told:
+            return ()
+        return tuple(host for host in self._choose(now) if host.name not in running.names)
 
     def _give_up(self, why: str) -> End:
         self._end = End(why)

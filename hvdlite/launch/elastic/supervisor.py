@@ -13,11 +13,12 @@ from types import FrameType
 from hvdlite.errors import LaunchError
 from hvdlite.job import failures
 from hvdlite.job.failures import Failure
-from hvdlite.job.hosts import Host, UnreachableError
+from hvdlite.job.hosts import Host, UnreachableError, ssh_options
 from hvdlite.job.job import Job, JobSpec
 from hvdlite.job.output import Output
 from hvdlite.launch.elastic.discovery import Discovery
 from hvdlite.launch.elastic.janitor import Janitor
+from hvdlite.launch.elastic.newcomers import Newcomers
 from hvdlite.launch.elastic.policy import End, Ended, Limits, Policy, Start, Wait
 from hvdlite.launcher_link.generation import CommitId, Generation
 from hvdlite.worker.shared_memory import new_directory
@@ -60,6 +61,9 @@ class Supervisor:
         self._failure: Failure | None = None
         self._interrupted: int | None = None
         self._waits_for = ""
+        placement = spec.placement
+        ssh = ssh_options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
+        self._newcomers = Newcomers(ssh)
 
     def run(self) -> Failure | None:
         """Run the job to its end. Return the failure that has ended it, or None if all went well.
@@ -75,6 +79,7 @@ class Supervisor:
                     else:
                         self._wait(step)
         finally:
+            self._newcomers.close()
             if self._discovery is not None:
                 self._discovery.close()
         return self._conclude(step)
@@ -145,8 +150,12 @@ class Supervisor:
     def _look(self, job: Job) -> None:
         with contextlib.suppress(LaunchError):  # the script has been good before
             self._discover()
-        if update := self._policy.update(time.monotonic()):
-            job.elastic.tell(update)
+        now = time.monotonic()
+        if self._newcomers.are_there(self._policy.newcomers(now)):
+            if update := self._policy.update(now):
+                job.elastic.tell(update)
+        elif missing := self._newcomers.missing():
+            self._policy.found_unreachable(now, missing)
 
     def _on_commit(self, generation: int, call: int, number: int) -> None:
         self._committed[call] = CommitId(generation, number)
