@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,8 @@ import pytest
 
 from hvdlite.launch import cli
 from tests.elastic_faults import IN_A_JOB, Training, choose
-from tests.jobs import PROGRAMS, Start, wait_for
+from tests.jobs import PROGRAMS, ROOT, Start, wait_for
+from tests.pages import program_of
 
 SEED = 7
 COUNTER = str(PROGRAMS / "elastic_counter.py")
@@ -101,6 +104,31 @@ def test_nothing_stays_whatever_ends_hvdliterun(start: Start, tmp_path: Path, nu
     assert job.end().code == code
     wait_for(lambda: committed_by(job.process.pid) == [], 10.0)
     job.wait_until_gone(10.0)
+
+
+def test_the_page_is_a_program(start: Start, tmp_path: Path) -> None:
+    """Alone, and on two ranks of which one kills itself in the middle: the same weights."""
+    text, place = program_of(ROOT / "docs/elastic.md"), "        state.commit()"
+    assert place in text
+    fault = "        if state.epoch == 50 and hvd.rank() == 1 and not os.path.exists('mark'):\n"
+    fault += "            open('mark', 'w').close()\n            os.kill(os.getpid(), 9)\n"
+    (tmp_path / "train.py").write_text(
+        "import os\n" + text.replace(place, fault + place).replace("0.02 * hvd.size()", "0.02")
+    )
+    alone = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    ended = start("-np", "2", "--min-np", "2", "train.py", cwd=tmp_path).end()
+    assert ended.code == alone.returncode == 0, ended.err + alone.stderr
+    assert (tmp_path / "mark").exists()
+    weights = [
+        float(re.search(r"epoch 100, . ranks, weights (.*)$", out, re.M)[1]) for out in (ended.out, alone.stdout)
+    ]  # type: ignore[index]
+    np.testing.assert_allclose(*weights, rtol=1e-5)
 
 
 def test_a_training_that_hvdliterun_does_not_restart(start: Start, tmp_path: Path) -> None:

@@ -92,24 +92,22 @@ class Job:
 
     Attributes:
         ranks: The ranks that have said hello.
-        failures: All failures that were seen before the job began to end.
         elastic: What the ranks of an elastic job have said.
         results: For each rank that has sent a result of `hvdlite.run`: whether its function returned, and the pickled value
             that the function returned or raised.
         trainings: The ranks without which the job has gone on, and what a rank has saved before the end.
     """
 
-    def __init__(self, spec: JobSpec, output: Output, look: Callable[[], None] | None = None) -> None:
+    def __init__(self, spec: JobSpec, output: Output, look: Callable[[], None] = lambda: None) -> None:
         self._spec = spec
         self._output = output
         self._look_elsewhere = look
-        self._ranks = self.ranks = Ranks(spec.placement.num_proc)
+        self.ranks = self._ranks = Ranks(spec.placement.num_proc)
         self._reports = Reports(self._ranks, output, self._fail, function=spec.function, verbose=spec.verbose)
         self.results = self._reports.results
         self.trainings = self._reports.trainings
         self.elastic = self._reports.elastic
         self._failures: list[Failure] = []
-        self.failures: Sequence[Failure] = self._failures
         self._ending: _Ending | None = None
         self._interrupted: int | None = None
         self._noted = False
@@ -192,8 +190,7 @@ class Job:
             for stream in self._output.not_full:
                 self._ranks.acknowledge(stream)
             self._look()
-            if self._look_elsewhere is not None and self._ending is None:
-                self._look_elsewhere()
+            self._look_elsewhere()
             self._advance()
 
     def _is_over(self) -> bool:
@@ -331,19 +328,20 @@ class Job:
             return failures.first(self._failures)
         if not self.trainings.losses:  # else the launcher says that ranks have failed, which is known
             self._process.release_banner(everything=True)
-        self._tell_of_ranks_alone()
+        _tell_of_ranks_alone(self._spec, self._ranks, self._output)
         return None
 
-    def _tell_of_ranks_alone(self) -> None:
-        """Print a hint if every rank has run its Python program to the end without any use of MPI."""
-        count = self._spec.placement.num_proc
-        wanted = Config.from_env(self._spec.environ).advice and not self._spec.function
-        if count > 1 and wanted and self._ranks.all_are(lambda rank: rank.used_mpi is False):
-            self._output.say(
-                f"hvdliterun: each of the {count} ranks has run the whole program alone: none has called hvdlite.init(), nor "
-                "used MPI otherwise. See docs/torch_training.md or docs/keras.md for what a program needs; HVDLITE_ADVICE=0 "
-                "if this is as it should be.\n"
-            )
+
+def _tell_of_ranks_alone(spec: JobSpec, ranks: Ranks, output: Output) -> None:
+    """Print a hint if every rank has run its Python program to the end without any use of MPI."""
+    count = spec.placement.num_proc
+    wanted = Config.from_env(spec.environ).advice and not spec.function
+    if count > 1 and wanted and ranks.all_are(lambda rank: rank.used_mpi is False):
+        output.say(
+            f"hvdliterun: each of the {count} ranks has run the whole program alone: none has called hvdlite.init(), nor "
+            "used MPI otherwise. See docs/torch_training.md or docs/keras.md for what a program needs; HVDLITE_ADVICE=0 "
+            "if this is as it should be.\n"
+        )
 
 
 def _checked_address(spec: JobSpec, say: Callable[[str], None]) -> str:
