@@ -271,3 +271,12 @@ def test_a_generation_as_text(number: int, commits: list[CommitId]) -> None:
     generation = Generation(number, "00ff", "/dev/shm/a:b", tuple(commits))
     assert Generation.parse(str(generation)) == generation
     assert "00ff" not in repr(generation)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_generation_or_an_error_without_its_secret(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert Generation.parse(text).number == int(text.split(":")[0])
+    with pytest.raises(ValueError, match="only hvdliterun sets it") as caught:
+        Generation.parse("1:2:secret")
+    assert "secret" not in str(caught.value)

@@ -20,6 +20,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 from hvdlite import api
 from hvdlite.elastic.keeper import HostKeeper
 from hvdlite.elastic.state import HostsUpdatedInterrupt, State
+from hvdlite.errors import ArgumentError
 from hvdlite.launcher_link.generation import Generation
 
 S = TypeVar("S", bound=State)
@@ -47,6 +48,7 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         A function with the arguments of `func`, which calls `hvdlite.init` first. It returns what `func` returns.
 
     Raises:
+        ArgumentError: The environment has a setting of hvdliterun that has another form.
         CommitError: What the job has committed is lost.
         SystemExit: The hosts have changed. The program ends on all ranks, and hvdliterun starts it again.
     """
@@ -58,7 +60,11 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         if not config.generation:
             state.sync()
             return func(state, *args, **kwargs)
-        keeper = HostKeeper(Generation.parse(config.generation), next(_calls), config.control)
+        try:
+            generation = Generation.parse(config.generation)
+        except ValueError as error:
+            raise ArgumentError(f"{error}.") from None
+        keeper = HostKeeper(generation, next(_calls), config.control)
         try:
             return _run(keeper, state, functools.partial(func, state, *args, **kwargs))
         finally:

@@ -166,7 +166,8 @@ def control_host(hosts: Sequence[Host], interface: str | None) -> str:
             return address_towards(name)
         except OSError as error:
             failure = error
-    raise LaunchError(f"no way to host {remote[-1]}: {failure}. Check the names in -H or the hostfile.") from failure
+    text = f"no way to host {remote[-1]}: {failure}. Check the names in -H or the hostfile."
+    raise UnreachableError(text, remote) from failure
 
 
 def address_towards(name: str) -> str:

@@ -49,8 +49,11 @@ class Generation:
         """Read what `str` of a generation gives.
 
         Raises:
-            ValueError: The text has another form.
+            ValueError: The text has another form. The error does not repeat the text, because it may hold a secret.
         """
-        number, commits, key, directory = text.split(":", 3)
-        committed = tuple(CommitId(*map(int, each.split(".", 1))) for each in commits.split(",") if commits)
-        return cls(int(number), key, directory, committed)
+        try:
+            number, commits, key, directory = text.split(":", 3)
+            committed = tuple(CommitId(*map(int, each.split(".", 1))) for each in commits.split(",") if commits)
+            return cls(int(number), key, directory, committed)
+        except (ValueError, TypeError):
+            raise ValueError("HVDLITE_GENERATION: only hvdliterun sets it, so unset it elsewhere") from None

@@ -13,7 +13,7 @@ from types import FrameType
 from hvdlite.errors import LaunchError
 from hvdlite.job import failures
 from hvdlite.job.failures import Failure
-from hvdlite.job.hosts import Host, UnreachableError, ssh_options
+from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here, ssh_options
 from hvdlite.job.job import Job, JobSpec
 from hvdlite.job.output import Output
 from hvdlite.launch.elastic.discovery import Discovery
@@ -119,6 +119,8 @@ class Supervisor:
             hosts=step.hosts,
             shared_directory=new_directory(self._spec.mpi.flavour),
         )
+        if placement.is_local:
+            check_ranks_here(step.num_proc)
         calls = range(max(self._committed, default=-1) + 1)
         committed = tuple(self._committed.get(call, CommitId()) for call in calls)
         generation = Generation(step.generation, self._key, self._directory, committed)
