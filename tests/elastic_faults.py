@@ -1,4 +1,4 @@
-"""Seeded faults in an elastic training: ``python -m tests.elastic_faults --seed 1 --count 100`` runs many, several in each job.
+"""Seeded faults in an elastic training: ``scripts/faults --elastic --seed 1 --count 100`` runs many.
 
 The training (tests/programs/elastic_counter.py) must come to its end with each step counted once and the weights of a training
 that nothing has disturbed, and must leave nothing behind.
@@ -59,7 +59,9 @@ def choose(seed: int, count: int) -> list[list[Fault]]:
 
 def _draw(rng: random.Random, kind: str, step: int) -> Fault:
     place = rng.choice(["step", "exchanged", "commit"])
-    rank = 0 if place == "commit" else rng.randrange(RANKS)  # rank 0 writes what is committed
+    rank = rng.randrange(RANKS)
+    if place == "commit":
+        rank, step = 0, step + step % 2  # rank 0 writes what is committed; some trainings commit each second step
     return Fault(kind, rank, step, place, rng.choice([0, rng.randrange(1, 300)]) if kind in _ANYWHERE else 0)
 
 
@@ -82,12 +84,18 @@ class Training:
     Args:
         faults: The faults that are to happen in it.
         folder: An empty folder.
+        every: It commits after so many steps.
     """
 
-    def __init__(self, faults: list[Fault], folder: Path) -> None:
+    def __init__(self, faults: list[Fault], folder: Path, every: int = 1) -> None:
         self._faults, self._folder = faults, folder
         words = ",".join(f"{number}.{fault}" for number, fault in enumerate(faults))
-        environ = {"COUNTER_STEPS": str(STEPS), "COUNTER_FOLDER": str(folder), "COUNTER_FAULTS": words}
+        environ = {
+            "COUNTER_STEPS": str(STEPS),
+            "COUNTER_FOLDER": str(folder),
+            "COUNTER_FAULTS": words,
+            "COUNTER_EVERY": str(every),
+        }
         program = ["--min-np", str(RANKS), "python", str(PROGRAMS / "elastic_counter.py")]
         self.started = Started(["-np", str(RANKS), *program], environ)
 
@@ -133,9 +141,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, required=True, help="how many")
     options = parser.parse_args()
     bad, done, begun, restarts = 0, 0, time.monotonic(), 0
-    for faults in choose(options.seed, options.count):
+    for number, faults in enumerate(choose(options.seed, options.count)):
         with tempfile.TemporaryDirectory() as folder:
-            training = Training(faults, Path(folder))
+            training = Training(faults, Path(folder), every=1 + number % 2)
             wrong = training.end()
             restarts += training.restarts
         done += len(faults)

@@ -26,23 +26,26 @@ def committed_by(pid: int) -> list[str]:
 
 
 def test_ten_faults(tmp_path: Path) -> None:
-    """Two jobs at once on this host, with five faults each; `python -m tests.elastic_faults` runs many."""
+    """Two jobs at once on this host, with five faults each; `scripts/faults --elastic` runs many."""
     trainings = []
     for number, faults in enumerate(choose(SEED, 2 * IN_A_JOB)):
         (folder := tmp_path / str(number)).mkdir()
-        trainings.append(Training(faults, folder))
+        trainings.append(Training(faults, folder, every=1 + number))
     assert [training.end() for training in trainings] == [[], []]
     assert all(training.restarts for training in trainings)
 
 
 def test_hosts_come_and_go(start: Start, tmp_path: Path) -> None:
-    """From 2 ranks to 4 and back; what the script prints in between that is no list of hosts changes nothing."""
+    """From 2 ranks to 4 and back; what the script prints in between that is no list of hosts changes nothing.
+
+    The program never commits: its steps are committed when hosts change.
+    """
     hosts, end = tmp_path / "hosts", tmp_path / "end"
     hosts.write_text("localhost:2\n")
     script = tmp_path / "script"
     script.write_text(f"#!/bin/sh\ncat {hosts}\n")
     script.chmod(0o700)
-    env = {"COUNTER_FOLDER": str(tmp_path), "COUNTER_UNTIL": str(end), "COUNTER_TELL": "1"}
+    env = {"COUNTER_FOLDER": str(tmp_path), "COUNTER_UNTIL": str(end), "COUNTER_TELL": "1", "COUNTER_EVERY": "1000000"}
     job = start("--min-np", "2", "--host-discovery-script", str(script), COUNTER, env=env)
     out, err = job.process.stdout, job.process.stderr
     assert out is not None

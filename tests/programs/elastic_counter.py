@@ -4,6 +4,7 @@ COUNTER_STEPS     how many steps
 COUNTER_FAULTS    faults, separated by commas: ``number.kind.rank.step.place.delay``. Each happens once in the job
 COUNTER_FOLDER    a folder in which each fault, and each start of rank 0, leaves a file
 COUNTER_UNTIL     a file; the training comes to its end when it is there, instead of after so many steps
+COUNTER_EVERY     commit after so many steps; after the others, only look whether hosts have changed
 COUNTER_TELL      print each step
 """
 
@@ -23,6 +24,7 @@ import hvdlite as hvd
 from hvdlite import elastic
 
 STEPS = int(os.environ.get("COUNTER_STEPS", "100"))
+EVERY = int(os.environ.get("COUNTER_EVERY", "1"))
 FOLDER = Path(os.environ["COUNTER_FOLDER"])
 FAULTS = [each.split(".") for each in os.environ.get("COUNTER_FAULTS", "").split(",") if each]
 WIDTH = 1000
@@ -93,7 +95,10 @@ def train(state: Noisy) -> None:
         state.sizes = state.sizes if state.sizes[-1:] == [hvd.size()] else [*state.sizes, hvd.size()]
         if "COUNTER_TELL" in os.environ and hvd.rank() == 0:
             print(f"step {state.step} of {hvd.size()} ranks at {time.time():.4f}", flush=True)
-        state.commit()
+        if state.step % EVERY == 0:
+            state.commit()
+        else:
+            state.check_host_updates()
 
 
 hvd.init()
