@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -11,9 +12,11 @@ from hypothesis import strategies as st
 
 from hvdlite.errors import LaunchError
 from hvdlite.job.hosts import Host
+from hvdlite.launch.elastic import newcomers
 from hvdlite.launch.elastic.discovery import parse
 from hvdlite.launch.elastic.policy import FRUITLESS, End, Ended, Limits, Policy, Start, Wait
 from hvdlite.launcher_link.generation import ADDED, REMOVED, CommitId, Generation
+from tests.jobs import wait_for
 
 NODES = [Host("a", 2), Host("b", 2), Host("c", 2)]
 COOLDOWN = (10.0, 40.0)
@@ -157,6 +160,30 @@ def test_the_end_is_the_end(end: Ended) -> None:
     made.ended(1.0, end)
     assert made.next(1.0) == made.next(99.0)
     assert isinstance(made.next(1.0), End)
+
+
+def test_new_hosts_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = {name: threading.Event() for name in "abc"}
+    asked = []
+
+    def try_ssh(name: str, _options: object) -> str:
+        asked.append(name)
+        assert gates[name].wait(60)
+        return "no route" if name == "b" else ""
+
+    monkeypatch.setattr(newcomers, "try_ssh", try_ssh)
+    tried = newcomers.Newcomers([])
+    assert tried.are_there([])
+    assert not tried.are_there(NODES[:2])
+    gates["a"].set()
+    wait_for(lambda: tried.are_there(NODES[:1]), 60)
+    assert not tried.are_there(NODES[:2])
+    assert tried.missing() == []
+    gates["b"].set()
+    wait_for(lambda: tried.missing() == ["b"], 60)
+    assert tried.are_there(NODES[:1])
+    assert sorted(asked) == ["a", "b", "b"], "what was found of a host is forgotten when it is not asked for"
+    assert newcomers.Newcomers(None).are_there(NODES)
 
 
 _EVENTS = st.lists(

@@ -149,6 +149,14 @@ def _advice(said: str, name: str) -> str:
     return next((what.format(name=name) for pattern, what in _ADVICE if re.search(pattern, said)), "")
 
 
+def answers(name: str, ssh: Sequence[str]) -> bool:
+    """Tell whether a host is this one, or answers ssh. It takes 20 s at most."""
+    if is_local(name):
+        return True
+    done = _run(name, ssh, "true", _SSH_SECONDS)
+    return not isinstance(done, str) and done.returncode == 0
+
+
 def remove_elsewhere(hosts: Sequence[Host], ssh: Sequence[str], directory: str) -> None:
     """Remove a directory on all other hosts by ssh. Hosts that do not answer within 4 s are left alone."""
     remote = sorted({host.name for host in hosts if not is_local(host.name)})

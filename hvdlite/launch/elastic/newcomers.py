@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
-from hvdlite.job.hosts import Host, UnreachableError, check_reachable
+from hvdlite.job import ssh as by_ssh
+from hvdlite.job.hosts import Host
 
 
 class Newcomers:
-    """Tries new hosts, in a thread.
+    """Tries new hosts, each in a thread of its own.
 
     Args:
         ssh: The options of ssh; None if plain ssh does not reach the hosts, so that they are taken as they are.
@@ -17,34 +18,37 @@ class Newcomers:
 
     def __init__(self, ssh: Sequence[str] | None) -> None:
         self._ssh = ssh
-        self._thread = ThreadPoolExecutor(1, "hvdlite-newcomers")
-        self._tried: frozenset[str] = frozenset()
-        self._answer: Future[None] | None = None
+        self._tries: dict[str, _Try] = {}
 
     def are_there(self, hosts: Sequence[Host]) -> bool:
         """Tell whether all these hosts answer. This does not wait: call it again and again.
 
         Args:
-            hosts: The hosts. A call with others begins anew.
+            hosts: The hosts. What was found of others is forgotten.
         """
-        names = frozenset(host.name for host in hosts)
-        if not names or self._ssh is None:
+        if self._ssh is None:
             return True
-        if self._answer is None or (self._answer.done() and names != self._tried):
-            self._tried = names
-            self._answer = self._thread.submit(check_reachable, tuple(hosts), self._ssh)
-        if not self._answer.done() or names != self._tried or self._answer.exception() is not None:
-            return False
-        self._answer = None
-        return True
+        names = {host.name for host in hosts}
+        self._tries = {name: each for name, each in self._tries.items() if name in names}
+        for name in names - self._tries.keys():
+            self._tries[name] = _Try(name, self._ssh)
+        return all(each.answers for each in self._tries.values())
 
-    def missing(self) -> tuple[str, ...]:
-        """Return the hosts that did not answer, once; empty while it is not known."""
-        if self._answer is None or not self._answer.done():
-            return ()
-        error, self._answer = self._answer.exception(), None
-        return error.names if isinstance(error, UnreachableError) else ()
+    def missing(self) -> list[str]:
+        """Return the hosts that have not answered. They are tried anew when they are asked for again."""
+        found = [name for name, each in self._tries.items() if each.is_over and not each.answers]
+        for name in found:
+            del self._tries[name]
+        return found
 
-    def close(self) -> None:
-        """Try no more hosts."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+
+class _Try(threading.Thread):
+    def __init__(self, name: str, ssh: Sequence[str]) -> None:
+        super().__init__(name=f"hvdlite-try-{name}", daemon=True)  # hvdliterun does not wait for it in the end
+        self._host, self._ssh = name, ssh
+        self.is_over = self.answers = False
+        self.start()
+
+    def run(self) -> None:
+        self.answers = by_ssh.answers(self._host, self._ssh)
+        self.is_over = True

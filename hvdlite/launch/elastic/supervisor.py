@@ -79,7 +79,6 @@ class Supervisor:
                     else:
                         self._wait(step)
         finally:
-            self._newcomers.close()
             if self._discovery is not None:
                 self._discovery.close()
         return self._conclude(step)
