@@ -109,6 +109,14 @@ def test_nothing_stays_whatever_ends_hvdliterun(start: Start, tmp_path: Path, nu
     job.wait_until_gone(10.0)
 
 
+def test_each_training_of_a_program_has_commits_of_its_own(start: Start, tmp_path: Path) -> None:
+    ended = start("--min-np", "2", str(PROGRAMS / "elastic_phases.py"), str(tmp_path / "mark")).end()
+    assert ended.code == 0, ended.err
+    found = re.findall(r"(first|second) from (\d)", ended.out)
+    assert found[:2] == [("first", "0"), ("first", "5")], "the first one had come to its end"
+    assert found[2] in [("second", "3"), ("second", "4")]
+
+
 def test_the_page_is_a_program(start: Start, tmp_path: Path) -> None:
     """Alone, and on two ranks of which one kills itself in the middle: the same weights."""
     text, place = program_of(ROOT / "docs/elastic.md"), "        state.commit()"
