@@ -27,6 +27,8 @@ class Line:
         self._lock = threading.Lock()
         self._heard: list[Message] = []
         self._channel = connect(address)
+        self._poll = select.poll()  # `select.select` takes no file descriptor above 1023
+        self._poll.register(self._channel.fileno(), select.POLLIN)
 
     def ask(self, kind: str, **fields: object) -> None:
         """Send a message, and return when the launcher has taken it: it answers "ok".
@@ -56,7 +58,7 @@ class Line:
             OSError: The launcher is gone.
         """
         with self._lock:
-            while select.select([self._channel.fileno()], [], [], 0)[0]:
+            while self._poll.poll(0):
                 self._heard += self._channel.receive()
             heard, self._heard = self._heard, []
             return heard
