@@ -153,7 +153,7 @@ class State:
         if failed:
             texts = api.allgather_object(None if problem is None else str(problem), "hvdlite.elastic.problem")
             whole = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
-            raise CommitError(f"the state has not been committed.\n{whole}") from problem
+            raise CommitError(f"the state has not been committed.\n{whole}") from None
         if was_committed and self._keeper is not None:
             self._keeper.kept()
         if removed or added:

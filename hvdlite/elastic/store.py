@@ -184,7 +184,7 @@ class Store:
             return f"the state cannot be written to {self._directory}: {error.strerror or error}"
         needed = sum(len(part) for part in parts)
         try:
-            free = f"{shutil.disk_usage(self._directory).free / 2**20:.0f} MiB are free"
+            free = f"{shutil.disk_usage(self._directory).free / 2**20:.1f} MiB are free"
         except OSError:
             free = "there is less"
         return (
