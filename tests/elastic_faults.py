@@ -24,7 +24,7 @@ from tests.jobs import PROGRAMS, Started
 RANKS = 4
 STEPS = 60
 IN_A_JOB = 5
-LIMIT = 120.0  # seconds for one job: only a hang takes that long
+LIMIT = 240.0  # seconds for one job: only a hang takes that long
 _AT_ONCE = ("exception", "exit3", "exit0")
 _ANYWHERE = ("kill", "memory", "os_exit", "segfault", "stop")
 

@@ -14,7 +14,7 @@ from tests.hosts import hosts, why_not
 from tests.jobs import LIMIT, PROGRAMS, wait_for
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(5 * LIMIT)
 def test_a_host_is_cut_off_and_comes_back(tmp_path: Path) -> None:
     """4 ranks, then 2 on the host that is left, then 4. The ranks that were cut off go on nowhere: each step counts once."""
     if reason := why_not():

@@ -14,6 +14,7 @@ import pytest
 
 from hvdlite.launch import cli
 from tests.elastic_faults import IN_A_JOB, Training, choose
+from tests.elastic_faults import LIMIT as FAULTS_LIMIT
 from tests.jobs import PROGRAMS, ROOT, Start, wait_for
 from tests.pages import program_of
 
@@ -25,6 +26,7 @@ def committed_by(pid: int) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith("hvdlite.") and f".{pid}." in name]
 
 
+@pytest.mark.timeout(2 * FAULTS_LIMIT + 20)
 def test_ten_faults(tmp_path: Path) -> None:
     """Two jobs at once on this host, with five faults each; `scripts/faults --elastic` runs many."""
     trainings = []
@@ -35,6 +37,7 @@ def test_ten_faults(tmp_path: Path) -> None:
     assert all(training.restarts for training in trainings)
 
 
+@pytest.mark.timeout(180)
 def test_hosts_come_and_go(start: Start, tmp_path: Path) -> None:
     """From 2 ranks to 4 and back; what the script prints in between that is no list of hosts changes nothing.
 
@@ -58,7 +61,8 @@ def test_hosts_come_and_go(start: Start, tmp_path: Path) -> None:
         raise AssertionError(f"ended before it printed {words!r}: {err.read()}")
 
     printed("of 2 ranks")
-    hosts.write_text("no host\n")
+    (tmp_path / "new").write_text("no host\n")
+    os.replace(tmp_path / "new", hosts)
     assert "--host-discovery-script: it printed, in line 1, 'no host': 'no host' is not a host name" in err.readline()
     hosts.unlink()
     assert "--host-discovery-script: it ended with exit code 1, saying:" in err.readline()
@@ -165,10 +169,6 @@ def test_a_training_that_hvdliterun_does_not_restart(start: Start, tmp_path: Pat
         ("--min-np 2 --host-discovery-script nowhere.sh", "there is no such program, or it is not executable"),
         ("--min-np 2 --host-discovery-script 'a", "No closing quotation"),
         ("--min-np 2 --host-discovery-script true -H localhost:2", "both name the hosts, give one"),
-        (
-            "--min-np 2 --host-discovery-script false",
-            "--host-discovery-script: it ended with exit code 1, and said nothing",
-        ),
         ("--min-np 2 --commit-directory /nowhere", "--commit-directory /nowhere: there is no such folder."),
     ],
 )
@@ -177,18 +177,28 @@ def test_options_that_cannot_be(words: str, said: str, capfd: pytest.CaptureFixt
     assert said in capfd.readouterr().err
 
 
-def test_too_few_slots_end_the_job_with_what_there_is(capfd: pytest.CaptureFixture[str]) -> None:
-    script = "echo localhost:2"
-    words = ["--min-np", "4", "--elastic-timeout", "0.5", "--host-discovery-script", script, COUNTER]
-    assert cli.main(words) == 1
-    said = capfd.readouterr().err
-    assert "hvdliterun: waiting for hosts: there are 2 slots (localhost:2) and 4 are needed.\n" in said
-    assert (
-        "the elastic job ends: there are 2 slots (localhost:2) and 4 are needed, for 1 s (--elastic-timeout).\n" in said
-    )
-
-
-def test_a_script_that_does_not_end(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite.launch.elastic.discovery.LIMIT", 0.3)
-    assert cli.main(["--min-np", "2", "--host-discovery-script", "sleep 600", COUNTER]) == cli.USAGE_ERROR
-    assert "--host-discovery-script: it does not end: it was given up after 0.3 s" in capfd.readouterr().err
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        (
+            "false",
+            cli.USAGE_ERROR,
+            ["hvdliterun: --host-discovery-script: it ended with exit code 1, and said nothing."],
+        ),
+        (
+            "echo localhost:2",
+            1,
+            [
+                "hvdliterun: waiting for hosts: there are 2 slots (localhost:2) and 4 are needed.",
+                "hvdliterun: the elastic job ends: there are 2 slots (localhost:2) and 4 are needed, for 1 s "
+                "(--elastic-timeout).",
+            ],
+        ),
+    ],
+)
+def test_hosts_that_are_not_there_end_the_job(start: Start, script: str, code: int, said: list[str]) -> None:
+    ended = start("--min-np", "4", "--elastic-timeout", "0.7", "--host-discovery-script", script, COUNTER).end()
+    assert ended.code == code
+    lines = re.sub(r"for \d+ s", "for 1 s", ended.err).splitlines()
+    assert lines[0] == said[0]
+    assert lines[-1] == said[-1]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hvdlite.errors import LaunchError
 from hvdlite.job.hosts import Host
 from hvdlite.launch.elastic import newcomers
-from hvdlite.launch.elastic.discovery import parse
+from hvdlite.launch.elastic.discovery import LIMIT, Discovery, parse, words_of
 from hvdlite.launch.elastic.policy import FRUITLESS, End, Ended, Limits, Policy, Start, Wait
 from hvdlite.launcher_link.generation import ADDED, REMOVED, CommitId, Generation
 from tests.jobs import wait_for
@@ -160,6 +160,19 @@ def test_the_end_is_the_end(end: Ended) -> None:
     made.ended(1.0, end)
     assert made.next(1.0) == made.next(99.0)
     assert isinstance(made.next(1.0), End)
+
+
+def test_a_script_that_does_not_end_is_given_up_and_the_hosts_stay() -> None:
+    said: list[str] = []
+    discovery = Discovery(words_of("echo a:2"), 1, said.append)
+    wait_for(lambda: bool(discovery.poll(0.0)) or discovery.hosts is not None, 60)
+    discovery._words = words_of("sleep 600")
+    for now in (2.0, 3.0, 2.0 + LIMIT + 0.1):
+        discovery.poll(now)
+    assert said == ["it does not end: it was given up after 30 s"]
+    assert discovery.hosts == (Host("a", 2),)
+    discovery.poll(4.0 + LIMIT)  # it is called again
+    discovery.close()
 
 
 def test_new_hosts_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO
 
 from hvdlite.errors import LaunchError
@@ -26,20 +26,17 @@ class Discovery:
     """A `Discovery` runs the script again and again, one call at a time, and waits for none.
 
     Args:
-        command: The script, with its arguments, as for a shell.
+        words: The script and its arguments (see `words_of`).
         slots: The slots of a host for which the script prints no number.
-        say: Is called with a problem, once for each problem. The hosts that were found before stay.
+        say: Is called with a problem, once for each problem, after a good call. The hosts that were found before stay.
 
     Attributes:
         hosts: The hosts that the last good call has printed; None before that.
         problem: Why the last call was not good; empty if it was.
-
-    Raises:
-        LaunchError: There is no such script, or it is not executable.
     """
 
-    def __init__(self, command: str, slots: int, say: Callable[[str], None]) -> None:
-        self._words = _words(command)
+    def __init__(self, words: Sequence[str], slots: int, say: Callable[[str], None]) -> None:
+        self._words = words
         self._slots = slots
         self._say = say
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,7 +115,8 @@ class Discovery:
     def _note(self, problem: str) -> None:
         if problem != self.problem:
             self.problem = problem
-            self._say(problem)
+            if self.hosts is not None:
+                self._say(problem)
 
 
 def parse(data: bytes, slots: int) -> tuple[Host, ...]:
@@ -155,7 +153,12 @@ def _read(file: IO[bytes]) -> bytes:
     return file.read(_MOST_BYTES + 1)
 
 
-def _words(command: str) -> list[str]:
+def words_of(command: str) -> list[str]:
+    """Split the script and its arguments as a shell does.
+
+    Raises:
+        LaunchError: They cannot be split, there is no such program, or it is not executable.
+    """
     try:
         words = shlex.split(command)
     except ValueError as error:

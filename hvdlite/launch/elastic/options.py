@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlite.errors import LaunchError
@@ -13,7 +13,7 @@ from hvdlite.job.hosts import Host, check_ranks_here, is_local
 from hvdlite.job.job import JobSpec
 from hvdlite.job.output import Output
 from hvdlite.launch.allocation import Hosts, choose_hosts, hosts_to_be_found
-from hvdlite.launch.elastic.discovery import Discovery
+from hvdlite.launch.elastic.discovery import Discovery, words_of
 from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.policy import Limits
 from hvdlite.launch.elastic.supervisor import Supervisor
@@ -75,27 +75,21 @@ class ElasticOptions:
     Attributes:
         limits: What the user allows.
         found: The hosts at the start, and how they are reached.
-        script: The script that prints the hosts; empty if they are fixed.
+        script: The script that prints the hosts, and its arguments; empty if they are fixed.
         slots: The slots of a host for which the script prints no number.
         folder: The folder of what is committed, on each host; empty for memory.
     """
 
     limits: Limits
     found: Hosts
-    script: str
+    script: Sequence[str]
     slots: int
     folder: str
 
     def supervise(self, spec: JobSpec, output: Output) -> tuple[Supervisor, Janitor]:
-        """Make the supervisor of the job, and the janitor, which is to finish after it.
-
-        Raises:
-            LaunchError: There is no such script, or the folder does not exist.
-        """
+        """Make the supervisor of the job, and the janitor, which is to finish after it."""
         placement = spec.placement
         if self.folder:
-            if not os.path.isdir(self.folder):
-                raise LaunchError(f"--commit-directory {self.folder}: there is no such folder.")
             directory = os.path.join(os.path.abspath(self.folder), f"{_NAME}{os.getpid()}.{os.urandom(8).hex()}")
         else:
             directory = name_in_memory(_NAME)
@@ -113,7 +107,7 @@ def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     """Check the options of an elastic job.
 
     Raises:
-        LaunchError: Options contradict each other, or the hosts have too few slots.
+        LaunchError: Options contradict each other, the hosts have too few slots, or the script or the folder does not exist.
     """
     if options.servers is not None:
         raise LaunchError(
@@ -128,13 +122,14 @@ def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         raise LaunchError(
             f"-np {first}, --min-np {fewest}" + (f", --max-np {most}" if most else "") + ": expected min <= np <= max."
         )
+    script: list[str] = []
     shortest, longest = options.blacklist_cooldown_range or (10.0, 300.0)
     if shortest > longest:
         raise LaunchError(f"--blacklist-cooldown-range {shortest:g} {longest:g}: expected the shorter time first.")
     if options.host_discovery_script is not None:
         if options.hosts is not None or options.hostfile is not None:
             raise LaunchError("--host-discovery-script, and -H or --hostfile: both name the hosts, give one.")
-        found = hosts_to_be_found(environ)
+        found, script = hosts_to_be_found(environ), words_of(options.host_discovery_script)
     else:
         if options.slots_per_host is not None:
             raise LaunchError("--slots-per-host is for --host-discovery-script: give the slots with the hosts.")
@@ -152,5 +147,6 @@ def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         options.reset_limit,
         (shortest, longest),
     )
-    script = options.host_discovery_script or ""
+    if options.commit_directory is not None and not os.path.isdir(options.commit_directory):
+        raise LaunchError(f"--commit-directory {options.commit_directory}: there is no such folder.")
     return ElasticOptions(limits, found, script, options.slots_per_host or 1, options.commit_directory or "")

@@ -104,7 +104,7 @@ class Supervisor:
             if self._discovery.hosts is not None:
                 self._policy.take_hosts(self._discovery.hosts)
             elif self._discovery.problem:
-                raise LaunchError(f"--host-discovery-script: {self._discovery.problem}")
+                raise LaunchError(f"--host-discovery-script: {self._discovery.problem}.")
 
     # ---- one generation ----
 
