@@ -325,7 +325,7 @@ class Job:
             name = failures.signal_name(self._interrupted)
             return Failure(f"ended by {name}.", 128 + self._interrupted, time.time(), is_final=True)
         if self._failures:
-            return failures.first(self._failures)
+            return self._ranks.explain(failures.first(self._failures))
         if not self.trainings.losses:  # else the launcher says that ranks have failed, which is known
             self._process.release_banner(everything=True)
         _tell_of_ranks_alone(self._spec, self._ranks, self._output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 from collections import Counter
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdlite.job.failures import Failure
 from hvdlite.job.server import Connection
 from hvdlite.launcher_link.session import ProtocolError
 
@@ -38,6 +40,8 @@ class Rank:
         lost: The rank has failed, and the job goes on without it.
         stopped_at: The time since which the rank is stopped, as of `time.monotonic`; None if it is not stopped.
         stop_signal: The signal that stopped the rank.
+        is_failed_by_stop: The job ends because the rank was stopped.
+        stack: Where the program was when it was stopped; empty if not known.
         unacknowledged: For each stream, the bytes that hvdliterun has received and not acknowledged to the guard yet.
     """
 
@@ -57,6 +61,8 @@ class Rank:
     lost: bool = False
     stopped_at: float | None = None
     stop_signal: int = signal.SIGSTOP
+    is_failed_by_stop: bool = False
+    stack: str = ""
     unacknowledged: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -132,7 +138,17 @@ class Ranks:
                 rank.stopped_at = rank.stopped_at or now
             if rank.stopped_at is not None and suspended:
                 rank.stopped_at = now
-        return [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
+        found = [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
+        for rank in found:
+            rank.is_failed_by_stop = True
+        return found
+
+    def explain(self, failure: Failure) -> Failure:
+        """Add to a failure what became known later: the stack of a rank that was stopped."""
+        rank = None if failure.rank is None else self._known.get(failure.rank)
+        if rank is None or not rank.stack.strip():
+            return failure
+        return dataclasses.replace(failure, text=f"{failure.text}\n\n{rank.stack}")
 
     def check(self, number: int, size: int | None = None) -> None:
         """Raise ProtocolError if the job has no rank of this number, or not `size` ranks."""

@@ -142,6 +142,8 @@ class Reports:
             )
 
     def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
+        if rank.is_failed_by_stop:
+            rank.stack = trace
         if rank.reported or (status == 0 and rank.finished):
             return
         if (

@@ -19,12 +19,13 @@ from typing import Any
 from ..launcher_link.link import Channel
 from ..launcher_link.session import clip
 from . import orphans, shared_memory
-from .program import without_own_frames
+from .program import STACK_SIGNAL, without_own_frames
 
 _KILL_AT_ONCE = 0.0
 _DRAIN_SECONDS = 0.5
 _NO_GRACE = 0.0
 _ORPHAN_GRACE_SECONDS = 1.0  # for helper processes that see that their rank has ended, and tidy up
+_STACK_SECONDS = 0.1  # a stopped program that runs again writes its stack in less
 _WINDOW = 1 << 18  # so many bytes may be sent before hvdliterun has taken them: a slow reader makes the rank wait
 
 
@@ -52,6 +53,7 @@ class Guard:
         self._asked = False  # a signal told the guard to end the rank: the MPI launcher does that
         self._stays = False  # another rank was lost, and the job goes on: no guard leaves before the end
         self._ending = False  # hvdliterun told the guard to end the rank, or hvdliterun is gone
+        self._is_stopped = False
         self._status: int | None = None
         self._kill_at: float | None = None
         self._wake, wake_write = os.pipe()
@@ -140,11 +142,22 @@ class Guard:
         # This comes first: when one guard has left, the MPI launcher may kill the others.
         shared_memory.sweep(self._child)
         if grace > 0:
+            if self._is_stopped:
+                self._ask_for_stack()
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # a stopped process would not see the SIGTERM
             self._kill_at = time.monotonic() + grace
         else:
             self._signal(signal.SIGKILL)
+
+    def _ask_for_stack(self) -> None:
+        """Let the stopped program run for a moment, in which it writes its stack. The message "exit" carries it."""
+        if STACK_SIGNAL is not None and self._status is None:
+            os.kill(self._child, STACK_SIGNAL)
+            self._signal(signal.SIGCONT)
+            reports = [pipe for pipe, name in self._pipes.items() if name == "reports"]
+            while reports and reports[0] in self._pipes and select.select(reports, [], [], _STACK_SECONDS)[0]:
+                self._pass_on(reports)
 
     def _on_signals(self, numbers: bytes) -> None:
         if set(numbers) - {signal.SIGCHLD}:
@@ -169,7 +182,8 @@ class Guard:
                 return
             if pid != self._child:  # a process that the rank left behind
                 continue
-            if os.WIFSTOPPED(status):
+            self._is_stopped = os.WIFSTOPPED(status)
+            if self._is_stopped:
                 self._send("stopped", signal=os.WSTOPSIG(status))
             elif os.WIFCONTINUED(status):
                 self._send("continued")
