@@ -223,7 +223,7 @@ class Job:
             self._started += now - self._last_look
         self._last_look = now
         for rank in self._ranks.stopped(now, suspended):
-            text = f"{rank} is stopped ({failures.signal_name(rank.stop_signal)})."
+            text = f"{rank} is stopped ({failures.signal_name(rank.stop_signal)}).\n\n{rank.stack or ''}"
             self._fail(text, 128 + rank.stop_signal, rank=rank.number)
         if self._output.is_broken:
             self._fail("nobody reads the output any more.", 128 + signal.SIGPIPE, is_final=True)
@@ -325,7 +325,7 @@ class Job:
             name = failures.signal_name(self._interrupted)
             return Failure(f"ended by {name}.", 128 + self._interrupted, time.time(), is_final=True)
         if self._failures:
-            return self._ranks.explain(failures.first(self._failures))
+            return failures.first(self._failures)
         if not self.trainings.losses:  # else the launcher says that ranks have failed, which is known
             self._process.release_banner(everything=True)
         _tell_of_ranks_alone(self._spec, self._ranks, self._output)

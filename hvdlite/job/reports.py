@@ -109,10 +109,12 @@ class Reports:
                 text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
                 consequence = failures.is_consequence(fields["error"])
                 self._on_failure(rank, text, fields["code"], time.time(), consequence)
-            case "stopped":
+            case "stopped" if rank.stack_until is None:
                 rank.stopped_at, rank.stop_signal = time.monotonic(), fields["signal"]
-            case "continued":
+            case "continued" if rank.stack_until is None:  # else it has run for a moment, to show its stack
                 rank.stopped_at = None
+            case "stack":
+                rank.stack = fields["text"]
             case "asked":
                 self.first_asked = self.first_asked or rank
                 rank.asked = True
@@ -142,8 +144,6 @@ class Reports:
             )
 
     def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
-        if rank.is_failed_by_stop:
-            rank.stack = trace
         if rank.reported or (status == 0 and rank.finished):
             return
         if (

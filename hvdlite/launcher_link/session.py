@@ -44,6 +44,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "failed": {"text": str, "code": int, "error": str},
     "stopped": {"signal": int},
     "continued": {},
+    "stack": {"text": str},
     "asked": {},
     "exit": {"status": int, "finished": bool, "trace": str, "time": _NUMBER},
     "report": {"rank": int, "text": str, "code": int},
@@ -63,6 +64,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "lost": {"rank": int, "text": str},
     "save": {},
     "hosts": {"update": int},
+    "show": {},
 }
 """The fields of each kind of message, with their types."""
 

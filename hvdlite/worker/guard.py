@@ -25,7 +25,7 @@ _KILL_AT_ONCE = 0.0
 _DRAIN_SECONDS = 0.5
 _NO_GRACE = 0.0
 _ORPHAN_GRACE_SECONDS = 1.0  # for helper processes that see that their rank has ended, and tidy up
-_STACK_SECONDS = 0.1  # a stopped program that runs again writes its stack in less
+_STACK_SECONDS = 0.4  # a stopped program that runs again writes its stack in less
 _WINDOW = 1 << 18  # so many bytes may be sent before hvdliterun has taken them: a slow reader makes the rank wait
 
 
@@ -53,7 +53,6 @@ class Guard:
         self._asked = False  # a signal told the guard to end the rank: the MPI launcher does that
         self._stays = False  # another rank was lost, and the job goes on: no guard leaves before the end
         self._ending = False  # hvdliterun told the guard to end the rank, or hvdliterun is gone
-        self._is_stopped = False
         self._status: int | None = None
         self._kill_at: float | None = None
         self._wake, wake_write = os.pipe()
@@ -132,6 +131,8 @@ class Guard:
         for message in self._connection.receive():
             if message.kind == "end":
                 self._end(message.fields["grace"])
+            elif message.kind == "show":
+                self._send("stack", text=self._stack_of_stopped())
             elif message.kind == "stay":
                 self._stays = True
             elif message.kind == "taken":
@@ -142,22 +143,34 @@ class Guard:
         # This comes first: when one guard has left, the MPI launcher may kill the others.
         shared_memory.sweep(self._child)
         if grace > 0:
-            if self._is_stopped:
-                self._ask_for_stack()
             self._signal(signal.SIGTERM)
             self._signal(signal.SIGCONT)  # a stopped process would not see the SIGTERM
             self._kill_at = time.monotonic() + grace
         else:
             self._signal(signal.SIGKILL)
 
-    def _ask_for_stack(self) -> None:
-        """Let the stopped program run for a moment, in which it writes its stack. The message "exit" carries it."""
-        if STACK_SIGNAL is not None and self._status is None:
-            os.kill(self._child, STACK_SIGNAL)
-            self._signal(signal.SIGCONT)
-            reports = [pipe for pipe, name in self._pipes.items() if name == "reports"]
-            while reports and reports[0] in self._pipes and select.select(reports, [], [], _STACK_SECONDS)[0]:
+    def _stack_of_stopped(self) -> str:
+        """Let the stopped program run for the moment in which it writes its stack, and return that."""
+        if STACK_SIGNAL is None or self._status is not None:
+            return ""
+        before, deadline = len(self._report_text), time.monotonic() + _STACK_SECONDS
+        os.kill(self._child, STACK_SIGNAL)
+        os.kill(self._child, signal.SIGCONT)
+        while (
+            reports := [pipe for pipe, name in self._pipes.items() if name == "reports"]
+        ) and time.monotonic() < deadline:
+            if select.select(reports, [], [], 0.02)[0]:
                 self._pass_on(reports)
+            elif self._report_text.endswith(b"\n", before):
+                break
+        os.kill(self._child, signal.SIGSTOP)
+        lines = bytes(self._report_text[before:]).splitlines(keepends=True)
+        del self._report_text[before:]
+        for line in lines:  # what it has reported meanwhile is no part of its stack
+            if line.startswith(b'{"kind"'):
+                self._on_report(line)
+        stack = b"".join(line for line in lines if not line.startswith(b'{"kind"'))
+        return clip(without_own_frames(stack.decode(errors="replace")))
 
     def _on_signals(self, numbers: bytes) -> None:
         if set(numbers) - {signal.SIGCHLD}:
@@ -182,8 +195,7 @@ class Guard:
                 return
             if pid != self._child:  # a process that the rank left behind
                 continue
-            self._is_stopped = os.WIFSTOPPED(status)
-            if self._is_stopped:
+            if os.WIFSTOPPED(status):
                 self._send("stopped", signal=os.WSTOPSIG(status))
             elif os.WIFCONTINUED(status):
                 self._send("continued")
