@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from types import FrameType
 
 from hvdlite.errors import LaunchError
-from hvdlite.job import failures
+from hvdlite.job import failures, ssh
 from hvdlite.job.failures import Failure
-from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here, ssh_options
+from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here
 from hvdlite.job.job import Job, JobSpec
 from hvdlite.job.output import Output
 from hvdlite.launch.elastic.discovery import Discovery
@@ -62,8 +62,8 @@ class Supervisor:
         self._interrupted: int | None = None
         self._waits_for = ""
         placement = spec.placement
-        ssh = ssh_options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
-        self._newcomers = Newcomers(ssh)
+        options = ssh.options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
+        self._newcomers = Newcomers(options)
 
     def run(self) -> Failure | None:
         """Run the job to its end. Return the failure that has ended it, or None if all went well.
