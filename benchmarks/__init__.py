@@ -20,7 +20,8 @@ There are other programs. ``python -m benchmarks.early_push`` measures what it s
 while the backward pass goes on. ``python -m benchmarks.slow_link`` trains over a slow link between two hosts, and counts bytes.
 ``python -m benchmarks.scaling`` counts the messages of the negotiation by the number of ranks and tensors. ``python -m
 benchmarks.gpu`` measures training steps of hvdlite and DDP on a GPU; `gpu_pair` is its part for two ranks. `hogwild`, which
-hvdliterun starts, counts what is lost when ranks share parameters without locks. ``python -m benchmarks.serving_faults`` kills
+hvdliterun starts, counts what is lost when ranks share parameters without locks. ``python -m benchmarks.recovery`` measures how
+long an elastic job takes to go on after a rank was killed. ``python -m benchmarks.serving_faults`` kills
 replicas of a server and lets clients misbehave, and accounts for every request. ``python -m benchmarks.serving`` measures
 ``hvdlite serve`` beside mosec and LitServe: `serving_models` has what they serve, and `serving_peers` runs these two.
 ``python -m benchmarks.serving_timeout`` draws latency and cost by the time-out of a batch, in virtual time (`virtual_serving`).

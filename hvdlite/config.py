@@ -45,6 +45,7 @@ class Config:
             empty to leave that to the program (see `hvdlite.process.log`).
         servers: The last so many ranks only serve the parameters of `AsyncDistributedOptimizer`; 0 if the ranks are alike.
         advise: What to measure of the training; ``hvdlite advise`` sets it (see `hvdlite.advise.recorder.Request`).
+        generation: Which generation of an elastic job this process is of; hvdliterun sets it; empty if the job is not elastic.
         control: ``host:port:secret`` of the launcher that started this process; hvdliterun sets it.
 
     Raises:
@@ -73,6 +74,7 @@ class Config:
     log_level: str = ""
     servers: int = 0
     advise: str = ""
+    generation: str = ""
     control: str = ""
 
     def __post_init__(self) -> None:

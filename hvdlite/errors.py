@@ -75,6 +75,10 @@ class PeerLeftError(CommunicationError):
     """A rank left the job while this rank was waiting for it."""
 
 
+class CommitError(HvdliteError):
+    """An elastic training could not commit its state, or what it has committed is lost."""
+
+
 class DeviceError(HvdliteError):
     """A GPU or the library for communication between GPUs is missing, or cannot be used as requested."""
 

@@ -42,6 +42,7 @@ FIRST = (
     *("test_launch", "test_faults", "test_failures", "test_out_of_step", "test_run_function", "test_channel"),
     *(
         "test_two_hosts",
+        "test_elastic_jobs",
         "test_keras_training",
         "test_pages",
         "test_tf_strategy",

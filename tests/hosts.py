@@ -114,6 +114,10 @@ class Hosts:
         """Disconnect a host from the network."""
         _call([*self._enter_lab("--net"), "ip", "link", "set", f"to-{host}", "down"])
 
+    def join(self, host: str) -> None:
+        """Connect a host to the network again."""
+        _call([*self._enter_lab("--net"), "ip", "link", "set", f"to-{host}", "up"])
+
     def processes(self) -> list[str]:
         """Return the command lines of all processes on the hosts."""
         return [_command_line(pid) for pid in self.pids()]

@@ -141,9 +141,9 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_report_on_a_script_without_suffix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "launch").write_text("#!/usr/bin/env bash\nhorovodrun --min-np 2 -np 4 train.py\n")
+    (tmp_path / "launch").write_text("#!/usr/bin/env bash\nhorovodrun --min-np 2 --jsrun -np 4 train.py\n")
     assert report.main([str(tmp_path / "launch")]) == 1
-    assert "--min-np" in capsys.readouterr().out
+    assert "--jsrun" in capsys.readouterr().out
     (tmp_path / "old.py").write_text("import horovod.torch\nprint 'hello'\n")
     assert report.main([str(tmp_path / "old.py")]) == 1
     assert "this is no Python" in capsys.readouterr().out

@@ -29,7 +29,7 @@ FLOORS = {
         {"group"},
         {"world", "advise"},
         {"api", "cli"},
-        {"adapter", "basics", "__main__"},
+        {"adapter", "basics", "elastic", "__main__"},
         {"__init__", "testing", "compat"},
     ),
     "hvdlite_torch": (

@@ -63,8 +63,8 @@ def run(
     }
     if given := [name for name, value in elastic.items() if value is not None]:
         raise NotYetError(
-            f"horovod.run({', '.join(given)}): hvdlite has no elastic jobs yet, the number of ranks is fixed. Leave these "
-            "arguments out, and give num_proc."
+            f"horovod.run({', '.join(given)}): elastic jobs are programs, not functions. Start one with hvdliterun --min-np "
+            "(docs/elastic.md), or leave these arguments out, and give num_proc."
         )
     if use_gloo and use_mpi:
         raise ArgumentError(

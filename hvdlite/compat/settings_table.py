@@ -24,7 +24,7 @@ _STREAMS = Note(
 _HIERARCHICAL = Note("changed", "no effect: exchanges go inside hosts first wherever that can be")
 _LOG = Note("changed", "no effect: the format of Python's logging decides that (docs/running.md)")
 _AUTOTUNE = Note("changed", "no effect: the search has no such parameter")
-_ELASTIC = Note("missing", "no elastic jobs yet")
+_ELASTIC = Note("changed", "no effect: hvdliterun --min-np and its other options of elastic jobs (docs/elastic.md)")
 
 VARIABLES: dict[str, Note] = {
     **{
@@ -80,16 +80,16 @@ class Flag:
     """A flag of horovodrun.
 
     Attributes:
-        takes_value: A value follows the flag.
+        values: How many values follow the flag.
         note: What the user should know if hvdliterun has no flag of this name, or has one with another meaning.
     """
 
-    takes_value: bool
+    values: int
     note: Note
 
 
-def _flags(names: str, note: Note, takes_value: bool = False) -> dict[str, Flag]:
-    return {name: Flag(takes_value, note) for name in names.split()}
+def _flags(names: str, note: Note, values: int = 0) -> dict[str, Flag]:
+    return {name: Flag(values, note) for name in names.split()}
 
 
 _SAME = Note("missing", "hvdliterun has none")
@@ -102,13 +102,17 @@ FLAGS: dict[str, Flag] = {
     **_flags(
         """-np --num-proc -H --hosts -hostfile --hostfile -p --ssh-port -i --ssh-identity-file --start-timeout --mpi-args
         --network-interface --network-interfaces --output-filename --fusion-threshold-mb --autotune-log-file
-        --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --timeline-filename --binding-args""",
+        --stall-check-warning-time-seconds --stall-check-shutdown-time-seconds --timeline-filename --binding-args
+        --min-np --min-num-proc --max-np --max-num-proc --host-discovery-script --slots-per-host --reset-limit
+        --elastic-timeout""",
         _SAME,
-        takes_value=True,
+        values=1,
     ),
+    **_flags("--blacklist-cooldown-range", _SAME, values=2),
     **{
         name: Flag(
-            flag.takes_value, Note("changed", f"no effect: {flag.why}") if flag.is_taken else Note("missing", flag.why)
+            int(flag.takes_value),
+            Note("changed", f"no effect: {flag.why}") if flag.is_taken else Note("missing", flag.why),
         )
         for name, flag in horovod_flags.FLAGS.items()
     },

@@ -61,6 +61,6 @@ def _flags(words: list[str]) -> list[str]:
     while words and words[0].startswith("-"):
         flag, _, value = words.pop(0).partition("=")
         found.append(flag)
-        if flag in FLAGS and FLAGS[flag].takes_value and not value:
-            del words[:1]
+        if flag in FLAGS and not value:
+            del words[: FLAGS[flag].values]
     return found

@@ -221,13 +221,14 @@ RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
 _ELASTIC = Note("missing", "no elastic jobs yet: the name is there, and raises when used. A failed rank ends the job")
 
 NOTES: dict[str, Note] = {
-    "horovod.common.elastic": _ELASTIC,
+    "horovod.common.elastic.run_fn": Note("changed", "reset is not called: hvdliterun starts the program again"),
     "horovod.torch.elastic": _ELASTIC,
     "horovod.tensorflow.elastic": _ELASTIC,
     "horovod.tensorflow.keras.elastic": _ELASTIC,
     "horovod.keras.elastic": _ELASTIC,
     "horovod.run": Note(
-        "changed", "always over MPI: use_gloo, use_mpi and disable_cache change nothing; elastic arguments raise"
+        "changed",
+        "always over MPI: use_gloo, use_mpi and disable_cache change nothing; elastic arguments raise (hvdliterun)",
     ),
     "horovod.runner.run": Note("changed", "as horovod.run"),
     "horovod.runner": Note("missing", "parts of Horovod's launcher; start jobs with hvdliterun or hvdlite.run"),

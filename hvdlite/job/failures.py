@@ -20,6 +20,7 @@ class Failure:
         rank: The rank that failed; None if the job as a whole failed.
         host: The host of that rank; empty if unknown.
         consequence: Another failure may be the cause of this one.
+        is_final: An elastic job does not go on after it either.
     """
 
     text: str
@@ -28,6 +29,7 @@ class Failure:
     rank: int | None = None
     host: str = ""
     consequence: bool = False
+    is_final: bool = False
 
     def describe(self) -> str:
         """Return the text that hvdliterun prints last on stderr."""

@@ -17,6 +17,19 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _RANK_BYTES = 32 << 20
 
 
+class UnreachableError(LaunchError):
+    """Some hosts do not answer.
+
+    Args:
+        text: The text of the error.
+        names: The names of these hosts.
+    """
+
+    def __init__(self, text: str, names: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.names = tuple(names)
+
+
 @dataclass(frozen=True)
 class Host:
     """A host, and its number of slots: how many ranks it takes."""
@@ -153,7 +166,8 @@ def control_host(hosts: Sequence[Host], interface: str | None) -> str:
             return address_towards(name)
         except OSError as error:
             failure = error
-    raise LaunchError(f"no way to host {remote[-1]}: {failure}. Check the names in -H or the hostfile.") from failure
+    text = f"no way to host {remote[-1]}: {failure}. Check the names in -H or the hostfile."
+    raise UnreachableError(text, remote) from failure
 
 
 def address_towards(name: str) -> str:

@@ -34,6 +34,7 @@ from hvdlite.job.output import Output
 from hvdlite.job.ranks import Departure, Ranks
 from hvdlite.job.reports import Reports
 from hvdlite.job.server import STRANGERS, Server
+from hvdlite.launcher_link.generation import Generation
 from hvdlite.launcher_link.session import ProtocolError
 
 _POLL_SECONDS = 0.1
@@ -60,6 +61,7 @@ class JobSpec:
         start_timeout: Seconds until every rank must have said hello.
         verbose: Show the command line of the MPI launcher, and everything that the launcher prints.
         function: The pickled function of `hvdlite.run`, which ranks fetch from the launcher; empty for programs.
+        generation: Which generation of an elastic job this is; None if the job is not elastic.
     """
 
     mpi: Mpi
@@ -69,6 +71,7 @@ class JobSpec:
     start_timeout: float = 30.0
     verbose: bool = False
     function: bytes = b""
+    generation: Generation | None = None
 
 
 @dataclass
@@ -85,20 +88,25 @@ class Job:
     Args:
         spec: The description of the job.
         output: Prints the output of the ranks.
+        look: Is called several times a second while the job runs.
 
     Attributes:
+        ranks: The ranks that have said hello.
+        elastic: What the ranks of an elastic job have said.
         results: For each rank that has sent a result of `hvdlite.run`: whether its function returned, and the pickled value
             that the function returned or raised.
         trainings: The ranks without which the job has gone on, and what a rank has saved before the end.
     """
 
-    def __init__(self, spec: JobSpec, output: Output) -> None:
+    def __init__(self, spec: JobSpec, output: Output, look: Callable[[], None] = lambda: None) -> None:
         self._spec = spec
         self._output = output
-        self._ranks = Ranks(spec.placement.num_proc)
+        self._look_elsewhere = look
+        self.ranks = self._ranks = Ranks(spec.placement.num_proc)
         self._reports = Reports(self._ranks, output, self._fail, function=spec.function, verbose=spec.verbose)
         self.results = self._reports.results
         self.trainings = self._reports.trainings
+        self.elastic = self._reports.elastic
         self._failures: list[Failure] = []
         self._ending: _Ending | None = None
         self._interrupted: int | None = None
@@ -133,6 +141,8 @@ class Job:
     def _start(self) -> None:
         spec = self._spec
         environ = {**environment(spec.mpi, spec.placement, spec.environ), "HVDLITE_CONTROL": str(self._server.address)}
+        if spec.generation is not None:
+            environ["HVDLITE_GENERATION"] = str(spec.generation)
         words = command(spec.mpi, spec.placement, environ, spec.program, self._server.address.host)
         if spec.verbose:
             self._output.say(f"hvdliterun: {' '.join(words)}\n")
@@ -180,6 +190,7 @@ class Job:
             for stream in self._output.not_full:
                 self._ranks.acknowledge(stream)
             self._look()
+            self._look_elsewhere()
             self._advance()
 
     def _is_over(self) -> bool:
@@ -191,11 +202,17 @@ class Job:
         return self._ending is not None and time.monotonic() - self._ending.since > self._ending.grace + seconds
 
     def _fail(
-        self, text: str, code: int, rank: int | None = None, at: float | None = None, consequence: bool = False
+        self,
+        text: str,
+        code: int,
+        rank: int | None = None,
+        at: float | None = None,
+        consequence: bool = False,
+        is_final: bool = False,
     ) -> None:
         if self._ending is None:
             host = self._ranks.host_of(rank)
-            self._failures.append(Failure(text, code, at or time.time(), rank, host, consequence))
+            self._failures.append(Failure(text, code, at or time.time(), rank, host, consequence, is_final))
             self.trainings.is_ending = True
 
     def _look(self) -> None:
@@ -206,10 +223,10 @@ class Job:
             self._started += now - self._last_look
         self._last_look = now
         for rank in self._ranks.stopped(now, suspended):
-            text = f"{rank} is stopped ({failures.signal_name(rank.stop_signal)})."
+            text = f"{rank} is stopped ({failures.signal_name(rank.stop_signal)}).\n\n{rank.stack or ''}"
             self._fail(text, 128 + rank.stop_signal, rank=rank.number)
         if self._output.is_broken:
-            self._fail("nobody reads the output any more.", 128 + signal.SIGPIPE)
+            self._fail("nobody reads the output any more.", 128 + signal.SIGPIPE, is_final=True)
         self._check_start(now)
         self._check_launcher()
         if self.trainings.losses and self._ranks.are_complete and self._ending is None:
@@ -306,24 +323,25 @@ class Job:
     def _conclude(self) -> Failure | None:
         if self._interrupted is not None:
             name = failures.signal_name(self._interrupted)
-            return Failure(f"ended by {name}.", 128 + self._interrupted, time.time())
+            return Failure(f"ended by {name}.", 128 + self._interrupted, time.time(), is_final=True)
         if self._failures:
             return failures.first(self._failures)
         if not self.trainings.losses:  # else the launcher says that ranks have failed, which is known
             self._process.release_banner(everything=True)
-        self._tell_of_ranks_alone()
+        _tell_of_ranks_alone(self._spec, self._ranks, self._output)
         return None
 
-    def _tell_of_ranks_alone(self) -> None:
-        """Print a hint if every rank has run its Python program to the end without any use of MPI."""
-        count = self._spec.placement.num_proc
-        wanted = Config.from_env(self._spec.environ).advice and not self._spec.function
-        if count > 1 and wanted and self._ranks.all_are(lambda rank: rank.used_mpi is False):
-            self._output.say(
-                f"hvdliterun: each of the {count} ranks has run the whole program alone: none has called hvdlite.init(), nor "
-                "used MPI otherwise. See docs/torch_training.md or docs/keras.md for what a program needs; HVDLITE_ADVICE=0 "
-                "if this is as it should be.\n"
-            )
+
+def _tell_of_ranks_alone(spec: JobSpec, ranks: Ranks, output: Output) -> None:
+    """Print a hint if every rank has run its Python program to the end without any use of MPI."""
+    count = spec.placement.num_proc
+    wanted = Config.from_env(spec.environ).advice and not spec.function
+    if count > 1 and wanted and ranks.all_are(lambda rank: rank.used_mpi is False):
+        output.say(
+            f"hvdliterun: each of the {count} ranks has run the whole program alone: none has called hvdlite.init(), nor "
+            "used MPI otherwise. See docs/torch_training.md or docs/keras.md for what a program needs; HVDLITE_ADVICE=0 "
+            "if this is as it should be.\n"
+        )
 
 
 def _checked_address(spec: JobSpec, say: Callable[[str], None]) -> str:

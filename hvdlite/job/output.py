@@ -191,8 +191,8 @@ class Output:
         """Write lines of hvdliterun itself to stderr, without a tag."""
         self._aside("stderr", text.encode())
 
-    def close(self) -> None:
-        """End incomplete lines, and wait until everything is written."""
+    def end_lines(self) -> None:
+        """End incomplete lines: the ranks that wrote them have ended."""
         for (_, name), source in self._sources.items():
             if source.line:
                 if self._open.get(self._screen[name], (None, ""))[0] is source:
@@ -201,6 +201,11 @@ class Output:
                 else:
                     self._aside(name, self._retag(source, bytes(source.line) + b"\n"))
                 source.line.clear()
+
+    def close(self) -> None:
+        """End incomplete lines, and wait until everything is written."""
+        self.end_lines()
+        for source in self._sources.values():
             if source.file is not None:
                 source.file.close()
                 source.file = None

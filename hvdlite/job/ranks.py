@@ -15,6 +15,7 @@ from hvdlite.job.server import Connection
 from hvdlite.launcher_link.session import ProtocolError
 
 _STOPPED_SECONDS = 1.5
+_STACK_SECONDS = 1.0  # for a guard to show where its stopped program is
 
 
 @dataclass
@@ -38,6 +39,8 @@ class Rank:
         lost: The rank has failed, and the job goes on without it.
         stopped_at: The time since which the rank is stopped, as of `time.monotonic`; None if it is not stopped.
         stop_signal: The signal that stopped the rank.
+        stack_until: Until then the rank's guard may show where the stopped program is; None if it was not asked.
+        stack: Where the program was when it was stopped; None if the guard has not shown it.
         unacknowledged: For each stream, the bytes that hvdliterun has received and not acknowledged to the guard yet.
     """
 
@@ -57,6 +60,8 @@ class Rank:
     lost: bool = False
     stopped_at: float | None = None
     stop_signal: int = signal.SIGSTOP
+    stack_until: float | None = None
+    stack: str | None = None
     unacknowledged: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
@@ -121,7 +126,7 @@ class Ranks:
         return self.are_finished and self.all_are(lambda rank: rank.exited)
 
     def stopped(self, now: float, suspended: bool) -> list[Rank]:
-        """Return the ranks that have been stopped (by SIGSTOP, for example) for more than 1.5 s.
+        """Return the ranks that have been stopped (by SIGSTOP, for example) for more than 1.5 s, once their stacks are known.
 
         Args:
             now: The time, as of `time.monotonic`.
@@ -132,7 +137,12 @@ class Ranks:
                 rank.stopped_at = rank.stopped_at or now
             if rank.stopped_at is not None and suspended:
                 rank.stopped_at = now
-        return [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
+        found = [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
+        for rank in found:
+            if rank.stack_until is None:
+                rank.stack_until = now + _STACK_SECONDS
+                rank.connection.send("show")
+        return [rank for rank in found if rank.stack is not None or now > (rank.stack_until or 0.0)]
 
     def check(self, number: int, size: int | None = None) -> None:
         """Raise ProtocolError if the job has no rank of this number, or not `size` ranks."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from hvdlite.errors import ranks_text
 from hvdlite.job import failures
+from hvdlite.job.elastic import Elastic
 from hvdlite.job.failures import Failure
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank, Ranks
@@ -39,6 +40,7 @@ class Reports:
         results: For each rank that has sent a result: whether its function returned, and the pickled value that the function
             returned or raised.
         trainings: What ranks that train with a parameter server have asked for.
+        elastic: What the ranks of an elastic job have said.
         first_asked: The first rank whose guard got a signal to end the rank; None as long as no guard got one.
     """
 
@@ -46,6 +48,7 @@ class Reports:
         self.results: dict[int, tuple[bool, bytes]] = {}
         self.first_asked: Rank | None = None
         self.trainings = Trainings(ranks)
+        self.elastic = Elastic(ranks)
         self._ranks = ranks
         self._output = output
         self._fail = fail
@@ -75,8 +78,11 @@ class Reports:
                 self.trainings.hear(connection, message)
             case "saved":
                 self.trainings.take_saved(message.fields["text"])
+            case "elastic" | "committed" | "leaving":
+                self.elastic.hear(connection, message)
             case "gone" if connection.rank is None:
                 self.trainings.forget(connection)
+                self.elastic.forget(connection)
             case _ if connection.rank is not None:
                 self._on_rank(self._ranks[connection.rank], message)
 
@@ -103,10 +109,12 @@ class Reports:
                 text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
                 consequence = failures.is_consequence(fields["error"])
                 self._on_failure(rank, text, fields["code"], time.time(), consequence)
-            case "stopped":
+            case "stopped" if rank.stack_until is None:
                 rank.stopped_at, rank.stop_signal = time.monotonic(), fields["signal"]
-            case "continued":
+            case "continued" if rank.stack_until is None:  # else it has run for a moment, to show its stack
                 rank.stopped_at = None
+            case "stack":
+                rank.stack = fields["text"]
             case "asked":
                 self.first_asked = self.first_asked or rank
                 rank.asked = True

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from hvdlite.errors import LaunchError
-from hvdlite.job.hosts import Host, is_local
+from hvdlite.job.hosts import Host, UnreachableError, is_local
 from hvdlite.worker import FILE as WORKER
 
 _SSH_SECONDS = 10
@@ -86,7 +85,7 @@ def check_hosts(
         say: Prints which hosts have not answered, after 3 s.
 
     Raises:
-        LaunchError: Some hosts cannot be reached without a password, or lack something. The error names each, and says why.
+        UnreachableError: Some hosts cannot be reached without a password, or lack something. It names each, and says why.
     """
     remote = list(dict.fromkeys(host.name for host in hosts if not is_local(host.name)))
     if not remote:
@@ -101,9 +100,11 @@ def check_hosts(
     if bad:
         listed = "\n".join(f"  {name}: {why}" for name, why in bad.items())
         again = shlex.join(["ssh", *ssh, next(iter(bad)), "true"])
-        raise LaunchError(
+        raise UnreachableError(
             f"cannot use {len(bad)} of {len(remote)} other hosts:\n{listed}\n"
-            f"Every host must answer ssh without a password, and have the same environment under the same paths. Try: {again}"
+            "Every host must answer ssh without a password, and have the same environment under the same paths. "
+            f"Try: {again}",
+            list(bad),
         )
 
 
@@ -146,6 +147,14 @@ def _look(name: str, ssh: Sequence[str], command: str) -> str:
 
 def _advice(said: str, name: str) -> str:
     return next((what.format(name=name) for pattern, what in _ADVICE if re.search(pattern, said)), "")
+
+
+def answers(name: str, ssh: Sequence[str]) -> bool:
+    """Tell whether a host is this one, or answers ssh. It takes 20 s at most."""
+    if is_local(name):
+        return True
+    done = _run(name, ssh, "true", _SSH_SECONDS)
+    return not isinstance(done, str) and done.returncode == 0
 
 
 def remove_elsewhere(hosts: Sequence[Host], ssh: Sequence[str], directory: str) -> None:

@@ -2,6 +2,7 @@
 
 __main__.py            runs cli.py for ``python -m hvdlite.launch``
 cli.py                 reads the options of hvdliterun
+ |- elastic/           runs jobs that go on when ranks fail and hosts come or go
  |- horovod_flags.py   lists the flags that only horovodrun has
  |- horovod.py         makes ``import horovod`` mean hvdlite in a job
  |- check_build.py     lists what is installed, for --check-build

@@ -55,8 +55,8 @@ def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ
     Raises:
         LaunchError: The list of hosts cannot be read, or the hosts have too few slots.
     """
-    scheduler = next((name for name, variable in _SCHEDULERS.items() if variable in environ), "")
-    by_ssh = not any(name in environ for name in _AGENTS)
+    unknown = hosts_to_be_found(environ)
+    scheduler, by_ssh = unknown.scheduler, unknown.by_ssh
     if hosts is not None or hostfile is not None:
         named = parse_hosts(hosts) if hosts is not None else parse_hostfile(str(hostfile))
         by_ssh = by_ssh and scheduler != "slurm"
@@ -70,6 +70,12 @@ def choose_hosts(hosts: str | None, hostfile: str | None, num_proc: int, environ
             named = parse_hostfile(path)
             return _checked(Hosts(tuple(named), f"{variable}={path}", scheduler, by_ssh), num_proc)
     return Hosts((), "no host was named", scheduler)
+
+
+def hosts_to_be_found(environ: Mapping[str, str]) -> Hosts:
+    """Return `Hosts` without any host, for a job whose hosts a script will name."""
+    scheduler = next((name for name, variable in _SCHEDULERS.items() if variable in environ), "")
+    return Hosts((), "a script", scheduler, not any(name in environ for name in _AGENTS))
 
 
 def _checked(found: Hosts, num_proc: int) -> Hosts:

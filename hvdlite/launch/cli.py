@@ -18,6 +18,8 @@ from hvdlite.job.mpi import PROGRAMS, Placement, find_mpi, worker_command
 from hvdlite.job.output import Output, Sink
 from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.check_build import check_build, own_version
+from hvdlite.launch.elastic.janitor import Janitor
+from hvdlite.launch.elastic.options import ElasticOptions, add_options, elastic_options, is_elastic
 from hvdlite.launch.horovod import check_interpreter, job_environment
 from hvdlite.launch.horovod_flags import FLAGS
 from hvdlite.worker import orphans
@@ -83,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
         type=_positive_int,
         help="the last N ranks only serve parameters (docs/asynchronous.md)",
     )
+    elastic = parser.add_argument_group(
+        "elastic jobs, which go on when ranks fail and hosts come or go (docs/elastic.md)"
+    )
+    add_options(elastic.add_argument, _positive_int, _whole, _positive)
     add("--fusion-threshold-mb", metavar="MB", type=_not_negative, help="tensors fused into one exchange, at most")
     add("--autotune", action="store_true", help="search for the fastest way to exchange gradients in the first steps")
     add("--autotune-log-file", metavar="FILE", help="record that search in FILE, as CSV")
@@ -132,7 +138,8 @@ def _without_bare_mpi(words: Sequence[str], parser: argparse.ArgumentParser) -> 
             del rest[index]
             continue
         action = parser._option_string_actions.get(rest[index].partition("=")[0])
-        index += 1 if action is None or action.nargs == 0 or "=" in rest[index] else 2
+        values = 0 if action is None or "=" in rest[index] else 1 if action.nargs is None else int(action.nargs)
+        index += 1 + values
     return rest
 
 
@@ -148,6 +155,10 @@ def _positive_int(text: str) -> int:
     if not re.fullmatch(r"0*[1-9][0-9]{0,11}", text):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 on")
     return int(text)
+
+
+def _whole(text: str) -> int:
+    return 0 if re.fullmatch("0+", text) else _positive_int(text)
 
 
 def _not_negative(text: str) -> float:
@@ -180,15 +191,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check_build:
         print(check_build())
         return 0
-    output = None
+    output: Output | None = None
+    janitor: Janitor | None = None
+    words_at_end = ""
     try:
-        spec = job_spec(options, os.environ)
-        tagged = options.num_proc > 1 and not options.no_tag_output
+        elastic = elastic_options(options, os.environ) if is_elastic(options) else None
+        spec = job_spec(options, os.environ, elastic)
+        tagged = (elastic is not None or options.num_proc > 1) and not options.no_tag_output
         folder = make_folder(options.output_filename)
         orphans.adopt()
         output = Output(Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp)
-        job = Job(spec, output)
-        failure = job.run()
+        if elastic is not None:
+            supervisor, janitor = elastic.supervise(spec, output)
+            failure = supervisor.run()
+        else:
+            job = Job(spec, output)
+            failure = job.run()
+            words_at_end = job.trainings.describe()
     except LaunchError as error:
         print(f"hvdliterun: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -196,10 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("hvdliterun: ended by SIGINT, before any rank has started.", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
+        if janitor is not None:
+            janitor.finish()
         if output is not None:
             orphans.end(0.0)
             output.close()
-    sys.stderr.write(job.trainings.describe())
+    sys.stderr.write(words_at_end)
     if failure is None:
         return 0
     sys.stderr.write(failure.describe())
@@ -217,32 +238,38 @@ def _open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(descriptor, "r" if descriptor == 0 else "w", closefd=False))
 
 
-def job_spec(options: argparse.Namespace, environ: Mapping[str, str]) -> JobSpec:
+def job_spec(options: argparse.Namespace, environ: Mapping[str, str], elastic: ElasticOptions | None = None) -> JobSpec:
     """Check the options of hvdliterun, and make a job of them.
+
+    Args:
+        options: The options.
+        environ: The environment of the job.
+        elastic: The options of elastic jobs, if the job is one. Its hosts and the number of its ranks are the first ones then.
 
     Raises:
         LaunchError: An option is missing, the hosts, the program or the MPI launcher cannot be used, or this process is a
             rank of a job itself.
     """
     check_not_nested(environ)
-    if options.num_proc is None:
+    num_proc = options.num_proc if elastic is None else elastic.limits.first
+    if num_proc is None:
         raise LaunchError("how many ranks? Give -np N.")
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        raise LaunchError(f"what to run? Give a command: hvdliterun -np {options.num_proc} train.py")
-    if options.servers is not None and options.servers >= options.num_proc:
+        raise LaunchError(f"what to run? Give a command: hvdliterun -np {num_proc} train.py")
+    if options.servers is not None and options.servers >= num_proc:
         raise LaunchError(
-            f"--servers {options.servers}: {options.num_proc} ranks (-np) leave no rank to train. Start more ranks, or fewer "
+            f"--servers {options.servers}: {num_proc} ranks (-np) leave no rank to train. Start more ranks, or fewer "
             "servers."
         )
-    found = find_hosts(options.hosts, options.hostfile, options.num_proc, environ)
+    found = find_hosts(options.hosts, options.hostfile, num_proc, environ) if elastic is None else elastic.found
     program = worker_command(command)
     if options.horovod:
         check_interpreter(program)
         environ = job_environment(environ)
     mpi = find_mpi(options.mpi)
     placement = Placement(
-        num_proc=options.num_proc,
+        num_proc=num_proc,
         hosts=found.hosts,
         scheduler=found.scheduler,
         by_ssh=found.by_ssh,

@@ -12,7 +12,6 @@ _HIERARCHICAL = "exchanges go inside hosts first wherever that can be"
 _AUTOTUNE = "the search has no such parameter"
 _LOG = "hvdlite writes no log, problems are raised or printed"
 _STREAMS = "GPU tensors have a stream of their own, and NCCL's settings decide the rest (docs/gpu.md)"
-_ELASTIC = "no elastic jobs yet: give -np alone"
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,6 @@ FLAGS: dict[str, Flag] = {
     **_taken("--log-level", _LOG, takes_value=True),
     **_taken("--log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp", _LOG),
     **_refused("--config-file", "give the flags themselves", takes_value=True),
-    **_refused(
-        "--host-discovery-script --min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout "
-        "--reset-limit",
-        _ELASTIC,
-        takes_value=True,
-    ),
     **_refused("--jsrun", "use mpirun or srun by hand; hvdlite.init() finds its place"),
 }
 """The flags by their spelling, such as "--cycle-time-ms"."""

@@ -1,9 +1,10 @@
 """The link between a rank and its launcher: a TCP connection that carries authenticated control messages.
 
     link.py      the rank's end: connects, sends requests, reports failures     `hvdlite.job.server` is the launcher's end
-     |- training.py  the rank's end during a training with a parameter server, which hears what becomes of other ranks
+     |- line.py      a connection that a rank keeps, to hear what becomes of other ranks and of the hosts
      '- session.py   authenticates both ends, and makes bytes of messages and messages of bytes, for both ends
-    handlers.py  switches the signal handlers of a program off once the program is over
+    generation.py   what the ranks of one generation of an elastic job are told at their start
+    handlers.py     switches the signal handlers of a program off once the program is over
 
 `hvdlite.worker.worker` loads these files without NumPy and without `hvdlite` itself, so these files import only the standard
 library and each other, by relative imports.

@@ -1,7 +1,8 @@
 """The rank's end of the connection to its launcher. These control messages travel over it, see `hvdlite.launcher_link.session`:
 
-    rank -> launcher   hello, output, done, failed, stopped, continued, asked, exit, report, fetch, result, training, saved
-    launcher -> rank   end, taken, ok, function, stay, lost, save
+    rank -> launcher   hello, output, done, failed, stopped, continued, stack, asked, exit, report, fetch, result, training,
+                       saved, elastic, committed, leaving
+    launcher -> rank   end, taken, ok, function, stay, lost, save, hosts, show
 
 This file imports only the standard library and session.py, by a relative import: `hvdlite.worker.worker` loads it on its own.
 """

@@ -44,6 +44,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "failed": {"text": str, "code": int, "error": str},
     "stopped": {"signal": int},
     "continued": {},
+    "stack": {"text": str},
     "asked": {},
     "exit": {"status": int, "finished": bool, "trace": str, "time": _NUMBER},
     "report": {"rank": int, "text": str, "code": int},
@@ -51,6 +52,9 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "result": {"rank": int, "ok": bool},
     "training": {"rank": int, "size": int, "dispensable": bool, "saves": bool},
     "saved": {"text": str},
+    "elastic": {"rank": int, "size": int},
+    "committed": {"call": int, "number": int},
+    "leaving": {},
     # launcher -> rank
     "end": {"grace": _NUMBER},
     "taken": {"stream": str, "bytes": int},
@@ -59,6 +63,8 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "stay": {},
     "lost": {"rank": int, "text": str},
     "save": {},
+    "hosts": {"update": int},
+    "show": {},
 }
 """The fields of each kind of message, with their types."""
 

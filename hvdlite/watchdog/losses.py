@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hvdlite.errors import HvdliteError
+from hvdlite.launcher_link.line import Line
 from hvdlite.launcher_link.link import Address
-from hvdlite.launcher_link.training import TrainingLink
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Losses:
 
     def __init__(self, rank: int, size: int, control: str) -> None:
         self._rank, self._size, self._control = rank, size, control
-        self._link: TrainingLink | None = None
+        self._link: Line | None = None
         self._wishes: list[Wish] = []
         self.lost: dict[int, str] = {}
 
@@ -55,7 +55,7 @@ class Losses:
         """
         self._wishes.append(wish)
         try:
-            self._link = self._link or TrainingLink(Address.parse(self._control), self._rank, self._size)
+            self._link = self._link or Line(Address.parse(self._control))
             self._ask()
         except (OSError, ValueError) as error:
             raise HvdliteError(
@@ -74,7 +74,8 @@ class Losses:
     def _ask(self) -> None:
         if self._link is not None:
             dispensable = bool(self._wishes) and all(wish.dispensable for wish in self._wishes)
-            self._link.ask(dispensable=dispensable, saves=any(wish.save for wish in self._wishes))
+            saves = any(wish.save for wish in self._wishes)
+            self._link.ask("training", rank=self._rank, size=self._size, dispensable=dispensable, saves=saves)
 
     def look(self, note: Callable[[int, str], None]) -> None:
         """Do what the launcher has said. The watchdog calls this.
@@ -98,4 +99,5 @@ class Losses:
                     if wish.lost is not None:
                         wish.lost(rank)
             elif message.kind == "save":
-                self._link.tell_saved("\n".join(wish.save() for wish in self._wishes if wish.save is not None))
+                text = "\n".join(wish.save() for wish in self._wishes if wish.save is not None)
+                self._link.tell("saved", text=text)

@@ -19,12 +19,13 @@ from typing import Any
 from ..launcher_link.link import Channel
 from ..launcher_link.session import clip
 from . import orphans, shared_memory
-from .program import without_own_frames
+from .program import STACK_SIGNAL, without_own_frames
 
 _KILL_AT_ONCE = 0.0
 _DRAIN_SECONDS = 0.5
 _NO_GRACE = 0.0
 _ORPHAN_GRACE_SECONDS = 1.0  # for helper processes that see that their rank has ended, and tidy up
+_STACK_SECONDS = 0.4  # a stopped program that runs again writes its stack in less
 _WINDOW = 1 << 18  # so many bytes may be sent before hvdliterun has taken them: a slow reader makes the rank wait
 
 
@@ -130,6 +131,8 @@ class Guard:
         for message in self._connection.receive():
             if message.kind == "end":
                 self._end(message.fields["grace"])
+            elif message.kind == "show":
+                self._send("stack", text=self._stack_of_stopped())
             elif message.kind == "stay":
                 self._stays = True
             elif message.kind == "taken":
@@ -145,6 +148,29 @@ class Guard:
             self._kill_at = time.monotonic() + grace
         else:
             self._signal(signal.SIGKILL)
+
+    def _stack_of_stopped(self) -> str:
+        """Let the stopped program run for the moment in which it writes its stack, and return that."""
+        if STACK_SIGNAL is None or self._status is not None:
+            return ""
+        before, deadline = len(self._report_text), time.monotonic() + _STACK_SECONDS
+        os.kill(self._child, STACK_SIGNAL)
+        os.kill(self._child, signal.SIGCONT)
+        while (
+            reports := [pipe for pipe, name in self._pipes.items() if name == "reports"]
+        ) and time.monotonic() < deadline:
+            if select.select(reports, [], [], 0.02)[0]:
+                self._pass_on(reports)
+            elif self._report_text.endswith(b"\n", before):
+                break
+        os.kill(self._child, signal.SIGSTOP)
+        lines = bytes(self._report_text[before:]).splitlines(keepends=True)
+        del self._report_text[before:]
+        for line in lines:  # what it has reported meanwhile is no part of its stack
+            if line.startswith(b'{"kind"'):
+                self._on_report(line)
+        stack = b"".join(line for line in lines if not line.startswith(b'{"kind"'))
+        return clip(without_own_frames(stack.decode(errors="replace")))
 
     def _on_signals(self, numbers: bytes) -> None:
         if set(numbers) - {signal.SIGCHLD}:

@@ -39,6 +39,9 @@ _OWN_FILES = (
 _DYING_SECONDS = 0.2
 """Connections of a process break when it dies. Its parent sees how it died at most so many seconds later."""
 
+STACK_SIGNAL = signal.SIGRTMAX - 7 if sys.platform == "linux" else None
+"""On this signal the program writes the Python stacks of its threads to its guard, whatever it does."""
+
 _loader_deaths: list[str] = []
 """Messages of torch about a killed process of a data loader, raised in a finalizer: Python only prints such exceptions."""
 
@@ -68,6 +71,8 @@ def become_rank(guard_pid: int, stdout: int, stderr: int, reports: int) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     faulthandler.enable(reports)
+    if STACK_SIGNAL is not None:
+        faulthandler.register(STACK_SIGNAL, reports, all_threads=True)  # a thread of a C library may get the signal
     # A forked copy of the rank (a data loader) that crashes must not report as if it were the rank.
     os.register_at_fork(after_in_child=lambda: os.dup2(2, reports, inheritable=False))
 

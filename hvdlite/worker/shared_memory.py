@@ -26,9 +26,17 @@ def new_directory(flavour: str) -> str:
     """
     if flavour != "openmpi" or not os.path.isdir(_MEMORY):
         return ""
-    # If /dev/shm is not writable, as in some containers, the folder for temporary files takes its place.
+    return name_in_memory(_NAME)
+
+
+def name_in_memory(beginning: str) -> str:
+    """Choose the path of a new directory in ``/dev/shm``. The folder for temporary files takes its place if it is not writable.
+
+    Args:
+        beginning: How the name of the directory begins.
+    """
     folder = _MEMORY if os.access(_MEMORY, os.W_OK | os.X_OK) else tempfile.gettempdir()
-    return os.path.join(folder, f"{_NAME}{os.getpid()}.{os.urandom(8).hex()}")
+    return os.path.join(folder, f"{beginning}{os.getpid()}.{os.urandom(8).hex()}")
 
 
 def create_directory() -> None:
@@ -38,14 +46,23 @@ def create_directory() -> None:
         OSError: The directory cannot be created, belongs to another user, or is open to others.
     """
     if directory := _directory():
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(directory, mode=0o700)
-        found = os.lstat(directory)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{directory} was made by another user, or others may use it")
+        make_private(directory)
         # A mark of this guard: a rank that ends before the others start MPI must not take the empty directory from them.
         with open(_mark(directory), "xb"):
             pass
+
+
+def make_private(directory: str) -> None:
+    """Create a directory that only this user may use, unless it is there.
+
+    Raises:
+        OSError: It cannot be created, belongs to another user, or is open to others.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory, mode=0o700)
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{directory} was made by another user, or others may use it")
 
 
 def leave_directory() -> None:

@@ -1,9 +1,20 @@
-"""``horovod.common.elastic`` has the names only, so that programs can import them. Using one raises `NotYetError`."""
+"""``horovod.common.elastic`` has the states of `hvdlite.elastic`, and ``run_fn``."""
 
 from __future__ import annotations
 
-from hvdlite.errors import not_yet
+from collections.abc import Callable
+from typing import Any
 
-State = not_yet("horovod.common.elastic.State")
-ObjectState = not_yet("horovod.common.elastic.ObjectState")
-run_fn = not_yet("horovod.common.elastic.run_fn")
+from hvdlite.elastic import ObjectState, State, run
+
+__all__ = ["ObjectState", "State", "run_fn"]
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+    """Make a training function elastic, as `hvdlite.elastic.run` does.
+
+    Args:
+        func: The function. Its first argument is the state.
+        reset: Not called: hvdliterun starts the program again, instead of a reset inside of the process.
+    """
+    return run(func)

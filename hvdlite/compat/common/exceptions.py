@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+from hvdlite.elastic import HostsUpdatedInterrupt
 from hvdlite.errors import CommunicationError
+
+__all__ = [
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "get_version_mismatch_message",
+]
 
 HorovodInternalError = CommunicationError
 """The ranks could not complete an operation together."""
-
-
-class HostsUpdatedInterrupt(RuntimeError):
-    """The hosts of an elastic job have changed. hvdlite does not raise it yet; programs name it in their handlers.
-
-    Args:
-        skip_sync: The state need not be synchronized, because hosts have only left.
-    """
-
-    def __init__(self, skip_sync: bool) -> None:
-        super().__init__()
-        self.skip_sync = skip_sync
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -1,0 +1,130 @@
+"""Measures how long an elastic job takes from the death of a rank to the next finished step, by restart.
+
+    python -m benchmarks.recovery                     four ranks with NumPy, 10 kills, half a minute
+    python -m benchmarks.recovery --framework torch   each rank imports torch too
+    python -m benchmarks.recovery --state 64          a committed state of 64 MiB
+
+One rank, another one each time, kills itself (SIGKILL) after a step, and writes down the time. The time ends with the first
+step that the restarted ranks have finished: a step exchanges the state's gradient, and commits. The parts of the time are shown
+too. Each start of a rank imports what it needs, which is measured apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+import hvdlite as hvd
+from hvdlite import elastic
+
+SETTINGS = "RECOVERY_SETTINGS"
+LIMIT = 600.0
+
+
+def train() -> None:
+    """One rank of the job that is measured."""
+    settings = json.loads(os.environ[SETTINGS])
+    begun = time.time()
+    if settings["framework"]:
+        importlib.import_module(settings["framework"])
+    imported = time.time() - begun
+    hvd.init()
+    ready = time.time()
+    state = elastic.ObjectState(weights=np.zeros(int(settings["mebibytes"] * 2**17)), step=0, kills=0)
+    told = {"begun": begun, "imported": imported, "ready": ready}
+
+    @elastic.run
+    def steps(state: elastic.ObjectState) -> None:
+        folder = Path(settings["folder"])
+        while state.kills < settings["kills"] or state.step % 5 != 3:
+            state.weights = state.weights + hvd.allreduce(np.ones(1000)).sum()
+            state.step += 1
+            if state.step % 5 == 0 and state.kills < settings["kills"]:
+                mark = folder / f"kill.{state.kills}"
+                if state.kills % hvd.size() == hvd.rank() and not mark.exists():
+                    mark.write_text(str(time.time()))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                state.kills += 1  # what rank 0 commits here holds, though another rank is dead
+            before = time.time()
+            state.commit()
+            if hvd.rank() == 0 and not (folder / f"step.{os.getpid()}").exists():
+                done = {**told, "done": time.time(), "commit": time.time() - before}
+                (folder / f"step.{os.getpid()}").write_text(json.dumps(done))
+
+    steps(state)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recovery", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4, help="ranks (4)")
+    parser.add_argument("--kills", type=int, default=10, help="how often a rank dies (10)")
+    parser.add_argument("--state", type=float, default=1.0, metavar="MIB", help="the size of what is committed (1)")
+    parser.add_argument("--framework", choices=("torch", "tensorflow"), help="import this too")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        starts, kills = _run(options, Path(folder))
+    waits = [start["done"] - kill for start, kill in zip(starts[1:], kills, strict=True)]
+    later = starts[1:]
+    parts = {
+        "from the kill to the next finished step": waits,
+        "  until the program of rank 0 runs again": [
+            start["begun"] - kill for start, kill in zip(later, kills, strict=True)
+        ],
+        f"  import of {options.framework or 'nothing more'}": [start["imported"] for start in later],
+        "  until hvdlite.init() is done": [start["ready"] - start["begun"] - start["imported"] for start in later],
+        "  state found and given to all, one step": [start["done"] - start["ready"] for start in later],
+        "a commit": [start["commit"] for start in later],
+    }
+    print(f"{options.ranks} ranks, a state of {options.state:g} MiB, {len(waits)} kills; seconds")
+    print(f"{'':<42} median   fastest  slowest")
+    for name, values in parts.items():
+        print(f"{name:<42} {statistics.median(values):<8.3f} {min(values):<8.3f} {max(values):<8.3f}")
+    if options.json:
+        options.json.write_text(json.dumps(parts, indent=2) + "\n")
+    return 0
+
+
+def _run(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]], list[float]]:
+    settings = {
+        "kills": options.kills,
+        "mebibytes": options.state,
+        "folder": str(folder),
+        "framework": options.framework,
+    }
+    command = [sys.executable, "-m", "hvdlite.launch", "-np", str(options.ranks), "--min-np", str(options.ranks)]
+    done = subprocess.run(
+        [*command, "python", "-m", "benchmarks.recovery", "--rank"],
+        env={**os.environ, SETTINGS: json.dumps(settings)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    if done.returncode or len(re.findall("was killed by SIGKILL", done.stderr)) != options.kills:
+        raise SystemExit(f"python -m benchmarks.recovery: the job went wrong:\n{done.stdout}{done.stderr}")
+    starts = sorted((json.loads(path.read_text()) for path in folder.glob("step.*")), key=lambda start: start["begun"])
+    kills = [float((folder / f"kill.{number}").read_text()) for number in range(options.kills)]
+    return starts, kills
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--rank"]:
+        train()
+    else:
+        sys.exit(main(sys.argv[1:]))

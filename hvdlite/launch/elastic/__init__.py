@@ -1,0 +1,9 @@
+"""A job that goes on when ranks fail and hosts come or go: one `Job` after another, each a generation of the same training.
+
+supervisor.py   runs the generations: starts each, watches the hosts meanwhile, and asks the policy what comes next
+ |- policy.py      decides which hosts the next generation gets, how long to wait for hosts, and when to give up
+ |- discovery.py   asks the user's script for the hosts
+ |- newcomers.py   tries whether new hosts answer, before the ranks are interrupted for them
+ |- janitor.py     removes the committed state from all hosts at the end, whatever has ended hvdliterun
+ '- options.py     reads the options, and makes a `Supervisor` of them
+"""

@@ -1,0 +1,71 @@
+"""Removes what an elastic job has committed from the memory of all hosts, when hvdliterun has ended, even if it was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from hvdlite.job.hosts import Host
+from hvdlite.job.ssh import remove_elsewhere
+
+_SECONDS = 5.0  # so long may ranks of a job that was killed still write
+
+
+class Janitor:
+    """A process that waits until hvdliterun ends, and then removes a directory on all hosts of the job.
+
+    Args:
+        directory: The directory.
+        ssh: The options of ssh; None if plain ssh does not reach the hosts, so that only this machine is cleaned.
+    """
+
+    def __init__(self, directory: str, ssh: Sequence[str] | None) -> None:
+        self._known: set[str] = set()
+        read, self._write = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            _serve(read, self._write, directory, ssh)
+        os.close(read)
+
+    def add(self, hosts: Iterable[Host]) -> None:
+        """Note hosts on which the directory may be."""
+        for name in {host.name for host in hosts} - self._known:
+            self._known.add(name)
+            os.write(self._write, f"{name}\n".encode())
+
+    def finish(self) -> None:
+        """Let the process remove the directory now, and wait for it."""
+        os.close(self._write)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+def _serve(read: int, write: int, directory: str, ssh: Sequence[str] | None) -> NoReturn:
+    try:
+        os.close(write)
+        os.setsid()  # Ctrl-C on the terminal must not end it
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):  # who reads hvdliterun's output need not wait for this process
+            os.dup2(null, descriptor)
+        names = b""
+        while data := os.read(read, 4096):
+            names += data
+        _remove(directory)
+        if ssh is not None:
+            remove_elsewhere([Host(name, 1) for name in names.decode().split()], ssh, directory)
+    finally:
+        os._exit(0)
+
+
+def _remove(directory: str) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while os.path.lexists(directory) and time.monotonic() < deadline:
+        shutil.rmtree(directory, ignore_errors=True)
+        time.sleep(0.01)

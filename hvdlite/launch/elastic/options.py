@@ -1,0 +1,152 @@
+"""The options of elastic jobs: their checks, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hvdlite.errors import LaunchError
+from hvdlite.job import ssh
+from hvdlite.job.hosts import Host, check_ranks_here, is_local
+from hvdlite.job.job import JobSpec
+from hvdlite.job.output import Output
+from hvdlite.launch.allocation import Hosts, choose_hosts, hosts_to_be_found
+from hvdlite.launch.elastic.discovery import Discovery, words_of
+from hvdlite.launch.elastic.janitor import Janitor
+from hvdlite.launch.elastic.policy import Limits
+from hvdlite.launch.elastic.supervisor import Supervisor
+from hvdlite.worker.shared_memory import name_in_memory
+
+_ONLY_ELASTIC = ("slots_per_host", "reset_limit", "elastic_timeout", "blacklist_cooldown_range", "commit_directory")
+_NAME = "hvdlite.commits."
+
+
+def add_options(
+    add: Callable[..., object],
+    positive_int: Callable[[str], int],
+    whole: Callable[[str], int],
+    positive: Callable[[str], float],
+) -> None:
+    """Add the options to a parser.
+
+    Args:
+        add: ``add_argument`` of the parser, or of a group of it.
+        positive_int: Reads a whole number from 1 on.
+        whole: Reads a whole number from 0 on.
+        positive: Reads a number above 0.
+    """
+    add("--min-np", "--min-num-proc", metavar="N", type=positive_int, help="go on with N ranks or more (-np)")
+    add("--max-np", "--max-num-proc", metavar="N", type=positive_int, help="use N ranks at most (all slots)")
+    add("--host-discovery-script", metavar="SCRIPT", help='prints the hosts, as lines "host:slots", each second')
+    add("--slots-per-host", metavar="N", type=positive_int, help='slots of a line "host" of that script (1)')
+    add("--reset-limit", metavar="N", type=whole, help="start again N times at most (no limit)")
+    add("--elastic-timeout", metavar="S", type=positive, help="wait S seconds for enough hosts (600)")
+    add(
+        "--blacklist-cooldown-range",
+        metavar=("MIN", "MAX"),
+        nargs=2,
+        type=positive,
+        help="set a host aside for MIN seconds after a failure, for MAX after several (10 300)",
+    )
+    add("--commit-directory", metavar="DIR", help="keep what is committed in DIR on each host (/dev/shm)")
+
+
+def is_elastic(options: argparse.Namespace) -> bool:
+    """Tell whether the options ask for an elastic job.
+
+    Raises:
+        LaunchError: An option of elastic jobs was given, and none that makes the job elastic.
+    """
+    if options.min_np is not None or options.max_np is not None or options.host_discovery_script is not None:
+        return True
+    if given := [name for name in _ONLY_ELASTIC if getattr(options, name) is not None]:
+        raise LaunchError(
+            f"--{given[0].replace('_', '-')} is for elastic jobs: give --min-np, --max-np or --host-discovery-script too."
+        )
+    return False
+
+
+@dataclass(frozen=True)
+class ElasticOptions:
+    """The checked options of an elastic job.
+
+    Attributes:
+        limits: What the user allows.
+        found: The hosts at the start, and how they are reached.
+        script: The script that prints the hosts, and its arguments; empty if they are fixed.
+        slots: The slots of a host for which the script prints no number.
+        folder: The folder of what is committed, on each host; empty for memory.
+    """
+
+    limits: Limits
+    found: Hosts
+    script: Sequence[str]
+    slots: int
+    folder: str
+
+    def supervise(self, spec: JobSpec, output: Output) -> tuple[Supervisor, Janitor]:
+        """Make the supervisor of the job, and the janitor, which is to finish after it."""
+        placement = spec.placement
+        if self.folder:
+            directory = os.path.join(os.path.abspath(self.folder), f"{_NAME}{os.getpid()}.{os.urandom(8).hex()}")
+        else:
+            directory = name_in_memory(_NAME)
+        hosts: Discovery | tuple[Host, ...] = self.found.hosts
+        if self.script:
+            hosts = Discovery(
+                self.script, self.slots, lambda why: output.say(f"hvdliterun: --host-discovery-script: {why}.\n")
+            )
+        options = ssh.options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
+        janitor = Janitor(directory, options)
+        return Supervisor(spec, self.limits, hosts, directory, output, janitor), janitor
+
+
+def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> ElasticOptions:
+    """Check the options of an elastic job.
+
+    Raises:
+        LaunchError: Options contradict each other, the hosts have too few slots, or the script or the folder does not exist.
+    """
+    if options.servers is not None:
+        raise LaunchError(
+            "--servers: a training with parameter servers cannot be elastic. Leave the elastic options out."
+        )
+    first = options.num_proc if options.num_proc is not None else options.min_np
+    if first is None:
+        raise LaunchError("how many ranks? Give -np N, or --min-np N.")
+    fewest = options.min_np if options.min_np is not None else first
+    most = options.max_np
+    if not fewest <= first <= (most or first):
+        raise LaunchError(
+            f"-np {first}, --min-np {fewest}" + (f", --max-np {most}" if most else "") + ": expected min <= np <= max."
+        )
+    script: list[str] = []
+    shortest, longest = options.blacklist_cooldown_range or (10.0, 300.0)
+    if shortest > longest:
+        raise LaunchError(f"--blacklist-cooldown-range {shortest:g} {longest:g}: expected the shorter time first.")
+    if options.host_discovery_script is not None:
+        if options.hosts is not None or options.hostfile is not None:
+            raise LaunchError("--host-discovery-script, and -H or --hostfile: both name the hosts, give one.")
+        found, script = hosts_to_be_found(environ), words_of(options.host_discovery_script)
+    else:
+        if options.slots_per_host is not None:
+            raise LaunchError("--slots-per-host is for --host-discovery-script: give the slots with the hosts.")
+        found = choose_hosts(options.hosts, options.hostfile, first, environ)
+        if not found.hosts:
+            here = Host("localhost", max(first, most or 0))
+            found = Hosts((here,), found.source, found.scheduler, found.by_ssh)
+        if all(is_local(host.name) for host in found.hosts):
+            check_ranks_here(first)
+    limits = Limits(
+        first,
+        fewest,
+        most,
+        options.elastic_timeout or 600.0,
+        options.reset_limit,
+        (shortest, longest),
+    )
+    if options.commit_directory is not None and not os.path.isdir(options.commit_directory):
+        raise LaunchError(f"--commit-directory {options.commit_directory}: there is no such folder.")
+    return ElasticOptions(limits, found, script, options.slots_per_host or 1, options.commit_directory or "")

@@ -1,0 +1,206 @@
+"""Runs the generations of an elastic job, one after another, as the policy decides."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+from hvdlite.errors import LaunchError
+from hvdlite.job import failures, ssh
+from hvdlite.job.failures import Failure
+from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here
+from hvdlite.job.job import Job, JobSpec
+from hvdlite.job.output import Output
+from hvdlite.launch.elastic.discovery import Discovery
+from hvdlite.launch.elastic.janitor import Janitor
+from hvdlite.launch.elastic.newcomers import Newcomers
+from hvdlite.launch.elastic.policy import End, Ended, Limits, Policy, Start, Wait
+from hvdlite.launcher_link.generation import CommitId, Generation
+from hvdlite.worker.shared_memory import new_directory
+
+_POLL_SECONDS = 0.1
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Supervisor:
+    """A `Supervisor` runs one elastic job.
+
+    Args:
+        spec: The description of each generation, but for its hosts and the number of its ranks.
+        limits: What the user allows.
+        hosts: The hosts, or what asks a script for them.
+        directory: Where each host keeps what is committed.
+        output: Prints the output of the ranks.
+        janitor: Removes that directory in the end.
+    """
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        limits: Limits,
+        hosts: Sequence[Host] | Discovery,
+        directory: str,
+        output: Output,
+        janitor: Janitor,
+    ) -> None:
+        self._spec = spec
+        self._policy = Policy(limits)
+        self._discovery = hosts if isinstance(hosts, Discovery) else None
+        if not isinstance(hosts, Discovery):
+            self._policy.take_hosts(hosts)
+        self._directory = directory
+        self._key = secrets.token_hex(32)
+        self._output = output
+        self._janitor = janitor
+        self._committed: dict[int, CommitId] = {}
+        self._failure: Failure | None = None
+        self._interrupted: int | None = None
+        self._waits_for = ""
+        placement = spec.placement
+        options = ssh.options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
+        self._newcomers = Newcomers(options)
+
+    def run(self) -> Failure | None:
+        """Run the job to its end. Return the failure that has ended it, or None if all went well.
+
+        Raises:
+            LaunchError: The job cannot be started, and another try would not help.
+        """
+        try:
+            with self._signals():
+                while not isinstance(step := self._next(), End):
+                    if isinstance(step, Start):
+                        self._run(step)
+                    else:
+                        self._wait(step)
+        finally:
+            if self._discovery is not None:
+                self._discovery.close()
+        return self._conclude(step)
+
+    def _next(self) -> Start | Wait | End:
+        if self._interrupted is not None:
+            name = failures.signal_name(self._interrupted)
+            self._failure = Failure(f"ended by {name}.", 128 + self._interrupted, time.time(), is_final=True)
+            return End("it was interrupted")
+        self._discover()
+        return self._policy.next(time.monotonic())
+
+    def _wait(self, step: Wait) -> None:
+        if self._waits_for != step.why and (self._discovery is None or self._discovery.hosts is not None):
+            self._waits_for = step.why
+            self._output.say(f"hvdliterun: waiting for hosts: {step.why}.\n")
+        self._output.tick()
+        time.sleep(_POLL_SECONDS)
+
+    def _discover(self) -> None:
+        if self._discovery is not None:
+            self._discovery.poll(time.monotonic())
+            if self._discovery.hosts is not None:
+                self._policy.take_hosts(self._discovery.hosts)
+            elif self._discovery.problem:
+                raise LaunchError(f"--host-discovery-script: {self._discovery.problem}.")
+
+    # ---- one generation ----
+
+    def _run(self, step: Start) -> None:
+        self._waits_for = ""
+        self._say_start(step)
+        self._janitor.add(step.hosts)
+        placement = dataclasses.replace(
+            self._spec.placement,
+            num_proc=step.num_proc,
+            hosts=step.hosts,
+            shared_directory=new_directory(self._spec.mpi.flavour),
+        )
+        if placement.is_local:
+            check_ranks_here(step.num_proc)
+        calls = range(max(self._committed, default=-1) + 1)
+        committed = tuple(self._committed.get(call, CommitId()) for call in calls)
+        generation = Generation(step.generation, self._key, self._directory, committed)
+        spec = dataclasses.replace(self._spec, placement=placement, generation=generation)
+        job = Job(spec, self._output, lambda: self._look(job))
+        job.elastic.on_commit = lambda call, number: self._on_commit(step.generation, call, number)
+        try:
+            failure = job.run()
+        except UnreachableError as error:
+            self._failure = Failure(str(error), 1, time.time())
+            how = Ended(started=False, unreachable=frozenset(error.names))
+        else:
+            self._failure = failure
+            how = self._judge(job, failure, step)
+        self._output.end_lines()
+        self._policy.ended(time.monotonic(), how)
+
+    def _say_start(self, step: Start) -> None:
+        if self._policy.restarts == 0:
+            return
+        newest = max(self._committed.values(), default=None)
+        where = "from commit number " + str(newest.number) if newest else "from the beginning, as nothing was committed"
+        reason = self._failure.describe() if self._failure is not None else "hvdliterun: the hosts have changed.\n"
+        on = ",".join(map(str, step.hosts))
+        self._output.say(
+            f"{reason}hvdliterun: start again (number {self._policy.restarts}) with {step.num_proc} ranks on {on}, {where}.\n"
+        )
+
+    def _look(self, job: Job) -> None:
+        with contextlib.suppress(LaunchError):  # the script has been good before
+            self._discover()
+        now = time.monotonic()
+        if self._newcomers.are_there(self._policy.newcomers(now)):
+            if update := self._policy.update(now):
+                job.elastic.tell(update)
+        elif missing := self._newcomers.missing():
+            self._policy.found_unreachable(now, missing)
+
+    def _on_commit(self, generation: int, call: int, number: int) -> None:
+        self._committed[call] = CommitId(generation, number)
+        self._policy.committed()
+
+    def _judge(self, job: Job, failure: Failure | None, step: Start) -> Ended:
+        """Say how a generation has ended: which of its hosts have failed, by the numbers of the ranks."""
+        names = [host.name for host in step.hosts for _ in range(host.slots)]
+        lost = {
+            rank.number for rank in job.ranks if rank.gone and not rank.exited and not rank.local and not rank.asked
+        }
+        failed = {failure.rank} if failure is not None and failure.rank is not None else set()
+        if failure is not None and failure.consequence:  # of a rank that has left too early, say
+            failed = {rank.number for rank in job.ranks if rank.finished} or failed
+        return Ended(
+            good=failure is None and not job.elastic.has_left,
+            left=failure is None and job.elastic.has_left,
+            started=not job.ranks.missing,
+            failed=frozenset(names[number] for number in failed if number < len(names)),
+            unreachable=frozenset(names[number] for number in lost),
+            final=failure is not None and failure.is_final,
+        )
+
+    # ---- the end ----
+
+    def _conclude(self, end: End) -> Failure | None:
+        if not end.why:
+            return None
+        failure = self._failure
+        if failure is None:
+            return Failure(f"the elastic job ends: {end.why}.", 1, time.time())
+        if not failure.is_final:
+            self._output.say(f"hvdliterun: the elastic job ends: {end.why}. The last failure:\n")
+        return failure
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Note signals that come while no generation runs."""
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._interrupted = number

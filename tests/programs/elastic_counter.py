@@ -1,0 +1,115 @@
+"""An elastic training with NumPy alone, which counts its steps, and prints the count and the weights at its end.
+
+COUNTER_STEPS     how many steps
+COUNTER_FAULTS    faults, separated by commas: ``number.kind.rank.step.place.delay``. Each happens once in the job
+COUNTER_FOLDER    a folder in which each fault, and each start of rank 0, leaves a file
+COUNTER_UNTIL     a file; the training comes to its end when it is there, instead of after so many steps
+COUNTER_EVERY     commit after so many steps; after the others, only look whether hosts have changed
+COUNTER_TELL      print each step
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+import hvdlite as hvd
+from hvdlite import elastic
+
+STEPS = int(os.environ.get("COUNTER_STEPS", "100"))
+EVERY = int(os.environ.get("COUNTER_EVERY", "1"))
+FOLDER = Path(os.environ["COUNTER_FOLDER"])
+FAULTS = [each.split(".") for each in os.environ.get("COUNTER_FAULTS", "").split(",") if each]
+WIDTH = 1000
+
+
+def fail(kind: str) -> None:
+    match kind:
+        case "kill" | "memory":  # the kernel ends a process that takes too much memory by the same signal
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exception":
+            raise ValueError("a fault")
+        case "exit3":
+            sys.exit(3)
+        case "exit0":
+            sys.exit(0)
+        case "os_exit":
+            os._exit(0)
+        case "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def perhaps(place: str, step: int) -> None:
+    """Cause the fault that is due here, unless it has happened already."""
+    for number, kind, rank, at, where, delay in FAULTS:
+        if (int(rank), int(at), where) != (hvd.rank(), step, place):
+            continue
+        try:
+            (FOLDER / f"fault.{number}.{kind}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        if kind in ("kill", "memory", "stop", "os_exit", "segfault") and int(delay):
+            timer = threading.Timer(int(delay) / 1e4, fail, [kind])  # it strikes wherever the program then is
+            timer.daemon = True
+            timer.start()
+        else:
+            fail(kind)
+
+
+def is_over(step: int) -> bool:
+    if "COUNTER_UNTIL" not in os.environ:
+        return step == STEPS
+    return hvd.broadcast_object(Path(os.environ["COUNTER_UNTIL"]).exists())
+
+
+class Noisy(elastic.ObjectState):
+    """A state in whose commit a fault may strike."""
+
+    def saved(self) -> dict[str, object]:
+        perhaps("commit", self.step)
+        return super().saved()
+
+
+@elastic.run
+def train(state: Noisy) -> None:
+    perhaps("start", state.step)
+    while not is_over(state.step):
+        perhaps("step", state.step)
+        rng = np.random.default_rng(state.step)
+        samples = rng.standard_normal((12, WIDTH))  # the ranks share the samples of a step
+        mine = samples[hvd.rank() :: hvd.size()]
+        gradient = hvd.allreduce((state.weights - mine).sum(0), hvd.Sum) / len(samples)
+        perhaps("exchanged", state.step)
+        state.weights = state.weights - 0.1 * gradient
+        state.step += 1
+        state.counted[state.step - 1] += 1
+        state.sizes = state.sizes if state.sizes[-1:] == [hvd.size()] else [*state.sizes, hvd.size()]
+        if "COUNTER_TELL" in os.environ and hvd.rank() == 0:
+            print(f"step {state.step} of {hvd.size()} ranks at {time.time():.4f}", flush=True)
+        if state.step % EVERY == 0:
+            state.commit()
+        else:
+            state.check_host_updates()
+
+
+hvd.init()
+if hvd.rank() == 0:
+    with (FOLDER / "starts").open("a") as file:
+        file.write(f"{hvd.size()}\n")
+state = Noisy(weights=np.zeros(WIDTH), step=0, counted=np.zeros(100000, int), sizes=[], resets=[])
+state.register_reset_callbacks([lambda: state.resets.append((state.step, hvd.size()))])
+train(state)
+if hvd.rank() == 0:
+    print(
+        f"{state.step} steps, counted {set(state.counted[: state.step])} times and {state.counted.sum()} in all, sizes "
+        f"{state.sizes}, resets {state.resets}, weights {hashlib.sha256(state.weights.tobytes()).hexdigest()[:16]}"
+    )
