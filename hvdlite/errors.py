@@ -79,6 +79,10 @@ class CommitError(HvdliteError):
     """An elastic training could not commit its state, or what it has committed is lost."""
 
 
+class CheckpointError(HvdliteError):
+    """A checkpoint could not be saved, or none could be loaded. Every rank raises this error."""
+
+
 class DeviceError(HvdliteError):
     """A GPU or the library for communication between GPUs is missing, or cannot be used as requested."""
 
