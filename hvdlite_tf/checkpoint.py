@@ -95,6 +95,9 @@ class _OptimizerState:
                 own["aggregator"] = share_of([each["aggregator"] for each in everybody], aggregator, rank, ranks)
             optimizer.load_exchange_state(own)
 
+    def have_same_state(self) -> None:
+        return
+
 
 class _ModelState:
     """The state of a model: its weights, and the states of its optimizers."""
@@ -123,6 +126,9 @@ class _ModelState:
         for optimizer, (_, state) in zip(self._optimizers, value["optimizers"].items(), strict=False):
             optimizer_parts.build(optimizer.optimizer, self._model.trainable_variables)
             optimizer.restore(state, rank, ranks)
+
+    def have_same_state(self) -> None:
+        return
 
 
 def _values_of(variables: Sequence[Any]) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class _OptimizerState:
         if isinstance(value, list):  # of the ranks that saved, each had a state of its own
             value = value[rank % len(value)]
         load_optimizer_state(self.optimizer, value)
+
+    def have_same_state(self) -> None:
         if isinstance(self.optimizer, Distributed):
             self.optimizer._hvdlite_driver.have_same_state()
 

@@ -33,10 +33,11 @@ FLOORS = {
         {"__init__", "testing", "compat"},
     ),
     "hvdlite_torch": (
-        {"tensors", "checks", "elastic", "servable"},
+        {"tensors", "checks", "servable"},
         {"ops", "step", "distributed"},
         {"training", "sync", "slicing", "lightning", "accelerate"},
         {"optimizer", "pipeline", "async_sgd", "checkpoint"},
+        {"elastic"},
         {"__init__", "horovod"},
     ),
     "hvdlite_tf": (

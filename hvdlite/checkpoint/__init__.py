@@ -6,6 +6,7 @@ A program calls `save` and `load`; docs/checkpoints.md shows how.
 - `states`: which objects have a state, and how it is read and set. `structure`: values as JSON, with the places of tensors.
   `parts`: one structure from those of all ranks.
 - `tensor_file`: the format safetensors. `manifest`: what is in a checkpoint, with a checksum of each file.
+- `memory`: copies of states in memory, in the same form.
 - `folder`: the checkpoints in a folder, and which of them is next. `disk`: the only file that changes anything on the disk.
 """
 

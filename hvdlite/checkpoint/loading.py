@@ -110,6 +110,7 @@ def load(
         values.update({name: reader.value_of(tree) for name, tree in found.values.items()})
         for name, target in targets.items():
             target.restore(reader.value_of(found.states[name]), ranks.rank, ranks.size)
+            target.have_same_state()
 
     # No rank goes on before all have their state: what they have may be memory that all share.
     ranks.all_do("setting the states", restore)

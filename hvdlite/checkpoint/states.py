@@ -26,7 +26,7 @@ class Snapshot(NamedTuple):
 
 
 class Stateful(Protocol):
-    """An object whose state is saved and set again. All ranks call both methods, with equal objects."""
+    """An object whose state is saved and set again. All ranks call these methods, with equal objects."""
 
     def snapshot(self, rank: int) -> Snapshot:
         """Return the object's state.
@@ -47,6 +47,11 @@ class Stateful(Protocol):
         ...
 
 
+    def have_same_state(self) -> None:
+        """Note that the objects of all ranks have been given the same state."""
+        ...
+
+
 class StateDict:
     """An object that has `state_dict` and `load_state_dict`.
 
@@ -62,6 +67,9 @@ class StateDict:
 
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         self._target.load_state_dict(value)
+
+    def have_same_state(self) -> None:
+        return
 
 
 def stateful(value: Any) -> Stateful | None:
