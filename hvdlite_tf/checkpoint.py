@@ -40,6 +40,12 @@ def stateful(value: Any) -> Stateful | None:
     return StateDict(value) if hasattr(value, "load_state_dict") else None  # a module of torch is a layer of Keras, too
 
 
+def has_own_state(optimizer: Any) -> bool:
+    """Return whether each rank has a state of its own of an optimizer, besides what all have."""
+    exchange = getattr(optimizer, "exchange_state", dict)
+    return optimizer_parts.local_steps_of(optimizer) is not None or bool(exchange())
+
+
 class _OptimizerState:
     """The state of one optimizer: its variables, and what it remembers of the exchange of gradients."""
 
@@ -47,15 +53,7 @@ class _OptimizerState:
         self.optimizer = optimizer
 
     def snapshot(self, rank: int) -> Snapshot:
-        return Snapshot(self.value_on(rank), on_each_rank=self.has_own())
-
-    def has_own(self) -> bool:
-        """Return whether each rank has a state of its own in it."""
-        steps, exchange = (
-            optimizer_parts.local_steps_of(self.optimizer),
-            getattr(self.optimizer, "exchange_state", dict),
-        )
-        return steps is not None or bool(exchange())
+        return Snapshot(self.value_on(rank), on_each_rank=has_own_state(self.optimizer))
 
     def value_on(self, rank: int) -> dict[str, Any]:
         """Return the state; on other ranks than the first only what they have for themselves."""
@@ -117,7 +115,7 @@ class _ModelState:
         for each in self._optimizers:
             optimizer_parts.build(each.optimizer, self._model.trainable_variables)
         value["optimizers"] = {str(number): each.value_on(rank) for number, each in enumerate(self._optimizers)}
-        return Snapshot(value, on_each_rank=any(each.has_own() for each in self._optimizers))
+        return Snapshot(value, on_each_rank=any(has_own_state(each.optimizer) for each in self._optimizers))
 
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         _check_built(self._model)
@@ -132,7 +130,7 @@ class _ModelState:
 
 
 def _values_of(variables: Sequence[Any]) -> dict[str, Any]:
-    """Return copies of the values of variables as arrays. Their keys are their places and, for readers, their names."""
+    """Return the values of variables as arrays. Their keys are their places and, for readers, their names."""
     return {
         f"{number}.{getattr(variable, 'path', variable.name)}": _array(plain_variable(variable))
         for number, variable in enumerate(variables)

@@ -41,11 +41,11 @@ FLOORS = {
         {"__init__", "horovod"},
     ),
     "hvdlite_tf": (
-        {"variables", "tensor", "data", "elastic", "servable"},
+        {"variables", "tensor", "data", "servable"},
         {"ops"},
         {"gradients", "training", "pipeline"},
         {"optimizers", "callbacks", "checkpoint"},
-        {"strategy", "async_sgd"},
+        {"strategy", "async_sgd", "elastic"},
         {"__init__", "keras"},
         {"horovod"},
     ),

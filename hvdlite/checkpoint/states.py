@@ -46,7 +46,6 @@ class Stateful(Protocol):
         """
         ...
 
-
     def have_same_state(self) -> None:
         """Note that the objects of all ranks have been given the same state."""
         ...
