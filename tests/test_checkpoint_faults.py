@@ -134,6 +134,8 @@ class FaultyDisk:
             self._unsafe.add(self._open[args[0]])
         elif name == "fsync":
             self._unsafe.discard(self._open[args[0]])
+        elif name == "rename":
+            self._unsafe = {path.replace(str(args[0]), str(args[1])) for path in self._unsafe}
         return result
 
     def _lose(self) -> None:
