@@ -28,6 +28,8 @@ def stateful(value: Any) -> Stateful | None:
     """
     if isinstance(value, type) or not callable(getattr(value, "load_state_dict", None)):
         return None
+    if callable(getattr(value, "gathered", None)):
+        return _GatheredState(value)
     if isinstance(value, torch.nn.Module):
         _check_whole(value.state_dict().values(), "full_state_dict() of what slice_layers or Pipeline returned")
         return StateDict(value)
@@ -46,6 +48,13 @@ def _check_whole(tensors: Any, way_out: str) -> None:
         raise ArgumentError(
             f"this state has DTensors, of which each rank has a slice: save what is whole ({way_out}) in its place."
         )
+
+
+class _GatheredState(StateDict):
+    """The state of an `ElasticSampler`, of which each rank knows a part."""
+
+    def snapshot(self, rank: int) -> Snapshot:
+        return Snapshot(self._target.gathered())
 
 
 class _OptimizerState:

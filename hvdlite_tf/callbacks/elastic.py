@@ -29,15 +29,15 @@ class CommitStateCallback(Callback):
         self.state = state
         self.batches_per_commit = batches_per_commit
         self.batches_remaining = batches_per_commit
-        self._last: _Last | None = None
+        self._has_place = False
 
     def set_model(self, model: Any) -> None:
         """Take the model, and a place after all other callbacks."""
         super().set_model(model)
         callbacks = list_with(self)
-        if callbacks is not None and self._last is None:
-            self._last = _Last(self)
-            callbacks.append(self._last)
+        self._has_place = callbacks is not None
+        if callbacks is not None:
+            callbacks.append(_Last(self))
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin to count batches."""
@@ -45,17 +45,13 @@ class CommitStateCallback(Callback):
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commit, if it is time, in a loop that has no list of callbacks."""
-        if self._last is None:
+        if not self._has_place:
             self.after_batch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Commit, in a loop that has no list of callbacks."""
-        if self._last is None:
+        if not self._has_place:
             self.commit()
-
-    def on_train_end(self, logs: Any = None) -> None:
-        """Give up the place in the list: the next `fit` has a list of its own."""
-        self._last = None
 
     def after_batch(self) -> None:
         """Count a batch, and commit if it is time."""

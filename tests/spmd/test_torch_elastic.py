@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, CommitError, HvdliteError
 from hvdlite_torch import elastic
-from tests.spmd.test_torch_checkpoint import OPTIONS, Training
+from tests.spmd.test_torch_checkpoint import OPTIONS, Training, common
 
 
 def made(options: str) -> tuple[Training, elastic.TorchState]:
@@ -151,6 +152,20 @@ def test_objects_can_be_replaced_and_handlers_added(ranks: Any) -> None:
 
 
 # The sampler
+
+
+def test_a_checkpoint_has_what_all_ranks_have_seen(ranks: Any, tmp_path: Path) -> None:
+    def check() -> None:
+        sampler = elastic.ElasticSampler(range(40))
+        sampler.set_epoch(2)
+        sampler.record_batch(0, 3)
+        hvd.checkpoint.save(common(tmp_path), sampler=sampler)
+        resumed = elastic.ElasticSampler(range(40))
+        hvd.checkpoint.load(common(tmp_path), sampler=resumed)
+        assert resumed.epoch == 2
+        assert len(resumed.processed_indices) == 3 * hvd.size()
+
+    ranks(check)
 
 
 def test_epochs_of_the_sampler(ranks: Any) -> None:
