@@ -96,10 +96,8 @@ def load(
         return None
     if reasons and ranks.is_first:
         warnings.warn(
-            "hvdlite: not the newest checkpoint is loaded, but "
-            + folder.of(found.number).name
-            + ", because the newer are not "
-            "whole: " + "; ".join(reasons),
+            f"hvdlite: {folder.of(found.number).name} is loaded, because newer checkpoints are not whole: "
+            f"{'; '.join(reasons)}.",
             RuntimeWarning,
             stacklevel=2,
         )
