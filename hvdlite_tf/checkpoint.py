@@ -33,7 +33,8 @@ def stateful(value: Any) -> Stateful | None:
         raise ArgumentError(
             "the servers of AsyncDistributedOptimizer have the state: save a model that is not compiled, after synchronize()."
         )
-    if hasattr(value, "weights") and hasattr(value, "get_config") and hasattr(value, "call"):
+    # The class is asked, because the weights of a model of tf_keras that is not built raise.
+    if all(hasattr(type(value), name) for name in ("weights", "get_config", "call")):
         return _ModelState(value)
     if hasattr(value, "apply_gradients") and hasattr(value, "iterations"):
         return _OptimizerState(value)
@@ -163,7 +164,7 @@ def _assign(variables: Sequence[Any], values: Mapping[str, Any], what: str) -> N
 
 def _is_built(optimizer: Any) -> bool:
     inner = optimizer_parts.innermost(optimizer)
-    if callable(inner.variables):  # legacy
+    if hasattr(inner, "_create_all_weights"):  # legacy
         return bool(inner.variables())
     return bool(getattr(inner, "built", False) or getattr(inner, "_built", False))
 
