@@ -55,7 +55,7 @@ def main(folder: str = "") -> tuple[int, list[float]]:
             hvd.elastic.UpdateEpochStateCallback(state),
             *([FailOnce(folder, state)] if folder else []),
         ]
-        more = {"batch_size": 4, "verbose": 0, "shuffle": False}
+        more = {"batch_size": 8 // hvd.size(), "verbose": 0, "shuffle": False}
         model.fit(x[mine], y[mine], epochs=EPOCHS, initial_epoch=state.epoch, callbacks=callbacks, **more)
 
     train(state)

@@ -8,9 +8,15 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import hvdlite_tf as hvd
 from hvdlite.errors import ArgumentError
+from tests.conftest import UNDER_MPI
+
+if not UNDER_MPI:
+    # As in test_keras_training.py: ranks that are threads share TensorFlow's pool.
+    tf.config.threading.set_inter_op_parallelism_threads(8)
 
 X = np.random.default_rng(0).normal(size=(24, 5)).astype("float32")
 Y = X[:, :1] * 2
