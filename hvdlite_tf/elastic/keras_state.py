@@ -78,7 +78,8 @@ class TensorFlowKerasState(ObjectState):
             optimizers = [*optimizers, self.optimizer]
         if any(has_own_state(each) for each in optimizers):
             # Each rank gets back what it remembers by itself of the exchange, as rank 0 has it in what was saved.
-            copies = hvdlite.broadcast_object(self._copies if self._is_restored else None, 0, "the state of a model")
+            restored = self._copies if self._is_restored else {}
+            copies: dict[str, Copy] = hvdlite.broadcast_object(restored, 0, "the state of a model")
             for name, target in self._targets().items() if copies else ():
                 restore(copies[name], target)
         super().sync()
