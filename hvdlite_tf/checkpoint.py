@@ -54,10 +54,11 @@ class _OptimizerState:
         self.optimizer = optimizer
 
     def snapshot(self, rank: int) -> Snapshot:
-        return Snapshot(self.value_on(rank), on_each_rank=has_own_state(self.optimizer))
+        own = has_own_state(self.optimizer)
+        return Snapshot(self.value(rank == 0 or not own), on_each_rank=own)
 
-    def value_on(self, rank: int) -> dict[str, Any]:
-        """Return the state; on other ranks than the first only what they have for themselves."""
+    def value(self, whole: bool) -> dict[str, Any]:
+        """Return the state; if not `whole`, only what this rank has for itself."""
         optimizer = self.optimizer
         variables = _values_of(optimizer_parts.state_of(optimizer)) if _is_built(optimizer) else None
         found: dict[str, Any] = {"class": type(optimizer_parts.innermost(optimizer)).__name__, "variables": variables}
@@ -70,7 +71,7 @@ class _OptimizerState:
             )
         if steps is not None:  # its slots are this rank's own
             found["variables"] = Own(variables)
-        elif rank:
+        elif not whole:
             found = {}
         return {**found, "exchange": Own(exchange)} if exchange else found
 
@@ -112,11 +113,13 @@ class _ModelState:
                 "this model has local variables, which each rank has for itself, and a checkpoint of Keras holds one model for "
                 "all: save them by allgather_object, as a value."
             )
-        value: dict[str, Any] = {} if rank else {"weights": _values_of(self._model.weights)}
         for each in self._optimizers:
             optimizer_parts.build(each.optimizer, self._model.trainable_variables)
-        value["optimizers"] = {str(number): each.value_on(rank) for number, each in enumerate(self._optimizers)}
-        return Snapshot(value, on_each_rank=any(has_own_state(each.optimizer) for each in self._optimizers))
+        own = any(has_own_state(each.optimizer) for each in self._optimizers)
+        whole = rank == 0 or not own
+        value: dict[str, Any] = {"weights": _values_of(self._model.weights)} if whole else {}
+        value["optimizers"] = {str(number): each.value(whole) for number, each in enumerate(self._optimizers)}
+        return Snapshot(value, on_each_rank=own)
 
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         _check_built(self._model)

@@ -156,6 +156,10 @@ def test_the_table_has_what_the_issues_are_about() -> None:
         "horovod.tensorflow.keras.callbacks": 5,
         "horovod.keras": 32,
         "horovod.keras.callbacks": 5,
+        "horovod.torch.elastic": 9,
+        "horovod.tensorflow.elastic": 3,
+        "horovod.tensorflow.keras.elastic": 4,
+        "horovod.keras.elastic": 4,
     }
     assert [p["name"] for p in SIGNATURES["horovod.torch"]["allreduce"]["parameters"]][:3] == [
         "tensor",

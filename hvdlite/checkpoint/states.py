@@ -18,7 +18,8 @@ class Snapshot(NamedTuple):
 
     Attributes:
         value: The state, with tensors in it that may share memory with the object. It may have `Piece` and `Own` in it.
-        on_each_rank: Whether each rank saves the value that it has, and these are merged; if not, the first rank's is saved.
+        on_each_rank: Whether each rank has a part of the value, and these are merged. If not, each rank has all of it, and the
+            first rank's is saved.
     """
 
     value: Any
