@@ -38,6 +38,7 @@ EXTRAS["test"] = [
     "array-api-strict",
     "httpx",
     "hypothesis",
+    "safetensors",
     "pytest",
     "pytest-timeout",
     "pytest-xdist",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hvdlite.adapter import guide
 
 if TYPE_CHECKING:
-    from hvdlite import basics, elastic
+    from hvdlite import basics, checkpoint, elastic
     from hvdlite.adapter import plain
     from hvdlite.adapter.plain import *  # noqa: F403
     from hvdlite.basics import *  # noqa: F403
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hvdlite.serving.servable import servable
     from hvdlite.serving.serve import serve
 
-    __all__ = ["elastic", "run", "servable", "serve"]
+    __all__ = ["checkpoint", "elastic", "run", "servable", "serve"]
     __all__ += plain.__all__
     __all__ += basics.__all__
 
@@ -33,10 +33,11 @@ __version__ = "0.1.0"
 if not TYPE_CHECKING:
     # A training process imports neither the launcher nor the server.
     _ELSEWHERE = {"run": "launch.run_function", "servable": "serving.servable", "serve": "serving.serve"}
+    _ROOMS = ("checkpoint", "elastic")
 
     def __getattr__(name: str) -> Any:
-        if name == "elastic":
-            return importlib.import_module("hvdlite.elastic")
+        if name in _ROOMS:
+            return importlib.import_module(f"hvdlite.{name}")
         if name in _ELSEWHERE:
             return getattr(importlib.import_module(f"hvdlite.{_ELSEWHERE[name]}"), name)
         if name.startswith("__") and name != "__all__":  # Python and its tools ask for many of these
@@ -45,7 +46,7 @@ if not TYPE_CHECKING:
             homes = [importlib.import_module(f"hvdlite.{home}") for home in ("basics", "adapter.plain")]
             found = {each: getattr(home, each) for home in homes for each in home.__all__}
             globals().update(
-                {"__all__": ["elastic", *_ELSEWHERE, *found], **found} | globals()
+                {"__all__": [*_ROOMS, *_ELSEWHERE, *found], **found} | globals()
             )  # what a program has replaced stays
         if name in globals():  # one of these names, or a module that was loaded with them
             return globals()[name]

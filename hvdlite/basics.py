@@ -40,6 +40,7 @@ from hvdlite.api import (
 from hvdlite.async_sgd.compensation import DCASGD, StalenessRate
 from hvdlite.errors import (
     ArgumentError,
+    CheckpointError,
     CommunicationError,
     DuplicateNameError,
     HvdliteError,
@@ -65,6 +66,7 @@ __all__ = [
     "Adasum",
     "ArgumentError",
     "Average",
+    "CheckpointError",
     "CommunicationError",
     "Compression",
     "DuplicateNameError",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 
 class HvdliteError(RuntimeError):
@@ -79,6 +78,10 @@ class CommitError(HvdliteError):
     """An elastic training could not commit its state, or what it has committed is lost."""
 
 
+class CheckpointError(HvdliteError):
+    """A checkpoint could not be saved, or none could be loaded. Every rank raises this error."""
+
+
 class DeviceError(HvdliteError):
     """A GPU or the library for communication between GPUs is missing, or cannot be used as requested."""
 
@@ -104,28 +107,6 @@ class LaunchError(HvdliteError):
 
 class NotYetError(HvdliteError, NotImplementedError):
     """Horovod has a feature that hvdlite does not have yet."""
-
-
-def not_yet(name: str) -> type[Any]:
-    """Make a class for a name of Horovod whose feature hvdlite does not have yet, so that programs can import the name.
-
-    Args:
-        name: The name with its module, such as "hvdlite_tf.elastic.run".
-
-    Returns:
-        A class, which can be subclassed. A call of it raises `NotYetError`, whether the program takes it for a class or for a
-        function.
-    """
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise NotYetError(
-            f"{name} is not there yet: the number of ranks is fixed while a job runs. Save checkpoints, and start the job "
-            "again with hvdliterun when a rank fails."
-        )
-
-    module, _, short = name.rpartition(".")
-    text = f"Raises `NotYetError` when it is called: elastic training is not there yet. Horovod's ``{short}``."
-    return type(short, (), {"__init__": __init__, "__doc__": text, "__module__": module})
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

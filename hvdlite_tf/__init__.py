@@ -36,7 +36,7 @@ except ModuleNotFoundError:  # its backend is not installed
     require("tensorflow", "tf", "hvdlite_tf")
     raise
 
-from hvdlite_tf import callbacks, elastic  # noqa: E402
+from hvdlite_tf import callbacks, checkpoint, elastic  # noqa: E402
 from hvdlite_tf.async_sgd.optimizer import AsyncDistributedOptimizer  # noqa: E402
 from hvdlite_tf.async_sgd.wrapped import AsyncDistributed  # noqa: E402
 from hvdlite_tf.callbacks import BroadcastGlobalVariablesCallback  # noqa: E402
@@ -121,6 +121,7 @@ __all__ = [
     "broadcast_variables",
     "callbacks",
     "check_num_rank_power_of_2",
+    "checkpoint",
     "elastic",
     "grouped_allgather",
     "grouped_allreduce",

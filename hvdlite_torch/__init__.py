@@ -21,7 +21,7 @@ from hvdlite.serving.serve import serve
 require("torch", "torch", "hvdlite_torch")
 
 from hvdlite.adapter.few_bytes.local_steps import DiLoCo, LocalSGD  # noqa: E402
-from hvdlite_torch import elastic  # noqa: E402
+from hvdlite_torch import checkpoint, elastic  # noqa: E402
 from hvdlite_torch.async_sgd.optimizer import AsyncDistributedOptimizer  # noqa: E402
 from hvdlite_torch.async_sgd.wrapped import AsyncDistributed  # noqa: E402
 from hvdlite_torch.checks import alone  # noqa: E402
@@ -101,6 +101,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "checkpoint",
     "elastic",
     "grouped_allgather",
     "grouped_allgather_async",

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hvdlite
 from hvdlite.adapter import capabilities
 from hvdlite.adapter.arguments import num_rank_is_power_2
 from hvdlite.compat import finder, status
@@ -26,7 +27,7 @@ from hvdlite.compat.common import util
 from hvdlite.compat.report import markdown
 from hvdlite.compat.runner import run
 from hvdlite.compat.settings_table import FLAGS, RANK_VARIABLES, VARIABLES
-from hvdlite.compat.table import MODULES, NOTES, RAISES, RESULTS
+from hvdlite.compat.table import MODULES, NOTES, RESULTS
 from hvdlite.errors import ArgumentError, CommunicationError, LaunchError, MissingPackageError, NotYetError
 from hvdlite.job.hosts import Host
 from hvdlite.job.mpi import Mpi, Placement, environment
@@ -377,8 +378,7 @@ def test_keras_modules(horovod: ModuleType) -> None:
         hvd = importlib.import_module(name)
         assert issubclass(hvd.callbacks.BroadcastGlobalVariablesCallback, hvdlite_tf.BroadcastGlobalVariablesCallback)
         assert inspect.unwrap(hvd.DistributedOptimizer) is hvdlite_tf.keras.DistributedOptimizer
-        with pytest.raises(NotYetError, match="is not there yet"):
-            hvd.elastic.KerasState(model=None)
+        assert hvd.elastic.KerasState is hvdlite_tf.elastic.KerasState
     hvd = importlib.import_module("horovod.tensorflow")
     assert inspect.unwrap(hvd.DistributedOptimizer) is hvdlite_tf.DistributedOptimizer
     assert hvd.allreduce is hvdlite_tf.allreduce is hvd.mpi_ops.allreduce
@@ -405,24 +405,19 @@ def test_what_is_missing_is_explained(horovod: ModuleType) -> None:
         importlib.import_module("horovod.runner.launch")
 
 
-def test_elastic_names_raise_when_used(horovod: ModuleType) -> None:
-    for name in RAISES:
-        module = importlib.import_module(name)
-        for each in set(MODULES[name].names) - {"State", "ObjectState"}:
-            with pytest.raises(NotImplementedError):
-                getattr(module, each)(None)
+def test_elastic_names(horovod: ModuleType) -> None:
+    hvd = importlib.import_module("horovod.torch")
+    common = importlib.import_module("horovod.common.elastic")
+    assert hvd.elastic.ObjectState is common.ObjectState is hvdlite.elastic.ObjectState
+    assert issubclass(hvd.elastic.TorchState, common.State)
+    assert importlib.import_module("horovod.tensorflow").elastic.run is hvdlite.elastic.run
 
+    def work() -> int:
+        state = hvd.elastic.ObjectState(step=3)
+        trained: int = common.run_fn(lambda state, more: state.step + more, reset=None)(state, 4)
+        return trained
 
-def test_elastic_states(horovod: ModuleType) -> None:
-    elastic = importlib.import_module("horovod.common.elastic")
-
-    class Mine(elastic.ObjectState):  # type: ignore[misc, name-defined]
-        pass
-
-    def double(state: Mine) -> int:
-        return 2 * int(state.x)
-
-    assert on_ranks(2, lambda: elastic.run_fn(double, reset=None)(Mine(x=3))) == [6, 6]
+    assert on_ranks(2, work) == [7, 7]
 
 
 # ---- names inside of Horovod that public code imports ----
@@ -544,6 +539,8 @@ def test_signatures(horovod: ModuleType, name: str) -> None:
         if ours is CommunicationError:  # an exception takes what exceptions take
             continue
         seen = list(inspect.signature(ours).parameters.values())
+        seen, more = seen[: len(parameters)], seen[len(parameters) :]
+        assert all(each.default is not inspect.Parameter.empty for each in more), "Horovod's programs do not give these"
         assert [each.name for each in seen] == [each["name"] for each in parameters]
         for each, wanted in zip(seen, parameters, strict=True):
             default = ast.literal_eval(wanted["default"]) if "default" in wanted else inspect.Parameter.empty
@@ -647,8 +644,8 @@ def test_status_of_names(horovod: ModuleType) -> None:
     assert status.of_name("horovod.torch.Compression.fp16") == status.SUPPORTED
     assert status.of_name("horovod.torch.Compression.fp8").kind == "missing"
     assert status.of_name("horovod.run").kind == "changed"
-    assert status.of_name("horovod.torch.elastic.run").kind == "missing"
-    assert status.of_name("horovod.torch.elastic").kind == "missing"
+    assert status.of_name("horovod.torch.elastic.run") == status.SUPPORTED
+    assert status.of_name("horovod.keras.elastic.UpdateBatchStateCallback").kind == "changed"
     assert status.of_name("horovod.spark.run").kind == "missing"
     assert status.of_name("horovod.torch.DistributedOptimizer().nosuch").kind == "missing"
     assert status.of_argument("horovod.run", "np") == status.SUPPORTED

@@ -41,7 +41,14 @@ FEW = {
             *MOVES_DATA,
             *ON_DEVICES_AND_SHARDS,
             *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline", "torch_slicing"),
-            *named("torch_wavefront", "torch_few_bytes", "torch_local_steps", "torch_async", "torch_hogwild"),
+            *named(
+                "torch_checkpoint",
+                "torch_wavefront",
+                "torch_few_bytes",
+                "torch_local_steps",
+                "torch_async",
+                "torch_hogwild",
+            ),
         ],
     ),
     "4": (

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hvdlite.compat.modules import contents, note_on
 from hvdlite.compat.settings_table import FLAGS, VARIABLES
-from hvdlite.compat.table import MODULES, NOTES, RAISES, RESULTS
+from hvdlite.compat.table import MODULES, NOTES, RESULTS
 from hvdlite.config import Config
 from hvdlite.errors import MissingPackageError
 from hvdlite.launch import cli
@@ -47,9 +47,6 @@ def of_name(name: str) -> Status:
     "()" in a name means what a function returns: "horovod.torch.DistributedOptimizer().synchronize" is a method of it.
     """
     note = note_on(name)
-    module = _module_of(name)
-    if any(module == other or module.startswith(f"{other}.") for other in RAISES):
-        return Status("missing", note.text if note is not None else "")
     try:
         _find(name)
     except MissingPackageError as error:

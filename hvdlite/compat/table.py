@@ -218,14 +218,14 @@ RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """For each function of Horovod, the class of hvdlite that it returns, and the names that Horovod adds to the result."""
 
-_ELASTIC = Note("missing", "no elastic jobs yet: the name is there, and raises when used. A failed rank ends the job")
-
 NOTES: dict[str, Note] = {
     "horovod.common.elastic.run_fn": Note("changed", "reset is not called: hvdliterun starts the program again"),
-    "horovod.torch.elastic": _ELASTIC,
-    "horovod.tensorflow.elastic": _ELASTIC,
-    "horovod.tensorflow.keras.elastic": _ELASTIC,
-    "horovod.keras.elastic": _ELASTIC,
+    **{
+        f"horovod.{module}.elastic.UpdateBatchStateCallback": Note(
+            "changed", "state.batch is how many batches of the epoch were trained, also after a restart"
+        )
+        for module in ("keras", "tensorflow.keras")
+    },
     "horovod.run": Note(
         "changed",
         "always over MPI: use_gloo, use_mpi and disable_cache change nothing; elastic arguments raise (hvdliterun)",
@@ -268,7 +268,4 @@ NOTES: dict[str, Note] = {
     "horovod.ray": Note("missing", "Ray is not supported: use hvdlite.run"),
 }
 """The notes by full name. A note also holds for all names below its name. A note "missing" is not used for a name that hvdlite
-has, except for elastic jobs."""
-
-RAISES = frozenset(name for name, note in NOTES.items() if note is _ELASTIC)
-"""The modules whose names exist in hvdlite, and raise when they are used."""
+has."""

@@ -45,6 +45,8 @@ class TensorAdapter(Protocol[T]):
     def from_array(self, array: Array, dtype: str, like: T) -> T:
         """Return a new tensor of `dtype`, of the same type and on the same device as `like`. It may keep the memory of `array`.
 
+        The adapters of torch and TensorFlow also take None for `like`: the tensor is then in host memory.
+
         `array` has the dtype that `to_array` gives for `dtype`, wide or not.
         """
         ...

@@ -7,7 +7,7 @@
                     └─ agreement.py    stops training on all ranks or on none
 
 learning_rate.py has schedules and warm-up; checkpoint.py saves files on one rank; base.py has the base class for both Kerases;
-checks.py has the checks before training.
+checks.py has the checks before training; elastic.py commits the state of elastic training, and is in `hvdlite_tf.elastic`.
 """
 
 from hvdlite_tf.callbacks.checkpoint import BestModelCheckpoint

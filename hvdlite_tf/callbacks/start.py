@@ -55,16 +55,34 @@ class BroadcastGlobalVariablesCallback(Callback):
             ArgumentError: The model is not built on some rank. All ranks raise it.
             MismatchError: The ranks have different models. All ranks raise it.
         """
-        check_models(self.model, self._process_set)
-        optimizer = getattr(self.model, "optimizer", None)
-        if optimizer is not None:  # the root's may be built already, because the root has loaded a checkpoint
-            optimizers.build(optimizer, self.model.trainable_variables)
-        build_alike(self.model, self._process_set)
-        for steps in optimizers.local_steps_in(self.model):
-            steps.begin()
-        shared = [variable for variable in state_of(self.model) if all(variable is not local for local in self._local)]
-        root = root_within(self._process_set, self._root_rank)
-        hvdlite.broadcast(shared, root, inplace=True, process_set=self._process_set)
+        share_state(self.model, self._root_rank, self._local, self._process_set)
+
+
+def share_state(
+    model: Any, root_rank: int = 0, local: Iterable[Any] = (), process_set: ProcessSet | None = None
+) -> None:
+    """Give every rank the root's weights and the states of its optimizers. Every rank calls this.
+
+    Args:
+        model: A model.
+        root_rank: The rank in the job of the root, also with a process set.
+        local: The backend's variables that are not broadcast.
+        process_set: The ranks that take part; None means all ranks.
+
+    Raises:
+        ArgumentError: The model is not built on some rank. All ranks raise it.
+        MismatchError: The ranks have different models. All ranks raise it.
+    """
+    check_models(model, process_set)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is not None:  # the root's may be built already, because the root has loaded a checkpoint
+        optimizers.build(optimizer, model.trainable_variables)
+    build_alike(model, process_set)
+    for steps in optimizers.local_steps_in(model):
+        steps.begin()
+    left_out = set(map(id, local))
+    shared = [variable for variable in state_of(model) if id(variable) not in left_out]
+    hvdlite.broadcast(shared, root_within(process_set, root_rank), inplace=True, process_set=process_set)
 
 
 def state_of(model: Any) -> list[Any]:

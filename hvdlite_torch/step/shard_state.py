@@ -42,16 +42,35 @@ def gather(
 ) -> list[StateShard]:
     """Return the state shards of all ranks. Every rank of the process set calls this.
 
+    See `own_shard` for the other arguments.
+
+    Args:
+        process_set: The ranks that share the parameters.
+    """
+    mine = own_shard(optimizer, pieces, parameters, dealt, origin)
+    # Messages show this name if a rank waits and the other ranks train on.
+    name = "state_dict() of a sharded optimizer, which every rank calls"
+    return hvdlite.allgather_object(mine, name=name, process_set=process_set)
+
+
+def own_shard(
+    optimizer: torch.optim.Optimizer,
+    pieces: Mapping[Piece, torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    dealt: tuple[int, int] | None,
+    origin: str,
+) -> StateShard:
+    """Return this rank's state shard.
+
     Args:
         optimizer: The optimizer. Its groups hold whole parameters, and its state is the state of `pieces`.
         pieces: This rank's pieces, each with the parameter that the optimizer steps.
         parameters: The parameters. ``piece.tensor`` is an index in this sequence.
         dealt: See `StateShard`.
         origin: See `StateShard`.
-        process_set: The ranks that share the parameters.
     """
     numbers = {id(parameter): number for number, parameter in enumerate(all_of(optimizer))}
-    mine = StateShard(
+    return StateShard(
         dealt,
         origin,
         bool(pieces),
@@ -66,9 +85,6 @@ def gather(
             if parameter in optimizer.state and id(parameters[piece.tensor]) in numbers
         ],
     )
-    # Messages show this name if a rank waits and the other ranks train on.
-    name = "state_dict() of a sharded optimizer, which every rank calls"
-    return hvdlite.allgather_object(mine, name=name, process_set=process_set)
 
 
 def merge(

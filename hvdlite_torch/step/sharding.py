@@ -7,7 +7,7 @@ sees whole parameters, and saves and loads whole states.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +16,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import digest
 from hvdlite.negotiation.mismatch import variants_text
 from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.step.shard_state import StateShard
 from hvdlite_torch.step.shardable import check_shardable
 from hvdlite_torch.step.shards import ParameterShards
 
@@ -95,7 +96,7 @@ class Sharding:
         """Note that all ranks have been given the same state."""
         self._know_origin("that of all ranks")
 
-    # For `hvdlite_torch.step.wrapped.Sharded` and `hvdlite_torch.training.state`
+    # For `hvdlite_torch.step.wrapped.Sharded`, `hvdlite_torch.training.state` and `hvdlite_torch.checkpoint`
 
     def whole_state(self, root: int | None = None) -> contextlib.AbstractContextManager[None]:
         """Return a context manager: in its body the optimizer has the state of whole parameters. Every rank calls this.
@@ -107,11 +108,31 @@ class Sharding:
         Raises:
             ArgumentError: The ranks have loaded different states, or a part is missing. The error is raised on all ranks.
         """
-        loaded: list[tuple[str, bool]] = self._context.gather((self._in_step.origin, self.shards.loaded is not None))
+        loaded = self._gather_origins()
         if root is not None and loaded[root][1]:
             return self.shards.loaded_state() if self.shards.loaded is not None else contextlib.nullcontext()
+        self._check_origins(loaded)
+        return self.shards.whole_state()
+
+    def without_pieces(self) -> contextlib.AbstractContextManager[StateShard]:
+        """Return a context manager: in its body the optimizer has the state of everything except this rank's pieces.
+
+        Every rank calls this. The context is the state of this rank's pieces.
+
+        Raises:
+            ArgumentError: The ranks have loaded different states, or a part is missing. The error is raised on all ranks.
+        """
+        self._check_origins(self._gather_origins())
+        return self.shards.without_pieces()
+
+    def _gather_origins(self) -> list[tuple[str, bool]]:
+        """Return for each rank the origin of its state, and whether it has loaded one since the last step."""
+        return self._context.gather((self._in_step.origin, self.shards.loaded is not None))
+
+    def _check_origins(self, loaded: Sequence[tuple[str, bool]]) -> None:
+        """Raise ArgumentError on all ranks unless their states have the same origin."""
         if len({origin for origin, _ in loaded}) == 1:
-            return self.shards.whole_state()
+            return
         raise ArgumentError(
             "the ranks have not loaded the same state into this sharded optimizer, so nobody has all of it:\n"
             f"{variants_text(self._context.ranks, [[origin] for origin, _ in loaded])}\n"

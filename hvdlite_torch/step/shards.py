@@ -223,6 +223,23 @@ class ParameterShards:
             yield
 
     @contextlib.contextmanager
+    def without_pieces(self) -> Iterator[shard_state.StateShard]:
+        """Return a context manager: in its body the optimizer has the state of everything except this rank's pieces.
+
+        Yields:
+            The state of this rank's pieces.
+
+        Raises:
+            ArgumentError: A part of the state is gone.
+        """
+        if self._lost:
+            raise ArgumentError(self._lost)
+        self.put_back()
+        shard = shard_state.own_shard(self._optimizer, self.pieces, self._parameters, self._dealt, "")
+        with self._instead(self._own()):
+            yield shard
+
+    @contextlib.contextmanager
     def loaded_state(self) -> Iterator[None]:
         """Return a context manager: in its body the optimizer has the state of whole parameters that this rank has loaded."""
         assert self.loaded is not None

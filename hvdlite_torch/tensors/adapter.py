@@ -128,13 +128,13 @@ class TorchAdapter:
             return array_of(tensor.view(torch.uint16))
         return array_of(tensor)
 
-    def from_array(self, array: Array, dtype: str, like: torch.Tensor) -> torch.Tensor:
+    def from_array(self, array: Array, dtype: str, like: torch.Tensor | None) -> torch.Tensor:
         # A 0-d result of NumPy arithmetic may be a scalar, which torch does not take.
         result = torch.from_numpy(np.asarray(array))
         wanted = TORCH[dtype]
         if wanted is torch.bfloat16 and result.dtype is torch.uint16:
             result = result.view(wanted)
-        return result.to(like.device, wanted)
+        return result.to("cpu" if like is None else like.device, wanted)
 
     def assign(self, tensor: torch.Tensor, array: Array) -> None:
         if array.size and torch.from_numpy(array).data_ptr() == tensor.data_ptr():

@@ -153,12 +153,12 @@ def broadcast_optimizer_state(
         tensors = [torch.empty(shape, dtype=dtype, device=kind) for shape, dtype, kind in layout]
     _broadcast(tensors, root_rank, process_set)
     if rank != root or isinstance(optimizer, Sharded):
-        _load(optimizer, _Unpickler(io.BytesIO(skeleton), tensors).load())
+        load_optimizer_state(optimizer, _Unpickler(io.BytesIO(skeleton), tensors).load())
     if isinstance(optimizer, Distributed):
         optimizer._hvdlite_driver.have_same_state()
 
 
-def _load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load a state and keep its dtypes. (torch's `load_state_dict` casts the state to the dtypes of the parameters.)"""
     with optimizer._hvdlite_sharding.loading() if isinstance(optimizer, Sharded) else contextlib.nullcontext():
         optimizer.load_state_dict(state_dict)

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf.keras as hvd
-from hvdlite.errors import ArgumentError, NotYetError
+from hvdlite.errors import ArgumentError
 from hvdlite.testing import on_ranks
 from tests.conftest import UNDER_MPI
 
@@ -130,9 +130,3 @@ def test_a_model_without_an_optimizer(tmp_path: Path) -> None:
         assert getattr(hvd.load_model(path), "optimizer", None) is None
 
     on_ranks(1, check)
-
-
-def test_elastic_raises() -> None:
-    for name in hvd.elastic.__all__:
-        with pytest.raises(NotYetError, match=rf"hvdlite_tf\.keras\.elastic\.{name} is not there yet"):
-            getattr(hvd.elastic, name)(None)

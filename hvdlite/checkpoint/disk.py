@@ -1,0 +1,166 @@
+"""Everything that changes the disk: files are written to the end and synchronized, folders too, before anything refers to them.
+
+Tests replace this module's `os`, to let each call fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdlite.protocols import Array
+
+CHUNK = 1 << 24
+"""The most bytes that are written, read or sent at once."""
+
+
+class FileRecord(NamedTuple):
+    """What a file must be: its length in bytes, and the SHA-256 of its content in hexadecimal digits."""
+
+    bytes: int
+    sha256: str
+
+
+class UnreadableError(Exception):
+    """A file is not what its record says, or cannot be read. The text says why."""
+
+
+def write_file(path: Path, chunks: Iterable[Any]) -> FileRecord:
+    """Write a new file, and return when it is on the disk.
+
+    Args:
+        path: The file, which is not there yet.
+        chunks: The content, as contiguous buffers.
+
+    Raises:
+        OSError: The file cannot be written, for example because the disk is full.
+    """
+    digest, length = hashlib.sha256(), 0
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for chunk in chunks:
+            rest = memoryview(chunk).cast("B")
+            digest.update(rest)
+            length += len(rest)
+            while rest:
+                rest = rest[os.write(file, rest[:CHUNK]) :]
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return FileRecord(length, digest.hexdigest())
+
+
+def read_file(path: Path, record: FileRecord) -> Array:
+    """Return the content of a file: uint8, shape ``(record.bytes,)``.
+
+    Raises:
+        UnreadableError: The file is not there, or is not what the record says.
+    """
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno()).st_size
+            if found != record.bytes:
+                raise UnreadableError(f"{path.name} has {found} bytes, and should have {record.bytes}")
+            content = np.empty(found, np.uint8)
+            for begin in range(0, found, CHUNK):
+                part = content[begin : begin + CHUNK]
+                if file.readinto(part.data) != len(part):  # it has become shorter meanwhile
+                    raise UnreadableError(f"{path.name} ends too early")
+                digest.update(part.data)
+    except OSError as error:
+        raise UnreadableError(f"{path.name} cannot be read: {error.strerror or error}") from error
+    if digest.hexdigest() != record.sha256:
+        raise UnreadableError(f"{path.name} has another checksum (SHA-256) than when it was saved")
+    return content
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it that are not there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    with contextlib.suppress(FileExistsError):  # another process makes it
+        os.mkdir(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Return when the names in a folder are on the disk.
+
+    Raises:
+        OSError: The folder cannot be synchronized.
+    """
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def rename(path: Path, name: str) -> Path:
+    """Give a file or a folder another name in the same folder, and return its new path when that is on the disk.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
+    new = path.with_name(name)
+    os.rename(path, new)
+    sync_folder(path.parent)
+    return new
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file, and return when all names in its folder are on the disk.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    os.unlink(path)
+    sync_folder(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder and the files in it.
+
+    Raises:
+        OSError: It cannot be removed. Some of its files may be gone.
+    """
+    for name in os.listdir(path):
+        os.unlink(path / name)
+    os.rmdir(path)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Hold a lock in the body that one process at a time can have, until it ends.
+
+    Args:
+        path: The file of the lock. It is made if need be, and stays.
+
+    Yields:
+        Whether this process has the lock. On a file system that has no locks, every process has it.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # some network file systems
+            pass
+        yield True
+    finally:
+        os.close(file)

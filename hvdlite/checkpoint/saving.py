@@ -1,0 +1,214 @@
+"""`save`: all ranks save one checkpoint together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdlite.checkpoint import disk, manifest
+from hvdlite.checkpoint.disk import FileRecord
+from hvdlite.checkpoint.folder import Folder, Unfinished, is_seen
+from hvdlite.checkpoint.manifest import Manifest
+from hvdlite.checkpoint.parts import merge, what_is_missing
+from hvdlite.checkpoint.ranks import Ranks
+from hvdlite.checkpoint.states import Snapshot, stateful
+from hvdlite.checkpoint.structure import Tree, Writer
+from hvdlite.checkpoint.tensor_file import chunks_of
+from hvdlite.errors import ArgumentError, CheckpointError
+from hvdlite.process_set import ProcessSet
+
+_VALUES = "other-values"
+"""The file of tensors that are no object's state. No argument in Python can have this name."""
+
+
+def save(
+    path: str | os.PathLike[str],
+    /,
+    *,
+    keep: int = 3,
+    allow_pickle: bool = False,
+    process_set: ProcessSet | None = None,
+    **state: Any,
+) -> Path:
+    """Save a checkpoint, which is there whole or not at all. Every rank calls this, at the same point.
+
+    ``hvd.checkpoint.save("checkpoints", model=model, optimizer=optimizer, epoch=3)`` makes a folder like
+    ``checkpoints/checkpoint-00000007``. It gets this name when everything in it is on the disk. If a process dies before that,
+    or the disk is full, the checkpoints that were there are still there.
+
+    Rank 0 writes. Of what the ranks share, such as the state of an optimizer with ``shard=True``, each rank writes its part.
+    A rank that does not see the folder of rank 0 sends its part to rank 0. A checkpoint can be loaded on any number of ranks.
+
+    Args:
+        path: The folder of all checkpoints of this training. It is made if need be. Rank 0's counts.
+        keep: How many checkpoints are kept; older ones are removed.
+        allow_pickle: Whether values that are neither numbers, texts, tensors nor lists, tuples, dictionaries and sets of them
+            are pickled. If not, they are an error.
+        process_set: The ranks that save; all if None. Then "rank 0" is the first of them.
+        state: By names of your choice: objects with `state_dict` and `load_state_dict`, such as modules, optimizers, schedules
+            and ``GradScaler``; models and optimizers of Keras; and any other values, of which rank 0's are saved.
+
+    Returns:
+        The folder of this checkpoint.
+
+    Raises:
+        ArgumentError: `path` is a file, `keep` is less than 1, or a value cannot be saved. The text says where it is.
+        MismatchError: The ranks save different things.
+        CheckpointError: The checkpoint could not be written. What was there before is there still.
+        HvdliteError: A rank is missing. (All ranks raise the same error, but where a rank is missing.)
+    """
+    ranks = Ranks("checkpoint.save()", process_set)
+    ranks.check_same("names", list(state))
+    folder = Folder(Path(path))
+
+    def look() -> None:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            raise ArgumentError(f"keep={keep!r}: expected how many checkpoints to keep, 1 or more.")
+        snapshots.update(_snapshots_of(state, ranks.rank))
+
+    snapshots: dict[str, Snapshot] = {}
+    ranks.all_do("looking at what to save", look)
+    values = {name: value for name, value in state.items() if name not in snapshots}
+    with contextlib.ExitStack() as stack:
+        begun: list[Unfinished] = []  # on the first rank
+
+        def begin() -> tuple[str, str]:
+            begun.append(stack.enter_context(folder.saving()))
+            return begun[0].name, begun[0].token
+
+        name, token = ranks.first_does("beginning", begin)
+        target = folder.path / name
+        own = _Parts.of(snapshots, values, ranks, allow_pickle)
+        written = own.write(target, token)
+
+        def finish() -> Path:
+            (unfinished,) = begun
+            whole = _manifest_of(written, unfinished.number)
+            disk.write_file(target / manifest.NAME, whole.chunks())
+            return unfinished.finish()
+
+        saved = ranks.first_does("finishing", finish)
+        if ranks.is_first:
+            try:
+                folder.remove_all_but(keep)
+            except OSError as error:
+                warnings.warn(f"hvdlite: an old checkpoint cannot be removed: {error}", RuntimeWarning, stacklevel=2)
+    return saved
+
+
+def _snapshots_of(state: Mapping[str, Any], rank: int) -> dict[str, Snapshot]:
+    """Return the states of the objects that have one."""
+    found = {name: stateful(value) for name, value in state.items()}
+    return {name: each.snapshot(rank) for name, each in found.items() if each is not None}
+
+
+class _Written(NamedTuple):
+    """What one rank has written: its files, and the trees of its states and values."""
+
+    files: dict[str, FileRecord]
+    states: dict[str, Tree]
+    values: dict[str, Tree]
+
+
+class _Parts(NamedTuple):
+    """What one rank writes.
+
+    Attributes:
+        writers: The tensors of each file.
+        states: The trees of states.
+        values: The trees of other values.
+        ranks: The ranks that save.
+    """
+
+    writers: list[Writer]
+    states: dict[str, Tree]
+    values: dict[str, Tree]
+    ranks: Ranks
+
+    @classmethod
+    def of(
+        cls, snapshots: Mapping[str, Snapshot], values: Mapping[str, Any], ranks: Ranks, allow_pickle: bool
+    ) -> _Parts:
+        """Return what this rank writes of these states and values. Every rank calls this."""
+        parts = cls([], {}, {}, ranks)
+
+        def add(trees: dict[str, Tree], name: str, value: Any, file: str) -> None:
+            writer = Writer(f"{file}.safetensors", allow_pickle)
+            trees[name] = writer.tree_of(value, name)
+            if writer.tensors:
+                parts.writers.append(writer)
+
+        def prepare() -> None:
+            for name, snapshot in snapshots.items():
+                if snapshot.on_each_rank and ranks.size > 1:
+                    add(parts.states, name, snapshot.value, f"{name}.part-{ranks.rank:05d}")
+                elif ranks.is_first:
+                    add(parts.states, name, snapshot.value, name)
+            for name, value in values.items() if ranks.is_first else ():
+                add(parts.values, name, value, f"{name}.{_VALUES}")
+
+        ranks.all_do("looking at what to save", prepare)
+        return parts
+
+    def write(self, target: Path, token: str) -> list[_Written]:
+        """Write this rank's files, and return what all ranks have written. Every rank calls this.
+
+        Args:
+            target: The folder of the checkpoint that the first rank has begun.
+            token: The text by which this rank knows whether it sees this folder.
+        """
+        ranks = self.ranks
+        sees = ranks.is_first or not self.writers or is_seen(target, token)
+        files: dict[str, FileRecord] = {}
+
+        def write() -> list[str]:
+            for writer in self.writers if sees else ():
+                files[writer.file] = disk.write_file(target / writer.file, chunks_of(writer.tensors))
+            return [] if sees else [writer.file for writer in self.writers]
+
+        left = ranks.all_do("writing", write)
+        for sender, names in enumerate(left):
+            for name in names:
+                self._hand_over(target, name, sender, files)
+        return ranks.all_do("writing", lambda: _Written(files, self.states, self.values))
+
+    def _hand_over(self, target: Path, name: str, sender: int, files: dict[str, FileRecord]) -> None:
+        """Let the first rank write a file of a rank that does not see the folder. Every rank calls this."""
+        ranks = self.ranks
+        mine = next((writer for writer in self.writers if writer.file == name and ranks.rank == sender), None)
+        chunks = ranks.stream(None if mine is None else chunks_of(mine.tensors), sender)
+
+        def write() -> None:
+            if ranks.is_first:
+                try:
+                    files[name] = disk.write_file(target / name, chunks)
+                finally:
+                    _exhaust(chunks)  # the other ranks still send
+            else:
+                _exhaust(chunks)
+
+        ranks.all_do("writing", write)
+
+
+def _exhaust(chunks: Iterator[Any]) -> None:
+    for _ in chunks:
+        pass
+
+
+def _manifest_of(written: list[_Written], number: int) -> Manifest:
+    """Return the manifest of what all ranks have written.
+
+    Raises:
+        CheckpointError: A part of a tensor is missing.
+    """
+    names = written[0].states
+    states = {name: merge([each.states[name] for each in written if name in each.states]) for name in names}
+    for name, tree in states.items():
+        if missing := what_is_missing(tree, name):
+            raise CheckpointError(f"{missing}: some ranks lack their part of the state.")
+    files = {name: record for each in written for name, record in each.files.items()}
+    return Manifest(number, len(written), files, states, written[0].values)

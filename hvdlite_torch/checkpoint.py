@@ -1,0 +1,129 @@
+"""`hvdlite.checkpoint` for torch: the states of modules and optimizers, also of those whose ranks have different parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hvdlite.adapter.few_bytes.resumed import share_of
+from hvdlite.checkpoint import Loaded, load, save
+from hvdlite.checkpoint.states import Snapshot, StateDict, Stateful
+from hvdlite.checkpoint.structure import Own, Piece
+from hvdlite.errors import ArgumentError
+from hvdlite.gradients.layout import Piece as Extent
+from hvdlite_torch.step.shard_state import cut
+from hvdlite_torch.step.wrapped import Aggregating, Distributed, Local, Sharded
+from hvdlite_torch.tensors.sliced import is_sliced, local_of
+from hvdlite_torch.training.state import load_optimizer_state
+
+__all__ = ["Loaded", "load", "save"]
+
+
+def stateful(value: Any) -> Stateful | None:
+    """Return what saves and sets the state of an object of torch; None if it has none, as a tensor.
+
+    Raises:
+        ArgumentError: The object's state is of slices, of which each rank has its own.
+    """
+    if isinstance(value, type) or not callable(getattr(value, "load_state_dict", None)):
+        return None
+    if callable(getattr(value, "gathered", None)):
+        return _GatheredState(value)
+    if isinstance(value, torch.nn.Module):
+        _check_whole(value.state_dict().values(), "full_state_dict() of what slice_layers or Pipeline returned")
+        return StateDict(value)
+    if not isinstance(value, torch.optim.Optimizer) or hasattr(value, "_hvdlite_training"):
+        return StateDict(value)
+    _check_whole((p for group in value.param_groups for p in group["params"]), "torch.distributed.checkpoint")
+    if isinstance(value, Sharded):
+        return _ShardedState(value)
+    if isinstance(value, Local):
+        return _LocalState(value)
+    return _AggregatingState(value) if isinstance(value, Aggregating) else _OptimizerState(value)
+
+
+def _check_whole(tensors: Any, way_out: str) -> None:
+    if any(is_sliced(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)):
+        raise ArgumentError(
+            f"this state has DTensors, of which each rank has a slice: save what is whole ({way_out}) in its place."
+        )
+
+
+class _GatheredState(StateDict):
+    """The state of an `ElasticSampler`, of which each rank knows a part."""
+
+    def snapshot(self, rank: int) -> Snapshot:
+        return Snapshot(self._target.gathered())
+
+
+class _OptimizerState:
+    """The state of an optimizer that is the same on all ranks."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def snapshot(self, rank: int) -> Snapshot:
+        return Snapshot(self.optimizer.state_dict())
+
+    def restore(self, value: Any, rank: int, ranks: int) -> None:
+        if isinstance(value, list):  # of the ranks that saved, each had a state of its own
+            value = value[rank % len(value)]
+        load_optimizer_state(self.optimizer, value)
+
+    def have_same_state(self) -> None:
+        if isinstance(self.optimizer, Distributed):
+            self.optimizer._hvdlite_driver.have_same_state()
+
+
+class _ShardedState(_OptimizerState):
+    """The state of an optimizer with ``shard=True``: each rank saves the state of its pieces of the parameters."""
+
+    def snapshot(self, rank: int) -> Snapshot:
+        optimizer = self.optimizer
+        parameters = [local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        with optimizer._hvdlite_sharding.without_pieces() as shard:
+            found = super(Sharded, optimizer).state_dict()  # type: ignore[misc]
+        states = {number: dict(state) for number, state in found["state"].items()}
+        for number, start, stop, values in shard.pieces:
+            parameter = parameters[number]
+            shape = cut(parameter.data, Extent(number, start, stop)).shape
+            states.setdefault(number, {}).update(
+                {
+                    name: Piece(value, start, tuple(parameter.shape))
+                    if isinstance(value, torch.Tensor) and value.shape == shape and shape
+                    else value
+                    for name, (value, _) in values.items()
+                }
+            )
+        return Snapshot({**found, "state": states}, on_each_rank=True)
+
+
+class _LocalState(_OptimizerState):
+    """The state of an optimizer with ``local_steps=``, which each rank has for itself, while the parameters are the same."""
+
+    def snapshot(self, rank: int) -> Snapshot:
+        state = self.optimizer.state_dict()
+        if state["local_steps"]["steps"]:
+            raise ArgumentError(
+                "with local_steps= the ranks have different parameters between two meetings: call "
+                "optimizer.average_parameters() on all ranks before you save."
+            )
+        return Snapshot(Own(state), on_each_rank=True)
+
+
+class _AggregatingState(_OptimizerState):
+    """The state of an optimizer with ``aggregator=``: each rank has an aggregator of its own, with an error memory."""
+
+    def snapshot(self, rank: int) -> Snapshot:
+        state = self.optimizer.state_dict()
+        if "aggregator" not in state:
+            return Snapshot(state)
+        own = {"aggregator": Own(state["aggregator"])}
+        return Snapshot({**state, **own} if rank == 0 else own, on_each_rank=True)
+
+    def restore(self, value: dict[str, Any], rank: int, ranks: int) -> None:
+        if "aggregator" in value and isinstance(value["aggregator"], list):
+            own = share_of(value["aggregator"], self.optimizer._hvdlite_aggregator, rank, ranks)
+            value = {**value, "aggregator": own}
+        super().restore(value, rank, ranks)

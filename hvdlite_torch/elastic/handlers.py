@@ -1,0 +1,194 @@
+"""How `TorchState` saves an object, brings it back, and gives all ranks the same: one handler for each kind of object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import hvdlite
+from hvdlite.checkpoint.memory import Copy, copy_of, restore
+from hvdlite.checkpoint.states import StateDict, Stateful
+from hvdlite.errors import ArgumentError
+from hvdlite_torch.checkpoint import stateful
+from hvdlite_torch.elastic.sampler import ElasticSampler
+from hvdlite_torch.step.wrapped import Aggregating, Local
+from hvdlite_torch.training.state import broadcast_optimizer_state, broadcast_parameters
+
+
+class StateHandler:
+    """A handler of one object. Programs make subclasses for other kinds of objects, and add them to the registry.
+
+    Args:
+        value: The object.
+
+    Attributes:
+        value: The object.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def save(self) -> None:
+        """Copy the state of the object to this handler. Every rank calls this."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Give the object the state that was saved last. Without that, it stays."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give the objects of all ranks the state of rank 0's. Every rank calls this."""
+        raise NotImplementedError
+
+    def set_value(self, value: Any) -> None:
+        """Handle another object from now on, and save it. Every rank calls this.
+
+        Args:
+            value: The object.
+        """
+        self.value = value
+        self.save()
+
+    def saved(self) -> dict[str, Any]:
+        """Return what `save` has saved, in values that can be pickled: all attributes of the handler but `value`."""
+        return {name: value for name, value in vars(self).items() if name != "value"}
+
+    def set_saved(self, saved: dict[str, Any]) -> None:
+        """Replace what `save` has saved.
+
+        Args:
+            saved: What `saved` has returned, in this process or in one before it.
+        """
+        vars(self).update(saved)
+
+
+class StateDictHandler(StateHandler):
+    """A handler of an object that has `state_dict` and `load_state_dict`, such as a schedule or a ``GradScaler``."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._saved: Copy | None = None
+
+    def save(self) -> None:
+        self._saved = copy_of(type(self.value).__name__, self._stateful())
+
+    def restore(self) -> None:
+        if self._saved is not None:
+            restore(self._saved, self._stateful())
+
+    def sync(self) -> None:
+        state = hvdlite.broadcast_object(self.value.state_dict(), 0, f"the state of a {type(self.value).__name__}")
+        if hvdlite.rank() != 0:
+            self.value.load_state_dict(state)
+
+    def _stateful(self) -> Stateful:
+        return stateful(self.value) or StateDict(self.value)
+
+
+class ModelStateHandler(StateDictHandler):
+    """A handler of a module.
+
+    Args:
+        model: The module.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model)
+
+    def sync(self) -> None:
+        broadcast_parameters(self.value)
+
+
+class OptimizerStateHandler(StateDictHandler):
+    """A handler of an optimizer. With ``shard=True`` every rank saves the whole state, so that losing a rank loses nothing.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._is_restored = False
+
+    def save(self) -> None:
+        super().save()
+        self._is_restored = False
+
+    def restore(self) -> None:
+        super().restore()
+        self._is_restored = self._saved is not None
+
+    def sync(self) -> None:
+        # Ranks whose aggregators remember something of their own get theirs back, as rank 0 has it in what was saved.
+        if isinstance(self.value, Aggregating | Local):
+            saved = hvdlite.broadcast_object(self._saved if self._is_restored else None, 0, "the state of an optimizer")
+            if saved is not None:
+                restore(saved, self._stateful())
+                return
+        broadcast_optimizer_state(self.value)
+
+    def saved(self) -> dict[str, Any]:
+        return {"_saved": self._saved}
+
+
+class SamplerStateHandler(StateHandler):
+    """A handler of an `ElasticSampler`.
+
+    Args:
+        sampler: The sampler.
+    """
+
+    def __init__(self, sampler: ElasticSampler) -> None:
+        super().__init__(sampler)
+        self._saved: dict[str, Any] | None = None
+
+    def save(self) -> None:
+        """Copy what all ranks have seen."""
+        self._saved = self.value.gathered()
+
+    def restore(self) -> None:
+        """Go on after the samples that had been seen when `save` was called, with the ranks that are there now."""
+        if self._saved is not None:
+            self.value.load_state_dict(self._saved)
+
+    def sync(self) -> None:
+        """Go on in the epoch of rank 0, after the samples that any rank has seen in it."""
+        self.value.load_state_dict(self.value.gathered())
+
+
+Registry = list[tuple[type[Any], type[StateHandler]]]
+
+_registry: Registry = [
+    (torch.nn.Module, ModelStateHandler),
+    (torch.optim.Optimizer, OptimizerStateHandler),
+    (ElasticSampler, SamplerStateHandler),
+    (torch.optim.lr_scheduler.LRScheduler, StateDictHandler),
+    (torch.amp.GradScaler, StateDictHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """Return the registry: pairs of a class, and of the handler of its objects. The first pair that fits an object counts."""
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Replace the registry, for all states that are made afterwards.
+
+    Args:
+        registry: See `get_handler_registry`.
+
+    Raises:
+        ArgumentError: It is no list of such pairs.
+    """
+    global _registry
+    pairs = list(registry)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], type) for pair in pairs):
+        raise ArgumentError("set_handler_registry: expected pairs of a class and of a handler's class.")
+    _registry = pairs
+
+
+def handler_of(value: Any) -> StateHandler | None:
+    """Return a handler of an object; None if no kind of handler is registered for it."""
+    return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
