@@ -543,8 +543,8 @@ def test_signatures(horovod: ModuleType, name: str) -> None:
         assert all(each.default is not inspect.Parameter.empty for each in more), "Horovod's programs do not give these"
         assert [each.name for each in seen] == [each["name"] for each in parameters]
         for each, wanted in zip(seen, parameters, strict=True):
-            default = ast.literal_eval(wanted["default"]) if "default" in wanted else inspect.Parameter.empty
-            assert each.default == default, each
+            if "default" in wanted:  # where Horovod has none, its programs cannot notice ours
+                assert each.default == ast.literal_eval(wanted["default"]), each
 
 
 def test_table_has_all_of_the_api() -> None:
