@@ -26,4 +26,5 @@ replicas of a server and lets clients misbehave, and accounts for every request.
 ``hvdlite serve`` beside mosec and LitServe: `serving_models` has what they serve, and `serving_peers` runs these two.
 ``python -m benchmarks.serving_timeout`` draws latency and cost by the time-out of a batch, in virtual time (`virtual_serving`).
 ``python -m benchmarks.serving_slo`` compares the chosen time-out with fixed ones on real servers, and lets the load jump.
+``python -m benchmarks.doctor`` compares the step that ``hvdlite doctor`` predicts with the one that it measures.
 """

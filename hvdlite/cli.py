@@ -1,4 +1,4 @@
-"""``hvdlite`` serves models, reads timelines of jobs, and says which strategy a program should train with.
+"""``hvdlite`` serves models, reads timelines of jobs, says what is wrong here, and which strategy a program should train with.
 
 ``hvdliterun`` starts jobs.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.launch.where import Where, add_where
 from hvdlite.serving import command as serving
 from hvdlite.serving.bench import command as bench
 
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     summarize.add_argument("--top", type=int, default=20, metavar="N", help="operations to name (20)")
     summarize.set_defaults(action=_summarize)
     _add_advise(commands)
+    _add_doctor(commands)
     serving.add_command(commands)
     bench.add_command(commands)
     return parser
@@ -69,10 +71,7 @@ def _add_advise(commands: Any) -> None:
     )
     add = advise.add_argument
     add("program", metavar="PROGRAM", help="a Python file that trains with hvdlite_torch.DistributedOptimizer")
-    add("-np", "--num-proc", type=int, required=True, metavar="N", help="number of ranks, 2 or more")
-    where = advise.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, and how many ranks each takes")
-    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help='the same as lines "host slots=N"')
+    add_where(advise)
     add(
         "--link", metavar="RATE[,LATENCY]", help='between the hosts, as "100mbit" or "10gbit,50us"; else it is measured'
     )
@@ -89,6 +88,36 @@ def _add_advise(commands: Any) -> None:
     add("--json", type=Path, metavar="FILE", help="write the figures there too")
     add("--plot", type=Path, metavar="FILE", help="draw the time of a step by the bandwidth of the link")
     advise.set_defaults(action=_advise)
+
+
+def _add_doctor(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is wrong with the installation, the hosts and the links between them, and what to do",
+        description="Look at the installation, the hosts and the links between ranks, and say what to do. With a model, "
+        "predict the time of its step on 1 to 1024 ranks. The exit code is 1 if training cannot run.",
+        usage="hvdlite doctor [PROGRAM] [-np N] [options] [-- arguments of the program]",
+        allow_abbrev=False,
+    )
+    add = doctor.add_argument
+    add(
+        "program",
+        metavar="PROGRAM",
+        nargs="?",
+        help="a Python file that trains with hvdlite_torch.DistributedOptimizer",
+    )
+    add_where(doctor)
+    add("--parameters", type=float, metavar="N", help="size of a model, in place of a program, such as 110e6")
+    add("--step-seconds", type=float, metavar="S", help="time of its step on one rank, without an exchange")
+    add(
+        "--link",
+        metavar="RATE[,LATENCY]",
+        help='between hosts, as "25gbit,20us", for the prediction; else it is measured',
+    )
+    add("--skip", nargs="+", default=[], choices=["imports", "links", "operations"], help="what to leave out")
+    add("--json", type=Path, metavar="FILE", help="write everything there too")
+    add("--plot", type=Path, metavar="FILE", help="draw the links between the ranks")
+    doctor.set_defaults(action=_doctor)
 
 
 def _merge(options: argparse.Namespace) -> None:
@@ -112,10 +141,8 @@ def _advise(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(f"--{name} {path}: there is no folder {path.absolute().parent}.")
-    launch = [
-        *(["-H", options.hosts] if options.hosts else []),
-        *(["--hostfile", options.hostfile] if options.hostfile else []),
-    ]
+    if options.num_proc is None:
+        raise ArgumentError("how many ranks? Give -np N, 2 or more.")
     found = advise(
         options.program,
         options.words,
@@ -125,7 +152,7 @@ def _advise(options: argparse.Namespace) -> None:
         strategies=options.strategies,
         steps=options.steps,
         warm_up=options.warm_up,
-        launch=launch,
+        launch=Where.of(options).words(),
     )
     print(found, end="")
     if options.json is not None:
@@ -135,6 +162,24 @@ def _advise(options: argparse.Namespace) -> None:
         print(f"the picture is in {options.plot}")
 
 
+def _doctor(options: argparse.Namespace) -> int:
+    from hvdlite.doctor import Options, doctor
+
+    return doctor(
+        Options(
+            Where.of(options),
+            options.program,
+            options.words,
+            options.parameters,
+            options.step_seconds,
+            options.link,
+            options.skip,
+            options.json,
+            options.plot,
+        )
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hvdlite`` with these arguments, by default those of the process, and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -142,11 +187,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:end])
     options.words = given[end + 1 :]
-    if options.words and options.action is not _advise:
-        parser.error(f"{' '.join(options.words)}: only advise takes the arguments of a program after --")
+    if options.words and options.action not in (_advise, _doctor):
+        parser.error(f"{' '.join(options.words)}: only advise and doctor take the arguments of a program after --")
     try:
-        options.action(options)
+        return options.action(options) or 0
     except (HvdliteError, OSError) as error:
         print(f"hvdlite: {error}", file=sys.stderr)
         return _FAILED
-    return 0

@@ -61,16 +61,31 @@ def measure(
     for name, trial in trials.items():
         collectives.barrier()
         found[name] = trial()
+    copy, meeting, link = measure_hosts(sum(math.prod(info.shape) for info in infos), collectives)
+    here = collectives.host.size
+    return Measured(tuple(collectives.host_of), found, copy, meeting, link, has_free_core(here))
+
+
+def measure_hosts(elements: int, collectives: HierarchicalCollectives) -> tuple[float, float, Link | None]:
+    """Measure memory, meetings and the link, on all ranks at once.
+
+    Args:
+        elements: The number of parameters.
+        collectives: The ranks.
+
+    Returns:
+        The seconds to copy a byte, the seconds of a meeting of the ranks of a host, and the link between the hosts, which is
+        None on one host.
+    """
     collectives.barrier()
-    copy = _seconds_to_copy(sum(math.prod(info.shape) for info in infos))
+    copy = _seconds_to_copy(elements)
     collectives.barrier()
     meeting = _median(collectives.host.meet, 50)
     own = collectives.duplicate()
     link = None if own.between_hosts is None else measure_link(own.between_hosts, own.owners)
     own.barrier()
     own.close()
-    here = collectives.host.size
-    return Measured(tuple(collectives.host_of), found, copy, meeting, link, has_free_core(here))
+    return copy, meeting, link
 
 
 def slowest(everybody: Sequence[Measured]) -> Measured:
@@ -117,7 +132,8 @@ def measure_link(cross: Collectives, flows: int) -> Link:
 
 def _seconds_to_copy(elements: int) -> float:
     """Return the seconds to copy a byte, of as many float32 as there are parameters, but not of very many."""
-    source = np.zeros(min(max(elements, 2**14), 2**24), np.float32)
+    # Zeros that nobody has written are all one page, which stays in the cache.
+    source = np.ones(min(max(elements, 2**14), 2**24), np.float32)
     into = np.empty_like(source)
     return _median(lambda: np.copyto(into, source), 7) / source.nbytes
 

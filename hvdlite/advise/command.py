@@ -102,17 +102,37 @@ def advise(
         ArgumentError: An argument is wrong.
         HvdliteError: The program has failed, or ended before enough steps, or has no such optimizer.
     """
+    asked = [parse_strategy(name) for name in strategies] or _usual(num_proc)
+    given = parse_link(link) if isinstance(link, str) else link
+    profile = measure(program, arguments, num_proc, asked, steps, warm_up, launch, environ)
+    model = Model(profile, given, per_host)
+    return Advice(model, tuple(model.estimate(strategy) for strategy in asked))
+
+
+def measure(
+    program: str | os.PathLike[str],
+    arguments: Sequence[str],
+    num_proc: int,
+    strategies: Sequence[Strategy],
+    steps: int,
+    warm_up: int,
+    launch: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Profile:
+    """Run a training program for some steps, and return what the ranks have measured. The arguments are those of `advise`.
+
+    Raises:
+        ArgumentError, HvdliteError: See `advise`.
+    """
     if num_proc < 2:
         raise ArgumentError(f"-np {num_proc}: one rank has nobody to exchange gradients with. Ask for 2 ranks or more.")
     if steps < 1 or warm_up < 1:
         raise ArgumentError(f"steps={steps}, warm_up={warm_up}: expected 1 or more.")
     if not Path(program).is_file():
         raise ArgumentError(f"{os.fspath(program)}: there is no such file. Name the Python file of a training program.")
-    asked = [parse_strategy(name) for name in strategies] or _usual(num_proc)
-    given = parse_link(link) if isinstance(link, str) else link
     with tempfile.TemporaryDirectory(prefix="hvdlite-advise.") as folder:
         path = Path(folder) / "profile.json"
-        request = Request(str(path), warm_up, steps, tuple(map(str, asked)))
+        request = Request(str(path), warm_up, steps, tuple(map(str, strategies)))
         words = ["-np", str(num_proc), *launch, sys.executable, os.fspath(program), *arguments]
         # Gradients that travel during the backward pass would make it seem longer.
         settings = {"HVDLITE_ADVISE": request.pack(), "HVDLITE_OVERLAP": "off"}
@@ -123,12 +143,10 @@ def advise(
         )
         if done.returncode:
             raise HvdliteError(
-                f"{os.fspath(program)} has failed with exit code {done.returncode}, so there is nothing to advise. Its own "
+                f"{os.fspath(program)} has failed with exit code {done.returncode}, so its steps cannot be measured. Its own "
                 "messages are above."
             )
-        profile = read(request, os.fspath(program))
-    model = Model(profile, given, per_host)
-    return Advice(model, tuple(model.estimate(strategy) for strategy in asked))
+        return read(request, os.fspath(program))
 
 
 def _usual(ranks: int) -> list[Strategy]:

@@ -53,7 +53,7 @@ def start_mpi() -> bool:
     try:
         ours = _load(os.environ)
     except (ImportError, RuntimeError) as error:  # ImportError: no mpi4py; RuntimeError: mpi4py finds no MPI library
-        if _is_alone(os.environ):
+        if is_alone(os.environ):
             return False
         raise MissingPackageError(
             f"this process is one of several, and there is no MPI library by which they could speak to each other ({error}): "
@@ -127,7 +127,8 @@ def _is_installed(distribution: str) -> bool:
     return True
 
 
-def _is_alone(environ: Mapping[str, str]) -> bool:
+def is_alone(environ: Mapping[str, str]) -> bool:
+    """Return whether a process with this environment was started without a launcher, or as the only process of a job."""
     several = any(environ.get(variable, "1") not in ("", "1") for variable in _PROMISES)
     return not several and not environ.get("HVDLITE_CONTROL")
 

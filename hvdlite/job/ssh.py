@@ -153,8 +153,22 @@ def answers(name: str, ssh: Sequence[str]) -> bool:
     """Tell whether a host is this one, or answers ssh. It takes 20 s at most."""
     if is_local(name):
         return True
-    done = _run(name, ssh, "true", _SSH_SECONDS)
-    return not isinstance(done, str) and done.returncode == 0
+    return not why_silent(name, ssh)
+
+
+def why_silent(name: str, ssh: Sequence[str], seconds: int = _SSH_SECONDS) -> str:
+    """Return why a host does not answer ssh; an empty text if it does.
+
+    Args:
+        name: The host.
+        ssh: The options of ``ssh``.
+        seconds: The time to connect; the whole may take twice as long.
+    """
+    done = _run(name, ssh, "true", seconds)
+    if isinstance(done, str):
+        return done
+    said = done.stderr.strip().splitlines() or [f"ssh exit code {done.returncode}"]
+    return said[-1] if done.returncode else ""
 
 
 def remove_elsewhere(hosts: Sequence[Host], ssh: Sequence[str], directory: str) -> None:

@@ -5,6 +5,7 @@ cli.py                 reads the options of hvdliterun
  |- elastic/           runs jobs that go on when ranks fail and hosts come or go
  |- horovod_flags.py   lists the flags that only horovodrun has
  |- horovod.py         makes ``import horovod`` mean hvdlite in a job
+ |- where.py           has the options that name ranks and hosts, which other commands have too
  |- check_build.py     lists what is installed, for --check-build
  '- allocation.py      chooses the hosts if the user names none: those of Slurm, PBS or LSF, or of a default hostfile
 run_function.py        is `hvdlite.run`; it takes its checks and its choice of hosts from cli.py

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from hvdlite.errors import LaunchError
 from hvdlite.job.mpi import find_mpi
@@ -42,7 +43,7 @@ def check_build() -> str:
         found = importlib.util.find_spec(module) is not None
         lines.append(_line(found, name, (_version(module) or "version unknown") if found else "not installed"))
     lines += ["", "MPI:", *_launcher(), *_library()]
-    nccl = _find_nccl()
+    nccl = find_nccl()
     lines += ["", "GPU:", _line(nccl is not None, "NCCL", nccl or "not found")]
     return "\n".join(lines)
 
@@ -72,30 +73,52 @@ def _launcher() -> list[str]:
 
 
 def _library() -> list[str]:
-    if importlib.util.find_spec("mpi4py") is None:
-        return [_line(False, "library", "mpi4py is not installed")]
-    command = [sys.executable, "-c", _ASK_MPI]
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MPI_SECONDS, check=True
-        )
-        answer = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return [_line(False, "library", f"broken: MPI_Init did not come back in {_MPI_SECONDS} s")]
-    except subprocess.CalledProcessError as error:
-        why = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-        return [_line(False, "library", f"broken: {why}")]
-    except (ValueError, IndexError):
-        return [_line(False, "library", f"broken: it printed {done.stdout!r}")]
-    cuda = {True: "yes", False: "no", None: "no (the library cannot tell)"}[answer["cuda"]]
+    answer = ask_library()
+    if isinstance(answer, str):
+        return [_line(False, "library", answer)]
+    cuda = {True: "yes", False: "no", None: "no (the library cannot tell)"}[answer.cuda]
     return [
-        _line(True, "library", f"{' '.join(answer['library'])}, through mpi4py {_version('mpi4py')}"),
-        _line(answer["threads"] == "MULTIPLE", "calls from several threads", answer["threads"]),
-        _line(bool(answer["cuda"]), "CUDA-aware", cuda),
+        _line(True, "library", f"{answer.name}, through mpi4py {_version('mpi4py')}"),
+        _line(answer.threads == "MULTIPLE", "calls from several threads", answer.threads),
+        _line(bool(answer.cuda), "CUDA-aware", cuda),
     ]
 
 
-def _find_nccl() -> str | None:
+class Library(NamedTuple):
+    """The MPI library that ranks load.
+
+    Attributes:
+        name: Its name and version.
+        threads: The thread level that it gives: "SINGLE", "FUNNELED", "SERIALIZED" or "MULTIPLE".
+        cuda: Whether it reads memory of NVIDIA's GPUs; None if it cannot tell.
+    """
+
+    name: str
+    threads: str
+    cuda: bool | None
+
+
+def ask_library(seconds: float = _MPI_SECONDS) -> Library | str:
+    """Ask the MPI library in a process of its own. Return why it cannot be used, if it did not answer within some seconds."""
+    if importlib.util.find_spec("mpi4py") is None:
+        return "mpi4py is not installed"
+    command = [sys.executable, "-c", _ASK_MPI]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=True
+        )
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        return f"broken: MPI_Init did not come back in {seconds:g} s"
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        return f"broken: {why}"
+    except (ValueError, IndexError):
+        return f"broken: it printed {done.stdout!r}"
+    return Library(" ".join(answer["library"]), answer["threads"], answer["cuda"])
+
+
+def find_nccl() -> str | None:
     """Find the NCCL library: the path in NVIDIA's pip package, or else the name of the system's library."""
     spec = importlib.util.find_spec("nvidia")
     for folder in spec.submodule_search_locations or [] if spec else []:

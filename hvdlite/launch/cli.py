@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from hvdlite.errors import LaunchError
 from hvdlite.job.hosts import check_ranks_here, is_local
@@ -22,6 +22,7 @@ from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.options import ElasticOptions, add_options, elastic_options, is_elastic
 from hvdlite.launch.horovod import check_interpreter, job_environment
 from hvdlite.launch.horovod_flags import FLAGS
+from hvdlite.launch.where import Where, add_where, positive_int
 from hvdlite.worker import orphans
 from hvdlite.worker.shared_memory import new_directory
 
@@ -60,16 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-v", "--version", action="store_true", help="print the version, and leave")
     add("-cb", "--check-build", action="store_true", help="print what is installed and found, and leave")
-    add("-np", "--num-proc", metavar="N", type=_positive_int, help="number of ranks")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, and how many ranks each takes")
-    where.add_argument("-hostfile", "--hostfile", metavar="FILE", help='the same as lines "host slots=N"')
-    add("-p", "--ssh-port", metavar="PORT", type=_positive_int, help="port of ssh on the hosts")
-    add("-i", "--ssh-identity-file", metavar="FILE", help="key for ssh")
-    add("--network-interface", "--network-interfaces", metavar="NIC,...", help="network that the hosts share")
+    add("--doctor", action="store_true", help="run hvdlite doctor with the same ranks and hosts (docs/doctor.md)")
+    add_where(parser)
     add("--start-timeout", metavar="S", type=_positive, default=30.0, help="seconds until all ranks run (30)")
-    add("--mpi", choices=tuple(PROGRAMS), help="which MPI to use, where both are installed")
-    add("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, in quotes")
     add("--horovod", action="store_true", help="the program is written for Horovod: its `import horovod` means hvdlite")
     add(
         "--binding-args", metavar="ARGS", default="", help="arguments for mpirun that bind the ranks, before --mpi-args"
@@ -82,13 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--servers",
         metavar="N",
-        type=_positive_int,
+        type=positive_int,
         help="the last N ranks only serve parameters (docs/asynchronous.md)",
     )
     elastic = parser.add_argument_group(
         "elastic jobs, which go on when ranks fail and hosts come or go (docs/elastic.md)"
     )
-    add_options(elastic.add_argument, _positive_int, _whole, _positive)
+    add_options(elastic.add_argument, positive_int, _whole, _positive)
     add("--fusion-threshold-mb", metavar="MB", type=_not_negative, help="tensors fused into one exchange, at most")
     add("--autotune", action="store_true", help="search for the fastest way to exchange gradients in the first steps")
     add("--autotune-log-file", metavar="FILE", help="record that search in FILE, as CSV")
@@ -151,14 +145,8 @@ def _tell_of_foreign(names: Sequence[str]) -> None:
         print(f"hvdliterun: {', '.join(same)}: no effect, {why}.", file=sys.stderr)
 
 
-def _positive_int(text: str) -> int:
-    if not re.fullmatch(r"0*[1-9][0-9]{0,11}", text):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 on")
-    return int(text)
-
-
 def _whole(text: str) -> int:
-    return 0 if re.fullmatch("0+", text) else _positive_int(text)
+    return 0 if re.fullmatch("0+", text) else positive_int(text)
 
 
 def _not_negative(text: str) -> float:
@@ -191,6 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check_build:
         print(check_build())
         return 0
+    if options.doctor:
+        _become_doctor(options)
     output: Output | None = None
     janitor: Janitor | None = None
     words_at_end = ""
@@ -225,6 +215,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     sys.stderr.write(failure.describe())
     return failure.code
+
+
+def _become_doctor(options: argparse.Namespace) -> NoReturn:
+    """Become ``hvdlite doctor`` for the ranks that the options describe, and for the program if it is one of Python."""
+    where = Where.of(options)
+    words = [*(["-np", str(where.num_proc)] if where.num_proc else []), *where.words()]
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if command and re.fullmatch(r"python(\d+(\.\d+)?)?", os.path.basename(command[0])):
+        command = command[1:]
+    if command and command[0].endswith(".py"):
+        words += [command[0], "--", *command[1:]]
+    elif command:
+        print(f"hvdliterun: {command[0]}: only a Python file can be measured, so it is left out.", file=sys.stderr)
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "hvdlite", "doctor", *words])
 
 
 def _open_standard_streams() -> None:

@@ -24,11 +24,21 @@ def own_rank(environ: Mapping[str, str] = os.environ) -> int:
     Raises:
         SystemExit: The MPI launcher has set none of these variables.
     """
-    rank = _first(environ, _RANK_VARIABLES)
+    rank = find_rank(environ)
     if rank is None:
         names = ", ".join(_RANK_VARIABLES)
         raise SystemExit(f"hvdliterun: the MPI launcher set none of {names}: which rank is this?")
     return rank
+
+
+def find_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the rank of this process, or None if no MPI launcher has said it."""
+    return _first(environ, _RANK_VARIABLES)
+
+
+def find_local_rank(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of this process among the ranks of its host, or None if no MPI launcher has said it."""
+    return _first(environ, _LOCAL_RANK_VARIABLES)
 
 
 def share_cores(environ: MutableMapping[str, str] = os.environ) -> int | None:
