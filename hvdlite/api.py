@@ -48,14 +48,18 @@ from hvdlite.world import World
 
 T = TypeVar("T")
 
-Sum, Average, Min, Max, Product, Adasum = (
-    ReduceOp.SUM,
-    ReduceOp.AVERAGE,
-    ReduceOp.MIN,
-    ReduceOp.MAX,
-    ReduceOp.PRODUCT,
-    ReduceOp.ADASUM,
-)
+Sum = ReduceOp.SUM
+"""The sum of the ranks' values."""
+Average = ReduceOp.AVERAGE
+"""The sum of the ranks' values, divided by the number of all ranks; of integers, rounded down."""
+Min = ReduceOp.MIN
+"""The least of the ranks' values; for bool, whether all are true."""
+Max = ReduceOp.MAX
+"""The largest of the ranks' values; for bool, whether any is true."""
+Product = ReduceOp.PRODUCT
+"""The product of the ranks' values."""
+Adasum = ReduceOp.ADASUM
+"""Averages tensors that point in the same direction, and adds those at a right angle (arXiv:2006.02924)."""
 
 _process_world: World | None = None
 _left: list[RebindableExchange] = []
