@@ -12,8 +12,8 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-# The registry's page of the project has no other pages beside it: links to these lead to the site, or become their names as long as
-# no site is published.
+# The registry's page of the project has no other pages beside it: links to these lead to the site. As long as none is
+# published, they become names.
 SITE = re.search(r'^site_url: "(.*)"', (HERE / "docs/site/mkdocs.yml").read_text(), re.MULTILINE)[1]
 README = (HERE / "README.md").read_text()
 if SITE:

@@ -52,7 +52,9 @@ def main() -> None:
     columns, rows = table(text, "| | MLP, SGD momentum | MLP, Adam | GPT, AdamW |\n|---|---|---|---|\n| no exchange |")
     matplotlib.rcParams["svg.hashsalt"] = "hvdlite"  # the same file each time
     figure, panel = plt.subplots(figsize=(9, 4))
-    bars(panel, columns, rows, "Time of a training step of two ranks ÷ the same step with no exchange (lower is better)")
+    bars(
+        panel, columns, rows, "Time of a training step of two ranks ÷ the same step with no exchange (lower is better)"
+    )
     figure.tight_layout()
     figure.savefig(DOCS / "performance.svg", metadata={"Date": None})
     print(f"{DOCS / 'performance.svg'}: {', '.join(rows)}")

@@ -32,8 +32,8 @@ HEAD = """# Settings
 
 <!-- Written by scripts/settings_page.py from the docstring of hvdlite.config.Config. Change it there. -->
 
-Each setting is an environment variable. The same name with `HOROVOD_` in front works too. Under `hvdliterun` some have an option.
-Switches take 1, 0, true, false, yes, no, on or off. A wrong value is an error that names the variable.
+Each setting is an environment variable. The same name with `HOROVOD_` in front works too. Under `hvdliterun` some have an
+option. Switches take 1, 0, true, false, yes, no, on or off. A wrong value is an error that names the variable.
 
 | variable | default | option of hvdliterun | meaning |
 |---|---|---|---|

@@ -49,7 +49,9 @@ def _examples() -> str:
         if not first:
             raise PluginError(f"{path} has no docstring, of which the page of examples is made.")
         source = "\n".join(f"    {line}" for line in text.splitlines())
-        parts.append(f"## {path.name}\n\n{first}\n\n{rest}\n\n??? example \"{path.name}\"\n    ```python\n{source}\n    ```\n")
+        parts.append(
+            f'## {path.name}\n\n{first}\n\n{rest}\n\n??? example "{path.name}"\n    ```python\n{source}\n    ```\n'
+        )
     return "\n".join(parts)
 
 
