@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/troubleshooting.md"
 PACKAGES = ("hvdlite", "hvdlite_torch", "hvdlite_tf")
-PRINTERS = {"warn", "_warn", "_say", "warning", "error", "say"}
+PRINTERS = {"warn", "_warn", "_say", "warning", "error", "say", "tell"}
 """The functions whose text a user reads. `print` counts too, if it prints to stderr."""
 ERRORS_OF_COMMANDS = {"parser.error"}  # argparse prints them with the usage of the command
 NAMED_BY_OTHERS = (
@@ -46,11 +46,13 @@ def printed() -> set[str]:
     found = set()
     for tree in trees():
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not node.args:
+            if not isinstance(node, ast.Call):
                 continue
             name = ast.unparse(node.func).rpartition(".")[2]
+            if len(node.args) < 1 + (name == "tell"):
+                continue
             prints = name == "print" and any("stderr" in ast.unparse(each.value) for each in node.keywords)
-            text = template(node.args[0])
+            text = template(node.args[name == "tell"])  # tell(area, text, …)
             if text and (prints or (name in PRINTERS and ast.unparse(node.func) not in ERRORS_OF_COMMANDS)):
                 found.add(text)
     return found
