@@ -104,7 +104,7 @@ def test_jax(start: Start, tmp_path: Path) -> None:
 
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-JOBS = {"alone": 1, "torch": 3, "tf": 2}
+JOBS = {"torch": 3, "tf": 2}
 """The jobs that run the pieces of pages, with the number of ranks. Python, torch and TensorFlow start once in each."""
 
 
@@ -136,8 +136,7 @@ def test_pieces(job: str, tmp_path: Path) -> None:
         pytest.importorskip("tensorflow", reason="TensorFlow is not installed, which these pages are about")
     commands = [f"tests/page_blocks.py {page} {job}" for page in pages_of(job)]
     assert commands
-    launch = () if job == "alone" else ("-m", "hvdlite.launch", "-np", str(JOBS[job]), "python")
-    found = run_each(commands, tmp_path, launch)
+    found = run_each(commands, tmp_path, ("-m", "hvdlite.launch", "-np", str(JOBS[job]), "python"))
     assert len(found) == JOBS[job]
     for ends in found:
         for command, (code, out, err) in ends.items():
