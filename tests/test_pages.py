@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import runpy
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,3 +204,26 @@ def test_links_of_the_registry(site: str, tmp_path: Path, monkeypatch: pytest.Mo
     links = re.findall(r"\]\(([^)]*)\)", given["long_description"])
     assert all(link.startswith("https://") for link in links)
     assert ("https://example.org/hvdlite/slow_networks.html#which-one" in links) == bool(site)
+
+
+def test_the_site_without_its_extra(tmp_path: Path) -> None:
+    """scripts/docs says what to install where the extra is missing."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # sees no installed package
+    python.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environ.pop("PYTHONPATH", None)
+    done = subprocess.run([ROOT / "scripts/docs"], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "scripts/docs: mkdocs, mkdocs-material, mkdocstrings-python: not installed here. "
+        "Run: pip install -c constraints.txt -e '.[docs]'\n"
+    )
+
+
+def test_every_page_is_on_the_site() -> None:
+    settings = (ROOT / "docs/site/mkdocs.yml").read_text()
+    missing = [
+        page for page in PAGES[1:] if not re.search(rf"[ -] {page.removeprefix('docs/')}$", settings, re.MULTILINE)
+    ]
+    assert not missing, f"docs/site/mkdocs.yml: nav lacks {missing}"
