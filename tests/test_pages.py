@@ -223,7 +223,5 @@ def test_the_site_without_its_extra(tmp_path: Path) -> None:
 
 def test_every_page_is_on_the_site() -> None:
     settings = (ROOT / "docs/site/mkdocs.yml").read_text()
-    missing = [
-        page for page in PAGES[1:] if not re.search(rf" {page.removeprefix('docs/')}$", settings, re.MULTILINE)
-    ]
+    missing = [page for page in PAGES[1:] if not re.search(rf" {page.removeprefix('docs/')}$", settings, re.MULTILINE)]
     assert not missing, f"docs/site/mkdocs.yml: nav lacks {missing}"
