@@ -93,8 +93,8 @@ def _page(loader: griffe.GriffeLoader, module: str, own: list[str], others: list
     parts = [f"# {module}\n", docstring.value if docstring else ""]
     if any("Examples:" in (each.docstring.value if each.docstring else "") for _, each in _public(loader, module)):
         parts.append(
-            "The examples show ranks that are threads of one process. They begin with `import hvdlite`, `import numpy as np` and "
-            "`from hvdlite.testing import on_ranks`, and the tests run them.\n"
+            "The examples show ranks that are threads of one process. They begin with `import hvdlite`, `import numpy as np` "
+            "and `from hvdlite.testing import on_ranks`, and the tests run them.\n"
         )
     if others:
         links = ", ".join(f"[`{name}`][hvdlite.{name}]" for name in others)
