@@ -84,6 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     hvd.init()  # hvd
+    keras.utils.set_random_seed(0)  # the same order of rows and the same model on all ranks
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype("float32").reshape(-1, 8, 8, 1)
     rows, batch = 1437, arguments.batch_size
@@ -94,7 +95,6 @@ def main() -> None:
 
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("float32" if arguments.no_mixed else "mixed_bfloat16")
-    keras.utils.set_random_seed(0)
     file = arguments.folder / "model.keras"
     if hvd.rank() == 0:
         print(hvd.describe(), flush=True)
