@@ -124,6 +124,11 @@ PARTS: dict[tuple[str, str], tuple[str, str, str]] = {
         "",
     ),
     ("docs/asynchronous.md", "DCASGD"): ("torch", _TORCH, "optimizer.finish()"),
+    ("docs/asynchronous.md", "overlap_pull=True"): (
+        "torch",
+        _TORCH,
+        "F.cross_entropy(model(x), y).backward()\noptimizer.step()\noptimizer.finish()\nhvd.assert_in_sync(model)",
+    ),
     ("docs/asynchronous.md", "serve_parameters"): (
         "torch",
         _TORCH + "train = lambda optimizer: None",

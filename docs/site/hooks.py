@@ -52,7 +52,20 @@ def _examples() -> str:
         parts.append(
             f'## {path.name}\n\n{first}\n\n{rest}\n\n??? example "{path.name}"\n    ```python\n{source}\n    ```\n'
         )
+    for folder in sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name[0] not in "._"):
+        parts.append(f"## {folder.name}\n")
+        for path in sorted(path for path in folder.iterdir() if path.is_file()):
+            source = "\n".join(f"    {line}" for line in path.read_text().splitlines())
+            kind = {".yaml": "yaml", ".py": "python"}.get(path.suffix, "text")
+            parts.append(f'??? example "{path.name}"\n    ```{kind}\n{source}\n    ```\n')
     return "\n".join(parts)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links to examples lead to their page."""
+    return re.sub(
+        r"\]\(\.\./examples/([\w.]+)/?\)", lambda link: f"](examples.md#{link[1].replace('.', '').lower()})", markdown
+    )
 
 
 def _reference() -> dict[str, str]:
