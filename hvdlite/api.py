@@ -48,14 +48,18 @@ from hvdlite.world import World
 
 T = TypeVar("T")
 
-Sum, Average, Min, Max, Product, Adasum = (
-    ReduceOp.SUM,
-    ReduceOp.AVERAGE,
-    ReduceOp.MIN,
-    ReduceOp.MAX,
-    ReduceOp.PRODUCT,
-    ReduceOp.ADASUM,
-)
+Sum = ReduceOp.SUM
+"""The sum of the ranks' values."""
+Average = ReduceOp.AVERAGE
+"""The sum of the ranks' values, divided by the number of all ranks; of integers, rounded down."""
+Min = ReduceOp.MIN
+"""The least of the ranks' values; for bool, whether all are true."""
+Max = ReduceOp.MAX
+"""The largest of the ranks' values; for bool, whether any is true."""
+Product = ReduceOp.PRODUCT
+"""The product of the ranks' values."""
+Adasum = ReduceOp.ADASUM
+"""Averages tensors that point in the same direction, and adds those at a right angle (arXiv:2006.02924)."""
 
 _process_world: World | None = None
 _left: list[RebindableExchange] = []
@@ -237,7 +241,12 @@ def _leave(how: str, for_good: bool = False) -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether `init` has been called, and `shutdown` has not been called since."""
+    """Return whether `init` has been called, and `shutdown` has not been called since.
+
+    Examples:
+        >>> hvdlite.is_initialized(), on_ranks(1, hvdlite.is_initialized)
+        (False, [True])
+    """
     return _thread_world.get() is not None or _process_world is not None
 
 
@@ -267,32 +276,62 @@ def in_world(other: World) -> Iterator[None]:
 
 
 def rank() -> int:
-    """Return this process's number in the job, 0 … size() - 1."""
+    """Return this process's number in the job, 0 … size() - 1.
+
+    Examples:
+        >>> on_ranks(3, hvdlite.rank)
+        [0, 1, 2]
+    """
     return world("rank()").topology.rank
 
 
 def size() -> int:
-    """Return the number of processes in the job."""
+    """Return the number of processes in the job.
+
+    Examples:
+        >>> on_ranks(3, hvdlite.size)
+        [3, 3, 3]
+    """
     return world("size()").topology.size
 
 
 def local_rank() -> int:
-    """Return this process's number among the processes of its host, 0 … local_size() - 1; it tells which GPU to use."""
+    """Return this process's number among the processes of its host, 0 … local_size() - 1; it tells which GPU to use.
+
+    Examples:
+        >>> on_ranks(4, hvdlite.local_rank, hosts=[0, 0, 1, 1])
+        [0, 1, 0, 1]
+    """
     return world("local_rank()").topology.local_rank
 
 
 def local_size() -> int:
-    """Return the number of processes on this host."""
+    """Return the number of processes on this host.
+
+    Examples:
+        >>> on_ranks(3, hvdlite.local_size, hosts=[0, 0, 1])
+        [2, 2, 1]
+    """
     return world("local_size()").topology.local_size
 
 
 def cross_rank() -> int:
-    """Return this host's number among the hosts that have a process of this local rank, 0 … cross_size() - 1."""
+    """Return this host's number among the hosts that have a process of this local rank, 0 … cross_size() - 1.
+
+    Examples:
+        >>> on_ranks(4, hvdlite.cross_rank, hosts=[0, 0, 1, 1])
+        [0, 0, 1, 1]
+    """
     return world("cross_rank()").topology.cross_rank
 
 
 def cross_size() -> int:
-    """Return the number of hosts that have a process of this local rank."""
+    """Return the number of hosts that have a process of this local rank.
+
+    Examples:
+        >>> on_ranks(4, hvdlite.cross_size, hosts=[0, 0, 1, 1])
+        [2, 2, 2, 2]
+    """
     return world("cross_size()").topology.cross_size
 
 
@@ -313,7 +352,12 @@ def mpi_threads_supported() -> bool:
 
 
 def is_homogeneous() -> bool:
-    """Return whether all hosts have the same number of processes."""
+    """Return whether all hosts have the same number of processes.
+
+    Examples:
+        >>> on_ranks(3, hvdlite.is_homogeneous, hosts=[0, 0, 1])
+        [False, False, False]
+    """
     return world("is_homogeneous()").topology.is_homogeneous
 
 
@@ -408,6 +452,14 @@ def new_group(ranks: Iterable[int]) -> ProcessSet:
     Raises:
         ArgumentError: A rank is unknown or repeated.
         MismatchError: The ranks of the job asked for different groups.
+
+    Examples:
+        >>> def pairs():
+        ...     first, second = hvdlite.new_group([0, 1]), hvdlite.new_group([2, 3])
+        ...     mine = first if hvdlite.rank() < 2 else second
+        ...     return hvdlite.allreduce(np.array([hvdlite.rank()]), hvdlite.Sum, process_set=mine).item()
+        >>> on_ranks(4, pairs)
+        [1, 1, 5, 5]
     """
     here = world("new_group()")
     if isinstance(ranks, ProcessSet):
@@ -498,6 +550,14 @@ def join(process_set: ProcessSet | None = None) -> int:
         HvdliteError: This rank has joined already, in another thread. (Any other operation of the set raises it too, on a rank
             that has joined while others have not.)
         PeerLeftError: A rank has left the job without joining.
+
+    Examples:
+        >>> def uneven():
+        ...     for _ in range(1 + hvdlite.rank()):
+        ...         total = hvdlite.allreduce(np.array([1]), hvdlite.Sum, "count")
+        ...     return hvdlite.join(), total.item()
+        >>> on_ranks(2, uneven)
+        [(1, 2), (1, 1)]
     """
     return world("join()").group(process_set).join()
 
@@ -573,6 +633,10 @@ def allreduce(
         MismatchError: The ranks' calls do not belong together, such as calls with different shapes. All ranks raise it.
         DuplicateNameError: An operation of this name is in flight.
         CommunicationError: A rank has left the job (PeerLeftError), or the communication failed.
+
+    Examples:
+        >>> on_ranks(3, lambda: hvdlite.allreduce(np.array([1, hvdlite.rank()]), hvdlite.Sum).tolist())
+        [[3, 3], [3, 3], [3, 3]]
     """
     call = _allreduce(tensor, op, name, inplace, prescale_factor, postscale_factor, algorithm, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -594,6 +658,13 @@ def allreduce_async(
 
     ``handle.wait()`` waits for the result of `allreduce` and returns it; ``handle.poll()`` says whether the operation is over.
     The program must not change the tensors before the operation is over.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = hvdlite.allreduce_async(np.array([1.0]), hvdlite.Sum, "ones")
+        ...     return handle.wait().item()
+        >>> on_ranks(2, overlapped)
+        [2.0, 2.0]
     """
     call = _allreduce(tensor, op, name, inplace, prescale_factor, postscale_factor, algorithm, process_set)
     return call.engine.submit(call.operation, call.name)
@@ -618,6 +689,10 @@ def allgather(tensor: T, name: str | None = None, *, process_set: ProcessSet | N
 
     Raises:
         HvdliteError: See `allreduce`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.allgather(np.full(1 + hvdlite.rank(), hvdlite.rank())).tolist())
+        [[0, 1, 1], [0, 1, 1]]
     """
     call = _allgather(tensor, name, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -654,6 +729,10 @@ def broadcast(
     Raises:
         ArgumentError: `root_rank` is not a rank of the set.
         HvdliteError: See `allreduce`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.broadcast(np.array([hvdlite.rank()]), root_rank=1).tolist())
+        [[1], [1]]
     """
     call = _broadcast(tensor, root_rank, name, inplace, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -699,6 +778,10 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, *, proces
     Raises:
         ArgumentError: `splits` does not fit the tensor or the number of ranks.
         HvdliteError: See `allreduce`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.alltoall(np.array([10, 11]) + 10 * hvdlite.rank()).tolist())
+        [[10, 20], [11, 21]]
     """
     call = _alltoall(tensor, splits, name, process_set)
     result: Any = call.engine.run(call.operation, call.name)
@@ -758,6 +841,10 @@ def reducescatter(
 
     Raises:
         HvdliteError: See `allreduce`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.reducescatter(np.array([1, 2]), hvdlite.Sum).tolist())
+        [[2], [4]]
     """
     call = _reducescatter(tensor, op, name, prescale_factor, postscale_factor, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -794,6 +881,10 @@ def barrier(name: str | None = None, *, process_set: ProcessSet | None = None) -
 
     Raises:
         HvdliteError: See `allreduce`.
+
+    Examples:
+        >>> on_ranks(2, hvdlite.barrier)
+        [None, None]
     """
     call = _barrier(name, process_set)
     call.engine.run(call.operation, call.name)
@@ -826,6 +917,10 @@ def broadcast_object(
 
     Raises:
         HvdliteError: See `broadcast`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.broadcast_object(f"from rank {hvdlite.rank()}", root_rank=1))
+        ['from rank 1', 'from rank 1']
     """
     call = _broadcast_object(obj, root_rank, name, process_set)
     result: T = call.engine.run(call.operation, call.name)
@@ -860,6 +955,10 @@ def allgather_object(obj: T, name: str | None = None, *, process_set: ProcessSet
 
     Raises:
         HvdliteError: See `allreduce`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.allgather_object({"rank": hvdlite.rank()}))[0]
+        [{'rank': 0}, {'rank': 1}]
     """
     call = _allgather_object(obj, name, process_set)
     result: list[T] = call.engine.run(call.operation, call.name)

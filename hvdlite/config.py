@@ -25,10 +25,13 @@ class Config:
             spare.
         autotune: Search in the first steps for the fastest way to exchange gradients.
         autotune_log: The path of a CSV file that records this search; empty for none.
-        advice: Warn at the first step of ranks that start with different weights or read the same data.
-        keep_memory: Tell the C library to keep freed memory for the next step (see `hvdlite_torch.tensors.malloc`).
+        advice: Warn at the first step of ranks that start with different weights, read the same data, or have a default
+            learning rate.
+        keep_memory: `DistributedOptimizer` of torch tells the C library to keep freed memory, for the whole process. Steps are
+            faster, and the process holds the most that it has had so far. If false, glibc's malloc stays as it is.
         shared_memory: Let the ranks of a host exchange data through shared memory; if false, they send messages.
-        algorithm: The algorithm of ``allreduce`` if the call names none.
+        algorithm: The algorithm of ``allreduce`` if the call names none: "auto", "shared_memory", "mpi", "ring", "tree",
+            "butterfly", "rabenseifner" or "parameter_server".
         timeline: The path of the timeline to write; empty for none. With "DYNAMIC", Horovod's word, the program starts the
             timeline by `start_timeline`.
         timeline_mark_cycles: Mark the moments in the timeline at which the ranks agreed on the operations to run.

@@ -44,6 +44,10 @@ def on_ranks(
     Raises:
         TimeoutError: Some ranks were not done in time. The text names them.
         Exception: The exception that `fn` raised on the rank that failed first. The other ranks are stopped.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.allreduce(np.array([1.0]), hvdlite.Sum).item())
+        [2.0, 2.0]
     """
     hosts = [0] * n if hosts is None else list(hosts)
     fabric = LocalFabric(n, network, hosts)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import ast
+import doctest
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import hvdlite
 import hvdlite_tf
 import hvdlite_tf.keras
 import hvdlite_torch
+from hvdlite.testing import on_ranks
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (
@@ -78,3 +82,14 @@ def test_operations_are_described_by_the_core(module: object) -> None:
             text = inspect.getdoc(getattr(module, name)) or ""
             same = getattr(module, name) is getattr(hvdlite, name)
             assert same or f"`hvdlite.{name}`" in text or f"`hvdlite_tf.{name}`" in text, name
+
+
+MODULES_WITH_EXAMPLES = ("hvdlite.api", "hvdlite.testing", "hvdlite.adapter.distributed_gradient")
+
+
+@pytest.mark.parametrize("name", MODULES_WITH_EXAMPLES)
+def test_examples(name: str) -> None:
+    """The examples of docstrings show what comes out. The reference says what stands before them."""
+    names = {"hvdlite": hvdlite, "np": np, "on_ranks": on_ranks}
+    failed, tried = doctest.testmod(importlib.import_module(name), extraglobs=names)
+    assert tried and not failed

@@ -24,6 +24,8 @@ from tests.jobs import PYTHONPATH, ROOT, run_each
 
 SMALL_GPT = "--steps 200 --batch 8 --context 32 --layers 2 --width 64 --sample 20"
 FEW = "--batch-size 2 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3 --no-cuda"
+FIRST_AND_REST = ("--epochs 3", "--epochs 6 --plot FOLDER/curve.png")
+"""Training that stops, and the same training that goes on."""
 WRONG = {
     "torch_gpt_text.py --width 100": "--width 100 is no multiple of 32",
     "torch_gpt_text.py --context 999999": "--context 999999: the held-out text has only",
@@ -44,6 +46,7 @@ JOBS = {
     ],
     "torch on 2": [
         "torch_large_batch.py",
+        *(f"torch_training.py --folder FOLDER/torch {more}" for more in FIRST_AND_REST),
         *(f"torch_synthetic_benchmark.py {FEW} {option}" for option in ("--fp16-allreduce", "--shard", "--use-adasum")),
         "torch_bert_size.py --layers 2 --width 64 --length 16 --steps 30 --batch 4 --lr 3e-3",
         # The last ones, for they change torch's default dtype.
@@ -56,6 +59,7 @@ JOBS = {
     ],
     "tensorflow on 2": [
         *("keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"),
+        *(f"keras_training.py --folder FOLDER/keras {more}" for more in FIRST_AND_REST),
         # The last one, for it changes Keras' default dtype.
         "keras_pipeline.py --check --epochs 2 --batch-size 32 --plot FOLDER/keras.png",
     ],
@@ -126,6 +130,21 @@ def test_digits(run: Run, name: str, job: str) -> None:
     assert accuracy, out
     assert float(accuracy[1]) >= 97
     assert f"weights: identical on {run(job).size} rank" in out
+
+
+@pytest.mark.parametrize(("name", "job"), [("torch", "torch on 2"), ("keras", "tensorflow on 2")])
+def test_training(run: Run, name: str, job: str) -> None:
+    """A program as people write them stops and goes on from its checkpoint; one rank writes, and only once."""
+    done = run(job)
+    first = done.out(f"{name}_training.py --folder FOLDER/{name} --epochs 3")
+    rest = done.out(f"{name}_training.py --folder FOLDER/{name} --epochs 6")
+    (before,) = re.findall(r"^epoch 3: all epochs are done; loss ([\d.]+)$", first, re.MULTILINE)
+    (after,) = re.findall(r"^epoch 6: all epochs are done; loss ([\d.]+)$", rest, re.MULTILINE)
+    (accuracy,) = re.findall(r"^test accuracy: ([\d.]+) % of 360 images$", rest, re.MULTILINE)
+    assert float(after) < float(before)
+    assert float(accuracy) > 75
+    assert list((done.folder / name).rglob("events.out.tfevents.*")), "TensorBoard has nothing to show"
+    assert (done.folder / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,25 @@
-"""Pages that are whole programs do what they say: the same training on any number of ranks, resumed or not."""
+"""The pages do what they say: their programs train the same on any number of ranks, and their parts and commands work."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import os
 import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.jobs import ROOT, Start
+from hvdlite import cli
+from hvdlite.launch import cli as launcher
+from tests import page_blocks
+from tests.jobs import ROOT, Start, run_each
 from tests.pages import program_of
 
 LIMIT = 150.0
@@ -93,3 +104,124 @@ def test_jax(start: Start, tmp_path: Path) -> None:
         found = re.search(rf"^{name} (.*)$", ended.out, re.MULTILINE)
         assert found, ended.out
         np.testing.assert_allclose([float(word) for word in found[1].split()], weights, atol=2e-4)
+
+
+PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+JOBS = {"torch": 3, "tf": 2}
+"""The jobs that run the pieces of pages, with the number of ranks. Python, torch and TensorFlow start once in each."""
+
+
+def pages_of(job: str) -> list[str]:
+    """The pages that have pieces for a job."""
+    own = [page for page in PAGES if page_blocks.PROGRAMS.get(page) == job]
+    others = [page for page in PAGES if page not in page_blocks.PROGRAMS]
+    return own + [
+        page
+        for page in others
+        if any(page_blocks.part_of(page, block)[0] == job for _, block in page_blocks.blocks(page))
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_piece_is_run(page: str) -> None:
+    """Each piece of Python compiles, and is part of a program that runs, or has a reason."""
+    for line, block in page_blocks.blocks(page):
+        compile("\n" * (line - 1) + block, page, "exec")
+        if page not in page_blocks.PROGRAMS:
+            kind = page_blocks.part_of(page, block)[0]
+            assert kind in JOBS or re.match(r"sketch: \w+", kind), f"{page}, line {line}: {kind}"
+
+
+@pytest.mark.timeout(5 * LIMIT)
+@pytest.mark.parametrize("job", JOBS)
+def test_pieces(job: str, tmp_path: Path) -> None:
+    if job == "tf":
+        pytest.importorskip("tensorflow", reason="TensorFlow is not installed, which these pages are about")
+    commands = [f"tests/page_blocks.py {page} {job}" for page in pages_of(job)]
+    assert commands
+    found = run_each(commands, tmp_path, ("-m", "hvdlite.launch", "-np", str(JOBS[job]), "python"))
+    assert len(found) == JOBS[job]
+    for ends in found:
+        for command, (code, out, err) in ends.items():
+            assert code == 0, f"{command}:\n{out}{err}"
+            assert re.search(r"^[1-9]\d* pieces$", out, re.MULTILINE), f"{command}: {out}"
+    said = "".join(out for _, out, _ in found[0].values())
+    for right in re.findall(r"^(\d+) of 360 test images are right$", said, re.MULTILINE):
+        assert int(right) > 300
+    for percent in re.findall(r"([\d.]+) % of the test images are right", said):
+        assert float(percent) > 80
+
+
+def command_lines(page: str) -> Iterator[str]:
+    """The command lines of ours in the blocks of a page, and in its text; without those that leave words out."""
+    text = (ROOT / page).read_text()
+    blocks = re.findall(r"^ *```(?:bash|yaml|)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    lines += re.findall(
+        r"(?<!\*)`((?:hvdlite|hvdliterun) [^`]+ [^`]+)`", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.M | re.S)
+    )
+    for line in lines:
+        for command in line.split("&&"):
+            command = re.split(r" {4,}|  #| # | \||>", command.strip())[0].strip()
+            if re.match(r"(?:hvdlite|hvdliterun) ", command) and "…" not in command and "..." not in command:
+                yield command
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_command_lines(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command line of ours is one that the real parsers take."""
+    for command in command_lines(page):
+        program, *words = shlex.split(command)
+        parser: argparse.ArgumentParser = launcher._parser() if program == "hvdliterun" else cli._parser()
+        if program == "hvdlite" and "--" in words:
+            words = words[: words.index("--")]
+        with contextlib.suppress(SystemExit):
+            parser.parse_args(words)
+        assert not (said := capsys.readouterr().err), f"{page}: {command}\n{said}"
+
+
+def test_command_lines_are_found() -> None:
+    assert "hvdliterun -np 4 python train.py" in set(command_lines("docs/running.md"))
+    assert "hvdlite timeline summarize trace.json" in set(command_lines("docs/timeline.md"))
+
+
+def test_settings() -> None:
+    """docs/settings.md is what scripts/settings_page.py makes of the docstring of the settings."""
+    page = runpy.run_path(str(ROOT / "scripts/settings_page.py"))["page"]
+    assert (ROOT / "docs/settings.md").read_text() == page(), "run: python scripts/settings_page.py"
+
+
+@pytest.mark.parametrize("site", ["", "https://example.org/hvdlite/"])
+def test_links_of_the_registry(site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry's page of the project has links to the site, or none if there is no site."""
+    for name in ("setup.py", "README.md", "hvdlite/__init__.py", "docs/site/mkdocs.yml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        text = (ROOT / name).read_text()
+        (tmp_path / name).write_text(re.sub(r'^site_url: ".*"', f'site_url: "{site}"', text, flags=re.MULTILINE))
+    given: dict[str, str] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **arguments: given.update(arguments))
+    runpy.run_path(str(tmp_path / "setup.py"))
+    links = re.findall(r"\]\(([^)]*)\)", given["long_description"])
+    assert all(link.startswith("https://") for link in links)
+    assert ("https://example.org/hvdlite/slow_networks.html#which-one" in links) == bool(site)
+
+
+def test_the_site_without_its_extra(tmp_path: Path) -> None:
+    """scripts/docs says what to install where the extra is missing."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # sees no installed package
+    python.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    environ.pop("PYTHONPATH", None)
+    done = subprocess.run([ROOT / "scripts/docs"], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "scripts/docs: mkdocs, mkdocs-material, mkdocstrings-python: not installed here. "
+        "Run: pip install -c constraints.txt -e '.[docs]'\n"
+    )
+
+
+def test_every_page_is_on_the_site() -> None:
+    settings = (ROOT / "docs/site/mkdocs.yml").read_text()
+    missing = [page for page in PAGES[1:] if not re.search(rf" {page.removeprefix('docs/')}$", settings, re.MULTILINE)]
+    assert not missing, f"docs/site/mkdocs.yml: nav lacks {missing}"

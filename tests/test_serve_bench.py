@@ -62,9 +62,11 @@ def server(answer: Answer) -> Iterator[str]:
             port = listening.sockets[0].getsockname()[1]
             started.set()
             await stop.wait()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()
-            await asyncio.wait([task])
+            for task in asyncio.all_tasks() - {
+                asyncio.current_task()
+            }:  # from Python 3.12 on, the server's end waits for them
+                task.cancel()
+                await asyncio.wait([task])
 
     stop = asyncio.Event()
     thread = threading.Thread(target=lambda: loop.run_until_complete(run()))

@@ -89,6 +89,14 @@ class DistributedGradient:
     Raises:
         ArgumentError: The arguments do not fit together, or this rank is not in `process_set`.
         NotInitializedError: `init` has not been called.
+
+    Examples:
+        >>> def step():
+        ...     combine = hvdlite.DistributedGradient()
+        ...     rows = 1 + 2 * hvdlite.rank()  # one rank has 1 row, the other 3
+        ...     return combine({"w": np.array([float(rows)])}, weight=rows)["w"].item()
+        >>> on_ranks(2, step)  # (1 × 1 + 3 × 3) / 4
+        [2.5, 2.5]
     """
 
     def __init__(

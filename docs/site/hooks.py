@@ -1,0 +1,121 @@
+"""Makes the pages that are written elsewhere: the first page is README.md, and the reference is made of the docstrings.
+
+A public name without a docstring ends the build.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGES = ("hvdlite", "hvdlite_torch", "hvdlite_tf")
+MODULES = (*PACKAGES, "hvdlite_tf.callbacks", "hvdlite.errors", "hvdlite.testing")
+"""What the reference describes. Names of `hvdlite` that the other packages have too are described once."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    made = {"index.md": _home(), "examples.md": _examples(), **_reference()}
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def _home() -> str:
+    """README.md, whose links begin at the top of the project."""
+    text = (ROOT / "README.md").read_text()
+    return re.sub(r"\]\(docs/", "](", text).replace("](LICENSE)", "](https://www.apache.org/licenses/LICENSE-2.0)")
+
+
+def _examples() -> str:
+    """Each example's own description, and its source."""
+    parts = [
+        "# Examples\n",
+        "Each program runs on any number of ranks, by `hvdliterun -np 2 python examples/…`, and has `--help`. The tests run "
+        "all of them.\n",
+    ]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        text = path.read_text()
+        first, _, rest = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")
+        if not first:
+            raise PluginError(f"{path} has no docstring, of which the page of examples is made.")
+        source = "\n".join(f"    {line}" for line in text.splitlines())
+        parts.append(
+            f'## {path.name}\n\n{first}\n\n{rest}\n\n??? example "{path.name}"\n    ```python\n{source}\n    ```\n'
+        )
+    for folder in sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name[0] not in "._"):
+        parts.append(f"## {folder.name}\n")
+        for path in sorted(path for path in folder.iterdir() if path.is_file()):
+            source = "\n".join(f"    {line}" for line in path.read_text().splitlines())
+            kind = {".yaml": "yaml", ".py": "python"}.get(path.suffix, "text")
+            parts.append(f'??? example "{path.name}"\n    ```{kind}\n{source}\n    ```\n')
+    return "\n".join(parts)
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links to examples lead to their page."""
+    return re.sub(
+        r"\]\(\.\./examples/([\w.]+)/?\)", lambda link: f"](examples.md#{link[1].replace('.', '').lower()})", markdown
+    )
+
+
+def _reference() -> dict[str, str]:
+    loader = griffe.GriffeLoader(search_paths=[ROOT], allow_inspection=False)
+    for package in PACKAGES:
+        loader.load(package)
+    loader.resolve_aliases(implicit=True, external=False)
+    pages, undocumented = {}, []
+    shared = {target.canonical_path for _, target in _public(loader, "hvdlite")}
+    for module in MODULES:
+        own, others = [], []
+        for name, target in _public(loader, module):
+            if not target.has_docstring and "__doc__" not in target.members:
+                undocumented.append(f"{module}.{name}")
+            elif module in PACKAGES[1:] and target.canonical_path in shared:
+                others.append(name)
+            elif target.kind is not griffe.Kind.MODULE:
+                own.append(name)
+        pages[f"reference/{module}.md"] = _page(loader, module, own, others)
+    if undocumented:
+        raise PluginError(f"public names without a docstring: {', '.join(undocumented)}")
+    return pages
+
+
+def _public(loader: griffe.GriffeLoader, module: str) -> Iterator[tuple[str, Any]]:
+    """The public names of a module, and what they stand for."""
+    found = loader.modules_collection[module]
+    for name in sorted(found.exports or (each for each in found.members if not each.startswith("_"))):
+        member = found.members[str(name)]
+        if found.exports is None and member.is_alias:
+            continue
+        target = member.final_target if member.is_alias else member
+        yield str(name), target
+
+
+def _page(loader: griffe.GriffeLoader, module: str, own: list[str], others: list[str]) -> str:
+    docstring = loader.modules_collection[module].docstring
+    parts = [f"# {module}\n", docstring.value if docstring else ""]
+    if any("Examples:" in (each.docstring.value if each.docstring else "") for _, each in _public(loader, module)):
+        parts.append(
+            "The examples show ranks that are threads of one process. They begin with `import hvdlite`, `import numpy as np` "
+            "and `from hvdlite.testing import on_ranks`, and the tests run them.\n"
+        )
+    if others:
+        links = ", ".join(f"[`{name}`][hvdlite.{name}]" for name in others)
+        parts.append(f"These names are those of [hvdlite](hvdlite.md): {links}.\n")
+    for name in own:
+        parts.append(f"::: {module}.{name}\n")
+        target = dict(_public(loader, module))[name]
+        if not target.has_docstring:  # it has that of its base: ``__doc__ = Base.__doc__``
+            (base,) = target.resolved_bases
+            parts.append(f"The same as [{base.canonical_path}][], and the methods above.\n")
+    return "\n\n".join(parts)
