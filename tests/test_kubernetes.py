@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hvdlite.launch.cli import _parser
+from hvdlite.launch.parser import make_parser
 from tests import hosts as lab
 from tests.jobs import LIMIT, ROOT
 
@@ -58,7 +58,7 @@ def test_a_job_fits_hvdliterun_and_the_image(name: str) -> None:
     job = parts(name)
     program, *words = job["command"]
     assert program == "hvdliterun"
-    options = _parser().parse_args(words)
+    options = make_parser().parse_args(words)
     workers, slots = job["counts"]
     assert options.num_proc == workers * slots
     assert options.hosts is None and options.hostfile is None  # the operator's hostfile is found by its variable

@@ -17,7 +17,8 @@ from hvdlite import api
 from hvdlite.adapter.async_sgd.checkpoint import check_path, write_whole
 from hvdlite.config import Config
 from hvdlite.errors import LaunchError
-from hvdlite.launch.cli import _parser, job_spec
+from hvdlite.launch.cli import job_spec
+from hvdlite.launch.parser import make_parser
 from hvdlite.testing import on_ranks
 from hvdlite_torch.async_sgd.part import TorchPart
 
@@ -136,7 +137,7 @@ def test_gradients_are_not_exchanged_with_ranks_that_only_serve(shard: bool) -> 
 
 
 def test_as_many_servers_as_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = _parser().parse_args(["-np", "2", "--servers", "2", "train.py"])
+    options = make_parser().parse_args(["-np", "2", "--servers", "2", "train.py"])
     with pytest.raises(LaunchError, match=r"--servers 2: 2 ranks \(-np\) leave no rank to train"):
         job_spec(options, {})
     monkeypatch.setenv("HVDLITE_SERVERS", "-1")

@@ -14,7 +14,7 @@ from hvdlite.compat.settings_table import FLAGS, VARIABLES
 from hvdlite.compat.table import MODULES, NOTES, RESULTS
 from hvdlite.config import Config
 from hvdlite.errors import MissingPackageError
-from hvdlite.launch import cli
+from hvdlite.launch import parser
 
 _RENAMED_FLAGS = {"--mpi"}
 """Flags that hvdliterun and horovodrun both have, with different meanings."""
@@ -115,7 +115,7 @@ def of_variable(name: str) -> Status:
 
 def of_flag(flag: str) -> Status:
     """Return the status of a flag of horovodrun, such as "--fusion-threshold-mb"."""
-    if flag in cli.flags() - _RENAMED_FLAGS:
+    if flag in parser.flags() - _RENAMED_FLAGS:
         return SUPPORTED
     if flag not in FLAGS:
         return Status("missing", "unknown to hvdliterun, and to horovodrun")

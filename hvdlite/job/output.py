@@ -110,14 +110,22 @@ class Output:
         tagged: Start each line with the number of its rank.
         directory: A folder that keeps each stream unchanged too, in ``rank.N/stdout`` and ``rank.N/stderr``.
         timed: Start each line with the time.
+        only: The rank whose output is shown; None for all. The folder has the output of all.
     """
 
     def __init__(
-        self, stdout: Sink, stderr: Sink, tagged: bool, directory: Path | None = None, timed: bool = False
+        self,
+        stdout: Sink,
+        stderr: Sink,
+        tagged: bool,
+        directory: Path | None = None,
+        timed: bool = False,
+        only: int | None = None,
     ) -> None:
         self._sinks = {"stdout": stdout, "stderr": stderr}
         self._tagged = tagged
         self._timed = timed
+        self._only = only
         self._directory = directory
         self._sources: dict[tuple[int, str], _Source] = {}
         self._told: set[str] = set()
@@ -148,6 +156,8 @@ class Output:
         source = self._source(rank, name)
         now = time.monotonic() + (_BULK_SECONDS if len(data) >= _BULK else 0.0)
         self._keep(source, data)
+        if self._only not in (None, rank):
+            return
         ended, newline, rest = data.rpartition(b"\n")
         screen = self._screen[name]
         mine = self._open.get(screen, (None, ""))[0] is source

@@ -1,8 +1,9 @@
-"""``hvdliterun``: its options, and the job that they describe."""
+"""``hvdliterun``: the job that its options describe, and how often it is started."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import signal
@@ -12,167 +13,31 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hvdlite.errors import LaunchError
+from hvdlite.job.failures import Failure
 from hvdlite.job.hosts import check_ranks_here, is_local
 from hvdlite.job.job import Job, JobSpec
-from hvdlite.job.mpi import PROGRAMS, Placement, find_mpi, worker_command
+from hvdlite.job.mpi import Placement, find_mpi, worker_command
 from hvdlite.job.output import Output, Sink
 from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.check_build import check_build, own_version
 from hvdlite.launch.elastic.janitor import Janitor
-from hvdlite.launch.elastic.options import ElasticOptions, add_options, elastic_options, is_elastic
+from hvdlite.launch.elastic.options import ElasticOptions, elastic_options, is_elastic
 from hvdlite.launch.horovod import check_interpreter, job_environment
-from hvdlite.launch.horovod_flags import FLAGS
-from hvdlite.launch.where import Where, add_where, positive_int
+from hvdlite.launch.parser import make_parser, tell_of_foreign, without_bare_mpi
+from hvdlite.launch.where import AUTO, Where, slots_here
 from hvdlite.worker import orphans
 from hvdlite.worker.shared_memory import new_directory
 
 USAGE_ERROR = 2
 
-_DESCRIPTION = """\
-Run a program on several processes (ranks) that can talk to each other over MPI.
-
-  hvdliterun -np 4 train.py                        four ranks on this machine
-  hvdliterun -np 4 python -m package.train --lr 1  the same, as with python
-  hvdliterun -np 8 -H node1:4,node2:4 train.py     two hosts, four ranks each, over ssh
-
-When a rank fails (an exception, sys.exit(3), a crash, kill -9), all ranks are ended within three
-seconds, its traceback is printed last, and hvdliterun has its exit code (128 + signal for signals).
-"""
-
-_EPILOG = """\
-"python" and "python3" mean the interpreter that hvdliterun itself runs with; give a path for another.
-Other commands (a shell script, a compiled program) are run as they are. They are watched in the
-same way, but cannot tell more than their exit code: there is no traceback at the end, and "finished"
-means exit code 0.
-
-All environment variables are forwarded to the ranks. Standard input is not: ranks read end of file.
-All hosts need the same Python environment and program under the same paths.
-"""
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hvdliterun",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("-v", "--version", action="store_true", help="print the version, and leave")
-    add("-cb", "--check-build", action="store_true", help="print what is installed and found, and leave")
-    add("--doctor", action="store_true", help="run hvdlite doctor with the same ranks and hosts (docs/doctor.md)")
-    add_where(parser)
-    add("--start-timeout", metavar="S", type=_positive, default=30.0, help="seconds until all ranks run (30)")
-    add("--horovod", action="store_true", help="the program is written for Horovod: its `import horovod` means hvdlite")
-    add(
-        "--binding-args", metavar="ARGS", default="", help="arguments for mpirun that bind the ranks, before --mpi-args"
-    )
-    add("--verbose", action="store_true", help="show the mpirun command, and all that mpirun prints")
-    add("--no-tag-output", action="store_true", help='no "[rank] " before each line (there is none with -np 1)')
-    stamp = "-prefix-timestamp", "--prefix-output-with-timestamp"
-    add(*stamp, dest="prefix_timestamp", action="store_true", help="the time before each line")
-    add("--output-filename", metavar="DIR", help="also keep each rank's output in DIR/rank.N/stdout and stderr")
-    add(
-        "--servers",
-        metavar="N",
-        type=positive_int,
-        help="the last N ranks only serve parameters (docs/asynchronous.md)",
-    )
-    elastic = parser.add_argument_group(
-        "elastic jobs, which go on when ranks fail and hosts come or go (docs/elastic.md)"
-    )
-    add_options(elastic.add_argument, positive_int, _whole, _positive)
-    add("--fusion-threshold-mb", metavar="MB", type=_not_negative, help="tensors fused into one exchange, at most")
-    add("--autotune", action="store_true", help="search for the fastest way to exchange gradients in the first steps")
-    add("--autotune-log-file", metavar="FILE", help="record that search in FILE, as CSV")
-    add("--timeline-filename", metavar="FILE", help="write a timeline to FILE (see docs/timeline.md)")
-    cycles = argparse.BooleanOptionalAction
-    add("--timeline-mark-cycles", action=cycles, help="mark in it when the ranks agreed on what to run")
-    stalls = parser.add_mutually_exclusive_group()
-    stalls.add_argument(
-        "--stall-check", action="store_true", help="report waits after 10 s, and end the job after 300 s (60, 1800)"
-    )
-    stalls.add_argument("--no-stall-check", action="store_true", help="neither report waits nor end the job for them")
-    add("--stall-check-warning-time-seconds", metavar="S", type=_positive, help="say who is missing after S (60)")
-    add("--stall-check-shutdown-time-seconds", metavar="S", type=_not_negative, help="end it after S (1800; 0: never)")
-    for name, flag in FLAGS.items():
-        add(name, action=_Foreign, nargs=None if flag.takes_value else 0, help=argparse.SUPPRESS)
-    add("command", nargs=argparse.REMAINDER, metavar="command ...", help="the program and its arguments")
-    return parser
-
-
-def flags() -> set[str]:
-    """Return the flags of ``hvdliterun`` in all their spellings, without those that only horovodrun has."""
-    return {flag for action in _parser()._actions for flag in action.option_strings} - set(FLAGS)
-
-
-class _Foreign(argparse.Action):
-    """The argparse action of a flag that only horovodrun has: it notes the flag for a message, or refuses it."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        flag = FLAGS[str(option_string)]
-        if not flag.is_taken:
-            parser.error(f"{option_string} is horovodrun's: {flag.why}")
-        namespace.foreign = [*(getattr(namespace, "foreign", None) or []), str(option_string)]
-
-
-def _without_bare_mpi(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Leave out ``--mpi`` if no MPI's name follows, as in horovodrun: else it would take the program's name for one."""
-    rest = list(words)
-    index = 0
-    while index < len(rest) and rest[index].startswith("-") and rest[index] != "--":
-        if rest[index] == "--mpi" and (index + 1 == len(rest) or rest[index + 1] not in PROGRAMS):
-            del rest[index]
-            continue
-        action = parser._option_string_actions.get(rest[index].partition("=")[0])
-        values = 0 if action is None or "=" in rest[index] else 1 if action.nargs is None else int(action.nargs)
-        index += 1 + values
-    return rest
-
-
-def _tell_of_foreign(names: Sequence[str]) -> None:
-    """Print why flags of horovodrun have no effect: one line for all flags with the same reason."""
-    reasons = dict.fromkeys(FLAGS[name].why for name in names)
-    for why in reasons:
-        same = dict.fromkeys(name for name in names if FLAGS[name].why == why)
-        print(f"hvdliterun: {', '.join(same)}: no effect, {why}.", file=sys.stderr)
-
-
-def _whole(text: str) -> int:
-    return 0 if re.fullmatch("0+", text) else positive_int(text)
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hvdliterun`` with these arguments, by default those of the process, and return its exit code."""
     _open_standard_streams()
-    parser = _parser()
+    parser = make_parser()
     words = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(_without_bare_mpi(words, parser))
-    _tell_of_foreign(getattr(options, "foreign", None) or [])
+    options = parser.parse_args(without_bare_mpi(words, parser))
+    tell_of_foreign(getattr(options, "foreign", None) or [])
     if options.version:
         print(own_version())
         return 0
@@ -181,23 +46,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.doctor:
         _become_doctor(options)
+    return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the job that the options describe, and return the exit code."""
     output: Output | None = None
     janitor: Janitor | None = None
     words_at_end = ""
     try:
+        options.num_proc = _counted(options, os.environ)
         elastic = elastic_options(options, os.environ) if is_elastic(options) else None
         spec = job_spec(options, os.environ, elastic)
+        _check_output(options, elastic)
         tagged = (elastic is not None or options.num_proc > 1) and not options.no_tag_output
         folder = make_folder(options.output_filename)
         orphans.adopt()
-        output = Output(Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp)
+        output = Output(
+            Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp, only=options.console_rank
+        )
         if elastic is not None:
             supervisor, janitor = elastic.supervise(spec, output)
             failure = supervisor.run()
         else:
-            job = Job(spec, output)
-            failure = job.run()
-            words_at_end = job.trainings.describe()
+            failure, words_at_end = _run_again(spec, output, options.max_restarts)
     except LaunchError as error:
         print(f"hvdliterun: {error}", file=sys.stderr)
         return USAGE_ERROR
@@ -215,6 +87,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     sys.stderr.write(failure.describe())
     return failure.code
+
+
+def _run_again(spec: JobSpec, output: Output, restarts: int) -> tuple[Failure | None, str]:
+    """Run a job, and again if it fails, up to so many times. Return the last failure, and what is to be said at the end."""
+    for restart in range(restarts + 1):
+        job = Job(spec, output)
+        failure = job.run()
+        if failure is None or failure.is_final or restart == restarts:
+            break
+        output.end_lines()
+        output.say(f"{failure.describe()}hvdliterun: start again ({restart + 1} of {restarts}).\n")
+        shared = new_directory(spec.mpi.flavour)
+        spec = dataclasses.replace(spec, placement=dataclasses.replace(spec.placement, shared_directory=shared))
+    return failure, job.trainings.describe()
+
+
+def _counted(options: argparse.Namespace, environ: Mapping[str, str]) -> int | None:
+    """Return the number of ranks; for ``-np auto``, count the slots of the hosts, or the GPUs or cores of this machine.
+
+    Raises:
+        LaunchError: The slots cannot be counted here.
+    """
+    if options.num_proc != AUTO:
+        return options.num_proc  # type: ignore[no-any-return]
+    if options.hosts is not None or options.hostfile is not None:
+        named = choose_hosts(options.hosts, options.hostfile, 1, environ)
+        return sum(host.slots for host in named.hosts)
+    if choose_hosts(None, None, 1, environ).hosts:
+        raise LaunchError(
+            "-np auto counts GPUs or cores of this machine, or the slots of -H or --hostfile. Here is an allocation of several "
+            "hosts: give -np N, the number of its tasks."
+        )
+    return slots_here(environ)
+
+
+def _check_output(options: argparse.Namespace, elastic: ElasticOptions | None) -> None:
+    """Raise LaunchError if options contradict each other that are not about the job itself."""
+    if options.console_rank is not None and elastic is None and options.console_rank >= options.num_proc:
+        raise LaunchError(
+            f"--console-rank {options.console_rank}: the job has ranks 0 to {options.num_proc - 1} (-np), so nothing would be "
+            "shown."
+        )
+    if elastic is not None and options.max_restarts:
+        raise LaunchError("--max-restarts is for jobs that are not elastic: elastic ones have --reset-limit N.")
 
 
 def _become_doctor(options: argparse.Namespace) -> NoReturn:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from hvdlite.job.mpi import PROGRAMS
 
 
-def add_where(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a parser."""
+AUTO = 0
+"""The number of ranks that ``-np auto`` stands for, until they are counted."""
+
+
+def add_where(parser: argparse._ActionsContainer) -> None:
+    """Add the options to a parser, or to a group of one."""
     add = parser.add_argument
-    add("-np", "--num-proc", metavar="N", type=positive_int, help="number of ranks")
+    add("-np", "--num-proc", metavar="N", type=_number, help='number of ranks; "auto": the GPUs here, else the cores')
     where = parser.add_mutually_exclusive_group()
     where.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts, and how many ranks each takes")
     where.add_argument("-hostfile", "--hostfile", metavar="FILE", help='the same as lines "host slots=N"')
@@ -21,6 +27,19 @@ def add_where(parser: argparse.ArgumentParser) -> None:
     add("--network-interface", "--network-interfaces", metavar="NIC,...", help="network that the hosts share")
     add("--mpi", choices=tuple(PROGRAMS), help="which MPI to use, where both are installed")
     add("--mpi-args", metavar="ARGS", default="", help="more arguments for mpirun, in quotes")
+
+
+def _number(text: str) -> int:
+    return AUTO if text == "auto" else positive_int(text)
+
+
+def slots_here(environ: Mapping[str, str]) -> int:
+    """Return how many ranks suit this machine: one for each NVIDIA GPU that a program sees, or for each core if there is none."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = len([name for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name)])
+    if visible is not None:
+        gpus = min(gpus, len([each for each in visible.split(",") if each.strip() not in ("", "-1")]))
+    return gpus or len(os.sched_getaffinity(0))
 
 
 def positive_int(text: str) -> int:
