@@ -29,6 +29,7 @@ PROGRAMS = {
     "docs/tutorial_torch.md": "torch",
     "docs/tutorial_arrays.md": "torch",
     "docs/from_ddp.md": "torch",
+    "docs/elastic.md": "torch",
     "docs/tutorial_keras.md": "tf",
     "docs/from_multiworker.md": "tf",
 }
@@ -173,6 +174,13 @@ PARTS: dict[tuple[str, str], tuple[str, str, str]] = {
         + "strategy = hvd.Strategy()\n"
         + "dataset_of_global_batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(256)",
         "",
+    ),
+    ("docs/checkpoints.md", "hvd.checkpoint.load("): (
+        "torch",
+        _TORCH
+        + "import os, tempfile\nos.chdir(hvd.broadcast_object(tempfile.mkdtemp()))\nepochs = 2\n"
+        + "optimizer = hvd.DistributedOptimizer(optimizer)",
+        "assert hvd.checkpoint.load('checkpoints', model=model, optimizer=optimizer)['epoch'] == 2",
     ),
     ("docs/loggers.md", "SummaryWriter"): (
         "torch",
