@@ -32,6 +32,7 @@ EXTRAS = {
     "examples": ["scikit-learn", "tqdm", "matplotlib", "gymnasium", "tensorboard"],
     "serve": ["starlette>=1", "uvicorn>=0.40", "httptools>=0.6", "msgpack>=1", "prometheus_client>=0.20"],
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings-python>=2"],
+    "completion": ["shtab>=1.7"],
     "frameworks": ["lightning>=2.6", "accelerate>=1.15", "transformers>=5"],
 }
 EXTRAS["test"] = [
@@ -41,6 +42,7 @@ EXTRAS["test"] = [
     *EXTRAS["large-batch"],
     *EXTRAS["examples"],
     *EXTRAS["serve"],
+    *EXTRAS["completion"],
     "array-api-strict",
     "httpx",
     "hypothesis",

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from hvdlite import cli
-from hvdlite.launch import cli as launcher
+from hvdlite.launch.parser import make_parser
 from tests import page_blocks
 from tests.jobs import ROOT, Start, run_each
 from tests.pages import program_of
@@ -172,7 +172,7 @@ def test_command_lines(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command line of ours is one that the real parsers take."""
     for command in command_lines(page):
         program, *words = shlex.split(command)
-        parser: argparse.ArgumentParser = launcher._parser() if program == "hvdliterun" else cli._parser()
+        parser: argparse.ArgumentParser = make_parser() if program == "hvdliterun" else cli._parser()
         if program == "hvdlite" and "--" in words:
             words = words[: words.index("--")]
         with contextlib.suppress(SystemExit):

@@ -16,6 +16,7 @@ from hvdlite.api import in_world, world
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError, MismatchError
 from hvdlite.launch import cli
+from hvdlite.launch.parser import make_parser
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
 from hvdlite.topology import Members
@@ -246,7 +247,7 @@ def test_time_in_which_the_process_was_stopped_is_nobodys_wait(monkeypatch: pyte
     ],
 )
 def test_the_limits_that_options_set(flags: list[str], disabled: bool, report: float, end: float) -> None:
-    options = cli._parser().parse_args([*flags, "-np", "2", "train.py"])
+    options = make_parser().parse_args([*flags, "-np", "2", "train.py"])
     settings = {name: str(value) for name, value in cli._stall_settings(options).items() if value is not None}
     config = Config.from_env(settings)
     assert (config.stall_check_disable, config.stall_check_time_seconds) == (disabled, report)

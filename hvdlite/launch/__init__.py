@@ -1,11 +1,14 @@
 """How a user starts a job: by hvdliterun or by `hvdlite.run`. Both make a `JobSpec`, and `hvdlite.job` runs it.
 
 __main__.py            runs cli.py for ``python -m hvdlite.launch``
-cli.py                 reads the options of hvdliterun
+cli.py                 makes a job of the options of hvdliterun, and runs it
+ |- parser.py          reads these options
+ |- completion.py      prints what makes a shell complete them
  |- elastic/           runs jobs that go on when ranks fail and hosts come or go
  |- horovod_flags.py   lists the flags that only horovodrun has
  |- horovod.py         makes ``import horovod`` mean hvdlite in a job
  |- where.py           has the options that name ranks and hosts, which other commands have too
+ |- settings.py        is ``hvdlite env``
  |- check_build.py     lists what is installed, for --check-build
  '- allocation.py      chooses the hosts if the user names none: those of Slurm, PBS or LSF, or of a default hostfile
 run_function.py        is `hvdlite.run`; it takes its checks and its choice of hosts from cli.py

@@ -24,7 +24,7 @@ from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.options import ElasticOptions, elastic_options, is_elastic
 from hvdlite.launch.horovod import check_interpreter, job_environment
 from hvdlite.launch.parser import make_parser, tell_of_foreign, without_bare_mpi
-from hvdlite.launch.where import AUTO, Where, slots_here
+from hvdlite.launch.where import Where, count_ranks
 from hvdlite.worker import orphans
 from hvdlite.worker.shared_memory import new_directory
 
@@ -55,16 +55,14 @@ def _run(options: argparse.Namespace) -> int:
     janitor: Janitor | None = None
     words_at_end = ""
     try:
-        options.num_proc = _counted(options, os.environ)
+        options.num_proc = count_ranks(Where.of(options), os.environ)
         elastic = elastic_options(options, os.environ) if is_elastic(options) else None
         spec = job_spec(options, os.environ, elastic)
         _check_output(options, elastic)
         tagged = (elastic is not None or options.num_proc > 1) and not options.no_tag_output
         folder = make_folder(options.output_filename)
         orphans.adopt()
-        output = Output(
-            Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp, only=options.console_rank
-        )
+        output = Output(Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp, only=options.console_rank)
         if elastic is not None:
             supervisor, janitor = elastic.supervise(spec, output)
             failure = supervisor.run()
@@ -103,25 +101,6 @@ def _run_again(spec: JobSpec, output: Output, restarts: int) -> tuple[Failure | 
     return failure, job.trainings.describe()
 
 
-def _counted(options: argparse.Namespace, environ: Mapping[str, str]) -> int | None:
-    """Return the number of ranks; for ``-np auto``, count the slots of the hosts, or the GPUs or cores of this machine.
-
-    Raises:
-        LaunchError: The slots cannot be counted here.
-    """
-    if options.num_proc != AUTO:
-        return options.num_proc  # type: ignore[no-any-return]
-    if options.hosts is not None or options.hostfile is not None:
-        named = choose_hosts(options.hosts, options.hostfile, 1, environ)
-        return sum(host.slots for host in named.hosts)
-    if choose_hosts(None, None, 1, environ).hosts:
-        raise LaunchError(
-            "-np auto counts GPUs or cores of this machine, or the slots of -H or --hostfile. Here is an allocation of several "
-            "hosts: give -np N, the number of its tasks."
-        )
-    return slots_here(environ)
-
-
 def _check_output(options: argparse.Namespace, elastic: ElasticOptions | None) -> None:
     """Raise LaunchError if options contradict each other that are not about the job itself."""
     if options.console_rank is not None and elastic is None and options.console_rank >= options.num_proc:
@@ -136,7 +115,7 @@ def _check_output(options: argparse.Namespace, elastic: ElasticOptions | None) -
 def _become_doctor(options: argparse.Namespace) -> NoReturn:
     """Become ``hvdlite doctor`` for the ranks that the options describe, and for the program if it is one of Python."""
     where = Where.of(options)
-    words = [*(["-np", str(where.num_proc)] if where.num_proc else []), *where.words()]
+    words = [*(["-np", str(where.num_proc or "auto")] if where.num_proc is not None else []), *where.words()]
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if command and re.fullmatch(r"python(\d+(\.\d+)?)?", os.path.basename(command[0])):
         command = command[1:]

@@ -60,9 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     horovod = parser.add_argument_group("programs written for Horovod (docs/from_horovod.md)")
     horovod.add_argument("--horovod", action="store_true", help="their `import horovod` means hvdlite")
     for name, flag in FLAGS.items():
-        horovod.add_argument(
-            name, action=_Foreign, nargs=None if flag.takes_value else 0, help=argparse.SUPPRESS
-        )
+        horovod.add_argument(name, action=_Foreign, nargs=None if flag.takes_value else 0, help=argparse.SUPPRESS)
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="the program and its arguments")
     return parser
 

@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from hvdlite.errors import LaunchError
 from hvdlite.job.mpi import PROGRAMS
-
+from hvdlite.launch.allocation import choose_hosts
 
 AUTO = 0
 """The number of ranks that ``-np auto`` stands for, until they are counted."""
@@ -31,15 +32,6 @@ def add_where(parser: argparse._ActionsContainer) -> None:
 
 def _number(text: str) -> int:
     return AUTO if text == "auto" else positive_int(text)
-
-
-def slots_here(environ: Mapping[str, str]) -> int:
-    """Return how many ranks suit this machine: one for each NVIDIA GPU that a program sees, or for each core if there is none."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = len([name for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name)])
-    if visible is not None:
-        gpus = min(gpus, len([each for each in visible.split(",") if each.strip() not in ("", "-1")]))
-    return gpus or len(os.sched_getaffinity(0))
 
 
 def positive_int(text: str) -> int:
@@ -71,3 +63,30 @@ class Where:
         """Return the options as arguments of hvdliterun, without the number of ranks."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "num_proc"}
         return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value]
+
+
+def count_ranks(where: Where, environ: Mapping[str, str]) -> int | None:
+    """Return the number of ranks. For ``-np auto``, count the slots of the hosts, or what this machine has.
+
+    Raises:
+        LaunchError: They cannot be counted here, or the hosts cannot be read.
+    """
+    if where.num_proc != AUTO:
+        return where.num_proc
+    if where.hosts is not None or where.hostfile is not None:
+        return sum(host.slots for host in choose_hosts(where.hosts, where.hostfile, 1, environ).hosts)
+    if choose_hosts(None, None, 1, environ).hosts:
+        raise LaunchError(
+            "-np auto counts the slots of -H or --hostfile, or the GPUs or cores of this machine. Here is an allocation of "
+            "hosts: give -np N, the number of its tasks."
+        )
+    return _slots_here(environ)
+
+
+def _slots_here(environ: Mapping[str, str]) -> int:
+    """Return how many ranks suit this machine: one for each NVIDIA GPU that a program sees; without any, one for each core."""
+    gpus = len([name for name in os.listdir("/dev") if re.fullmatch("nvidia[0-9]+", name)])
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = min(gpus, len([each for each in visible.split(",") if each.strip() not in ("", "-1")]))
+    return gpus or len(os.sched_getaffinity(0))
