@@ -18,7 +18,14 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("hvdlite", "hvdlite_torch", "hvdlite_tf")
-MODULES = (*PACKAGES, "hvdlite_tf.callbacks", "hvdlite.errors", "hvdlite.testing")
+MODULES = (
+    *PACKAGES,
+    "hvdlite_tf.callbacks",
+    "hvdlite.elastic",
+    "hvdlite.checkpoint",
+    "hvdlite.errors",
+    "hvdlite.testing",
+)
 """What the reference describes. Names of `hvdlite` that the other packages have too are described once."""
 
 
