@@ -569,6 +569,7 @@ def test_ctrl_c() -> None:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's job in the background ignores it
     )
     assert process.stderr is not None
     while "starting MPI" not in (line := process.stderr.readline()):

@@ -129,7 +129,9 @@ class KerasTraining(AsyncTraining[Array]):
     def _warn_of_changes(self) -> None:
         """Warn of weights that the program has changed since the last pull, before the servers' weights replace them."""
         served = self._keras.served
-        variables = [*enumerate(self._latest())][: served.counter] if self._has_pulled else []
+        # After a failure, some of the values may be newer than the variables.
+        knows = self._has_pulled and not self._failure
+        variables = [*enumerate(self._latest())][: served.counter] if knows else []
         changed = [self._keras.names[n] for n, value in variables if served.read(n).tobytes() != value.tobytes()]
         if changed:
             warnings.warn(
