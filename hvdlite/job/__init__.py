@@ -11,5 +11,6 @@ job.py              runs one job from start to end
  |- elastic.py      tells the ranks of an elastic job what becomes of the hosts, and hears what they have committed
  |- trainings.py    goes on without ranks, or lets a rank save, where trainings with a parameter server want that
  |- failures.py     finds the rank that failed first, and describes the failure
+ |- signals.py      lets a job handle the signals by which a user ends it
  '- output.py       prints the output of the ranks in whole lines, tagged by rank
 """

@@ -12,20 +12,18 @@ which the job goes on (`trainings.py`).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import shutil
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
 from hvdlite.config import Config
 from hvdlite.errors import LaunchError
-from hvdlite.job import failures, ssh
+from hvdlite.job import failures, signals, ssh
 from hvdlite.job.failures import Failure
 from hvdlite.job.hosts import control_host
 from hvdlite.job.mpi import Mpi, Placement, command, environment
@@ -45,7 +43,6 @@ _GRACE_SECONDS = 1.0  # between TERM and KILL for the ranks, after a failure
 _INTERRUPT_GRACE_SECONDS = 3.0  # between TERM and KILL for the ranks, after Ctrl-C
 _LINGER_SECONDS = 0.5  # for the MPI launcher to end, once its ranks should be gone
 _SUSPENDED_SECONDS = 1.0  # hvdliterun itself was stopped if so long has passed since it last looked
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _EXIT_NOTE_SECONDS = 10.0
 
 
@@ -125,7 +122,7 @@ class Job:
         _allow_files(placement.num_proc + STRANGERS + _OWN_FILES)
         self._server = Server(_checked_address(self._spec, self._output.say))
         try:
-            with self._signals():
+            with signals.handled_by(self._on_signal):
                 self._start()
                 try:
                     self._watch()
@@ -149,22 +146,10 @@ class Job:
         self._process = MpiProcess(words, environ, self._server, self._output, spec.verbose)
         self._started = time.monotonic()
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._interrupted is not None:
             # The second signal ends the job at once. The guards see the connection close, and kill their ranks.
-            for each in _SIGNALS:  # a third signal would start this a second time
+            for each in signals.ENDS:  # a third signal would start this a second time
                 signal.signal(each, signal.SIG_IGN)
             self._process.kill()
             self._sweep_here()

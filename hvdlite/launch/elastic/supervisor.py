@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
-import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import FrameType
 
 from hvdlite.errors import LaunchError
-from hvdlite.job import failures, ssh
+from hvdlite.job import failures, signals, ssh
 from hvdlite.job.failures import Failure
 from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here
 from hvdlite.job.job import Job, JobSpec
@@ -24,7 +23,6 @@ from hvdlite.launcher_link.generation import CommitId, Generation
 from hvdlite.worker.shared_memory import new_directory
 
 _POLL_SECONDS = 0.1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
@@ -72,7 +70,7 @@ class Supervisor:
             LaunchError: The job cannot be started, and another try would not help.
         """
         try:
-            with self._signals():
+            with signals.handled_by(self._on_signal):  # while no generation runs, which handles them itself
                 while not isinstance(step := self._next(), End):
                     if isinstance(step, Start):
                         self._run(step)
@@ -191,16 +189,6 @@ class Supervisor:
         if not failure.is_final:
             self._output.say(f"hvdliterun: the elastic job ends: {end.why}. The last failure:\n")
         return failure
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Note signals that come while no generation runs."""
-        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._interrupted = number
