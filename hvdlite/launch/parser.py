@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Sequence
 
@@ -11,7 +10,8 @@ from hvdlite.job.mpi import PROGRAMS
 from hvdlite.launch.completion import add_completion
 from hvdlite.launch.elastic.options import add_options
 from hvdlite.launch.horovod_flags import FLAGS
-from hvdlite.launch.where import add_where, positive_int
+from hvdlite.launch.numbers import not_negative, positive, positive_int, whole
+from hvdlite.launch.where import add_where
 
 _DESCRIPTION = """\
 Run a program on several processes (ranks) that can talk to each other over MPI.
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     elastic = parser.add_argument_group(
         "elastic jobs, which go on when ranks fail and hosts come or go (docs/elastic.md)"
     )
-    add_options(elastic.add_argument, positive_int, _whole, _positive)
+    add_options(elastic.add_argument)
     _add_settings(parser.add_argument_group("settings"))
     horovod = parser.add_argument_group("programs written for Horovod (docs/from_horovod.md)")
     horovod.add_argument("--horovod", action="store_true", help="their `import horovod` means hvdlite")
@@ -71,7 +71,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     add(
         "--binding-args", metavar="ARGS", default="", help="arguments for mpirun that bind the ranks, before --mpi-args"
     )
-    add("--start-timeout", metavar="S", type=_positive, default=30.0, help="seconds until all ranks run (30)")
+    add("--start-timeout", metavar="S", type=positive, default=30.0, help="seconds until all ranks run (30)")
     add(
         "--servers",
         metavar="N",
@@ -85,7 +85,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--no-tag-output", action="store_true", help='no "[rank] " before each line (there is none with -np 1)')
     stamp = "--timestamps", "-prefix-timestamp", "--prefix-output-with-timestamp"
     add(*stamp, dest="prefix_timestamp", action="store_true", help="the time before each line")
-    add("--console-rank", metavar="N", type=_whole, help="show the output of rank N only")
+    add("--console-rank", metavar="N", type=whole, help="show the output of rank N only")
     add("--output-filename", metavar="DIR", help="also keep each rank's output in DIR/rank.N/stdout and stderr")
     add("--verbose", action="store_true", help="show the mpirun command, and all that mpirun prints")
 
@@ -95,7 +95,7 @@ def _add_failures(group: argparse._ArgumentGroup) -> None:
     add(
         "--max-restarts",
         metavar="N",
-        type=_whole,
+        type=whole,
         default=0,
         help="start the whole job again when it fails, N times at most (0)",
     )
@@ -104,13 +104,13 @@ def _add_failures(group: argparse._ArgumentGroup) -> None:
         "--stall-check", action="store_true", help="report waits after 10 s, and end the job after 300 s (60, 1800)"
     )
     stalls.add_argument("--no-stall-check", action="store_true", help="neither report waits nor end the job for them")
-    add("--stall-check-warning-time-seconds", metavar="S", type=_positive, help="say who is missing after S (60)")
-    add("--stall-check-shutdown-time-seconds", metavar="S", type=_not_negative, help="end it after S (1800; 0: never)")
+    add("--stall-check-warning-time-seconds", metavar="S", type=positive, help="say who is missing after S (60)")
+    add("--stall-check-shutdown-time-seconds", metavar="S", type=not_negative, help="end it after S (1800; 0: never)")
 
 
 def _add_settings(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--fusion-threshold-mb", metavar="MB", type=_not_negative, help="tensors fused into one exchange, at most")
+    add("--fusion-threshold-mb", metavar="MB", type=not_negative, help="tensors fused into one exchange, at most")
     add("--autotune", action="store_true", help="search for the fastest way to exchange gradients in the first steps")
     add("--autotune-log-file", metavar="FILE", help="record that search in FILE, as CSV")
     add("--timeline-filename", metavar="FILE", help="write a timeline to FILE (see docs/timeline.md)")
@@ -159,24 +159,3 @@ def tell_of_foreign(names: Sequence[str]) -> None:
     for why in reasons:
         same = dict.fromkeys(name for name in names if FLAGS[name].why == why)
         print(f"hvdliterun: {', '.join(same)}: no effect, {why}.", file=sys.stderr)
-
-
-def _whole(text: str) -> int:
-    return 0 if re.fullmatch("0+", text) else positive_int(text)
-
-
-def _not_negative(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _not_negative(text)
-    if value == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value

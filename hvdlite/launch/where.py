@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from hvdlite.errors import LaunchError
 from hvdlite.job.mpi import PROGRAMS
 from hvdlite.launch.allocation import choose_hosts
+from hvdlite.launch.numbers import positive_int
 
 AUTO = 0
 """The number of ranks that ``-np auto`` stands for, until they are counted."""
@@ -32,13 +33,6 @@ def add_where(parser: argparse._ActionsContainer) -> None:
 
 def _number(text: str) -> int:
     return AUTO if text == "auto" else positive_int(text)
-
-
-def positive_int(text: str) -> int:
-    """Read a whole number from 1 on, for argparse."""
-    if not re.fullmatch(r"0*[1-9][0-9]{0,11}", text):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 on")
-    return int(text)
 
 
 @dataclass(frozen=True)

@@ -17,26 +17,15 @@ from hvdlite.launch.elastic.discovery import Discovery, words_of
 from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.policy import Limits
 from hvdlite.launch.elastic.supervisor import Supervisor
+from hvdlite.launch.numbers import positive, positive_int, whole
 from hvdlite.worker.shared_memory import name_in_memory
 
 _ONLY_ELASTIC = ("slots_per_host", "reset_limit", "elastic_timeout", "blacklist_cooldown_range", "commit_directory")
 _NAME = "hvdlite.commits."
 
 
-def add_options(
-    add: Callable[..., object],
-    positive_int: Callable[[str], int],
-    whole: Callable[[str], int],
-    positive: Callable[[str], float],
-) -> None:
-    """Add the options to a parser.
-
-    Args:
-        add: ``add_argument`` of the parser, or of a group of it.
-        positive_int: Reads a whole number from 1 on.
-        whole: Reads a whole number from 0 on.
-        positive: Reads a number above 0.
-    """
+def add_options(add: Callable[..., object]) -> None:
+    """Add the options to a parser by its ``add_argument``, or that of a group of it."""
     add("--min-np", "--min-num-proc", metavar="N", type=positive_int, help="go on with N ranks or more (-np)")
     add("--max-np", "--max-num-proc", metavar="N", type=positive_int, help="use N ranks at most (all slots)")
     add("--host-discovery-script", metavar="SCRIPT", help='prints the hosts, as lines "host:slots", each second')
