@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import cast
 
@@ -30,7 +31,9 @@ from hvdlite.job.mpi import (
 )
 from hvdlite.job.output import Output, Sink
 from hvdlite.job.ranks import Departure, Rank
+from hvdlite.job.reports import Reports
 from hvdlite.job.server import Connection
+from hvdlite.launcher_link.session import Message
 from hvdlite.worker import shared_memory, worker
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
 
@@ -382,6 +385,27 @@ def test_pause_of_a_rank_alone_counts(start: Start, tmp_path: Path) -> None:
     os.kill(rank, signal.SIGCONT)
     (tmp_path / "go").touch()
     assert job.end().code == 0
+
+
+@pytest.mark.parametrize("last", ["exit", "failed"])
+def test_rank_that_ends_while_it_shows_its_stack_was_stopped(last: str) -> None:
+    """A stopped rank runs for a moment to write its stack. If it ends in that moment, it was stopped all the same."""
+    sent: list[str] = []
+    connection = cast(
+        Connection, types.SimpleNamespace(rank=None, is_local=False, send=lambda kind, **_: sent.append(kind))
+    )
+    known, told = ranks.Ranks(1), list[str]()
+    output = cast(Output, None)  # nobody prints
+    take = Reports(known, output, lambda text, *_, **__: told.append(text), function=b"", verbose=False).take
+    take(connection, Message("hello", {"rank": 0, "host": "here", "pid": 7, "guard": 6, "threads": None}, b""))
+    take(connection, Message("stopped", {"signal": signal.SIGSTOP}, b""))
+    later = time.monotonic() + 60
+    assert known.stopped(later, suspended=False) == [] and sent == ["show"]
+    take(connection, Message("continued", {}, b""))
+    if last == "failed":
+        take(connection, Message("failed", {"text": "", "code": 3, "error": ""}, b""))
+    take(connection, Message("exit", {"status": -11, "finished": False, "trace": "", "time": 0.0}, b""))
+    assert known.stopped(later, suspended=False) == [known[0]] and told == []
 
 
 def test_reader_that_leaves_ends_the_job(start: Start) -> None:

@@ -142,7 +142,7 @@ class Ranks:
             if rank.stack_until is None:
                 rank.stack_until = now + _STACK_SECONDS
                 rank.connection.send("show")
-        return [rank for rank in found if rank.stack is not None or now > (rank.stack_until or 0.0)]
+        return [rank for rank in found if rank.stack is not None or rank.exited or now > (rank.stack_until or 0.0)]
 
     def check(self, number: int, size: int | None = None) -> None:
         """Raise ProtocolError if the job has no rank of this number, or not `size` ranks."""

@@ -104,7 +104,7 @@ class Reports:
             case "done":
                 rank.finished, rank.used_mpi = True, fields["used"]
                 self._check_start_of_mpi()
-            case "failed":
+            case "failed" if rank.stack_until is None:
                 rank.reported = True
                 text = fields["text"] or f"{rank} ended with exit code {fields['code']}.\n"
                 consequence = failures.is_consequence(fields["error"])
@@ -144,8 +144,8 @@ class Reports:
             )
 
     def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
-        if rank.reported or (status == 0 and rank.finished):
-            return
+        if rank.reported or rank.stack_until is not None or (status == 0 and rank.finished):
+            return  # a stopped rank that shows its stack is a failure already, and `Ranks.stopped` says which
         if (
             rank.asked
         ):  # the MPI launcher or somebody else sent the guard a SIGTERM: the launcher ends too, see describe_end

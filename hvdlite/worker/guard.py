@@ -19,7 +19,7 @@ from typing import Any
 from ..launcher_link.link import Channel
 from ..launcher_link.session import clip
 from . import orphans, shared_memory
-from .program import STACK_SIGNAL, without_own_frames
+from .program import STACK_SIGNAL, signal_main_thread, without_own_frames
 
 _KILL_AT_ONCE = 0.0
 _DRAIN_SECONDS = 0.5
@@ -154,7 +154,7 @@ class Guard:
         if STACK_SIGNAL is None or self._status is not None:
             return ""
         before, deadline = len(self._report_text), time.monotonic() + _STACK_SECONDS
-        os.kill(self._child, STACK_SIGNAL)
+        signal_main_thread(self._child, STACK_SIGNAL)
         os.kill(self._child, signal.SIGCONT)
         while (
             reports := [pipe for pipe, name in self._pipes.items() if name == "reports"]
