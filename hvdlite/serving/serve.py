@@ -13,7 +13,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.serving.options import Options
 from hvdlite.serving.servable import Servable
 
-_PACKAGES = ("starlette", "uvicorn", "msgpack", "prometheus_client")
+_PACKAGES = ("starlette", "uvicorn", "uvloop", "orjson", "msgpack", "prometheus_client")
 
 
 def serve(predict: str | Callable[[Any], Any] | Servable, **settings: Any) -> None:

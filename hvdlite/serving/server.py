@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import uvicorn
+import uvloop
 
 from hvdlite.errors import ArgumentError, LaunchError
 from hvdlite.serving.chooser import AutoWait, choosing
@@ -80,7 +81,7 @@ class Server:
             LaunchError: The replicas cannot start.
         """
         with contextlib.closing(self._socket), _chooser(self._options) as chooser:
-            asyncio.run(self._serve(chooser, ready))
+            uvloop.run(self._serve(chooser, ready))
 
     def stop(self) -> None:
         """End the server, from any thread."""

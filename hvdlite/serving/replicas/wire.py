@@ -20,6 +20,9 @@ Buffer = bytes | bytearray | memoryview
 _LENGTHS = struct.Struct("<IQ")
 """The numbers of bytes of the header and of the rest."""
 
+_SMALL = 2**14
+"""An array of fewer bytes is copied sooner than a view of it is made."""
+
 
 def frame(header: Any, buffers: Sequence[Buffer] = ()) -> list[Buffer]:
     """Return a frame in pieces, to be sent one after the other."""
@@ -62,7 +65,9 @@ def unpack(how: Any, data: bytearray) -> list[Any] | Array:
     return values
 
 
-def _bytes_of(array: Array) -> memoryview:
+def _bytes_of(array: Array) -> Buffer:
+    if array.nbytes < _SMALL:
+        return array.tobytes()
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
