@@ -11,7 +11,7 @@ from hvdlite.serving.chooser.arrivals import Arrivals
 from hvdlite.serving.chooser.queue import Predictions
 from hvdlite.serving.chooser.service_time import ServiceTime
 
-MARGIN = 0.03  # of the bound: for what the prediction does not know
+MARGIN = 0.06  # of the bound: for what the prediction does not know
 SAME_LOAD, SAME_DISPERSION, SAME_TIME = 0.03, 0.3, 0.02  # up to such parts, nothing has changed
 ALIKE = 0.01  # waits that differ by less than this are equally good
 
