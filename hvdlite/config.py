@@ -100,12 +100,16 @@ class Config:
                 raise ArgumentError(f"{variable}={environ[variable]}: {advice}")
         values: dict[str, Any] = {}
         for field in fields(cls):
-            for prefix in ("HVDLITE_", "HOROVOD_"):
-                variable = prefix + field.name.upper()
-                if variable in environ:
-                    values[field.name] = _parse(variable, environ[variable], type(field.default))
-                    break
+            variable = variable_of(field.name, environ)
+            if variable is not None:
+                values[field.name] = _parse(variable, environ[variable], type(field.default))
         return cls(**values)
+
+
+def variable_of(setting: str, environ: Mapping[str, str]) -> str | None:
+    """Return the name of the environment variable that sets a setting, ours before Horovod's; None if neither is there."""
+    names = (prefix + setting.upper() for prefix in ("HVDLITE_", "HOROVOD_"))
+    return next((name for name in names if name in environ), None)
 
 
 _REMOVED = {

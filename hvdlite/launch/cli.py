@@ -71,8 +71,8 @@ def _run(options: argparse.Namespace) -> int:
     except LaunchError as error:
         print(f"hvdliterun: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except KeyboardInterrupt:  # while hosts are checked; once ranks start, the job takes the signal
-        print("hvdliterun: ended by SIGINT, before any rank has started.", file=sys.stderr)
+    except KeyboardInterrupt:  # while hosts are checked, or between two starts; else the job takes the signal
+        print("hvdliterun: ended by SIGINT, while no rank was running.", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
         if janitor is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 
-from hvdlite.config import Config
+from hvdlite.config import Config, variable_of
 from hvdlite.launch.check_build import check_build
 
 _SECRETS = {"control", "generation"}
@@ -19,8 +19,7 @@ def describe_environment(environ: Mapping[str, str]) -> str:
     """
     config, lines = Config.from_env(environ), []
     for field in fields(Config):
-        name, value = field.name.upper(), getattr(config, field.name)
+        value, whence = getattr(config, field.name), variable_of(field.name, environ)
         shown = "(set)" if field.name in _SECRETS and value else value
-        whence = [each for each in (f"HVDLITE_{name}", f"HOROVOD_{name}") if each in environ]
-        lines.append(f"  HVDLITE_{name}: {shown}{f' (from {whence[0]})' if whence else ''}")
+        lines.append(f"  HVDLITE_{field.name.upper()}: {shown}{f' (from {whence})' if whence else ''}")
     return "\n".join([check_build(), "", "Settings:", *lines])
