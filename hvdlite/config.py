@@ -95,9 +95,9 @@ class Config:
         Raises:
             ArgumentError: The value of a variable is not of its type, or its setting does not exist any more.
         """
-        for variable, advice in _REMOVED.items():
-            if environ.get(variable, "").lower() not in _FALSE | {""}:
-                raise ArgumentError(f"{variable}={environ[variable]}: {advice}")
+        for removed, advice in _REMOVED.items():
+            if environ.get(removed, "").lower() not in _FALSE | {""}:
+                raise ArgumentError(f"{removed}={environ[removed]}: {advice}")
         values: dict[str, Any] = {}
         for field in fields(cls):
             variable = variable_of(field.name, environ)

@@ -624,8 +624,12 @@ def test_extensions(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_arguments_of_run_that_do_not_fit() -> None:
-    for arguments in ({"min_num_proc": 1}, {"host_discovery_script": "x"}, {"max_np": 4, "reset_limit": 1}):
-        with pytest.raises(NotYetError, match=next(iter(arguments))):
+    for arguments, words in (
+        ({"min_num_proc": 3, "np": 2}, "expected min <= np <= max"),
+        ({"host_discovery_script": "x", "hosts": "localhost:2"}, "both name the hosts"),
+        ({"reset_limit": 1}, "is for elastic jobs"),
+    ):
+        with pytest.raises(LaunchError, match=words):
             run(print, **arguments)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="one of them at most"):
         run(print, use_gloo=True, use_mpi=True)

@@ -9,8 +9,10 @@ import textwrap
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from hvdlite.compat.runner import run as horovod_run
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
 from hvdlite.launch.run_function import run
 
@@ -129,3 +131,60 @@ def test_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_arguments_in_the_wrong_place(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(ArgumentError, match=words):
         run(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("horovod", [False, True])
+def test_an_elastic_function_goes_on_after_a_failure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], horovod: bool
+) -> None:
+    failed = tmp_path / "failed"
+
+    def train(last: int) -> tuple[int, int, int]:
+        import hvdlite as hvd
+        from hvdlite import elastic
+
+        hvd.init()
+
+        @elastic.run
+        def steps(state: elastic.ObjectState) -> int:
+            began = state.step
+            while state.step < last:
+                state.step += int(hvd.allreduce(np.ones(1), op=hvd.Sum)[0]) // hvd.size()
+                if hvd.rank() == 1 and state.step == 3 and not failed.exists():
+                    failed.touch()
+                    os._exit(5)
+                state.commit()
+            return began
+
+        state = elastic.ObjectState(step=0)
+        return hvd.rank(), steps(state), state.step
+
+    if horovod:
+        results = horovod_run(train, args=(5,), min_np=2, max_np=2, reset_limit=3)
+    else:
+        results = run(train, args=(5,), min_num_proc=2)
+    began = results[0][1]
+    assert began in (2, 3)  # rank 0 may have committed step 3 before it was ended
+    assert results == [(0, began, 5), (1, began, 5)]
+    assert "start again (number 1) with 2 ranks" in capfd.readouterr().err
+    assert not list(Path("/dev/shm").glob(f"hvdlite.commits.{os.getpid()}.*"))
+
+
+def test_an_elastic_function_that_cannot_go_on(tmp_path: Path) -> None:
+    def fails() -> None:
+        import hvdlite as hvd
+
+        hvd.init()
+        if hvd.rank() == 1:
+            raise FileNotFoundError(2, "no data", "train.csv")
+        hvd.allreduce(np.ones(1))
+
+    with pytest.raises(FileNotFoundError, match="train.csv"):
+        run(fails, num_proc=2, max_num_proc=2, reset_limit=0)
+    for wrong, words in (
+        ({"num_proc": 1, "min_num_proc": 2}, "expected min <= np <= max"),
+        ({"reset_limit": 2}, "is for elastic jobs"),
+        ({"min_num_proc": 2, "cooldown_range": (5, 1)}, "expected the shorter time first"),
+    ):
+        with pytest.raises(LaunchError, match=words):
+            run(print, **wrong)  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from hvdlite.errors import ArgumentError, NotYetError
+from hvdlite.errors import ArgumentError
 from hvdlite.launch.horovod import job_environment
 from hvdlite.launch.run_function import run as run_function
 
@@ -44,28 +44,15 @@ def run(
     """Run a function in several ranks, and return what it returned in each, rank 0's result first.
 
     The ranks use MPI, whatever `use_gloo` and `use_mpi` say. Nothing is cached, so `disable_cache` changes nothing. The other
-    arguments are those of `hvdlite.run`, except that `num_proc` is 1 if not given. `np` and `network_interface` are old names
-    of `num_proc` and `network_interfaces`. All exceptions of `hvdlite.run` can be raised too.
+    arguments are those of `hvdlite.run`, except that `num_proc` is 1 if neither it nor `min_num_proc` is given. `np`, `min_np`,
+    `max_np` and `network_interface` are old names of `num_proc`, `min_num_proc`, `max_num_proc` and `network_interfaces`. All
+    exceptions of `hvdlite.run` can be raised too.
 
     Raises:
-        NotYetError: An argument for elastic jobs was given.
         ArgumentError: `use_gloo` and `use_mpi` are both true, or `network_interface` and `network_interfaces` are both given.
     """
-    elastic = {
-        "min_num_proc": min_num_proc,
-        "max_num_proc": max_num_proc,
-        "slots": slots,
-        "reset_limit": reset_limit,
-        "cooldown_range": cooldown_range,
-        "host_discovery_script": host_discovery_script,
-        "min_np": min_np,
-        "max_np": max_np,
-    }
-    if given := [name for name, value in elastic.items() if value is not None]:
-        raise NotYetError(
-            f"horovod.run({', '.join(given)}): elastic jobs are programs, not functions. Start one with hvdliterun --min-np "
-            "(docs/elastic.md), or leave these arguments out, and give num_proc."
-        )
+    fewest = min_np if min_num_proc is None else min_num_proc
+    most = max_np if max_num_proc is None else max_num_proc
     if use_gloo and use_mpi:
         raise ArgumentError(
             "use_gloo=True and use_mpi=True: give one of them at most (ranks speak by MPI in any case)."
@@ -73,7 +60,9 @@ def run(
     if network_interface is not None and network_interfaces is not None:
         raise ArgumentError("network_interface and network_interfaces: they mean the same, give one.")
     interfaces = network_interface if network_interfaces is None else network_interfaces
-    size = num_proc if np is None else np
+    size: int | None = num_proc if np is None else np
+    if size == 1 and fewest is not None:  # 1 is what it is if it is not given
+        size = None
     return run_function(
         func,
         args,
@@ -90,4 +79,10 @@ def run(
         network_interface=interfaces if interfaces is None or isinstance(interfaces, str) else ",".join(interfaces),
         executable=executable,
         env=job_environment(),
+        min_num_proc=fewest,
+        max_num_proc=most,
+        slots=slots,
+        reset_limit=reset_limit,
+        cooldown_range=None if cooldown_range is None else (cooldown_range[0], cooldown_range[1]),
+        host_discovery_script=host_discovery_script,
     )

@@ -228,7 +228,7 @@ NOTES: dict[str, Note] = {
     },
     "horovod.run": Note(
         "changed",
-        "always over MPI: use_gloo, use_mpi and disable_cache change nothing; elastic arguments raise (hvdliterun)",
+        "always over MPI: use_gloo, use_mpi and disable_cache change nothing; elastic: results of the last generation's ranks",
     ),
     "horovod.runner.run": Note("changed", "as horovod.run"),
     "horovod.runner": Note("missing", "parts of Horovod's launcher; start jobs with hvdliterun or hvdlite.run"),

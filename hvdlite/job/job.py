@@ -88,6 +88,7 @@ class Job:
         look: Is called several times a second while the job runs.
 
     Attributes:
+        num_proc: The number of ranks that the job has.
         ranks: The ranks that have said hello.
         elastic: What the ranks of an elastic job have said.
         results: For each rank that has sent a result of `hvdlite.run`: whether its function returned, and the pickled value
@@ -99,6 +100,7 @@ class Job:
         self._spec = spec
         self._output = output
         self._look_elsewhere = look
+        self.num_proc = spec.placement.num_proc
         self.ranks = self._ranks = Ranks(spec.placement.num_proc)
         self._reports = Reports(self._ranks, output, self._fail, function=spec.function, verbose=spec.verbose)
         self.results = self._reports.results

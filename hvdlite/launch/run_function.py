@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import pickle
@@ -20,6 +21,7 @@ from hvdlite.job.job import Job, JobSpec
 from hvdlite.job.mpi import Placement, find_mpi
 from hvdlite.job.output import Output, Sink, TextSink
 from hvdlite.launch.cli import check_not_nested, find_hosts, make_folder
+from hvdlite.launch.elastic.options import ElasticOptions, elastic_options, is_elastic
 from hvdlite.launcher_link.link import Address, request
 from hvdlite.launcher_link.session import Message
 from hvdlite.worker import FILE as WORKER
@@ -46,17 +48,27 @@ def run(
     executable: str | None = None,
     env: Mapping[str, str] | None = None,
     np: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: tuple[float, float] | None = None,
+    host_discovery_script: str | None = None,
+    elastic_timeout: float | None = None,
 ) -> list[T]:
     """Run a function in several ranks, and return what it returned in each.
 
     cloudpickle sends the function to the ranks, so that it may be a lambda, a closure, or a function of a notebook.
     The function need not call ``hvdlite.init()``.
 
+    With `min_num_proc`, `max_num_proc` or `host_discovery_script` the job is elastic: the function, or what it calls, is made
+    so by `hvdlite.elastic.run`, and is called again in every generation of the job.
+
     Args:
         fn: The function that each rank calls.
         args: The positional arguments of the function, the same on every rank.
         kwargs: The keyword arguments of the function, the same on every rank.
-        num_proc: The number of ranks; 2 if not given.
+        num_proc: The number of ranks; if it is not given, `min_num_proc`, or else 2.
         hosts: The hosts and their slots, such as "node1:4,node2:4", as for ``hvdliterun -H``. If neither `hosts` nor
             `hostfile` is given, the hosts are those of the scheduler's allocation, or else this machine alone.
         hostfile: The path of a file with lines "host slots=N", as for ``hvdliterun --hostfile``.
@@ -70,10 +82,19 @@ def run(
         executable: The Python interpreter of the ranks; the one of this process if not given.
         env: The environment of the ranks; the one of this process if not given.
         np: Another name for ``num_proc``.
+        min_num_proc: An elastic job goes on with so many ranks or more, as for ``hvdliterun --min-np``.
+        max_num_proc: It uses so many ranks at most, as for ``--max-np``.
+        slots: The slots of a host for which the script prints no number, as for ``--slots-per-host``.
+        reset_limit: It starts again so many times at most, as for ``--reset-limit``.
+        cooldown_range: For so many seconds, at least and at most, a host is set aside after a failure, as for
+            ``--blacklist-cooldown-range``.
+        host_discovery_script: A command that prints the hosts, as for ``--host-discovery-script``.
+        elastic_timeout: It waits so many seconds for enough hosts, as for ``--elastic-timeout``.
 
     Returns:
         What the function returned on each rank, rank 0's result first; None for a rank without which the others have gone on
-        (``AsyncDistributedOptimizer(on_worker_loss="go on")``), with a warning that says why it has failed.
+        (``AsyncDistributedOptimizer(on_worker_loss="go on")``), with a warning that says why it has failed. In an elastic job,
+        the ranks are those of its last generation.
 
     Raises:
         ArgumentError: An argument is not of its type, `num_proc` and `np` differ, or `hosts` and `hostfile` are both given.
@@ -92,14 +113,31 @@ def run(
         raise ArgumentError(f"kwargs={kwargs!r}: expected a dictionary of the function's keyword arguments.")
     if not callable(fn):
         raise ArgumentError(f"expected a function; got a {type(fn).__name__}. Start programs with hvdliterun.")
-    size = num_proc if num_proc is not None else np if np is not None else 2
-    check_count("num_proc", size)
+    size = num_proc if num_proc is not None else np
+    if size is not None:
+        check_count("num_proc", size)
     if hosts is not None and hostfile is not None:
         raise ArgumentError(f"hosts={hosts!r} and hostfile={hostfile!r}: both name the hosts, give one.")
     environ = dict(os.environ if env is None else env)
     check_not_nested(os.environ)
+    options = argparse.Namespace(
+        num_proc=size,
+        min_np=min_num_proc,
+        max_np=max_num_proc,
+        hosts=hosts,
+        hostfile=hostfile,
+        host_discovery_script=host_discovery_script,
+        slots_per_host=slots,
+        reset_limit=reset_limit,
+        elastic_timeout=elastic_timeout,
+        blacklist_cooldown_range=cooldown_range,
+        commit_directory=None,
+        servers=None,
+    )
+    elastic = elastic_options(options, os.environ) if is_elastic(options) else None
+    size = elastic.limits.first if elastic is not None else size or 2
     mpi = find_mpi()
-    found = find_hosts(hosts, hostfile, size, os.environ)
+    found = elastic.found if elastic is not None else find_hosts(hosts, hostfile, size, os.environ)
     spec = JobSpec(
         mpi=mpi,
         placement=Placement(
@@ -119,21 +157,36 @@ def run(
         verbose=bool(verbose),
         function=_dumps((list(sys.path), _dumps((fn, tuple(args), dict(kwargs or {}))))),
     )
-    output = Output(_sink(1), _sink(2), tagged=size > 1, directory=make_folder(output_filename))
-    job = Job(spec, output)
+    tagged = elastic is not None or size > 1
+    output = Output(_sink(1), _sink(2), tagged=tagged, directory=make_folder(output_filename))
     try:
-        failure = job.run()
+        job, failure = _run(spec, output, elastic)
     finally:
         output.close()
     if failure is not None:
-        _raise(failure, job.results)
+        _raise(failure, job.results if job is not None else {})
+    assert job is not None  # one without a failure has run
     lost = {loss.rank for loss in job.trainings.losses}
     if lost:
         warnings.warn(job.trainings.describe().rstrip(), RuntimeWarning, stacklevel=2)
-    if missing := sorted(set(range(size)) - lost - set(job.results)):
+    everybody = range(job.num_proc)
+    if missing := sorted(set(everybody) - lost - set(job.results)):
         raise WorkerError(f"rank {', '.join(map(str, missing))} left with sys.exit(0), so there is no result.")
-    results: list[Any] = [None if rank in lost else pickle.loads(job.results[rank][1]) for rank in range(size)]
+    results: list[Any] = [None if rank in lost else pickle.loads(job.results[rank][1]) for rank in everybody]
     return results
+
+
+def _run(spec: JobSpec, output: Output, elastic: ElasticOptions | None) -> tuple[Job | None, Failure | None]:
+    """Run a job. Return it, or the last generation of an elastic one, and the failure that has ended it."""
+    if elastic is None:
+        job = Job(spec, output)
+        return job, job.run()
+    supervisor, janitor = elastic.supervise(spec, output)
+    try:
+        failure = supervisor.run()
+    finally:
+        janitor.finish()
+    return supervisor.last, failure
 
 
 def _sink(descriptor: int) -> Sink:

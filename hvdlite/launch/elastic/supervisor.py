@@ -35,6 +35,9 @@ class Supervisor:
         directory: Where each host keeps what is committed.
         output: Prints the output of the ranks.
         janitor: Removes that directory in the end.
+
+    Attributes:
+        last: The generation that ran last, or runs; None before the first.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Supervisor:
         self._key = secrets.token_hex(32)
         self._output = output
         self._janitor = janitor
+        self.last: Job | None = None
         self._committed: dict[int, CommitId] = {}
         self._failure: Failure | None = None
         self._interrupted: int | None = None
@@ -122,7 +126,7 @@ class Supervisor:
         committed = tuple(self._committed.get(call, CommitId()) for call in calls)
         generation = Generation(step.generation, self._key, self._directory, committed)
         spec = dataclasses.replace(self._spec, placement=placement, generation=generation)
-        job = Job(spec, self._output, lambda: self._look(job))
+        job = self.last = Job(spec, self._output, lambda: self._look(job))
         job.elastic.on_commit = lambda call, number: self._on_commit(step.generation, call, number)
         try:
             failure = job.run()
