@@ -39,7 +39,8 @@ def shard(
         train = hvd.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(128), by="batches")   # 128 on all ranks together
 
     A shuffle after `shard` may differ between the ranks. A shuffle before `shard` must be the same on all ranks, which `shard`
-    checks. A rank may look at some elements alone, because the order changes only when more than half of a pass has been read.
+    checks. A rank may look at some elements alone, because the order changes only when more than half of a pass has been read;
+    what TensorFlow prefetches has been read too.
     All ranks read a shuffled dataset equally often: a rank that begins its next pass waits until the others have read half of
     the pass before, and joining (`hvd.join`) does not count as reading.
 
