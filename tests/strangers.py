@@ -42,9 +42,8 @@ def greeting_and_lie(heard: bytes, secret: str) -> tuple[bytes, int]:
     """Return what a rank with this secret sends after this greeting of a launcher: its own greeting, whose length is returned
     too, and the lie."""
     rank, launcher = Session(secret, is_launcher=False), Session(secret, is_launcher=True)
-    launcher._own = heard[
-        len(MAGIC) :
-    ]  # it stands in for the one that was heard: a rank sends nothing before an answer
+    # It stands in for the launcher that was heard: a rank sends nothing before an answer.
+    launcher._own = heard[len(MAGIC) :]
     launcher.outgoing.clear()
     rank.receive(heard)
     greeting = bytes(rank.outgoing)
@@ -168,7 +167,11 @@ class Besieged:
     @property
     def steps(self) -> int:
         """How many steps the training has told."""
-        return sum(path.read_text().count("step ") for path in self._printed.rglob("*") if "stdout" in path.name)
+        return self._said.count("step ")
+
+    @property
+    def _said(self) -> str:
+        return "".join(path.read_text() for path in self._printed.rglob("*") if "stdout" in path.name)
 
     @property
     def usage(self) -> Usage:
@@ -209,8 +212,7 @@ class Besieged:
         """Let the training come to its end. Return all that was wrong, as texts."""
         self._end.touch()
         ended = self.job.end()
-        said = "".join(path.read_text() for path in self._printed.rglob("*") if "stdout" in path.name)
-        found = re.search(r"(\d+) steps, counted \{(.*)\} times and (\d+) in all", said)
+        found = re.search(r"(\d+) steps, counted \{(.*)\} times and (\d+) in all", self._said)
         wrong = [] if ended.code == 0 and not ended.err else [f"exit code {ended.code}: {ended.err[-1500:]}"]
         if found is None or found[1] != found[3] or "1" not in found[2] or "," in found[2]:
             wrong.append(f"steps that were not counted once: {found and found[0]}")

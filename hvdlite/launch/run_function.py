@@ -205,15 +205,10 @@ def _is_positive(value: object) -> bool:
 
 def _run(spec: JobSpec, output: Output, elastic: ElasticOptions | None) -> tuple[Job | None, Failure | None]:
     """Run a job. Return it, or the last generation of an elastic one, and the failure that has ended it."""
-    if elastic is None:
-        job = Job(spec, output)
-        return job, job.run()
-    supervisor, janitor = elastic.supervise(spec, output)
-    try:
-        failure = supervisor.run()
-    finally:
-        janitor.finish()
-    return supervisor.last, failure
+    if elastic is not None:
+        return elastic.run(spec, output)
+    job = Job(spec, output)
+    return job, job.run()
 
 
 def _sink(descriptor: int) -> Sink:
