@@ -44,6 +44,7 @@ def serve(
     replicas: int = 1,
     every: tuple[float, Callable[[float], object]] = (math.inf, lambda now: None),
     until: float = 0.0,
+    think: Callable[[], float] = lambda: SEND_AGAIN,
 ) -> Served:
     """Serve requests that arrive at these times, in rising order.
 
@@ -54,7 +55,8 @@ def serve(
         max_batch: The largest batch.
         replicas: The number of replicas.
         every: A period and what to do then, with the time as argument, for as long as requests come.
-        until: Whoever is answered before this time sends another request, half a millisecond later.
+        until: Whoever is answered before this time sends another request.
+        think: After how many seconds; it may draw a new number for each call.
     """
     batcher = Batcher(max_batch, 1 << 30, chooser)
     for replica in range(replicas):
@@ -75,7 +77,7 @@ def serve(
         for over in batcher.done(replica, [None] * len(batch.requests), now):
             latency[over.request.payload] = now - over.request.arrived
             if now < until:
-                come(now + SEND_AGAIN)
+                come(now + think())
 
     def periodic() -> None:
         every[1](now)

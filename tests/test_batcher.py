@@ -24,13 +24,13 @@ class Recorder(FixedWait):
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
         self.arrivals: list[float] = []
-        self.services: list[tuple[int, float, float]] = []
+        self.services: list[tuple[float, int, float]] = []
 
     def arrived(self, time: float, here: int) -> None:
         self.arrivals.append(time)
 
-    def served(self, batch_size: int, seconds: float, waited: float) -> None:
-        self.services.append((batch_size, seconds, waited))
+    def served(self, time: float, batch_size: int, seconds: float) -> None:
+        self.services.append((time, batch_size, seconds))
 
 
 def request(key: Hashable = "a", arrived: float = 0.0, deadline: float = math.inf, payload: object = None) -> Request:
@@ -238,7 +238,7 @@ def test_the_chooser_learns_of_first_tries_only() -> None:
     assert batcher.step(8.0).send
     batcher.done(0, [0], 8.25)
     assert chooser.arrivals == [1.0, 2.0, 7.0]
-    assert chooser.services == [(1, 0.25, 1.0)]
+    assert chooser.services == [(8.25, 1, 0.25)]
 
 
 @pytest.mark.parametrize("bad", range(8))

@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from benchmarks.virtual_serving import Served, serve
 from hvdlite.errors import ArgumentError
 from hvdlite.serving.chooser import AutoWait, choosing
 from hvdlite.serving.chooser.arrivals import Arrivals, RecentArrivals
+from hvdlite.serving.chooser.closed_queue import predict_closed
 from hvdlite.serving.chooser.crowd import Crowd
 from hvdlite.serving.chooser.queue import predict
 from hvdlite.serving.chooser.service_time import ServiceTime, ServiceTimes
-from hvdlite.serving.waiting import FixedWait
+from hvdlite.serving.waiting import FixedWait, WaitChooser
 
 MAX_BATCH = 32
 SLO = 0.05
@@ -45,7 +47,7 @@ def in_bursts(rate: float, count: int, seed: int, size: int = 8) -> np.ndarray:
 def recorded(times: np.ndarray) -> RecentArrivals:
     recent = RecentArrivals()
     for time in times:
-        recent.add(time)
+        recent.add(time, 1)
     return recent
 
 
@@ -278,6 +280,75 @@ def test_no_batch_waits_when_everybody_is_here(clients: int) -> None:
         assert f"Lately {clients} requests were here at the same time at most" in chooser.explanation
 
 
+# Clients that wait for their answers
+
+LOOPS = [(64, 0.001, 1), (64, 0.001, 2), (40, 0.002, 1), (6, 0.001, 1)]
+
+
+def closed(
+    clients: int, think: float, replicas: int, chooser: WaitChooser, seconds: float = 4.0, **every: Any
+) -> Served:
+    """Each client thinks for a while after each answer, a different one each time."""
+    random = np.random.default_rng(20)
+    served = serve(
+        *(np.zeros(clients), like_a_gpu(7), chooser, MAX_BATCH, replicas),
+        until=seconds,
+        think=lambda: float(random.uniform(0, 2 * think)),
+        **every,
+    )
+    late = served.arrived > seconds / 4
+    return Served(served.arrived[late], served.latency[late], served.busy, served.batches)
+
+
+@functools.cache
+def settled(clients: int, think: float, replicas: int, slo: float | None) -> tuple[AutoWait, Served]:
+    chooser = AutoWait(MAX_BATCH, replicas, slo)
+    return chooser, closed(clients, think, replicas, chooser, 8.0, every=(1.0, chooser.choose))
+
+
+@pytest.mark.parametrize(("clients", "think", "replicas"), LOOPS)
+def test_clients_that_wait_are_known(clients: int, think: float, replicas: int) -> None:
+    chooser = settled(clients, think, replicas, None)[0]
+    assert chooser.choice is not None
+    found = chooser.choice.arrivals.clients
+    assert found is not None
+    assert found.count == clients
+    assert found.mean_think == pytest.approx(think, rel=0.05)
+    assert f"from {clients} clients that each send again {found.mean_think * 1e3:.3g} ms after" in chooser.explanation
+
+
+@pytest.mark.parametrize(("clients", "think", "replicas"), LOOPS[:3])
+@pytest.mark.parametrize("wait", [0.0, 0.002, 0.008])
+def test_what_is_predicted_for_clients_that_wait(clients: int, think: float, replicas: int, wait: float) -> None:
+    choice = settled(clients, think, replicas, None)[0].choice
+    assert choice is not None and choice.arrivals.clients is not None
+    random, waits = np.random.default_rng(0), np.array([wait])
+    predicted = predict_closed(choice.arrivals.clients, choice.service, waits, MAX_BATCH, replicas, random)
+    served = closed(clients, think, replicas, FixedWait(wait))
+    assert predicted.mean[0] == pytest.approx(served.latency.mean(), rel=0.03)
+    assert predicted.p99[0] == pytest.approx(served.p99, rel=0.05)
+
+
+@pytest.mark.parametrize(("clients", "think", "replicas"), LOOPS)
+@pytest.mark.parametrize("slo", [None, SLO])
+def test_the_wait_is_the_best_for_clients_that_wait(
+    clients: int, think: float, replicas: int, slo: float | None
+) -> None:
+    served = settled(clients, think, replicas, slo)[1]
+    grid = [closed(clients, think, replicas, FixedWait(wait)) for wait in (0.0, 0.001, 0.003, 0.008)]
+    if slo is None:
+        assert served.latency.mean() <= 1.03 * min(other.latency.mean() for other in grid)
+    else:
+        assert served.p99 <= slo
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_requests_that_come_of_their_own_accord_are_not_taken_for_such_clients(load: float) -> None:
+    for slo, arrivals in ((None, poisson), (SLO, poisson), (SLO, in_bursts)):
+        choice = chosen(load, arrivals, slo, 1)[0].choice
+        assert choice is not None and choice.arrivals.clients is None
+
+
 def test_a_wait_that_pays_is_found_though_no_two_requests_meet_by_chance() -> None:
     """A request each second or so, and half a second to wait: a third of the computing can be saved."""
     times = poisson(1.2, 300, seed=15)
@@ -349,7 +420,7 @@ def test_a_thread_chooses_and_survives_a_failure(caplog: pytest.LogCaptureFixtur
     for time in poisson(100, 100, seed=14):
         chooser.arrived(time, 1)
     for size in sizes(100).tolist():
-        chooser.served(size, like_a_gpu(4)(size), 0.0)
+        chooser.served(0.5, size, like_a_gpu(4)(size))
     with caplog.at_level(logging.INFO), choosing(chooser, clock=lambda: 1.0, period=0.01):
         assert chose.wait(60)
     assert chooser.choice is not None

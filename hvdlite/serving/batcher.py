@@ -231,8 +231,7 @@ class Batcher:
         """Learn the outputs of a replica's batch, as many as it has requests. Return the requests that are over with that."""
         batch = self._release(replica)
         if batch.again is None:
-            oldest = batch.requests[0].arrived
-            self._chooser.served(len(batch.requests), now - batch.sent, batch.sent - oldest)
+            self._chooser.served(now, len(batch.requests), now - batch.sent)
         return [Answer(request, Outcome.DONE, output) for request, output in zip(batch.requests, outputs, strict=True)]
 
     def raised(self, replica: int, error: str, blame: bool = True) -> list[Answer]:

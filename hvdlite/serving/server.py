@@ -35,6 +35,8 @@ _LOOPBACK = ("127.", "::1", "localhost")
 _LINE_EVERY = 1.0
 _SWITCH = 0.0005
 """Seconds after which the thread that chooses the wait gives Python's lock to the one that serves, instead of 0.005."""
+_GARBAGE = 50_000
+"""So many more objects start a collection of garbage."""
 _PATIENCE = 10.0
 """Seconds until the server says that it still waits for its first replica."""
 _LAST_ANSWERS = 2.0
@@ -111,6 +113,7 @@ class Server:
             loop.call_soon_threadsafe(end)
 
         self._stop = end_soon
+        thresholds = gc.get_threshold()
         with _signals(loop, end):
             async with service:
                 serving = loop.create_task(http.serve([self._socket]))
@@ -124,6 +127,7 @@ class Server:
                 finally:
                     reporting.cancel()
                     gc.unfreeze()
+                    gc.set_threshold(*thresholds)
                     self._stop = None
         if service.failed.done():
             raise LaunchError(f"{self._predict} cannot be served: {service.failed.result()}")
@@ -137,8 +141,10 @@ class Server:
             log.warning("Whoever reaches %s may use it: --api-key-env NAME asks for a key.", options.host)
         await self._know(service)
         # What is here now stays. If collections of garbage went through it, they would stop the server for 15 ms each second.
+        # Requests leave no cycles. With Python's threshold, a batch of them would start a collection each time.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_GARBAGE, *gc.get_threshold()[1:])
         _check_body(service.spec, options.max_body)
         log.info("Ready. An input is %s. %s", service.spec, service.explanation)
         ready()

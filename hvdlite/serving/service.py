@@ -46,12 +46,17 @@ class RefusedError(HvdliteError):
             self.headers["www-authenticate"] = "Bearer"
 
 
+Result = tuple[Outcome, Any]
+"""How a request ended, and its output or the text of the error. An `Answer` has the request too, and the request its future: as
+the result of the future, it would be a cycle of references for each request, which only a collection of garbage frees."""
+
+
 @dataclass(eq=False, slots=True)
 class _Job:
     """What the service keeps with a request."""
 
     value: Any
-    future: asyncio.Future[Answer | None]
+    future: asyncio.Future[Result | None]
 
 
 class Service:
@@ -70,8 +75,9 @@ class Service:
         self._busy: dict[int, Batch] = {}
         self._there: set[int] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = math.inf
         self._will_step = False
-        self._open: set[asyncio.Future[Answer | None]] = set()
+        self._open: set[asyncio.Future[Result | None]] = set()
         """The requests that are not answered yet."""
         self._seconds_per_request = 0.0
         self.spec: Spec | None = None
@@ -136,7 +142,7 @@ class Service:
         Raises:
             RefusedError: There is no output.
         """
-        future: asyncio.Future[Answer | None] = self._loop.create_future()
+        future: asyncio.Future[Result | None] = self._loop.create_future()
         begin = time.monotonic()
         try:
             self._batcher.add(Request(self._key(value), begin, deadline, _Job(value, future)))
@@ -145,28 +151,29 @@ class Service:
         self._open.add(future)
         self._step_soon()
         try:
-            answer = await future
+            result = await future
         finally:
             self._open.discard(future)
-        if answer is None:
+        if result is None:
             raise RefusedError("the server ends, and could not wait for the output.", 503, retry_after=1)
-        if answer.outcome is Outcome.DONE:
-            return answer.output
-        if answer.outcome is Outcome.EXPIRED:
+        outcome, output = result
+        if outcome is Outcome.DONE:
+            return output
+        if outcome is Outcome.EXPIRED:
             raise RefusedError(
                 f"no replica was free for {time.monotonic() - begin:.2f} s, which was the time of this request.", 504
             )
-        if answer.outcome is Outcome.LOST:
+        if outcome is Outcome.LOST:
             raise RefusedError(
                 "the replica that computed this request has ended, and so has the second one.", 503, retry_after=1
             )
-        raise RefusedError(str(answer.output), 500)
+        raise RefusedError(str(output), 500)
 
     def ready(self, replica: int, ready: Ready) -> None:
         """A replica can compute."""
         if self.spec is None:
             for size, seconds in ready.times:
-                self._chooser.served(size, seconds, 0.0)
+                self._chooser.served(time.monotonic(), size, seconds)
         self.spec = ready.spec
         self._there.add(replica)
         self._batcher.joined(replica)
@@ -238,14 +245,18 @@ class Service:
             self._busy[replica] = batch
             self._metrics.batch_sent(batch)
             self._replicas.send(replica, [request.payload.value for request in batch.requests])
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if actions.look_again < math.inf:
-            self._timer = self._loop.call_later(max(0.0, actions.look_again - now), self._step_soon)
+        if actions.look_again < self._timer_due:  # a timer that is early does no harm, and is cheaper than a new one
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_due = actions.look_again
+            self._timer = self._loop.call_later(max(0.0, actions.look_again - now), self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer, self._timer_due = None, math.inf
+        self._step_soon()
 
     def _answer(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
             future = answer.request.payload.future
             if not future.done():  # the server may have given it up
-                future.set_result(answer)
+                future.set_result((answer.outcome, answer.output))

@@ -44,13 +44,13 @@ class WaitChooser(Protocol):
             here: The number of requests that are here and not answered, with this one.
         """
 
-    def served(self, batch_size: int, seconds: float, waited: float) -> None:
+    def served(self, time: float, batch_size: int, seconds: float) -> None:
         """Learn that a replica has answered a batch. Batches that failed, and parts of a batch that failed, are not reported.
 
         Args:
+            time: When its outputs were here, on the clock of `arrived`.
             batch_size: The number of requests in it, from 1 on.
             seconds: The service time, from when the batch was given to an idle replica until its outputs were here.
-            waited: The time from the arrival of its oldest request until the batch was given to the replica.
         """
 
 
@@ -78,5 +78,5 @@ class FixedWait:
     def arrived(self, time: float, here: int) -> None:
         """Do nothing: the time is fixed."""
 
-    def served(self, batch_size: int, seconds: float, waited: float) -> None:
+    def served(self, time: float, batch_size: int, seconds: float) -> None:
         """Do nothing: the time is fixed."""

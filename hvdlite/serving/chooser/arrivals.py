@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from hvdlite.serving.chooser.clients import Clients, clients_of
+
 Floats = npt.NDArray[np.float64]
 
 KEPT = 1 << 16
+UNSAFE = 256  # the oldest of them may be overwritten while they are read
 OLDEST = 60.0  # seconds
 SHORTEST = 0.5  # seconds
 FEWEST = 16  # arrivals in the window
@@ -27,12 +30,14 @@ class Arrivals:
         seconds: The length of the window in which they came.
         dispersion: The variance of the number of arrivals in a sixteenth of the window divided by its mean: about 1 for a
             Poisson process, and more for bursts.
+        clients: Who sends the requests, if they are clients that wait for their answers; None if they come of their own accord.
     """
 
     gaps: Floats
     rate: float
     seconds: float
     dispersion: float
+    clients: Clients | None = None
 
     def streams(self, random: np.random.Generator, count: int, length: int) -> Floats:
         """Return streams of arrivals of this kind: those that came, in pieces, if they are enough, else drawn from them.
@@ -79,17 +84,30 @@ class RecentArrivals:
     """
 
     def __init__(self) -> None:
-        self._times = np.empty(KEPT)
+        self._times, self._here = np.empty(KEPT), np.empty(KEPT, np.int64)
         self._count = 0
+        self._answer_times, self._answered = np.empty(KEPT), np.empty(KEPT, np.int64)
+        self._answers = self._all_answered = 0
 
-    def add(self, time: float) -> None:
-        """Remember an arrival. Another thread may be in `window` meanwhile."""
-        self._times[self._count % KEPT] = time
+    def add(self, time: float, here: int) -> None:
+        """Remember an arrival, as one of so many that are not answered. Another thread may be in `window` meanwhile."""
+        place = self._count % KEPT
+        self._times[place], self._here[place] = time, here
         self._count += 1
+
+    def answered(self, time: float, size: int) -> None:
+        """Remember that so many requests were answered together. Another thread may be in `window` meanwhile."""
+        self._all_answered += size
+        place = self._answers % KEPT
+        self._answer_times[place], self._answered[place] = time, self._all_answered
+        self._answers += 1
 
     def window(self, now: float) -> Arrivals | None:
         """Return what the arrivals up to now tell about the present, or None if there were too few."""
-        times = self._since(now - OLDEST)
+        places = _places(self._count)
+        times = self._times[places]
+        recent = int(np.searchsorted(times, now - OLDEST))
+        times, here = times[recent:], self._here[places][recent:]
         if len(times) < FEWEST:
             return None
         oldest = now - float(times[0])
@@ -99,15 +117,18 @@ class RecentArrivals:
         if 2 * length > oldest and _alike(times, now, oldest / 2):
             length = oldest
         length = max(length, now - float(times[-FEWEST]))
-        inside = times[np.searchsorted(times, now - length) :]
+        begin = int(np.searchsorted(times, now - length))
+        inside = times[begin:]
         counts = np.histogram(inside, BINS, (now - length, now))[0]
-        return Arrivals(np.diff(inside), len(inside) / length, length, float(counts.var() / counts.mean()))
+        answers = _places(self._answers)
+        clients = clients_of(inside, here[begin:], self._answer_times[answers], self._answered[answers])
+        dispersion = float(counts.var() / counts.mean())
+        return Arrivals(np.diff(inside), len(inside) / length, length, dispersion, clients)
 
-    def _since(self, time: float) -> Floats:
-        count = self._count
-        start = max(0, count - KEPT + 256)  # those before may be overwritten while this copies
-        times = self._times[np.arange(start, count) % KEPT]
-        return times[np.searchsorted(times, time) :]
+
+def _places(count: int) -> npt.NDArray[np.int_]:
+    """Return where the last of so many entries are, in their order."""
+    return np.arange(max(0, count - KEPT + UNSAFE), count) % KEPT
 
 
 def _alike(times: Floats, now: float, length: float) -> bool:

@@ -31,9 +31,8 @@ class AutoWait:
 
     With a bound of the 99th percentile of the latency, the best wait is the one that needs the least compute for each request.
     Without a bound, it is the one with the least mean latency. What happens with each wait is predicted by a simulation of the
-    queue (`queue.predict`) with the service times and the arrivals of the last seconds. The queue is taken as open: requests
-    come at their rate, whatever their latency is. Where they do not, because clients wait for their answers, `Crowd` notices
-    that a wait brings nothing.
+    queue (`queue.predict`) with the service times and the arrivals of the last seconds. Requests come at their rate, whatever
+    their latency is; or from a number of clients that wait for their answers, if it looks so (`clients.clients_of`).
 
     Args:
         max_batch: The largest batch.
@@ -88,11 +87,12 @@ class AutoWait:
 
     def arrived(self, time: float, here: int) -> None:
         """Learn that a request has arrived, as one of so many that are not answered."""
-        self._arrivals.add(time)
+        self._arrivals.add(time, here)
         self._crowd.arrived(time, here)
 
-    def served(self, batch_size: int, seconds: float, waited: float) -> None:
-        """Learn the service time of a batch. How long it has waited is what the simulation predicts."""
+    def served(self, time: float, batch_size: int, seconds: float) -> None:
+        """Learn that a batch was answered, and its service time."""
+        self._arrivals.answered(time, batch_size)
         with self._lock:
             self._times.observe(batch_size, seconds)
 

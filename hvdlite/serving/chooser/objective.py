@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvdlite.serving.chooser.arrivals import Arrivals
-from hvdlite.serving.chooser.queue import Predictions
+from hvdlite.serving.chooser.predictions import Predictions
 from hvdlite.serving.chooser.service_time import ServiceTime
 
 MARGIN = 0.06  # of the bound: for what the prediction does not know
@@ -65,7 +65,7 @@ class Choice:
         return (
             abs(now - before)
             <= SAME_LOAD * min(before, abs(1 - before))  # near 1, a little more load is much more waiting
-            and abs(arrivals.dispersion - self.arrivals.dispersion) <= SAME_DISPERSION * self.arrivals.dispersion
+            and _alike(arrivals, self.arrivals)
             and len(old) == len(new)
             and bool(np.all(np.abs(new - old) <= SAME_TIME * old))
         )
@@ -96,7 +96,7 @@ class Choice:
                 f"Service time: {_ms(service.fixed)} ms + {_ms(service.per_request)} ms for each request of a batch, fitted to "
                 f"{service.batches} batches of {service.sizes[0]} to {service.sizes[1]} requests.",
                 f"Arrivals: {arrivals.rate:.4g} requests/s in the last {arrivals.seconds:.2g} s, "
-                f"{_burstiness(arrivals.dispersion)}; {self.load:.0%} of what {_replicas(self.replicas)} can serve.",
+                f"{_kind(arrivals)}; {self.load:.0%} of what {_replicas(self.replicas)} can serve.",
                 *self._table(),
             )
         )
@@ -173,12 +173,23 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
-def _burstiness(dispersion: float) -> str:
+def _alike(arrivals: Arrivals, others: Arrivals) -> bool:
+    if arrivals.clients is not None and others.clients is not None:
+        return arrivals.clients.count == others.clients.count
     return (
-        "one by one"
-        if dispersion < 3
-        else f"in bursts (their number varies {dispersion:.0f} times as much as by chance)"
+        arrivals.clients is others.clients
+        and abs(arrivals.dispersion - others.dispersion) <= SAME_DISPERSION * others.dispersion
     )
+
+
+def _kind(arrivals: Arrivals) -> str:
+    clients, dispersion = arrivals.clients, arrivals.dispersion
+    if clients is not None:
+        each = "one client that sends" if clients.count == 1 else f"{clients.count} clients that each send"
+        return f"from {each} again {_ms(clients.mean_think)} ms after an answer"
+    if dispersion < 3:
+        return "one by one"
+    return f"in bursts (their number varies {dispersion:.0f} times as much as by chance)"
 
 
 def _replicas(count: int) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from hvdlite.serving.chooser.arrivals import Arrivals
+from hvdlite.serving.chooser.closed_queue import predict_closed
+from hvdlite.serving.chooser.predictions import Predictions
 from hvdlite.serving.chooser.service_time import ServiceTime
 
 Floats = npt.NDArray[np.float64]
@@ -20,25 +21,6 @@ MOST_REQUESTS = 32000  # in each stream
 LOOKED_AT = 12000  # requests of all streams together whose latency is computed
 RATIOS = 256  # service times that are drawn at once
 WARM_UP = 0.1  # the part of each stream that is left out, because the queue starts empty
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """What the queue would do with each of several waits. Arrays have the shape (waits,).
-
-    Attributes:
-        waits: The longest waits of the oldest request of a batch, in seconds.
-        p99: The 99th percentile of the latency, from arrival to answer, in seconds.
-        mean: The mean latency in seconds.
-        compute: The seconds of a replica that a request needs.
-        batch: The mean batch size.
-    """
-
-    waits: Floats
-    p99: Floats
-    mean: Floats
-    compute: Floats
-    batch: Floats
 
 
 def predict(
@@ -60,6 +42,8 @@ def predict(
     such a time-out are in Crankshaw et al., "Clipper" (NSDI 2017). Ali et al., "BATCH" (SC 2020), choose the time-out for the
     least cost under a bound of a percentile, too, from an analytical model of one server for each batch.
 
+    If the requests come from clients that wait for their answers, the queue is closed (`predict_closed`).
+
     Args:
         arrivals: The arrivals to simulate more of.
         service: The service time.
@@ -69,6 +53,8 @@ def predict(
         random: Where chance comes from.
         pause: Called again and again, mostly after 20 µs, so that it can let other threads have Python's lock.
     """
+    if arrivals.clients is not None:
+        return predict_closed(arrivals.clients, service, waits, max_batch, replicas, random, pause)
     at_once = _batch_without_wait(arrivals.rate, service, max_batch, replicas)
     length = int(min(BATCHES * at_once, MOST_REQUESTS))
     times = arrivals.streams(random, STREAMS, length)

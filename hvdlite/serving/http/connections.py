@@ -26,7 +26,7 @@ class _Transport:
     """A transport that sends the header of an answer with its body, and that the connection closes in its own way.
 
     uvicorn writes the header and the body one after the other. In two packets they cost twice the system calls, and the client
-    wakes up twice.
+    wakes up twice. So an answer waits until it is complete; none is streamed.
     """
 
     def __init__(self, transport: asyncio.Transport, connection: Any) -> None:
@@ -37,12 +37,12 @@ class _Transport:
         return getattr(self._plain, name)
 
     def write(self, data: bytes) -> None:
-        if not self._held:
-            self._connection.loop.call_soon(self._flush)
         self._held.append(data)
+        if not self._connection.is_answering():
+            self.flush()
 
     def write_eof(self) -> None:
-        self._flush()
+        self.flush()
         self._plain.write_eof()
 
     def is_lost(self) -> bool:
@@ -52,13 +52,13 @@ class _Transport:
         return self._connection.is_over or self._plain.is_closing()
 
     def close(self) -> None:
-        self._flush()
+        self.flush()
         if self._connection.may_send_more():
             self._connection.hang_up()
         else:
             self._plain.close()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         if self._held:
             self._plain.write(b"".join(self._held))
             self._held.clear()
@@ -109,6 +109,15 @@ def protocol_class(options: Options) -> type[asyncio.Protocol]:
             """End."""
             self._header_is_here()
             super().connection_lost(exc)
+
+        def on_response_complete(self) -> None:
+            """Send the answer, and go on."""
+            self.transport.flush()
+            super().on_response_complete()
+
+        def is_answering(self) -> bool:
+            """Return whether an answer has begun, and is not complete."""
+            return self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
 
         def timeout_keep_alive_handler(self) -> None:
             """End a connection that is not used any more, also if the client does not read its answer."""
