@@ -167,6 +167,8 @@ class Batcher:
         self._serials = itertools.count()
         self._idle: deque[int] = deque()
         self._busy: dict[int, Batch] = {}
+        self.computing = 0
+        """The number of requests that replicas compute."""
         self._is_draining = False
 
     @property
@@ -175,13 +177,8 @@ class Batcher:
         return len(self._where)
 
     @property
-    def computing(self) -> int:
-        """The number of requests that replicas compute."""
-        return sum(len(batch.requests) for batch in self._busy.values())
-
-    @property
     def _here(self) -> int:
-        return self.waiting + self.computing
+        return len(self._where) + self.computing
 
     @property
     def is_full(self) -> bool:
@@ -206,7 +203,10 @@ class Batcher:
         if self.is_full:
             raise QueueFullError(f"{self.waiting} requests wait, which is the most.")
         request.serial = next(self._serials)
-        self._put(self._queues.setdefault(request.key, _Queue()), request)
+        queue = self._queues.get(request.key)
+        if queue is None:
+            queue = self._queues[request.key] = _Queue()
+        self._put(queue, request)
         self._chooser.arrived(request.arrived, self._here)
 
     def joined(self, replica: int) -> None:
@@ -219,7 +219,7 @@ class Batcher:
             self._idle.remove(replica)
             return []
         answers = []
-        for request in self._busy.pop(replica).requests:
+        for request in self._end(replica).requests:
             if request.has_lost:
                 answers.append(Answer(request, Outcome.LOST))
             else:
@@ -262,6 +262,7 @@ class Batcher:
                 break
             replica = self._idle.popleft()
             self._busy[replica] = batch
+            self.computing += len(batch.requests)
             actions.send.append((replica, batch))
         if self._where:
             actions.look_again = min(actions.look_again, self._next_deadline())
@@ -269,7 +270,12 @@ class Batcher:
 
     def _release(self, replica: int) -> Batch:
         self._idle.append(replica)
-        return self._busy.pop(replica)
+        return self._end(replica)
+
+    def _end(self, replica: int) -> Batch:
+        batch = self._busy.pop(replica)
+        self.computing -= len(batch.requests)
+        return batch
 
     def _put(self, queue: _Queue, request: Request) -> None:
         queue.put(request)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Sized
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from hvdlite.serving.batcher import Batch, Batcher
 from hvdlite.serving.waiting import WaitChooser
 
+_NAMESPACE = "hvdlite_serve"
 _SECONDS = tuple(base * 10.0**power for power in range(-4, 2) for base in (1, 2.5, 5))
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _REMEMBERED = 4096
@@ -35,18 +40,47 @@ def _figure(chooser: WaitChooser, name: str) -> float:
     return chooser.figures.get(name, math.nan)
 
 
+class _Histogram(Collector):
+    """A histogram of Prometheus for one thread. The client library's own takes ten times as long to observe a value.
+
+    Args:
+        name: The name of the metric.
+        words: What it counts.
+        bounds: The upper bounds of its buckets, in rising order.
+        registry: Where it is shown.
+    """
+
+    def __init__(self, name: str, words: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
+        self._name, self._words, self._bounds = f"{_NAMESPACE}_{name}", words, [*bounds, math.inf]
+        self._counts = [0] * len(self._bounds)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        """Return what was counted, as the registry wants it."""
+        totals = itertools.accumulate(self._counts)
+        names = ["+Inf" if bound == math.inf else str(float(bound)) for bound in self._bounds]
+        buckets = list(zip(names, map(float, totals), strict=True))
+        yield HistogramMetricFamily(self._name, self._words, buckets, self._sum)
+
+
 class Metrics:
     """The metrics of one server."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        about: Any = {"namespace": "hvdlite_serve", "registry": self._registry}
+        about: Any = {"namespace": _NAMESPACE, "registry": self._registry}
         self._requests = Counter("requests", "Requests to /v1/predict that were answered.", ["status"], **about)
         self._by_status: dict[int, Counter] = {}
-        self._latency = Histogram("latency_seconds", "From the whole body to its answer.", buckets=_SECONDS, **about)
-        self._waits = Histogram("wait_seconds", "From a request to its batch.", buckets=_SECONDS, **about)
-        self._sizes = Histogram("batch_size", "Requests of a batch.", buckets=_SIZES, **about)
-        self._service = Histogram("service_seconds", "From a batch to its outputs.", buckets=_SECONDS, **about)
+        self._latency = self._histogram("latency_seconds", "From the whole body to its answer.", _SECONDS)
+        self._waits = self._histogram("wait_seconds", "From a request to its batch.", _SECONDS)
+        self._sizes = self._histogram("batch_size", "Requests of a batch.", _SIZES)
+        self._service = self._histogram("service_seconds", "From a batch to its outputs.", _SECONDS)
         self._again = Counter("recomputed", "Requests that were computed again, and why.", ["reason"], **about)
         self._lost = Counter("replicas_lost", "Replicas that have ended and were replaced.", **about)
         self._queue = Gauge("queue_length", "Requests that wait for a replica.", **about)
@@ -55,6 +89,9 @@ class Metrics:
         self._wait = Gauge("max_wait_seconds", "How long the oldest request of a batch waits for others.", **about)
         self._choice = {name: Gauge(name, words, **about) for name, words in CHOICE.items()}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
+
+    def _histogram(self, name: str, words: str, bounds: Sequence[float]) -> _Histogram:
+        return _Histogram(name, words, bounds, self._registry)
 
     def watch(self, batcher: Batcher, chooser: WaitChooser, replicas: Sized) -> None:
         """Show the present state of these."""
