@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.report import aligned
 from benchmarks.virtual_serving import Served, serve
-from hvdlite.serving.chooser import AutoWait
+from hvdlite.serving.chooser import AutoWait, Model
 from hvdlite.serving.waiting import FixedWait
 
 MAX_BATCH, BOUND = 32, 0.05
@@ -47,7 +47,7 @@ def with_wait(load: float, wait: float) -> Served:
 
 def chosen(load: float) -> float:
     """Return the wait that the chooser settles on."""
-    chooser = AutoWait(MAX_BATCH, slo_p99=BOUND)
+    chooser = AutoWait(Model(MAX_BATCH, slo_p99=BOUND).update)
     times = poisson(load * CAPACITY, int(load * CAPACITY * 20), 3)
     serve(times, like_a_gpu(4), chooser, MAX_BATCH, every=(1.0, chooser.choose))
     return chooser.wait_seconds

@@ -22,9 +22,9 @@ import pytest
 import hvdlite
 from hvdlite.cli import main
 from hvdlite.errors import ArgumentError, HvdliteError, LaunchError
+from hvdlite.serving import wire
 from hvdlite.serving.metrics import CHOICE
 from hvdlite.serving.options import Options, seconds, size
-from hvdlite.serving.replicas import wire
 from hvdlite.serving.replicas.computing import OutputError, compute
 from hvdlite.serving.replicas.replica import Begin, load, warm_up
 from hvdlite.serving.servable import Servable

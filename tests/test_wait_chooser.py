@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from benchmarks.virtual_serving import Served, serve
-from hvdlite.errors import ArgumentError
-from hvdlite.serving.chooser import AutoWait, choosing
+from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.serving.chooser import AutoWait, Model, ModelProcess, choosing
 from hvdlite.serving.chooser.arrivals import Arrivals, RecentArrivals
 from hvdlite.serving.chooser.closed_queue import predict_closed
 from hvdlite.serving.chooser.crowd import Crowd
+from hvdlite.serving.chooser.model import Seen
 from hvdlite.serving.chooser.queue import predict
 from hvdlite.serving.chooser.service_time import ServiceTime, ServiceTimes
 from hvdlite.serving.waiting import FixedWait, WaitChooser
@@ -44,10 +49,13 @@ def in_bursts(rate: float, count: int, seed: int, size: int = 8) -> np.ndarray:
     return np.sort(np.repeat(starts, size) + random.exponential(0.002, len(starts) * size))
 
 
+def auto(replicas: int, slo: float | None) -> AutoWait:
+    return AutoWait(Model(MAX_BATCH, replicas, slo).update)
+
+
 def recorded(times: np.ndarray) -> RecentArrivals:
     recent = RecentArrivals()
-    for time in times:
-        recent.add(time, 1)
+    recent.add(times, np.ones(len(times)))
     return recent
 
 
@@ -187,7 +195,7 @@ def chosen(
     """A chooser that has seen up to twenty seconds of this load while it served, and when the requests came."""
     rate = load * CAPACITY * replicas
     times = arrivals(rate, int(min(max(rate * 20, 600), 12000)), seed=9)
-    chooser = AutoWait(MAX_BATCH, replicas, slo)
+    chooser = auto(replicas, slo)
     serve(times, like_a_gpu(1), chooser, MAX_BATCH, replicas, every=(times[-1] / 4.01, chooser.choose))
     assert chooser.choice is not None
     return chooser, times
@@ -246,7 +254,7 @@ def test_the_bound_is_met_again_soon_after_a_jump_of_the_load(before: float) -> 
     new = old[-1] + poisson(10 * before * CAPACITY, int(before * CAPACITY * 10 * 4), seed=11)
     back = new[-1] + poisson(before * CAPACITY, int(before * CAPACITY * 10), seed=12)
     times = np.concatenate([old, new, back])
-    chooser = AutoWait(MAX_BATCH, 1, bound)
+    chooser = auto(1, bound)
     waits: list[tuple[float, float]] = []
 
     def choose(now: float) -> None:
@@ -272,7 +280,7 @@ def test_the_bound_is_met_again_soon_after_a_jump_of_the_load(before: float) -> 
 @pytest.mark.parametrize("clients", [1, 4, 16])
 def test_no_batch_waits_when_everybody_is_here(clients: int) -> None:
     """Each client waits for its answer. At most one batch of twenty waits, to try whether others come."""
-    chooser = AutoWait(MAX_BATCH, 1, SLO)
+    chooser = auto(1, SLO)
     served = serve(np.zeros(clients), like_a_gpu(5), chooser, MAX_BATCH, every=(1.0, chooser.choose), until=10.0)
     late = served.arrived > 2
     assert np.quantile(served.latency[late], 0.95) < 0.0008 + 1.1 * (0.005 + 0.0001 * clients)
@@ -302,7 +310,7 @@ def closed(
 
 @functools.cache
 def settled(clients: int, think: float, replicas: int, slo: float | None) -> tuple[AutoWait, Served]:
-    chooser = AutoWait(MAX_BATCH, replicas, slo)
+    chooser = auto(replicas, slo)
     return chooser, closed(clients, think, replicas, chooser, 8.0, every=(1.0, chooser.choose))
 
 
@@ -352,7 +360,7 @@ def test_requests_that_come_of_their_own_accord_are_not_taken_for_such_clients(l
 def test_a_wait_that_pays_is_found_though_no_two_requests_meet_by_chance() -> None:
     """A request each second or so, and half a second to wait: a third of the computing can be saved."""
     times = poisson(1.2, 300, seed=15)
-    chooser = AutoWait(MAX_BATCH, 1, 1.0)
+    chooser = auto(1, 1.0)
     served = serve(times, like_a_gpu(6), chooser, MAX_BATCH, every=(10.0, chooser.choose))
     best = min(
         each.compute
@@ -397,7 +405,7 @@ def test_the_explanation_has_what_the_choice_was_made_from() -> None:
 
 
 def test_nothing_waits_before_there_is_something_to_choose_from() -> None:
-    chooser = AutoWait(MAX_BATCH, slo_p99=SLO)
+    chooser = auto(1, SLO)
     chooser.choose(0.0)
     for time in poisson(100, 40, seed=13):
         chooser.arrived(time, 1)
@@ -409,14 +417,14 @@ def test_a_thread_chooses_and_survives_a_failure(caplog: pytest.LogCaptureFixtur
     failed, chose = threading.Event(), threading.Event()
 
     class Chooser(AutoWait):
-        def choose(self, now: float, pause: Callable[[], object] = lambda: None) -> None:
+        def choose(self, now: float) -> None:
             if not failed.is_set():
                 failed.set()
                 raise ZeroDivisionError("once")
-            super().choose(now, pause)
+            super().choose(now)
             chose.set()
 
-    chooser = Chooser(MAX_BATCH, slo_p99=SLO)
+    chooser = Chooser(Model(MAX_BATCH, slo_p99=SLO).update)
     for time in poisson(100, 100, seed=14):
         chooser.arrived(time, 1)
     for size in sizes(100).tolist():
@@ -431,6 +439,52 @@ def test_a_thread_chooses_and_survives_a_failure(caplog: pytest.LogCaptureFixtur
     )
 
 
+def test_a_process_chooses_and_another_one_takes_its_place() -> None:
+    """What it chooses is what `Model` chooses here; of one that was killed, the next call says so."""
+    here, there = Model(MAX_BATCH, 1, SLO), ModelProcess(MAX_BATCH, 1, SLO)
+    times, batch = poisson(1000, 3000, seed=16), like_a_gpu(17)
+    seen = Seen(
+        np.stack([times, np.ones(len(times))], 1), np.array([(1.0, size, batch(size)) for size in sizes(200).tolist()])
+    )
+    nothing = Seen(np.empty((0, 2)), np.empty((0, 3)))
+    try:
+        assert there.update(nothing, 0.0) is None
+        expected, choice = here.update(seen, 3.0), there.update(seen, 3.0)
+        assert expected is not None and choice is not None
+        assert choice.explain() == expected.explain()
+        assert there._process is not None
+        there._process.kill()
+        with pytest.raises(
+            HvdliteError, match=r"the process that chooses the wait has ended with exit code -9.*another one"
+        ):
+            there.update(nothing, 4.0)
+        assert there.update(nothing, 5.0) is None
+        pid = there._process.pid
+    finally:
+        there.close()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_who_waits_for_the_process_is_let_go() -> None:
+    model = ModelProcess(MAX_BATCH, 1, SLO)
+    chooser = AutoWait(model.update)
+    try:
+        model.update(Seen(np.empty((0, 2)), np.empty((0, 3))), 0.0)
+        assert model._process is not None
+        os.kill(model._process.pid, signal.SIGSTOP)
+        with choosing(chooser, period=0.0, hang_up=model.hang_up):
+            while chooser._lock.locked() or not _is_waiting(threading.enumerate()):
+                pass
+    finally:
+        model.close()
+
+
+def _is_waiting(threads: list[threading.Thread]) -> bool:
+    frames = sys._current_frames()
+    names = [each.f_code.co_name for thread in threads if (each := frames.get(thread.ident or 0)) is not None]
+    return "_exactly" in names
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -442,4 +496,4 @@ def test_a_thread_chooses_and_survives_a_failure(caplog: pytest.LogCaptureFixtur
 )
 def test_arguments_out_of_range_are_refused(arguments: tuple[float, ...], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        AutoWait(*arguments)  # type: ignore[arg-type]
+        Model(*arguments)  # type: ignore[arg-type]

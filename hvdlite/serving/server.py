@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from hvdlite.errors import ArgumentError, LaunchError
-from hvdlite.serving.chooser import AutoWait, choosing
+from hvdlite.serving.chooser import AutoWait, ModelProcess, choosing
 from hvdlite.serving.http.app import App
 from hvdlite.serving.http.connections import protocol_class
 from hvdlite.serving.metrics import Metrics
@@ -33,8 +33,6 @@ from hvdlite.serving.waiting import FixedWait, WaitChooser
 
 _LOOPBACK = ("127.", "::1", "localhost")
 _LINE_EVERY = 1.0
-_SWITCH = 0.0005
-"""Seconds after which the thread that chooses the wait gives Python's lock to the one that serves, instead of 0.005."""
 _GARBAGE = 50_000
 """So many more objects start a collection of garbage."""
 _PATIENCE = 10.0
@@ -188,14 +186,12 @@ def _chooser(options: Options) -> Iterator[WaitChooser]:
     if options.max_wait is not None:
         yield FixedWait(options.max_wait)
         return
-    auto = AutoWait(options.max_batch, options.replicas, options.slo_p99)
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH)
-    try:
-        with choosing(auto):
-            yield auto
-    finally:
-        sys.setswitchinterval(before)
+    model = ModelProcess(options.max_batch, options.replicas, options.slo_p99)
+    auto = AutoWait(model.update)
+    with contextlib.ExitStack() as stack:
+        stack.callback(model.close)
+        stack.enter_context(choosing(auto, hang_up=model.hang_up))
+        yield auto
 
 
 class _Http(uvicorn.Server):

@@ -6,8 +6,11 @@
 - `queue`, `closed_queue`: simulations of the batching queue for many waits at once; `predictions`: what they predict.
 - `crowd`: whether everybody who sends is here already, so that no wait can pay.
 - `objective`: which of the waits is best, and a text that says why.
-- `auto`: `AutoWait`, which puts these together, and the thread in which it chooses.
+- `model`: `Model`, which puts these together; `process`: a process for it.
+- `auto`: `AutoWait`, which the server asks, and the thread in which it waits for the model.
 """
 
 from hvdlite.serving.chooser.auto import AutoWait as AutoWait
 from hvdlite.serving.chooser.auto import choosing as choosing
+from hvdlite.serving.chooser.model import Model as Model
+from hvdlite.serving.chooser.process import ModelProcess as ModelProcess

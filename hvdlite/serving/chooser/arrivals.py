@@ -12,7 +12,6 @@ from hvdlite.serving.chooser.clients import Clients, clients_of
 Floats = npt.NDArray[np.float64]
 
 KEPT = 1 << 16
-UNSAFE = 256  # the oldest of them may be overwritten while they are read
 OLDEST = 60.0  # seconds
 SHORTEST = 0.5  # seconds
 FEWEST = 16  # arrivals in the window
@@ -84,30 +83,24 @@ class RecentArrivals:
     """
 
     def __init__(self) -> None:
-        self._times, self._here = np.empty(KEPT), np.empty(KEPT, np.int64)
-        self._count = 0
-        self._answer_times, self._answered = np.empty(KEPT), np.empty(KEPT, np.int64)
-        self._answers = self._all_answered = 0
+        self._times, self._here = np.empty(0), np.empty(0, np.int64)
+        self._answer_times, self._answered = np.empty(0), np.empty(0, np.int64)
 
-    def add(self, time: float, here: int) -> None:
-        """Remember an arrival, as one of so many that are not answered. Another thread may be in `window` meanwhile."""
-        place = self._count % KEPT
-        self._times[place], self._here[place] = time, here
-        self._count += 1
+    def add(self, times: Floats, here: Floats) -> None:
+        """Remember arrivals: when, and as one of how many that are not answered. Shapes (n,)."""
+        self._times = np.concatenate([self._times, times])[-KEPT:]
+        self._here = np.concatenate([self._here, here.astype(np.int64)])[-KEPT:]
 
-    def answered(self, time: float, size: int) -> None:
-        """Remember that so many requests were answered together. Another thread may be in `window` meanwhile."""
-        self._all_answered += size
-        place = self._answers % KEPT
-        self._answer_times[place], self._answered[place] = time, self._all_answered
-        self._answers += 1
+    def answered(self, times: Floats, sizes: Floats) -> None:
+        """Remember when batches were answered, and how large they were. Shapes (n,)."""
+        before = self._answered[-1] if len(self._answered) else 0
+        self._answer_times = np.concatenate([self._answer_times, times])[-KEPT:]
+        self._answered = np.concatenate([self._answered, before + np.cumsum(sizes).astype(np.int64)])[-KEPT:]
 
     def window(self, now: float) -> Arrivals | None:
         """Return what the arrivals up to now tell about the present, or None if there were too few."""
-        places = _places(self._count)
-        times = self._times[places]
-        recent = int(np.searchsorted(times, now - OLDEST))
-        times, here = times[recent:], self._here[places][recent:]
+        recent = int(np.searchsorted(self._times, now - OLDEST))
+        times, here = self._times[recent:], self._here[recent:]
         if len(times) < FEWEST:
             return None
         oldest = now - float(times[0])
@@ -120,15 +113,9 @@ class RecentArrivals:
         begin = int(np.searchsorted(times, now - length))
         inside = times[begin:]
         counts = np.histogram(inside, BINS, (now - length, now))[0]
-        answers = _places(self._answers)
-        clients = clients_of(inside, here[begin:], self._answer_times[answers], self._answered[answers])
+        clients = clients_of(inside, here[begin:], self._answer_times, self._answered)
         dispersion = float(counts.var() / counts.mean())
         return Arrivals(np.diff(inside), len(inside) / length, length, dispersion, clients)
-
-
-def _places(count: int) -> npt.NDArray[np.int_]:
-    """Return where the last of so many entries are, in their order."""
-    return np.arange(max(0, count - KEPT + UNSAFE), count) % KEPT
 
 
 def _alike(times: Floats, now: float, length: float) -> bool:

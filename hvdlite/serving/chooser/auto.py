@@ -1,4 +1,4 @@
-"""`AutoWait` chooses the wait while it serves, and `choosing` gives it a thread to choose in."""
+"""`AutoWait` gives the wait that was chosen last, and `choosing` gives it a thread to choose in."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ import contextlib
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from hvdlite.errors import ArgumentError
-from hvdlite.serving.chooser.arrivals import RecentArrivals
 from hvdlite.serving.chooser.crowd import Crowd
-from hvdlite.serving.chooser.objective import Choice, candidates, choose
-from hvdlite.serving.chooser.queue import predict
-from hvdlite.serving.chooser.service_time import ServiceTimes
+from hvdlite.serving.chooser.model import Seen
+from hvdlite.serving.chooser.objective import Choice
 
 PERIOD = 1.0  # seconds
-LONGEST = 5.0  # seconds until it is chosen again though nothing has changed
-PAUSE = 1e-4  # seconds
-FEWEST_BATCHES = 4
 WORTH_A_LINE = 0.5, 1e-3  # in the log: a change of the wait by more than this part of it, and more than so many seconds
 
 log = logging.getLogger(__name__)
@@ -29,36 +24,19 @@ log = logging.getLogger(__name__)
 class AutoWait:
     """A `WaitChooser` that finds the wait that is best at present.
 
-    With a bound of the 99th percentile of the latency, the best wait is the one that needs the least compute for each request.
-    Without a bound, it is the one with the least mean latency. What happens with each wait is predicted by a simulation of the
-    queue (`queue.predict`) with the service times and the arrivals of the last seconds. Requests come at their rate, whatever
-    their latency is; or from a number of clients that wait for their answers, if it looks so (`clients.clients_of`).
-
     Args:
-        max_batch: The largest batch.
-        replicas: The number of replicas, 1 or more.
-        slo_p99: The bound of the 99th percentile of the latency, in seconds; None for no bound.
-        seed: Where the chance of the simulation begins.
+        update: Learns what has happened up to a time, and returns the choice for that time: `Model.update`, here or in another
+            process (`ModelProcess`).
 
     Attributes:
         choice: What was chosen last, and from what; None until enough requests have come.
-
-    Raises:
-        ArgumentError: An argument is out of its range.
     """
 
-    def __init__(self, max_batch: int, replicas: int = 1, slo_p99: float | None = None, seed: int = 0) -> None:
-        if max_batch < 1 or replicas < 1:
-            raise ArgumentError(f"max_batch={max_batch}, replicas={replicas}: expected 1 or more of each.")
-        if slo_p99 is not None and not 0 < slo_p99 < np.inf:
-            raise ArgumentError(f"slo_p99={slo_p99!r} seconds: expected a time above 0.")
-        self._max_batch, self._replicas, self._slo_p99 = max_batch, replicas, slo_p99
-        self._random = np.random.default_rng(seed)
-        self._arrivals = RecentArrivals()
-        self._times = ServiceTimes(max_batch)
-        self._crowd = Crowd()
+    def __init__(self, update: Callable[[Seen, float], Choice | None]) -> None:
+        self._update = update
+        self._arrivals, self._batches = array("d"), array("d")
         self._lock = threading.Lock()
-        self._chosen = 0.0
+        self._crowd = Crowd()
         self.choice: Choice | None = None
 
     @property
@@ -87,14 +65,14 @@ class AutoWait:
 
     def arrived(self, time: float, here: int) -> None:
         """Learn that a request has arrived, as one of so many that are not answered."""
-        self._arrivals.add(time, here)
+        with self._lock:
+            self._arrivals.extend((time, here))
         self._crowd.arrived(time, here)
 
     def served(self, time: float, batch_size: int, seconds: float) -> None:
         """Learn that a batch was answered, and its service time."""
-        self._arrivals.answered(time, batch_size)
         with self._lock:
-            self._times.observe(batch_size, seconds)
+            self._batches.extend((time, batch_size, seconds))
 
     def _about_crowd(self) -> str:
         most = self._crowd.most
@@ -103,36 +81,31 @@ class AutoWait:
             "when as many are here, for nobody seems to be left to wait for."
         )
 
-    def choose(self, now: float, pause: Callable[[], object] = lambda: None) -> None:
-        """Choose again, from what has come up to a time. It takes about 30 ms of a core, or 2 ms if little has changed
-        since the last choice, which then stays for up to 5 seconds. Calls of the other methods do not wait for it.
-
-        Args:
-            now: The time on the clock of `arrived`.
-            pause: Called often, so that it can let other threads have Python's lock.
-        """
+    def choose(self, now: float) -> None:
+        """Choose again, from what has come up to a time on the clock of `arrived`. The other methods do not wait for it."""
         with self._lock:
-            times = self._times.copy()
-        service, arrivals = times.fit(), self._arrivals.window(now)
-        if service is None or service.batches < FEWEST_BATCHES or arrivals is None:
-            return
-        choice = self.choice
-        if choice is not None and now < self._chosen + LONGEST and choice.is_of(arrivals, service):
-            return
-        self._chosen = now
-        waits = candidates(arrivals, service, self._slo_p99, self._max_batch)
-        predictions = predict(arrivals, service, waits, self._max_batch, self._replicas, self._random, pause)
-        self.choice = choose(predictions, self._slo_p99, arrivals, service, self._replicas)
+            arrivals, self._arrivals = self._arrivals, array("d")
+            batches, self._batches = self._batches, array("d")
+        seen = Seen(np.array(arrivals).reshape(-1, 2), np.array(batches).reshape(-1, 3))
+        choice = self._update(seen, now)
+        if choice is not None:
+            self.choice = choice
 
 
 @contextlib.contextmanager
-def choosing(chooser: AutoWait, clock: Callable[[], float] = time.monotonic, period: float = PERIOD) -> Iterator[None]:
+def choosing(
+    chooser: AutoWait,
+    clock: Callable[[], float] = time.monotonic,
+    period: float = PERIOD,
+    hang_up: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
     """Let a thread choose again every so often, and log what it chooses if it differs much. The thread ends with the context.
 
     Args:
         chooser: What chooses.
         clock: The clock of `AutoWait.arrived`.
         period: The time between two choices, in seconds.
+        hang_up: Ends the wait for another process that chooses.
     """
     over = threading.Event()
 
@@ -140,9 +113,12 @@ def choosing(chooser: AutoWait, clock: Callable[[], float] = time.monotonic, per
         told: Choice | None = None
         while not over.wait(period):
             try:
-                chooser.choose(clock(), lambda: time.sleep(PAUSE))
+                chooser.choose(clock())
             except Exception:
-                log.exception("The wait stays at %g ms, for choosing it again has failed", chooser.wait_seconds * 1e3)
+                if not over.is_set():
+                    log.exception(
+                        "The wait stays at %g ms, for choosing it again has failed", chooser.wait_seconds * 1e3
+                    )
                 continue
             choice = chooser.choice
             if choice is not None and (told is None or _differs(choice, told)):
@@ -155,6 +131,7 @@ def choosing(chooser: AutoWait, clock: Callable[[], float] = time.monotonic, per
         yield
     finally:
         over.set()
+        hang_up()
         thread.join()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -24,7 +22,6 @@ def predict_closed(
     max_batch: int,
     replicas: int,
     random: np.random.Generator,
-    pause: Callable[[], object] = lambda: None,
 ) -> Predictions:
     """Simulate the queue with each of the waits, all with the same thinking and the same service times.
 
@@ -42,7 +39,6 @@ def predict_closed(
         max_batch: The largest batch.
         replicas: The number of replicas.
         random: Where chance comes from.
-        pause: Called again and again, so that it can let other threads have Python's lock.
     """
     count, lanes = clients.count, len(waits)
     batches = int(np.clip(PLACES // count, FEWEST_BATCHES, BATCHES))
@@ -75,7 +71,6 @@ def predict_closed(
         idle[lane, replica] = end
         order = comes.argsort(axis=1)
         comes, answered = np.take_along_axis(comes, order, 1), np.take_along_axis(answered, order, 1)
-        pause()
     warm = int(WARM_UP * batches)
     by_wait = latencies[warm:].transpose(1, 0, 2).reshape(lanes, -1)
     requests = sizes[warm:].sum(axis=0)

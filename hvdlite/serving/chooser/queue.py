@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -30,7 +28,6 @@ def predict(
     max_batch: int,
     replicas: int,
     random: np.random.Generator,
-    pause: Callable[[], object] = lambda: None,
 ) -> Predictions:
     """Simulate the queue with each of the waits, all on the same arrivals.
 
@@ -51,10 +48,9 @@ def predict(
         max_batch: The largest batch.
         replicas: The number of replicas.
         random: Where chance comes from.
-        pause: Called again and again, mostly after 20 µs, so that it can let other threads have Python's lock.
     """
     if arrivals.clients is not None:
-        return predict_closed(arrivals.clients, service, waits, max_batch, replicas, random, pause)
+        return predict_closed(arrivals.clients, service, waits, max_batch, replicas, random)
     at_once = _batch_without_wait(arrivals.rate, service, max_batch, replicas)
     length = int(min(BATCHES * at_once, MOST_REQUESTS))
     times = arrivals.streams(random, STREAMS, length)
@@ -62,8 +58,8 @@ def predict(
     # The streams follow each other on one axis, far enough apart for each to find an empty queue.
     apart = np.arange(STREAMS)[:, None] * (times.max() + 1e4)
     begins = np.arange(STREAMS) * length
-    run = _Run((times + apart).ravel(), begins, length, service, waits, max_batch, replicas, random, pause)
-    return run.predictions(pause)
+    run = _Run((times + apart).ravel(), begins, length, service, waits, max_batch, replicas, random)
+    return run.predictions()
 
 
 def _batch_without_wait(rate: float, service: ServiceTime, max_batch: int, replicas: int) -> float:
@@ -88,7 +84,6 @@ class _Run:
         max_batch: int,
         replicas: int,
         random: np.random.Generator,
-        pause: Callable[[], object],
     ) -> None:
         self._times, self._length, self._waits = times, length, waits
         self._padded = np.concatenate([times, np.full(max_batch, np.inf)])
@@ -124,9 +119,8 @@ class _Run:
             self._busy.append(busy)
             first = first + size
             step += 1
-            pause()
 
-    def predictions(self, pause: Callable[[], object]) -> Predictions:
+    def predictions(self) -> Predictions:
         """Summarize the lanes by wait."""
         streams = len(self._firsts[0]) // len(self._waits)
         shape = (len(self._firsts), len(self._waits), streams)
@@ -147,5 +141,4 @@ class _Run:
             latency = ends[number][inside][batch[known]] - self._times[looked_at[known]]
             compute = busy[number][inside].sum() / size.sum()
             results.append((np.quantile(latency, 0.99), latency.mean(), compute, size.mean()))
-            pause()
         return Predictions(self._waits, *np.array(results).T)

@@ -89,13 +89,6 @@ class ServiceTimes:
             kept = self._seen[batch_size] = deque(maxlen=KEPT_OF_EACH_SIZE)
         kept.append((self._batches, max(seconds, 1e-9)))
 
-    def copy(self) -> ServiceTimes:
-        """Return a copy for another thread to fit."""
-        twin = ServiceTimes(self._max_batch)
-        twin._batches = self._batches
-        twin._seen = {size: kept.copy() for size, kept in self._seen.items()}
-        return twin
-
     def fit(self) -> ServiceTime | None:
         """Return s(b), or None if no batch has been observed."""
         if not self._seen:

@@ -2,6 +2,5 @@
 
 - `contract`: what the service wants of its replicas, and what they tell it.
 - `fleet`: processes that are kept running; `process`: one of them, from its start to its end.
-- `wire`: what a process and the server send each other.
 - `replica`: what runs in the process; `computing`: one batch there.
 """

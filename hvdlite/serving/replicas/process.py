@@ -18,7 +18,7 @@ from hvdlite.config import environment
 from hvdlite.serving.options import Options
 from hvdlite.serving.replicas.contract import Owner
 from hvdlite.serving.replicas.replica import Begin, Compute, Computed, NotReady, Raised, Ready
-from hvdlite.serving.replicas.wire import Frames, frame, pack, unpack
+from hvdlite.serving.wire import Frames, frame, pack, unpack
 
 _THREADS = (
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),

@@ -27,8 +27,8 @@ import numpy as np
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array
 from hvdlite.serving.replicas.computing import OutputError, compute
-from hvdlite.serving.replicas.wire import frame, pack, receive, send, unpack
 from hvdlite.serving.servable import Servable, Spec
+from hvdlite.serving.wire import frame, pack, receive, send, unpack
 
 
 @dataclass(frozen=True)

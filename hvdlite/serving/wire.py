@@ -1,4 +1,4 @@
-"""What the server and a replica send each other: frames of a small pickled header and raw bytes, which nothing pickles.
+"""What the processes of a server send each other: frames of a small pickled header and raw bytes, which nothing pickles.
 
 A batch of arrays of one shape is one block of bytes. Other values are pickled with their arrays beside them (PEP 574).
 """
