@@ -14,6 +14,9 @@ from hvdlite.serving.chooser.service_time import ServiceTime
 MARGIN = 0.06  # of the bound: for what the prediction does not know
 SAME_LOAD, SAME_DISPERSION, SAME_TIME = 0.03, 0.3, 0.02  # up to such parts, nothing has changed
 ALIKE = 0.01  # waits that differ by less than this are equally good
+ALIKE_ROUNDS = (
+    0.05  # for clients that wait: what a round takes, with thinking, which has the server's own work for a request
+)
 
 
 @dataclass(frozen=True)
@@ -147,12 +150,15 @@ def choose(
 ) -> Choice:
     """Choose the wait that needs the least compute under the bound; without a bound, the one with the least mean latency.
 
-    Among those that are equally good up to 1 %, it is the one that is best in the other respect. If no wait meets the bound, it
-    is the one with the least p99.
+    Among those that are equally good up to 1 %, or up to 5 % for clients that wait, it is the one that is best in the other
+    respect. If no wait meets the bound, it is the one with the least p99.
     """
     everything = np.arange(len(predictions.waits))
     meets = True
-    if slo_p99 is None:
+    if slo_p99 is None and arrivals.clients is not None:
+        rounds = predictions.mean + arrivals.clients.mean_think
+        index = _least(everything, rounds, predictions.compute, ALIKE_ROUNDS)
+    elif slo_p99 is None:
         index = _least(everything, predictions.mean, predictions.compute)
     else:
         allowed = everything[predictions.p99 <= (1 - MARGIN) * slo_p99]
@@ -164,8 +170,10 @@ def choose(
     return Choice(index, predictions, slo_p99, meets, arrivals, service, replicas)
 
 
-def _least(among: npt.NDArray[np.intp], cost: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> int:
-    good = among[cost[among] <= (1 + ALIKE) * cost[among].min()]
+def _least(
+    among: npt.NDArray[np.intp], cost: npt.NDArray[np.float64], second: npt.NDArray[np.float64], alike: float = ALIKE
+) -> int:
+    good = among[cost[among] <= (1 + alike) * cost[among].min()]
     return int(good[second[good].argmin()])
 
 

@@ -18,7 +18,7 @@ from hvdlite.serving.chooser.model import Model, Seen
 from hvdlite.serving.chooser.objective import Choice
 from hvdlite.serving.wire import frame, receive, send
 
-_NICE = 10
+_NICE = 19
 """What it computes can wait; what the server and the replicas compute cannot."""
 _LONGEST = 30.0
 """Seconds that a choice may take."""
