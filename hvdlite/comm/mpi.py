@@ -146,6 +146,10 @@ class MpiTransport:
         first = MPI.Get_library_version().replace("\0", "").splitlines()[0].partition(",")[0]
         return " ".join(first.replace("Version:", "").split())
 
+    @property
+    def polls(self) -> bool:
+        return self._interrupt is not None
+
     @maps_own_errors
     def check(self) -> None:
         """Raise PeerLeftError if the waits on this transport have been ended."""

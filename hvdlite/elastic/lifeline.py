@@ -24,6 +24,7 @@ from hvdlite.launcher_link.generation import CommitId, Generation
 from hvdlite.launcher_link.line import Line
 from hvdlite.launcher_link.link import Address
 from hvdlite.launcher_link.session import Message
+from hvdlite.worker.rank_environment import renumber_horovod_variables
 
 _WORD_SECONDS = 1.0
 """So long after a rank has found another one missing, the launcher says whether that one has failed."""
@@ -140,6 +141,7 @@ class Lifeline:
                 if not self.explains(error):
                     raise
                 continue
+            renumber_horovod_variables(api.rank(), api.size(), api.local_rank(), api.local_size())
             self._line.tell("together")
             return
 

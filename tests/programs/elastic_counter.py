@@ -6,6 +6,7 @@ COUNTER_FOLDER    a folder in which each fault, and each start of rank 0, leaves
 COUNTER_UNTIL     a file; the training comes to its end when it is there, instead of after so many steps
 COUNTER_EVERY     commit after so many steps; after the others, only look whether hosts have changed
 COUNTER_TELL      print each step
+COUNTER_SETS      if "1", the program makes a process set
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def train(state: Noisy) -> None:
             state.check_host_updates()
 
 
-hvd.init()
+hvd.init(process_sets=[[0]] if os.environ.get("COUNTER_SETS") == "1" else [])
 if hvd.rank() == 0:
     with (FOLDER / "starts").open("a") as file:
         file.write(f"{hvd.size()}\n")
