@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -18,10 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.job import server as server_module
-from hvdlite.job.server import STRANGERS, Server
+from hvdlite.job.server import STRANGERS, Connection, Server
 from hvdlite.launcher_link.link import Address, connect, report_failure, request
 from hvdlite.launcher_link.session import MAGIC, Message, ProtocolError, Session, clip
 from tests.jobs import LIMIT, PROGRAMS, Start, wait_for
+from tests.strangers import GREETING, KINDS, LIE, WARM, Besieged, greeting_and_lie
 
 SECRET = "the secret of this job"
 HELLO = {"rank": 0, "host": "h", "pid": 1, "guard": 1, "threads": 1}
@@ -294,6 +296,32 @@ def test_what_strangers_send(served: Served, attack: bytes) -> None:
     assert {message.kind for message in served.heard} <= {"fetch", "gone"}
 
 
+def test_nothing_stays_of_strangers(served: Served) -> None:
+    """Counts what a connection consists of, with no regard to the collector of cyclic garbage."""
+
+    def count() -> int:
+        return sum(isinstance(each, (Connection, Session, socket.socket)) for each in gc.get_objects())
+
+    rng = random.Random(5)
+    gc.collect()
+    gc.disable()  # so each must go by itself, at once
+    try:
+        before = count()
+        for number in range(300):
+            kind = list(KINDS)[number % len(KINDS)]
+            with served.dial() as stranger, contextlib.suppress(OSError):
+                stranger.sendall(KINDS[kind](rng, stranger.recv(GREETING, socket.MSG_WAITALL), served.address.secret))
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1000):
+                    pass
+        del stranger
+        # The loop of `Served` holds the last connection that was trusted: it, its session and its socket.
+        wait_for(lambda: count() <= before + 3, LIMIT)
+    finally:
+        gc.enable()
+    assert {message.kind for message in served.heard} <= {"gone"}
+
+
 def test_strangers_that_stay_give_way(served: Served) -> None:
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(served.dial()) for _ in range(2 * STRANGERS)]
@@ -405,6 +433,28 @@ def test_strangers_do_not_end_a_job(start: Start, tmp_path: Path) -> None:
         assert "HVDLITE_CONTROL" not in command
         (tmp_path / "go").touch()
         assert job.end().code == 0
+
+
+def test_an_elastic_job_takes_no_notice_of_strangers(tmp_path: Path) -> None:
+    """`scripts/faults --strangers` sends ten thousand."""
+    launcher = Session(SECRET, is_launcher=True)
+    lie, _ = greeting_and_lie(bytes(launcher.outgoing[:GREETING]), SECRET)
+    assert launcher.receive(lie) == [LIE]  # in the connection that it is made for, it would be believed
+    besieged = Besieged(tmp_path, seed=3)
+    try:
+        besieged.one_after_another(WARM)
+        before = besieged.usage
+        besieged.one_after_another(1000)
+        assert besieged.usage.growth_since(before) == []
+        with besieged.at_once(3 * STRANGERS) as kept:
+            assert kept <= STRANGERS
+            assert besieged.usage.files <= before.files + STRANGERS
+        steps = besieged.steps
+        wait_for(lambda: besieged.steps > steps, LIMIT)
+        wait_for(lambda: besieged.usage.files <= before.files, LIMIT)
+    finally:
+        wrong = besieged.end()
+    assert wrong == []
 
 
 def test_one_host_listens_on_loopback_only(start: Start, tmp_path: Path) -> None:

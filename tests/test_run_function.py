@@ -188,3 +188,23 @@ def test_an_elastic_function_that_cannot_go_on(tmp_path: Path) -> None:
     ):
         with pytest.raises(LaunchError, match=words):
             run(print, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "expected"),
+    [
+        ("min_num_proc", (0, -1, "2", 2.5, True), "a whole number from 1 on"),
+        ("max_num_proc", (0, "2", 2.5), "a whole number from 1 on"),
+        ("slots", (0, "3"), "a whole number from 1 on"),
+        ("reset_limit", (-1, "1", 0.5), "a whole number from 0 on"),
+        ("elastic_timeout", (0, -1, float("nan"), float("inf"), "60"), "a number of seconds above 0"),
+        ("cooldown_range", (5, (5,), (1, 2, 3), (0, 5), ("1", "2")), "two numbers of seconds"),
+        ("host_discovery_script", (5, ["./hosts"]), "a command"),
+    ],
+)
+def test_elastic_arguments_that_cannot_be(name: str, values: tuple[object, ...], expected: str) -> None:
+    for value in values:
+        arguments = {"min_num_proc": 2, name: value}
+        for start in (run, horovod_run) if name != "elastic_timeout" else (run,):
+            with pytest.raises(ArgumentError, match=f"{name}=.*expected {expected}"):
+                start(print, **arguments)  # type: ignore[arg-type,operator]

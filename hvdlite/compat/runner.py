@@ -83,6 +83,6 @@ def run(
         max_num_proc=most,
         slots=slots,
         reset_limit=reset_limit,
-        cooldown_range=None if cooldown_range is None else (cooldown_range[0], cooldown_range[1]),
+        cooldown_range=cooldown_range,
         host_discovery_script=host_discovery_script,
     )

@@ -20,7 +20,6 @@ from hvdlite.job.mpi import Placement, find_mpi, worker_command
 from hvdlite.job.output import Output, Sink
 from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.check_build import check_build, own_version
-from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.options import ElasticOptions, elastic_options, is_elastic
 from hvdlite.launch.horovod import check_interpreter, job_environment
 from hvdlite.launch.parser import make_parser, tell_of_foreign, without_bare_mpi
@@ -52,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Run the job that the options describe, and return the exit code."""
     output: Output | None = None
-    janitor: Janitor | None = None
     words_at_end = ""
     try:
         options.num_proc = count_ranks(Where.of(options), os.environ)
@@ -64,8 +62,7 @@ def _run(options: argparse.Namespace) -> int:
         orphans.adopt()
         output = Output(Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp, only=options.console_rank)
         if elastic is not None:
-            supervisor, janitor = elastic.supervise(spec, output)
-            failure = supervisor.run()
+            _, failure = elastic.run(spec, output)
         else:
             failure, words_at_end = _run_again(spec, output, options.max_restarts)
     except LaunchError as error:
@@ -75,8 +72,6 @@ def _run(options: argparse.Namespace) -> int:
         print("hvdliterun: ended by SIGINT, while no rank was running.", file=sys.stderr)
         return 128 + signal.SIGINT
     finally:
-        if janitor is not None:
-            janitor.finish()
         if output is not None:
             orphans.end(0.0)
             output.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
+import numbers
 import os
 import pickle
 import sys
@@ -13,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hvdlite.checks import check_count
+from hvdlite.checks import check_count, is_whole
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
 from hvdlite.job.failures import Failure
@@ -52,7 +54,7 @@ def run(
     max_num_proc: int | None = None,
     slots: int | None = None,
     reset_limit: int | None = None,
-    cooldown_range: tuple[float, float] | None = None,
+    cooldown_range: Sequence[float] | None = None,
     host_discovery_script: str | None = None,
     elastic_timeout: float | None = None,
 ) -> list[T]:
@@ -114,8 +116,15 @@ def run(
     if not callable(fn):
         raise ArgumentError(f"expected a function; got a {type(fn).__name__}. Start programs with hvdliterun.")
     size = num_proc if num_proc is not None else np
-    if size is not None:
-        check_count("num_proc", size)
+    for name, count in (
+        ("num_proc", size),
+        ("min_num_proc", min_num_proc),
+        ("max_num_proc", max_num_proc),
+        ("slots", slots),
+    ):
+        if count is not None:
+            check_count(name, count)
+    _check_elastic(reset_limit, cooldown_range, host_discovery_script, elastic_timeout)
     if hosts is not None and hostfile is not None:
         raise ArgumentError(f"hosts={hosts!r} and hostfile={hostfile!r}: both name the hosts, give one.")
     environ = dict(os.environ if env is None else env)
@@ -177,17 +186,30 @@ def run(
     return results
 
 
+def _check_elastic(limit: object, cooldown: object, script: object, timeout: object) -> None:
+    """Raise ArgumentError unless these arguments are what the options of hvdliterun can be. None stands for the default."""
+    if limit is not None and (not is_whole(limit) or limit < 0):  # type: ignore[operator]
+        raise ArgumentError(f"reset_limit={limit!r}: expected a whole number from 0 on.")
+    if cooldown is not None and not (
+        isinstance(cooldown, Sequence) and len(cooldown) == 2 and all(map(_is_positive, cooldown))
+    ):
+        raise ArgumentError(f"cooldown_range={cooldown!r}: expected two numbers of seconds above 0, such as (10, 300).")
+    if script is not None and not isinstance(script, str):
+        raise ArgumentError(f"host_discovery_script={script!r}: expected a command, in one string as for a shell.")
+    if timeout is not None and not _is_positive(timeout):
+        raise ArgumentError(f"elastic_timeout={timeout!r}: expected a number of seconds above 0.")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+
+
 def _run(spec: JobSpec, output: Output, elastic: ElasticOptions | None) -> tuple[Job | None, Failure | None]:
     """Run a job. Return it, or the last generation of an elastic one, and the failure that has ended it."""
-    if elastic is None:
-        job = Job(spec, output)
-        return job, job.run()
-    supervisor, janitor = elastic.supervise(spec, output)
-    try:
-        failure = supervisor.run()
-    finally:
-        janitor.finish()
-    return supervisor.last, failure
+    if elastic is not None:
+        return elastic.run(spec, output)
+    job = Job(spec, output)
+    return job, job.run()
 
 
 def _sink(descriptor: int) -> Sink:

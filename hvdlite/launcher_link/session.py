@@ -132,7 +132,8 @@ class Session:
         self._open: _Authenticator | None = None
         self._incoming = bytearray()
         self._header: tuple[str, dict[str, Any], int] | None = None
-        self._greet: Callable[[], None] = self._meet_rank if is_launcher else self._meet_launcher
+        # Not bound to this session, which would keep itself alive until cyclic garbage is collected, once strangers have left.
+        self._greet: Callable[[Session], None] = Session._meet_rank if is_launcher else Session._meet_launcher
         self._needed = _RANDOM + _TAG if is_launcher else len(MAGIC) + _RANDOM
         self._proof = b""
         self.is_trusted = False
@@ -163,7 +164,7 @@ class Session:
         while not self.is_trusted:
             if len(self._incoming) < self._needed:
                 return []
-            self._greet()
+            self._greet(self)
         messages = []
         while (message := self._next()) is not None:
             messages.append(message)
@@ -186,7 +187,7 @@ class Session:
         self._agree(other, self._own)
         self.outgoing += self._own + self._derive(b"rank", other, self._own)
         self._proof = self._derive(b"launcher", other, self._own)
-        self._needed, self._greet = _TAG, self._confirm_launcher
+        self._needed, self._greet = _TAG, Session._confirm_launcher
 
     def _confirm_launcher(self) -> None:
         if not hmac.compare_digest(self._take(_TAG), self._proof):

@@ -19,7 +19,7 @@ from typing import Any
 from ..launcher_link.link import Channel
 from ..launcher_link.session import clip
 from . import orphans, shared_memory
-from .program import STACK_SIGNAL, signal_main_thread, without_own_frames
+from .program import STACK_SIGNAL, without_own_frames
 
 _KILL_AT_ONCE = 0.0
 _DRAIN_SECONDS = 0.5
@@ -164,7 +164,7 @@ class Guard:
         if STACK_SIGNAL is None or self._status is not None:
             return ""
         before, deadline = len(self._report_text), time.monotonic() + _STACK_SECONDS
-        signal_main_thread(self._child, STACK_SIGNAL)
+        _signal_main_thread(self._child, STACK_SIGNAL)
         os.kill(self._child, signal.SIGCONT)
         while (
             reports := [pipe for pipe, name in self._pipes.items() if name == "reports"]
@@ -237,3 +237,14 @@ class Guard:
         orphans.end(_NO_GRACE if failed else _ORPHAN_GRACE_SECONDS)
         self._connection.finish()
         return status if status >= 0 else 128 - status
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of another process.
+
+    A signal for a process goes to any of its threads if all are stopped, also to a thread of a C library. That thread would
+    write the stack of the main thread while the main thread runs on and changes it, and this may crash the process.
+    """
+    import ctypes
+
+    ctypes.CDLL(None).tgkill(pid, pid, int(number))  # the main thread's id is the process id; glibc 2.30, musl 1.1.20

@@ -77,17 +77,6 @@ def become_rank(guard_pid: int, stdout: int, stderr: int, reports: int) -> None:
     os.register_at_fork(after_in_child=lambda: os.dup2(2, reports, inheritable=False))
 
 
-def signal_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread of another process.
-
-    A signal for a process goes to any of its threads if all are stopped, also to a thread of a C library. That thread would
-    write the stack of the main thread while the main thread runs on and changes it, and this may crash the process.
-    """
-    import ctypes
-
-    ctypes.CDLL(None).tgkill(pid, pid, int(number))  # the main thread's id is the process id; glibc 2.30, musl 1.1.20
-
-
 def _die_with_parent(parent: int) -> None:
     if sys.platform != "linux":
         return

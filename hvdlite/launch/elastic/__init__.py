@@ -5,5 +5,5 @@ supervisor.py   runs the generations: starts each, watches the hosts meanwhile, 
  |- discovery.py   asks the user's script for the hosts
  |- newcomers.py   tries whether new hosts answer, before the ranks are interrupted for them
  |- janitor.py     removes the committed state from all hosts at the end, whatever has ended hvdliterun
- '- options.py     reads the options, and makes a `Supervisor` of them
+ '- options.py     reads the options, makes a `Supervisor` of them, and runs it
 """

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from hvdlite.errors import LaunchError
 from hvdlite.job import ssh
+from hvdlite.job.failures import Failure
 from hvdlite.job.hosts import Host, check_ranks_here, is_local
-from hvdlite.job.job import JobSpec
+from hvdlite.job.job import Job, JobSpec
 from hvdlite.job.output import Output
 from hvdlite.launch.allocation import Hosts, choose_hosts, hosts_to_be_found
 from hvdlite.launch.elastic.discovery import Discovery, words_of
@@ -90,8 +91,15 @@ class ElasticOptions:
     folder: str
     always_restart: bool
 
-    def supervise(self, spec: JobSpec, output: Output) -> tuple[Supervisor, Janitor]:
-        """Make the supervisor of the job, and the janitor, which is to finish after it."""
+    def run(self, spec: JobSpec, output: Output) -> tuple[Job | None, Failure | None]:
+        """Run the job, and remove from its hosts what it has committed.
+
+        Returns:
+            The last generation, None if none has started; and the failure that has ended the job, None if all went well.
+
+        Raises:
+            LaunchError: The job cannot be started, and another try would not help.
+        """
         placement = spec.placement
         if self.folder:
             directory = os.path.join(os.path.abspath(self.folder), f"{_NAME}{os.getpid()}.{os.urandom(8).hex()}")
@@ -104,7 +112,12 @@ class ElasticOptions:
             )
         options = ssh.options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
         janitor = Janitor(directory, options)
-        return Supervisor(spec, self.limits, hosts, directory, output, janitor, self.always_restart), janitor
+        try:
+            supervisor = Supervisor(spec, self.limits, hosts, directory, output, janitor, self.always_restart)
+            failure = supervisor.run()
+        finally:
+            janitor.finish()
+        return supervisor.last, failure
 
 
 def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> ElasticOptions:
