@@ -6,8 +6,8 @@
     python -m benchmarks.recovery --state 64          a committed state of 64 MiB
 
 One rank, another one each time, kills itself (SIGKILL) after a step, and writes down the time. The time ends with the first
-step that the restarted ranks have finished, or those that go on: a step exchanges the state's gradient, and commits. The parts of
-the time are shown too. Each start of a rank imports what it needs, which is measured apart.
+step that the restarted ranks, or those that go on, have finished: a step exchanges the state's gradient, and commits. The parts
+of the time are shown too. Each start of a rank imports what it needs, which is measured apart.
 """
 
 from __future__ import annotations

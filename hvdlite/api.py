@@ -176,13 +176,13 @@ def _rebind(here: World) -> None:
 
 
 def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:
-    from hvdlite.comm.mpi_start import start_mpi
+    from hvdlite.comm.mpi.start import start_mpi
 
     if not start_mpi() and comm is None:
         alone = LocalFabric(1).transports[0]
         return World(alone, PointToPointCollectives, [0], config, functools.partial(failure.end_job, config, 0))
-    from hvdlite.comm.mpi_collectives import MpiCollectives
-    from hvdlite.comm.mpi_job import connect
+    from hvdlite.comm.mpi.collectives import MpiCollectives
+    from hvdlite.comm.mpi.job import connect
 
     interrupt = Interrupt() if comm is None and _outlives(config) else None
     transport, hosts = connect(comm, interrupt)
@@ -210,9 +210,9 @@ def go_on(hosts: Mapping[int, int], number: int, config: Config, interrupt: Inte
         interrupt: Ends every wait of the new world.
     """
     global _process_world
-    from hvdlite.comm.mpi_collectives import MpiCollectives
-    from hvdlite.comm.mpi_job import connect_again
-    from hvdlite.comm.mpi_start import never_finalize
+    from hvdlite.comm.mpi.collectives import MpiCollectives
+    from hvdlite.comm.mpi.job import connect_again
+    from hvdlite.comm.mpi.start import never_finalize
 
     never_finalize()
     _abandon()
@@ -465,7 +465,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
 
 def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
     """Add a set for each communicator that a rank passed."""
-    from hvdlite.comm.mpi_job import members_of
+    from hvdlite.comm.mpi.job import members_of
 
     places = here.engine().run(AllgatherObject(members_of(process_set.communicator)))
     numbers = {mpi_rank: rank for rank, (mpi_rank, _) in enumerate(places)}

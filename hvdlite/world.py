@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.interrupt import Interrupt
-from hvdlite.comm.mpi_start import never_finalize
+from hvdlite.comm.mpi.start import never_finalize
 from hvdlite.communicator.communicator import Communicators
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
@@ -220,7 +220,8 @@ class World:
         end_job: A function that ends the whole job with a text. The watchdog calls it when a wait can never end and it cannot
             raise an exception.
         interrupt: Ends every wait of the world, so that this rank can go on in another one; None if nothing ever does.
-        job_ranks: For each rank, its number in the job as it was started, by which the launcher knows it; None if it is the same.
+        job_ranks: For each rank, its number in the job as it was started, by which the launcher knows it; None if that is the
+            same.
     """
 
     def __init__(

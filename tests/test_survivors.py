@@ -15,12 +15,12 @@ from hvdlite.config import Config
 from hvdlite.errors import PeerLeftError
 from hvdlite.job.failures import Failure
 from hvdlite.job.ranks import Ranks
-from hvdlite.job.survivors import Survivors
+from hvdlite.job.survival.survivors import Survivors
 from hvdlite.launcher_link.generation import Generation
 from hvdlite.launcher_link.session import Message, ProtocolError
 from hvdlite.testing import on_ranks
 from hvdlite.worker.rank_environment import HOROVOD_VARIABLE, renumber_horovod_variables
-from tests.elastic_faults import LIMIT, RANKS, Training, choose
+from tests.elastic_faults import LIMIT, Training, choose
 from tests.jobs import PROGRAMS, Start
 
 SEED = 3
@@ -239,7 +239,7 @@ def test_any_order_of_events(events: list[tuple[str, int]]) -> None:
 
 @pytest.mark.timeout(LIMIT + 20)
 def test_five_faults(tmp_path: Path) -> None:
-    """They go on with two ranks or more, and start again with four after a while. ``scripts/faults --elastic --fewest 2`` runs many."""
+    """They go on with two ranks or more, and start again with four later. ``scripts/faults --elastic --fewest 2`` runs many."""
     (faults,) = choose(SEED, 5, ranks=2)
     training = Training(faults, tmp_path, fewest=2)
     assert training.end() == []
@@ -289,7 +289,7 @@ def test_an_interrupt_ends_waits_now_and_later() -> None:
     from mpi4py import MPI
 
     from hvdlite.comm.interrupt import Interrupt
-    from hvdlite.comm.mpi import MpiTransport
+    from hvdlite.comm.mpi.transport import MpiTransport
 
     interrupt = Interrupt()
     transport = MpiTransport(MPI.COMM_SELF, interrupt)

@@ -1,7 +1,7 @@
 """`Interrupt` ends every wait of a rank when other ranks have failed, so that it can go on in a new group without them.
 
-The rank that has failed is only missed: nobody tells MPI of it, and MPI may wait for it for ever. So a rank that is to go on after
-that is in no call of MPI that blocks: a transport with an `Interrupt` begins each call, and asks for its end again and again.
+Nobody tells MPI of the rank that has failed, so MPI may wait for it for ever. A rank that is to go on after that is never in a call
+of MPI that blocks: a transport with an `Interrupt` begins each call, and asks for its end again and again.
 """
 
 from __future__ import annotations

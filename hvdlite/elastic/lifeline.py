@@ -1,12 +1,12 @@
 """The connection of a rank to its launcher while an elastic function runs: how it goes on when other ranks fail.
 
-    launcher          rank 0                      rank 1                              rank 2
-      │ ◀── outlives ── run(train) … ◀── outlives ── run(train) … ◀── outlives ── run(train) …
-      │                                                                              ✗ killed
-      │ ── lost ──────▶ every wait raises, here and there
-      │ ◀── again ─────── the error has left the function
-      │ ── generation ─▶ number 2, of ranks 0 and 1: a new world
-      │ ◀── together ──── newest commit, sync, train
+launcher          rank 0                      rank 1                              rank 2
+  │ ◀── outlives ── run(train) … ◀── outlives ── run(train) … ◀── outlives ── run(train) …
+  │                                                                              ✗ killed
+  │ ── lost ──────▶ every wait raises, here and there
+  │ ◀── again ─────── the error has left the function
+  │ ── generation ─▶ number 2, of ranks 0 and 1: a new world
+  │ ◀── together ──── newest commit, sync, train
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ _calls = itertools.count()
 def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
     """Make a training function elastic: a decorator.
 
-    Under ``hvdliterun --min-np N`` (or ``--max-np``, or ``--host-discovery-script``) the training survives when a rank fails, or
-    when hosts come or go: this function goes on from the last state that was committed. If ranks have failed and enough are
+    Under ``hvdliterun --min-np N`` (or ``--max-np``, or ``--host-discovery-script``) the training survives when a rank fails,
+    or when hosts come or go: this function goes on from the last state that was committed. If ranks have failed and enough are
     left, these call it again in their processes. If not, hvdliterun starts the program again. A program that is started in
     another way runs the function once, and a failure ends the job.
 
@@ -113,7 +113,7 @@ def _run(call: int, lifeline: Lifeline | None, state: State, function: Callable[
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Drop the variables of the functions that an error has left: on all ranks alike, what exchanges gradients there is gone."""
+    """Drop the variables of the functions that an error has left, so that what exchanges gradients there is gone on all ranks."""
     errors: list[BaseException | None] = [error]
     for each in errors:  # it grows meanwhile
         if each is not None:

@@ -7,13 +7,13 @@ from typing import Protocol
 
 from hvdlite.errors import ranks_text
 from hvdlite.job import failures
-from hvdlite.job.elastic import Elastic
+from hvdlite.job.survival.elastic import Elastic
 from hvdlite.job.failures import Failure
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank, Ranks
 from hvdlite.job.server import Connection
-from hvdlite.job.survivors import Survivors
-from hvdlite.job.trainings import Trainings
+from hvdlite.job.survival.survivors import Survivors
+from hvdlite.job.survival.trainings import Trainings
 from hvdlite.launcher_link.session import Message
 from hvdlite.worker.rank_environment import THREADS_VARIABLE
 

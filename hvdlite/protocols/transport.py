@@ -77,7 +77,7 @@ class Transport(Protocol):
 
     @property
     def polls(self) -> bool:
-        """Whether calls that wait are begun and tested again and again, so that they can be ended. A small one takes longer then."""
+        """Whether calls that wait are begun and tested again and again, so that they can be ended: small ones take longer."""
         ...
 
     def send(self, data: Array, dest: int) -> None:

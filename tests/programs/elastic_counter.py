@@ -7,6 +7,7 @@ COUNTER_UNTIL     a file; the training comes to its end when it is there, instea
 COUNTER_EVERY     commit after so many steps; after the others, only look whether hosts have changed
 COUNTER_TELL      print each step
 COUNTER_SETS      if "1", the program makes a process set
+COUNTER_MEMORY    a control group in which the fault "memory" runs out of memory; empty if there is none
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ WIDTH = 1000
 
 def fail(kind: str) -> None:
     match kind:
-        case "kill" | "memory":  # the kernel ends a process that takes too much memory by the same signal
+        case "memory" if group := os.environ.get("COUNTER_MEMORY"):
+            (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+            taken = []
+            while True:  # until the kernel kills this process
+                taken.append(b"x" * 2**20)
+        case "kill" | "memory":  # without a control group: the kernel would kill it by the same signal
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -6,8 +6,9 @@
     lose       ──┘       └───── update, while one runs ───> the ranks are to leave at their next commit
 
 A host on which a rank has failed is set aside for a while, if the others have enough slots. A host that cannot be reached is
-set aside in any case. If the ranks that are left go on in their processes, the slot of the one that has failed is set aside; after
-that time the ranks are to leave, and one more starts. Of the hosts that the next generation gets, one at least has the committed state in its memory.
+set aside in any case. If the ranks that are left go on in their processes, the slot of the one that has failed is set aside;
+after that time the ranks are to leave, and one more starts. Of the hosts that the next generation gets, one at least has the
+committed state in its memory.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.comm.interrupt import Interrupt
-from hvdlite.comm.mpi import MpiTransport
-from hvdlite.comm.mpi_errors import maps_errors
+from hvdlite.comm.mpi.transport import MpiTransport
+from hvdlite.comm.mpi.errors import maps_errors
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
 from hvdlite.process.log import tell
 from hvdlite.process.own_core import settle

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from hvdlite.comm.interrupt import Interrupt
 from hvdlite.comm.messages import check_message, wrong_size
-from hvdlite.comm.mpi_errors import in_our_words, maps_all_errors, maps_own_errors
+from hvdlite.comm.mpi.errors import in_our_words, maps_all_errors, maps_own_errors
 from hvdlite.comm.naps import wait_until
 from hvdlite.errors import PeerLeftError
 from hvdlite.protocols import ANY, Array

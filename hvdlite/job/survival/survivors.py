@@ -20,7 +20,7 @@ from hvdlite.launcher_link.session import Message, ProtocolError
 
 _PATIENCE_SECONDS = 10.0
 """So long may the ranks that are left take to leave their functions, and again to make their new group. A rank that computes
-for longer hears of nothing; and one that waits inside of MPI for a rank that has failed while a group was made, waits for ever."""
+for longer hears of nothing. One that waits inside of MPI for a rank that has failed while a group was made waits for ever."""
 
 
 class Survivors:
@@ -130,7 +130,11 @@ class Survivors:
             return
         left = self._ranks.left
         new = self._losses[self._granted :]
-        if new and self._again.issuperset(left) and all(self._ranks[each.rank].exited for each in new if each.rank is not None):
+        if (
+            new
+            and self._again.issuperset(left)
+            and all(self._ranks[each.rank].exited for each in new if each.rank is not None)
+        ):
             generation = self.grant(new)
             self._granted, self._since, self._ranks.present = len(self._losses), now, len(left)
             self._again.clear()

@@ -9,8 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.algorithms import ALGORITHMS
-from hvdlite.comm.mpi import MpiTransport, as_bytes
-from hvdlite.comm.mpi_errors import in_our_words, maps_all_errors, maps_errors, maps_own_errors
+from hvdlite.comm.mpi.transport import MpiTransport, as_bytes
+from hvdlite.comm.mpi.errors import in_our_words, maps_all_errors, maps_errors, maps_own_errors
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine, ufunc_of
 
