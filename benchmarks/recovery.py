@@ -1,12 +1,13 @@
-"""Measures how long an elastic job takes from the death of a rank to the next finished step, by restart.
+"""Measures how long an elastic job takes from the death of a rank to the next finished step, by restart and in the process.
 
     python -m benchmarks.recovery                     four ranks with NumPy, 10 kills, half a minute
+    python -m benchmarks.recovery --in-process        the ranks that are left go on; 10 jobs with a kill each
     python -m benchmarks.recovery --framework torch   each rank imports torch too
     python -m benchmarks.recovery --state 64          a committed state of 64 MiB
 
 One rank, another one each time, kills itself (SIGKILL) after a step, and writes down the time. The time ends with the first
-step that the restarted ranks have finished: a step exchanges the state's gradient, and commits. The parts of the time are shown
-too. Each start of a rank imports what it needs, which is measured apart.
+step that the restarted ranks, or those that go on, have finished: a step exchanges the state's gradient, and commits. The parts
+of the time are shown too. Each start of a rank imports what it needs, which is measured apart.
 """
 
 from __future__ import annotations
@@ -45,24 +46,26 @@ def train() -> None:
     ready = time.time()
     state = elastic.ObjectState(weights=np.zeros(int(settings["mebibytes"] * 2**17)), step=0, kills=0)
     told = {"begun": begun, "imported": imported, "ready": ready}
+    folder = Path(settings["folder"])
 
     @elastic.run
     def steps(state: elastic.ObjectState) -> None:
-        folder = Path(settings["folder"])
+        called = time.time()
         while state.kills < settings["kills"] or state.step % 5 != 3:
             state.weights = state.weights + hvd.allreduce(np.ones(1000)).sum()
             state.step += 1
             if state.step % 5 == 0 and state.kills < settings["kills"]:
                 mark = folder / f"kill.{state.kills}"
-                if state.kills % hvd.size() == hvd.rank() and not mark.exists():
+                if (settings["first"] + state.kills) % hvd.size() == hvd.rank() and not mark.exists():
                     mark.write_text(str(time.time()))
                     os.kill(os.getpid(), signal.SIGKILL)
                 state.kills += 1  # what rank 0 commits here holds, though another rank is dead
             before = time.time()
             state.commit()
-            if hvd.rank() == 0 and not (folder / f"step.{os.getpid()}").exists():
-                done = {**told, "done": time.time(), "commit": time.time() - before}
-                (folder / f"step.{os.getpid()}").write_text(json.dumps(done))
+            first_step = folder / f"step.{os.getpid()}.{hvd.size()}"
+            if hvd.rank() == 0 and not first_step.exists():
+                done = {**told, "called": called, "done": time.time(), "commit": time.time() - before}
+                first_step.write_text(json.dumps(done))
 
     steps(state)
 
@@ -73,24 +76,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--ranks", type=int, default=4, help="ranks (4)")
     parser.add_argument("--kills", type=int, default=10, help="how often a rank dies (10)")
+    parser.add_argument("--in-process", action="store_true", help="let the ranks that are left go on")
     parser.add_argument("--state", type=float, default=1.0, metavar="MIB", help="the size of what is committed (1)")
     parser.add_argument("--framework", choices=("torch", "tensorflow"), help="import this too")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        starts, kills = _run(options, Path(folder))
-    waits = [start["done"] - kill for start, kill in zip(starts[1:], kills, strict=True)]
-    later = starts[1:]
-    parts = {
-        "from the kill to the next finished step": waits,
-        "  until the program of rank 0 runs again": [
-            start["begun"] - kill for start, kill in zip(later, kills, strict=True)
-        ],
-        f"  import of {options.framework or 'nothing more'}": [start["imported"] for start in later],
-        "  until hvdlite.init() is done": [start["ready"] - start["begun"] - start["imported"] for start in later],
-        "  state found and given to all, one step": [start["done"] - start["ready"] for start in later],
-        "a commit": [start["commit"] for start in later],
-    }
+    parts = _in_process(options) if options.in_process else _by_restart(options)
+    waits = next(iter(parts.values()))
     print(f"{options.ranks} ranks, a state of {options.state:g} MiB, {len(waits)} kills; seconds")
     print(f"{'':<42} median   fastest  slowest")
     for name, values in parts.items():
@@ -100,14 +92,55 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]], list[float]]:
+def _by_restart(options: argparse.Namespace) -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        starts, kills = _run(options, Path(folder), kills=options.kills, fewest=options.ranks)
+    later = starts[1:]
+    return {
+        "from the kill to the next finished step": [
+            start["done"] - kill for start, kill in zip(later, kills, strict=True)
+        ],
+        "  until the program of rank 0 runs again": [
+            start["begun"] - kill for start, kill in zip(later, kills, strict=True)
+        ],
+        f"  import of {options.framework or 'nothing more'}": [start["imported"] for start in later],
+        "  until hvdlite.init() is done": [start["ready"] - start["begun"] - start["imported"] for start in later],
+        "  state found and given to all, one step": [start["done"] - start["ready"] for start in later],
+        "a commit": [start["commit"] for start in later],
+    }
+
+
+def _in_process(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Run a job for each kill: after it, there is a rank less."""
+    waits, calls, commits = [], [], []
+    for number in range(options.kills):
+        with tempfile.TemporaryDirectory() as folder:
+            (_, again), (kill,) = _run(
+                options, Path(folder), kills=1, fewest=options.ranks - 1, first=number % options.ranks
+            )
+        waits.append(again["done"] - kill)
+        calls.append(again["called"] - kill)
+        commits.append(again["commit"])
+    return {
+        "from the kill to the next finished step": waits,
+        "  until the function is called again": calls,
+        "  one step": [wait - call for wait, call in zip(waits, calls, strict=True)],
+        "a commit": commits,
+    }
+
+
+def _run(
+    options: argparse.Namespace, folder: Path, kills: int, fewest: int, first: int = 0
+) -> tuple[list[dict[str, float]], list[float]]:
+    """Run a job. Return what each rank 0 has told after its first step with a number of ranks, and the times of the kills."""
     settings = {
-        "kills": options.kills,
+        "kills": kills,
+        "first": first,
         "mebibytes": options.state,
         "folder": str(folder),
         "framework": options.framework,
     }
-    command = [sys.executable, "-m", "hvdlite.launch", "-np", str(options.ranks), "--min-np", str(options.ranks)]
+    command = [sys.executable, "-m", "hvdlite.launch", "-np", str(options.ranks), "--min-np", str(fewest)]
     done = subprocess.run(
         [*command, "python", "-m", "benchmarks.recovery", "--rank"],
         env={**os.environ, SETTINGS: json.dumps(settings)},
@@ -116,11 +149,15 @@ def _run(options: argparse.Namespace, folder: Path) -> tuple[list[dict[str, floa
         text=True,
         timeout=LIMIT,
     )
-    if done.returncode or len(re.findall("was killed by SIGKILL", done.stderr)) != options.kills:
+    went_on = done.stderr.count(" go on in their processes")
+    if (
+        done.returncode
+        or len(re.findall("was killed by SIGKILL", done.stderr)) != kills
+        or went_on != (fewest < options.ranks)
+    ):
         raise SystemExit(f"python -m benchmarks.recovery: the job went wrong:\n{done.stdout}{done.stderr}")
-    starts = sorted((json.loads(path.read_text()) for path in folder.glob("step.*")), key=lambda start: start["begun"])
-    kills = [float((folder / f"kill.{number}").read_text()) for number in range(options.kills)]
-    return starts, kills
+    starts = sorted((json.loads(path.read_text()) for path in folder.glob("step.*")), key=lambda start: start["done"])
+    return starts, [float((folder / f"kill.{number}").read_text()) for number in range(kills)]
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ All servers are started, each with one process that computes, and are measured i
 JSON. Those that are not measured are stopped meanwhile (SIGSTOP). The models are *gpu*, which waits 5 ms and 0.1 ms for each
 input, and *digits*, a convolutional network on the CPU with one thread. The largest batch is 32. The peers wait up to 10 ms for
 a batch, which is mosec's own setting. Ours chooses its wait for the least mean latency, which is its own setting. It is
-measured with a bound of 50 ms for the p99, with 10 ms, and without batches, too. Before a server is measured, it must give the right
-answer.
+measured with a bound of 50 ms for the p99, with 10 ms, and without batches, too. Before a server is measured, it must give the
+right answer.
 """
 
 from __future__ import annotations

@@ -14,17 +14,19 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, overload
 
+from hvdlite.comm.interrupt import Interrupt
 from hvdlite.comm.local import LocalFabric
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, NotInitializedError
 from hvdlite.grid import Grid
 from hvdlite.group import RebindableExchange
+from hvdlite.launcher_link.generation import Generation
 from hvdlite.launcher_link.handlers import silence_handlers
 from hvdlite.launcher_link.link import check_address
 from hvdlite.negotiation.engine import Engine
@@ -174,16 +176,66 @@ def _rebind(here: World) -> None:
 
 
 def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:
-    from hvdlite.comm.mpi_start import start_mpi
+    from hvdlite.comm.mpi.start import start_mpi
 
     if not start_mpi() and comm is None:
         alone = LocalFabric(1).transports[0]
         return World(alone, PointToPointCollectives, [0], config, functools.partial(failure.end_job, config, 0))
-    from hvdlite.comm.mpi_collectives import MpiCollectives
-    from hvdlite.comm.mpi_job import connect
+    from hvdlite.comm.mpi.collectives import MpiCollectives
+    from hvdlite.comm.mpi.job import connect
 
-    transport, hosts = connect(comm)
-    return World(transport, MpiCollectives, hosts, config, functools.partial(failure.end_job, config, transport.rank))
+    interrupt = Interrupt() if comm is None and _outlives(config) else None
+    transport, hosts = connect(comm, interrupt)
+    end_job = functools.partial(failure.end_job, config, transport.rank)
+    return World(transport, MpiCollectives, hosts, config, end_job, interrupt)
+
+
+def _outlives(config: Config) -> bool:
+    try:
+        return bool(config.generation) and Generation.parse(config.generation).outlives
+    except ValueError:  # `hvdlite.elastic.run` says so
+        return False
+
+
+def go_on(hosts: Mapping[int, int], number: int, config: Config, interrupt: Interrupt) -> None:
+    """Go on in a new world, of the ranks that are left after others have failed. `hvdlite.elastic.run` calls this.
+
+    All of these ranks call it, when no wait in the world before lasts any more. What exchanges gradients continues, as after
+    ``shutdown()`` and ``init()``. If this raises `PeerLeftError`, because more ranks have failed, it can be called again.
+
+    Args:
+        hosts: For each of these ranks, by its number in the job as it was started, a number of its host.
+        number: The number of the generation that they form.
+        config: The settings.
+        interrupt: Ends every wait of the new world.
+    """
+    global _process_world
+    from hvdlite.comm.mpi.collectives import MpiCollectives
+    from hvdlite.comm.mpi.job import connect_again
+    from hvdlite.comm.mpi.start import never_finalize
+
+    never_finalize()
+    _abandon()
+    ranks = sorted(hosts)
+    places = [hosts[rank] for rank in ranks]
+    transport = connect_again(ranks, number, places, interrupt)
+    end_job = functools.partial(failure.end_job, config, ranks[transport.rank])
+    _process_world = World(transport, MpiCollectives, places, config, end_job, interrupt, ranks)
+    _rebind(_process_world)
+
+
+def _abandon() -> None:
+    """Leave a world some of whose ranks have failed: nobody can be told."""
+    global _process_world
+    if _process_world is None:
+        return
+    left, _process_world = _process_world, None
+    left.over = True
+    left.abandon()
+    exchanges = left.groups.left()
+    for exchange in exchanges:
+        exchange.leave()
+    _left.extend(exchanges)
 
 
 @functools.cache  # once in a process, however often `init` is called
@@ -413,7 +465,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
 
 def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
     """Add a set for each communicator that a rank passed."""
-    from hvdlite.comm.mpi_job import members_of
+    from hvdlite.comm.mpi.job import members_of
 
     places = here.engine().run(AllgatherObject(members_of(process_set.communicator)))
     numbers = {mpi_rank: rank for rank, (mpi_rank, _) in enumerate(places)}

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
-from hvdlite.comm.mpi_start import never_finalize
+from hvdlite.comm.interrupt import Interrupt
+from hvdlite.comm.mpi.start import never_finalize
 from hvdlite.communicator.communicator import Communicators
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
@@ -53,6 +54,11 @@ class Groups:
 
     def __iter__(self) -> Iterator[Group]:
         return iter(list(self._groups.values()))
+
+    @property
+    def has_sets(self) -> bool:
+        """Whether process sets other than that of all ranks are in effect."""
+        return bool(self._sets)
 
     def of(self, process_set: ProcessSet) -> Group:
         """Return the group of a process set.
@@ -213,6 +219,9 @@ class World:
         config: The settings.
         end_job: A function that ends the whole job with a text. The watchdog calls it when a wait can never end and it cannot
             raise an exception.
+        interrupt: Ends every wait of the world, so that this rank can go on in another one; None if nothing ever does.
+        job_ranks: For each rank, its number in the job as it was started, by which the launcher knows it; None if that is the
+            same.
     """
 
     def __init__(
@@ -222,9 +231,13 @@ class World:
         hosts: Sequence[int],
         config: Config,
         end_job: Callable[[str], None],
+        interrupt: Interrupt | None = None,
+        job_ranks: Sequence[int] | None = None,
     ) -> None:
         set_level(config.log_level)
         self.config = config
+        self.interrupt = interrupt
+        self.job_ranks: Sequence[int] = range(transport.size) if job_ranks is None else job_ranks
         self.topology = Topology.of(transport.rank, hosts)
         self._transport = transport
         self._hosts = hosts
@@ -328,6 +341,20 @@ class World:
         if not for_good:
             for exchange in self.groups.left():
                 exchange.leave()
+
+    def binds(self) -> str:
+        """Say what this rank has that ends with this world, so that another world cannot take its place; empty if nothing."""
+        if self.interrupt is None:
+            return "its waits cannot be interrupted"
+        if self.has_servers or self.watch.losses.lost:
+            return "it trains with a parameter server"
+        if self.devices.in_use:
+            return "it uses a GPU"
+        if self.communicators.open:
+            return "it has a process group of torch.distributed"
+        if self.groups.has_sets:
+            return "it has process sets"
+        return "a timeline is recorded" if self.timeline.started else ""
 
     def become_child(self) -> None:
         """Note that this process was forked from the rank: it can ask which rank that was, but must not disturb the rank."""

@@ -123,7 +123,7 @@ def test_an_srun_whose_processes_see_themselves_alone() -> None:
 
 
 def test_an_mpirun_whose_processes_see_themselves_alone() -> None:
-    from hvdlite.comm.mpi_job import check_world_size  # this starts MPI
+    from hvdlite.comm.mpi.job import check_world_size  # this starts MPI
 
     with pytest.raises(WorldSizeError) as raised:
         check_world_size(1, {"PMI_SIZE": "2"}, "Open MPI v5")

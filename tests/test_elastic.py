@@ -220,7 +220,7 @@ def test_all_ranks_go_on_from_the_newest_commit_that_a_host_has(tmp_path: Path) 
 
     def first() -> None:
         state = elastic.ObjectState(w=np.zeros(3), step=0)
-        keeper = HostKeeper(_generation(str(tmp_path / str(hvd.cross_rank())), 1), 0, "")
+        keeper = HostKeeper(_generation(str(tmp_path / str(hvd.cross_rank())), 1), 0, None)
         assert keeper.load(state) is None
         state._keeper = keeper
         for state.step in (1, 2):
@@ -229,7 +229,7 @@ def test_all_ranks_go_on_from_the_newest_commit_that_a_host_has(tmp_path: Path) 
 
     def second() -> tuple[int | None, int, float]:
         state = elastic.ObjectState(w=np.zeros(3), step=0)
-        keeper = HostKeeper(_generation(str(tmp_path / str(hvd.cross_rank())), 2, CommitId(1, 2)), 0, "")
+        keeper = HostKeeper(_generation(str(tmp_path / str(hvd.cross_rank())), 2, CommitId(1, 2)), 0, None)
         size = keeper.load(state)
         state.sync()
         return size, state.step, float(state.w.sum())
@@ -246,7 +246,7 @@ def test_all_ranks_go_on_from_the_newest_commit_that_a_host_has(tmp_path: Path) 
 def test_a_state_that_one_host_cannot_keep_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     def each() -> str:
         state = elastic.ObjectState(x=_Fragile() if hvd.rank() == 2 else 1)
-        state._keeper = HostKeeper(_generation(str(tmp_path / str(hvd.cross_rank())), 1), 0, "")
+        state._keeper = HostKeeper(_generation(str(tmp_path / str(hvd.cross_rank())), 1), 0, None)
         with pytest.raises(elastic.CommitError) as caught:
             state.commit()
         state.x = 2

@@ -209,6 +209,39 @@ _EVENTS = st.lists(
 )
 
 
+def test_ranks_that_are_left_go_on_and_the_slot_is_used_again_later() -> None:
+    made = policy([Host("a", 4)])
+    started(made)
+    made.committed()
+    assert made.why_not_without(["a"]) == ""
+    assert made.lose(1.0, ["a"]) == 2
+    assert (made.present, made.restarts) == (3, 1)
+    assert made.update(10.0) == 0, "the slot is set aside for ten seconds at least"
+    assert made.update(14.0) == ADDED
+    assert made.why_not_without(["a"]) == "hosts have changed"
+    made.ended(15.0, Ended(left=True))
+    step = started(made, 15.0)
+    assert (step.generation, step.num_proc) == (3, 4)
+
+
+def test_what_keeps_ranks_from_going_on() -> None:
+    made = policy([Host("a", 4)], fewest=3)
+    started(made)
+    assert "2 are left, and 3 are needed" in made.why_not_without(["a", "a"])
+    made = policy([Host("a", 4)], restarts=1)
+    started(made)
+    made.committed()
+    made.lose(1.0, ["a"])
+    made.committed()
+    assert "--reset-limit" in made.why_not_without(["a"])
+    made = policy([Host("a", 4)])
+    started(made)
+    for _ in range(FRUITLESS - 1):
+        assert made.why_not_without(["a"]) == ""
+        made.lose(1.0, ["a"])
+    assert "before they committed anything" in made.why_not_without([])
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     events=_EVENTS,

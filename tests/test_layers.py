@@ -78,7 +78,7 @@ def modules() -> dict[str, Path]:
 
 
 def room_of(module: str) -> str:
-    """The room of a module: "comm" of ``hvdlite.comm.mpi``, "__init__" of ``hvdlite``."""
+    """The room of a module: "comm" of ``hvdlite.comm.local``, "__init__" of ``hvdlite``."""
     return (*module.split("."), "__init__")[1]
 
 
@@ -182,7 +182,7 @@ def test_folders_say_what_is_in_them() -> None:
 def test_settings_are_read_in_one_place() -> None:
     """Only config.py reads the settings; the launcher and its line to the ranks handle the environment as such."""
     excepted = (
-        *("hvdlite.config", "hvdlite.launcher_link.link", "hvdlite.comm.mpi_job", "hvdlite.comm.mpi_start"),
+        *("hvdlite.config", "hvdlite.launcher_link.link", "hvdlite.comm.mpi.job", "hvdlite.comm.mpi.start"),
         "hvdlite.advise.command",  # it starts a job with another setting
         # Two have functions of Horovod's that are about the environment.
         *("hvdlite.compat.common.util", "hvdlite.compat.environment"),

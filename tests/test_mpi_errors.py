@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hvdlite.comm.mpi_start import _for_the_load, start_mpi
+from hvdlite.comm.mpi.start import _for_the_load, start_mpi
 from hvdlite.errors import CommunicationError
 from tests.jobs import PROGRAMS, Start
 
@@ -14,8 +14,8 @@ def test_an_error_of_mpi_is_a_communication_error() -> None:
     start_mpi()  # which leaves no file in /dev/shm; the following imports would
     from mpi4py import MPI
 
-    from hvdlite.comm.mpi import MpiTransport
-    from hvdlite.comm.mpi_collectives import MpiCollectives
+    from hvdlite.comm.mpi.collectives import MpiCollectives
+    from hvdlite.comm.mpi.transport import MpiTransport
 
     transport = MpiTransport(MPI.COMM_SELF)
     collectives = MpiCollectives(transport)

@@ -68,7 +68,7 @@ def test_one_plain_process_is_a_job_of_its_own() -> None:
     ],
 )
 def test_a_promise_that_mpi_does_not_keep(environ: dict[str, str], texts: list[str]) -> None:
-    from hvdlite.comm.mpi_job import check_world_size
+    from hvdlite.comm.mpi.job import check_world_size
 
     with pytest.raises(hvd.WorldSizeError) as caught:
         check_world_size(1, environ, "Some MPI 1.0")
@@ -78,7 +78,7 @@ def test_a_promise_that_mpi_does_not_keep(environ: dict[str, str], texts: list[s
 
 
 def test_mpich_needs_another_kind_of_srun() -> None:
-    from hvdlite.comm.mpi_job import check_world_size
+    from hvdlite.comm.mpi.job import check_world_size
 
     with pytest.raises(hvd.WorldSizeError, match="srun --mpi=pmi2 "):
         check_world_size(1, {"SLURM_STEP_NUM_TASKS": "3"}, "MPICH Version: 5.0.2")
@@ -86,7 +86,7 @@ def test_mpich_needs_another_kind_of_srun() -> None:
 
 @pytest.mark.parametrize("environ", [{}, {"OMPI_COMM_WORLD_SIZE": "1"}, {"WORLD_SIZE": "8"}, {"SLURM_NTASKS": "3"}])
 def test_one_process_that_was_promised_no_more(environ: dict[str, str]) -> None:
-    from hvdlite.comm.mpi_job import check_world_size
+    from hvdlite.comm.mpi.job import check_world_size
 
     check_world_size(1, environ, "Some MPI 1.0")
 

@@ -1,7 +1,6 @@
 """Host memory moved and reduced between the ranks.
 
-- `mpi`, `mpi_collectives`: messages and collectives of MPI; `mpi_errors` maps MPI's errors to `CommunicationError`.
-- `mpi_start` loads MPI and finalises it; `mpi_job` finds out which processes are the job.
+- `mpi`: messages and collectives of MPI; `interrupt` ends their waits where ranks go on without others.
 - `local`: a transport among the threads of one process, over a simulated network.
 - `messages`: the checks of `isend` and `irecv`; `mailbox`: how the threads of `local` exchange such messages.
 - `naps`: how a thread waits for other ranks; `background`: a thread that does what nobody waits for.
@@ -11,5 +10,5 @@
 - `hierarchy`: which ranks share a host; `hierarchical`: collectives within each host first, then between hosts;
   `between_hosts`: what the hosts have reduced becomes one.
 
-Each module is imported only where it is used: MPI starts when `mpi` is imported.
+Each module is imported only where it is used.
 """

@@ -60,6 +60,7 @@ class HierarchicalCollectives:
         if self.hosts < self.size:
             self._here = HostCollectives(self.host)
         self._one_host = self.hosts == 1 and self._here is not None
+        self._tiny_bytes = 0 if transport.polls else _TINY_BYTES
 
     def allreduce(self, data: Array, op: ReduceOp | Reduction, algorithm: str = "auto") -> None:
         """Reduce `data` over the ranks, in place.
@@ -75,7 +76,7 @@ class HierarchicalCollectives:
             ArgumentError: This group cannot use the algorithm.
         """
         how = op if isinstance(op, Reduction) else reduction(check_dtype(data.dtype), op)
-        if self._one_host and algorithm == "auto" and how.exact and data.nbytes <= _TINY_BYTES:
+        if self._one_host and algorithm == "auto" and how.exact and data.nbytes <= self._tiny_bytes:
             self.flat.allreduce(data, how.combining)
             if how.finishes:
                 how.finish(data)

@@ -266,6 +266,8 @@ class LocalTransport:
     def medium(self) -> str:
         return "one process, without MPI"
 
+    polls = False
+
     def send(self, data: Array, dest: int) -> None:
         """Copy `data` to the queue of `dest`. This never blocks."""
         self._set_clock(self._depart(data, dest)[1])

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from hvdlite.comm.mpi_start import is_alone
+from hvdlite.comm.mpi.start import is_alone
 from hvdlite.config import environment
 from hvdlite.doctor import job
 from hvdlite.doctor.finding import Finding, error

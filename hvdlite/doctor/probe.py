@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.comm.mpi_start import start_mpi
+from hvdlite.comm.mpi.start import start_mpi
 from hvdlite.comm.shared_memory import SharedMemoryError, share
 from hvdlite.config import Config, environment
 from hvdlite.doctor.facts import MpiFacts, Plain, RankFacts
@@ -85,7 +85,7 @@ def examine(say: Say, request: Request) -> None:
     say("mpi", mpi.pack())
     if mpi.alone or mpi.threads != "MULTIPLE":
         return
-    from hvdlite.comm.mpi_job import connect
+    from hvdlite.comm.mpi.job import connect
 
     transport, nodes = connect()
     say("rank", together(transport, nodes, facts.host, say).pack())
@@ -100,7 +100,7 @@ def examine(say: Say, request: Request) -> None:
 def _ask_mpi(host: str) -> MpiFacts:
     from mpi4py import MPI
 
-    from hvdlite.comm.mpi_job import check_world_size
+    from hvdlite.comm.mpi.job import check_world_size
 
     levels = {getattr(MPI, f"THREAD_{name}"): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
     library = " ".join(MPI.Get_library_version().split("\0")[0].splitlines()[0].split(",")[0].split())

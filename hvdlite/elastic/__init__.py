@@ -4,6 +4,7 @@ state.py    what a training commits and goes on from: `State`, `ObjectState`
 run.py      `run`, which calls the training function with the committed state
 keeper.py   keeps what a rank commits, and finds what the job has committed before
 store.py    the committed states of one host, as files in memory
+lifeline.py the connection to the launcher: what it says of the hosts, and how a rank goes on when others fail
 """
 
 from __future__ import annotations

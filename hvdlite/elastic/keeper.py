@@ -2,50 +2,41 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from hvdlite import api
+from hvdlite.elastic.lifeline import Lifeline
 from hvdlite.elastic.state import State
 from hvdlite.elastic.store import Commit, Store
-from hvdlite.errors import CommitError, HvdliteError
+from hvdlite.errors import CommitError
 from hvdlite.launcher_link.generation import CommitId, Generation
-from hvdlite.launcher_link.line import Line
-from hvdlite.launcher_link.link import Address
 
 
 class HostKeeper:
-    """A `HostKeeper` keeps the commits of one call of ``elastic.run``, in the memory of this rank's host.
+    """A `HostKeeper` keeps the commits of one call of ``elastic.run`` in one generation, in the memory of this rank's host.
 
     The lowest rank of each host writes. Rank 0 tells the launcher, and hears from it what becomes of the hosts.
 
     Args:
         generation: The generation of the job.
         call: The number of the call of ``elastic.run`` in the program, from 0 on.
-        control: The setting ``control``; empty if there is no launcher (in tests).
+        lifeline: The connection to the launcher; None if there is no launcher (in tests), or if this rank has none.
 
     Raises:
         CommitError: There is no directory for what is committed.
         HvdliteError: The launcher does not answer, or its job has other ranks than this one.
     """
 
-    def __init__(self, generation: Generation, call: int, control: str) -> None:
+    def __init__(self, generation: Generation, call: int, lifeline: Lifeline | None) -> None:
         self._generation, self._call = generation, call
         self._number = 0
-        self._updates = 0
-        self._line: Line | None = None
         is_lowest = api.local_rank() == 0
         self._store = Store(generation.directory, generation.key, call) if is_lowest else None
-        if api.rank() == 0 and control:
-            try:
-                self._line = Line(Address.parse(control))
-                self._line.ask("elastic", rank=api.rank(), size=api.size())
-            except (OSError, ValueError) as error:
-                raise HvdliteError(
-                    f"hvdliterun does not answer rank 0 of {api.size()} ({error}). Under hvdliterun call hvdlite.init() "
-                    "without comm, so that the job has all ranks."
-                ) from error
+        self._lifeline = lifeline
+        self._speaker = lifeline if api.rank() == 0 else None
+        if self._speaker is not None:
+            self._speaker.speak()
 
     def load(self, state: State) -> int | None:
         """Give `state` on rank 0 the newest commit that a host of this generation has. All ranks call this.
@@ -70,6 +61,7 @@ class HostKeeper:
         if not newest.generation:
             return None
         self._number = newest.number
+        self._is_kept()
         owner = theirs.index((newest, size))
         saved = found.saved if found is not None and found.id == newest else None
         if theirs[0][0] != newest:
@@ -88,23 +80,19 @@ class HostKeeper:
 
     def kept(self) -> None:
         """Tell the launcher that all hosts have the state."""
-        if self._line is not None:
-            self._line.tell("committed", call=self._call, number=self._number)
+        self._is_kept()
+        if self._speaker is not None:
+            self._speaker.tell_commit(self._call, self._number)
+
+    def _is_kept(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.has_committed = True
 
     def updates(self) -> int:
         """Return what the launcher has said of the hosts. See `Keeper`."""
-        if self._line is not None:
-            with contextlib.suppress(OSError):  # if the launcher is gone, all ranks end
-                for message in self._line.hear():
-                    self._updates |= message.fields["update"]
-        return self._updates
+        return 0 if self._speaker is None else self._speaker.updates
 
     def leave(self) -> None:
         """Tell the launcher that this process ends, so that its job goes on with other hosts."""
-        if self._line is not None:
-            self._line.ask("leaving")
-
-    def close(self) -> None:
-        """Close the connection to the launcher."""
-        if self._line is not None:
-            self._line.close()
+        if self._speaker is not None:
+            self._speaker.leave()

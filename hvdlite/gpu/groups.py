@@ -41,6 +41,11 @@ class Devices:
         self._open: list[DeviceCollectives] = []
         self._shared: dict[tuple[int, str], DeviceCollectives] = {}
 
+    @property
+    def in_use(self) -> bool:
+        """Whether this rank works on a device."""
+        return bool(self._chosen)
+
     def choose(self, device: Device) -> None:
         """Choose `device` for this rank: from now on the rank works on no other device of this kind.
 

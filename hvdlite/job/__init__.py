@@ -8,8 +8,7 @@ job.py              runs one job from start to end
  |- server.py       receives the messages of the ranks    <--TCP-->  `hvdlite.worker` on each rank
  |- reports.py      acts on each message
  |- ranks.py        keeps the state of each rank
- |- elastic.py      tells the ranks of an elastic job what becomes of the hosts, and hears what they have committed
- |- trainings.py    goes on without ranks, or lets a rank save, where trainings with a parameter server want that
+ |- survival/       lets the job go on when it loses ranks, or gets others
  |- failures.py     finds the rank that failed first, and describes the failure
  |- signals.py      lets a job handle the signals by which a user ends it
  '- output.py       prints the output of the ranks in whole lines, tagged by rank

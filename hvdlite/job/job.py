@@ -7,7 +7,7 @@ start ── all ranks said hello ── all ranks exited well, mpirun too ─�
                                     to report
 
 A rank that trains with a parameter server may have asked for time to save its parameters before "end", or may be one without
-which the job goes on (`trainings.py`).
+which the job goes on (`trainings.py`). The ranks of an elastic job may go on when one of them fails (`survivors.py`).
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Job:
         num_proc: The number of ranks that the job has.
         ranks: The ranks that have said hello.
         elastic: What the ranks of an elastic job have said.
+        survivors: Its ranks that go on when others fail.
         results: For each rank that has sent a result of `hvdlite.run`: whether its function returned, and the pickled value
             that the function returned or raised.
         trainings: The ranks without which the job has gone on, and what a rank has saved before the end.
@@ -106,6 +107,7 @@ class Job:
         self.results = self._reports.results
         self.trainings = self._reports.trainings
         self.elastic = self._reports.elastic
+        self.survivors = self._reports.survivors
         self._failures: list[Failure] = []
         self._ending: _Ending | None = None
         self._interrupted: int | None = None
@@ -199,6 +201,7 @@ class Job:
     ) -> None:
         if self._ending is None:
             host = self._ranks.host_of(rank)
+            self._failures += self.survivors.end()
             self._failures.append(Failure(text, code, at or time.time(), rank, host, consequence, is_final))
             self.trainings.is_ending = True
 
@@ -211,12 +214,15 @@ class Job:
         self._last_look = now
         for rank in self._ranks.stopped(now, suspended):
             text = f"{rank} is stopped ({failures.signal_name(rank.stop_signal)}).\n\n{rank.stack or ''}"
-            self._fail(text, 128 + rank.stop_signal, rank=rank.number)
+            failure = Failure(text, 128 + rank.stop_signal, time.time(), rank.number, rank.host)
+            if not self._reports.go_on_without(failure):
+                self._fail(text, failure.code, rank=rank.number)
+        self.survivors.look(now)
         if self._output.is_broken:
             self._fail("nobody reads the output any more.", 128 + signal.SIGPIPE, is_final=True)
         self._check_start(now)
         self._check_launcher()
-        if self.trainings.losses and self._ranks.are_complete and self._ending is None:
+        if self._ranks.have_lost and self._ranks.are_complete and self._ending is None:
             self._ending = _Ending(_GRACE_SECONDS)  # the guards wait for that
         self._note_slow_exit(now)
 
@@ -313,7 +319,7 @@ class Job:
             return Failure(f"ended by {name}.", 128 + self._interrupted, time.time(), is_final=True)
         if self._failures:
             return failures.first(self._failures)
-        if not self.trainings.losses:  # else the launcher says that ranks have failed, which is known
+        if not self._ranks.have_lost:  # else the launcher says that ranks have failed, which is known
             self._process.release_banner(everything=True)
         _tell_of_ranks_alone(self._spec, self._ranks, self._output)
         return None

@@ -73,10 +73,13 @@ class Ranks:
 
     Args:
         size: The number of ranks that the job will have.
+
+    Attributes:
+        present: The number of ranks that form the present group: fewer if the job has gone on without some.
     """
 
     def __init__(self, size: int) -> None:
-        self._size = size
+        self._size = self.present = size
         self._known: dict[int, Rank] = {}
         self._grace: float | None = None
 
@@ -125,6 +128,27 @@ class Ranks:
         """Whether every rank's process has ended, and the programs of those that were not lost came to their ends."""
         return self.are_finished and self.all_are(lambda rank: rank.exited)
 
+    @property
+    def left(self) -> list[int]:
+        """The numbers of the ranks that the job has not lost."""
+        return [number for number in range(self._size) if number not in self._known or not self._known[number].lost]
+
+    @property
+    def have_lost(self) -> bool:
+        """Whether the job has gone on without some ranks."""
+        return any(rank.lost for rank in self)
+
+    def lose(self, number: int) -> None:
+        """Let the job go on without a rank that has failed.
+
+        The guard of that rank ends what is left of it. From now on all guards stay until the end: MPI is not closed in order in
+        such a job, and the MPI launcher would end all ranks as soon as one has left.
+        """
+        self._known[number].lost = True
+        for rank in self:
+            if not rank.gone:
+                rank.connection.send("drop" if rank.number == number else "stay")
+
     def stopped(self, now: float, suspended: bool) -> list[Rank]:
         """Return the ranks that have been stopped (by SIGSTOP, for example) for more than 1.5 s, once their stacks are known.
 
@@ -137,7 +161,11 @@ class Ranks:
                 rank.stopped_at = rank.stopped_at or now
             if rank.stopped_at is not None and suspended:
                 rank.stopped_at = now
-        found = [rank for rank in self if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS]
+        found = [
+            rank
+            for rank in self
+            if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS and not rank.lost
+        ]
         for rank in found:
             if rank.stack_until is None:
                 rank.stack_until = now + _STACK_SECONDS

@@ -7,12 +7,13 @@ from typing import Protocol
 
 from hvdlite.errors import ranks_text
 from hvdlite.job import failures
-from hvdlite.job.elastic import Elastic
 from hvdlite.job.failures import Failure
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank, Ranks
 from hvdlite.job.server import Connection
-from hvdlite.job.trainings import Trainings
+from hvdlite.job.survival.elastic import Elastic
+from hvdlite.job.survival.survivors import Survivors
+from hvdlite.job.survival.trainings import Trainings
 from hvdlite.launcher_link.session import Message
 from hvdlite.worker.rank_environment import THREADS_VARIABLE
 
@@ -40,6 +41,7 @@ class Reports:
         results: For each rank that has sent a result: whether its function returned, and the pickled value that the function
             returned or raised.
         trainings: What ranks that train with a parameter server have asked for.
+        survivors: The ranks of an elastic job that go on when others fail.
         elastic: What the ranks of an elastic job have said.
         first_asked: The first rank whose guard got a signal to end the rank; None as long as no guard got one.
     """
@@ -49,6 +51,7 @@ class Reports:
         self.first_asked: Rank | None = None
         self.trainings = Trainings(ranks)
         self.elastic = Elastic(ranks)
+        self.survivors = Survivors(ranks, self._note, self._explain)
         self._ranks = ranks
         self._output = output
         self._fail = fail
@@ -80,9 +83,12 @@ class Reports:
                 self.trainings.take_saved(message.fields["text"])
             case "elastic" | "committed" | "leaving":
                 self.elastic.hear(connection, message)
+            case "outlives" | "again" | "cannot" | "together" | "over":
+                self.survivors.hear(connection, message)
             case "gone" if connection.rank is None:
                 self.trainings.forget(connection)
                 self.elastic.forget(connection)
+                self.survivors.forget(connection)
             case _ if connection.rank is not None:
                 self._on_rank(self._ranks[connection.rank], message)
 
@@ -144,7 +150,7 @@ class Reports:
             )
 
     def _on_exit(self, rank: Rank, status: int, trace: str, at: float) -> None:
-        if rank.reported or rank.stack_until is not None or (status == 0 and rank.finished):
+        if rank.lost or rank.reported or rank.stack_until is not None or (status == 0 and rank.finished):
             return  # a stopped rank that shows its stack is a failure already, and `Ranks.stopped` says which
         if (
             rank.asked
@@ -160,6 +166,26 @@ class Reports:
         self._on_failure(rank, text, code, at, unexplained)
 
     def _on_failure(self, rank: Rank, text: str, code: int, at: float, consequence: bool) -> None:
-        """Go on without a rank that has failed, if the job can; else fail."""
-        if not self.trainings.go_on_without(Failure(text, code, at, rank.number, rank.host, consequence)):
-            self._fail(text, code, rank=rank.number, at=at, consequence=consequence)
+        failure = Failure(text, code, at, rank.number, rank.host, consequence)
+        # What a rank has reported as a consequence of another one's end is none of its own doing.
+        if not self.go_on_without(failure, may_go_on=not (consequence and rank.reported)):
+            self._note(failure)
+
+    def go_on_without(self, failure: Failure, may_go_on: bool = True) -> bool:
+        """Go on without a rank that has failed, if the job can.
+
+        Args:
+            failure: The failure of the rank.
+            may_go_on: Whether the others of an elastic job can.
+        """
+        if self.trainings.go_on_without(failure):
+            return True
+        may_go_on = may_go_on and not self.elastic.has_left
+        return may_go_on and self.survivors.go_on_without(failure, time.monotonic())
+
+    def _note(self, failure: Failure) -> None:
+        self._fail(failure.text, failure.code, failure.rank, failure.at, failure.consequence)
+
+    def _explain(self, why: str) -> None:
+        if self._verbose:
+            self._output.say(f"hvdliterun: the other ranks cannot go on in their processes: {why}.\n")

@@ -141,6 +141,7 @@ def run(
         elastic_timeout=elastic_timeout,
         blacklist_cooldown_range=cooldown_range,
         commit_directory=None,
+        always_restart=None,
         servers=None,
     )
     elastic = elastic_options(options, os.environ) if is_elastic(options) else None
@@ -178,7 +179,7 @@ def run(
     lost = {loss.rank for loss in job.trainings.losses}
     if lost:
         warnings.warn(job.trainings.describe().rstrip(), RuntimeWarning, stacklevel=2)
-    everybody = range(job.num_proc)
+    everybody = job.ranks.left if elastic is not None else range(job.num_proc)
     if missing := sorted(set(everybody) - lost - set(job.results)):
         raise WorkerError(f"rank {', '.join(map(str, missing))} left with sys.exit(0), so there is no result.")
     results: list[Any] = [None if rank in lost else pickle.loads(job.results[rank][1]) for rank in everybody]

@@ -33,16 +33,18 @@ class Generation:
         key: Authenticates what the job has committed; in hexadecimal digits.
         directory: Where each host keeps what is committed.
         committed: The last commit that the launcher knows of, for each call of ``elastic.run`` that has committed.
+        outlives: Whether its processes can go on, in the next generation, when others of them fail.
     """
 
     number: int
     key: str = field(repr=False)
     directory: str
     committed: tuple[CommitId, ...] = ()
+    outlives: bool = False
 
     def __str__(self) -> str:
         commits = ",".join(f"{each.generation}.{each.number}" for each in self.committed)
-        return f"{self.number}:{commits}:{self.key}:{self.directory}"
+        return f"{self.number}:{int(self.outlives)}:{commits}:{self.key}:{self.directory}"
 
     @classmethod
     def parse(cls, text: str) -> Generation:
@@ -52,8 +54,8 @@ class Generation:
             ValueError: The text has another form. The error does not repeat the text, because it may hold a secret.
         """
         try:
-            number, commits, key, directory = text.split(":", 3)
+            number, outlives, commits, key, directory = text.split(":", 4)
             committed = tuple(CommitId(*map(int, each.split(".", 1))) for each in commits.split(",") if commits)
-            return cls(int(number), key, directory, committed)
+            return cls(int(number), key, directory, committed, bool(int(outlives)))
         except (ValueError, TypeError):
             raise ValueError("HVDLITE_GENERATION: only hvdliterun sets it, so unset it elsewhere") from None

@@ -63,6 +63,16 @@ class Line:
             heard, self._heard = self._heard, []
             return heard
 
+    def wait(self) -> None:
+        """Return when there may be something to hear, or when the connection has ended."""
+        waiting = select.poll()  # an object of its own: no two threads may be in one
+        waiting.register(self._channel.fileno(), select.POLLIN)
+        waiting.poll()
+
+    def hang_up(self) -> None:
+        """End the connection for all threads that use it. Call `close` when none does any more."""
+        self._channel.hang_up()
+
     def close(self) -> None:
         """Close the connection."""
         self._channel.close()

@@ -1,8 +1,8 @@
 """The rank's end of the connection to its launcher. These control messages travel over it, see `hvdlite.launcher_link.session`:
 
     rank -> launcher   hello, output, done, failed, stopped, continued, stack, asked, exit, report, fetch, result, training,
-                       saved, elastic, committed, leaving
-    launcher -> rank   end, taken, ok, function, stay, lost, save, hosts, show
+                       saved, elastic, committed, leaving, outlives, again, cannot, together, over
+    launcher -> rank   end, taken, ok, function, stay, drop, lost, save, hosts, show, generation
 
 This file imports only the standard library and session.py, by a relative import: `hvdlite.worker.worker` loads it on its own.
 """
@@ -109,6 +109,11 @@ class Channel:
             while self._stream.recv(1 << 16):
                 pass
         self._stream.close()
+
+    def hang_up(self) -> None:
+        """Send and receive no more: a thread that waits for messages finds that the launcher is gone."""
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection at once."""

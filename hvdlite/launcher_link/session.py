@@ -55,16 +55,23 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "elastic": {"rank": int, "size": int},
     "committed": {"call": int, "number": int},
     "leaving": {},
+    "outlives": {"rank": int, "call": int},
+    "again": {},
+    "cannot": {"why": str},
+    "together": {},
+    "over": {},
     # launcher -> rank
     "end": {"grace": _NUMBER},
     "taken": {"stream": str, "bytes": int},
     "ok": {},
     "function": {},
     "stay": {},
+    "drop": {},
     "lost": {"rank": int, "text": str},
     "save": {},
     "hosts": {"update": int},
     "show": {},
+    "generation": {"number": int, "ranks": list, "committed": list},
 }
 """The fields of each kind of message, with their types."""
 

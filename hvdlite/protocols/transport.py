@@ -75,6 +75,11 @@ class Transport(Protocol):
         """The name of the medium of the messages for people to read, such as "Open MPI v5.0.11"."""
         ...
 
+    @property
+    def polls(self) -> bool:
+        """Whether calls that wait are begun and tested again and again, so that they can be ended: small ones take longer."""
+        ...
+
     def send(self, data: Array, dest: int) -> None:
         """Send `data`. The call may block until `data` is received; when it returns, the caller may overwrite `data`."""
         ...

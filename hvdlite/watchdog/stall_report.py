@@ -13,7 +13,10 @@ from hvdlite.errors import ranks_text
 _OUTER_FRAMES, _INNER_FRAMES = 4, 12
 """How many calls of a deep stack are shown: the outer ones say where the program is, the inner ones where it is stuck."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MESSAGES = tuple(os.path.join(_PACKAGE, "comm", name) for name in ("mpi.py", "mpi_collectives.py", "local.py"))
+_MESSAGES = tuple(
+    os.path.join(_PACKAGE, "comm", *names)
+    for names in (("mpi", "transport.py"), ("mpi", "collectives.py"), ("local.py",))
+)
 _STARTERS = ("<frozen runpy>", f"{os.sep}runpy.py")
 
 

@@ -51,7 +51,8 @@ class Guard:
         self._unacknowledged = {"stdout": 0, "stderr": 0, "reports": 0}
         self.finished = False
         self._asked = False  # a signal told the guard to end the rank: the MPI launcher does that
-        self._stays = False  # another rank was lost, and the job goes on: no guard leaves before the end
+        self._stays = False  # a rank was lost, and the job goes on: no guard leaves before the end
+        self._dropped = False  # this rank is the one
         self._ending = False  # hvdliterun told the guard to end the rank, or hvdliterun is gone
         self._status: int | None = None
         self._kill_at: float | None = None
@@ -133,10 +134,19 @@ class Guard:
                 self._end(message.fields["grace"])
             elif message.kind == "show":
                 self._send("stack", text=self._stack_of_stopped())
-            elif message.kind == "stay":
+            elif message.kind in ("stay", "drop"):
                 self._stays = True
+                if message.kind == "drop":
+                    self._drop()
             elif message.kind == "taken":
                 self._unacknowledged[message.fields["stream"]] -= message.fields["bytes"]
+
+    def _drop(self) -> None:
+        """End what is left of the rank. The files of MPI stay: the other ranks use them."""
+        self._dropped = True
+        self._signal(signal.SIGKILL)
+        if self._status is not None:
+            orphans.end(_NO_GRACE)
 
     def _end(self, grace: float) -> None:
         self._ending = True
@@ -205,6 +215,8 @@ class Guard:
                 trace = clip(without_own_frames(self._report_text.decode(errors="replace")))
                 at = time.time()
                 self._send("exit", status=self._status, finished=self.finished, trace=trace, time=at)
+                if self._dropped:
+                    orphans.end(_NO_GRACE)
 
     def _drain(self) -> None:
         # This does not wait for end of file: a process that the rank left behind may hold the pipes, and write on.

@@ -81,6 +81,20 @@ def set_horovod_variables(environ: MutableMapping[str, str] = os.environ) -> Non
     environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items()})
 
 
+def renumber_horovod_variables(
+    rank: int, size: int, local_rank: int, local_size: int, environ: MutableMapping[str, str] = os.environ
+) -> None:
+    """Set these variables anew, if they are there, because other ranks of the job have failed.
+
+    Args:
+        rank, size, local_rank, local_size: The numbers of this rank among those that are left, which are on one host.
+        environ: The environment.
+    """
+    if HOROVOD_VARIABLE in environ:
+        values = {"RANK": rank, "SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_SIZE": local_size}
+        environ.update({f"HOROVOD_{name}": str(value) for name, value in values.items()})
+
+
 def cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -6,6 +6,8 @@ COUNTER_FOLDER    a folder in which each fault, and each start of rank 0, leaves
 COUNTER_UNTIL     a file; the training comes to its end when it is there, instead of after so many steps
 COUNTER_EVERY     commit after so many steps; after the others, only look whether hosts have changed
 COUNTER_TELL      print each step
+COUNTER_SETS      if "1", the program makes a process set
+COUNTER_MEMORY    a control group in which the fault "memory" runs out of memory; empty if there is none
 """
 
 from __future__ import annotations
@@ -32,7 +34,12 @@ WIDTH = 1000
 
 def fail(kind: str) -> None:
     match kind:
-        case "kill" | "memory":  # the kernel ends a process that takes too much memory by the same signal
+        case "memory" if group := os.environ.get("COUNTER_MEMORY"):
+            (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+            taken = []
+            while True:  # until the kernel kills this process
+                taken.append(b"x" * 2**20)
+        case "kill" | "memory":  # without a control group: the kernel would kill it by the same signal
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -101,7 +108,7 @@ def train(state: Noisy) -> None:
             state.check_host_updates()
 
 
-hvd.init()
+hvd.init(process_sets=[[0]] if os.environ.get("COUNTER_SETS") == "1" else [])
 if hvd.rank() == 0:
     with (FOLDER / "starts").open("a") as file:
         file.write(f"{hvd.size()}\n")

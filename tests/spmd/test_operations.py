@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hvdlite as hvd
-from hvdlite.comm.mpi_start import start_mpi
+from hvdlite.comm.mpi.start import start_mpi
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
@@ -297,9 +297,9 @@ def test_algorithms_give_the_sum(ranks: Any) -> None:
 
 def test_more_than_mpi_counts_at_once(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     start_mpi()  # which leaves no file in /dev/shm; the following import would
-    from hvdlite.comm import mpi_collectives  # with ranks as threads this tests nothing new
+    from hvdlite.comm.mpi import collectives  # with ranks as threads this tests nothing new
 
-    monkeypatch.setattr(mpi_collectives, "_LARGEST_BYTES", 64)
+    monkeypatch.setattr(collectives, "_LARGEST_BYTES", 64)
 
     def check() -> None:
         x = np.arange(1001.0)

@@ -21,7 +21,14 @@ from hvdlite.launch.elastic.supervisor import Supervisor
 from hvdlite.launch.numbers import positive, positive_int, whole
 from hvdlite.worker.shared_memory import name_in_memory
 
-_ONLY_ELASTIC = ("slots_per_host", "reset_limit", "elastic_timeout", "blacklist_cooldown_range", "commit_directory")
+_ONLY_ELASTIC = (
+    "slots_per_host",
+    "reset_limit",
+    "elastic_timeout",
+    "blacklist_cooldown_range",
+    "commit_directory",
+    "always_restart",
+)
 _NAME = "hvdlite.commits."
 
 
@@ -39,6 +46,12 @@ def add_options(add: Callable[..., object]) -> None:
         nargs=2,
         type=positive,
         help="set a host aside for MIN seconds after a failure, for MAX after several (10 300)",
+    )
+    add(
+        "--always-restart",
+        action="store_const",
+        const=True,
+        help="start all processes again after a failure, even if enough are left to go on",
     )
     add("--commit-directory", metavar="DIR", help="keep what is committed in DIR on each host (/dev/shm)")
 
@@ -68,6 +81,7 @@ class ElasticOptions:
         script: The script that prints the hosts, and its arguments; empty if they are fixed.
         slots: The slots of a host for which the script prints no number.
         folder: The folder of what is committed, on each host; empty for memory.
+        always_restart: Start all processes again after a failure, even if enough are left to go on.
     """
 
     limits: Limits
@@ -75,6 +89,7 @@ class ElasticOptions:
     script: Sequence[str]
     slots: int
     folder: str
+    always_restart: bool
 
     def run(self, spec: JobSpec, output: Output) -> tuple[Job | None, Failure | None]:
         """Run the job, and remove from its hosts what it has committed.
@@ -98,7 +113,7 @@ class ElasticOptions:
         options = ssh.options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
         janitor = Janitor(directory, options)
         try:
-            supervisor = Supervisor(spec, self.limits, hosts, directory, output, janitor)
+            supervisor = Supervisor(spec, self.limits, hosts, directory, output, janitor, self.always_restart)
             failure = supervisor.run()
         finally:
             janitor.finish()
@@ -151,4 +166,11 @@ def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> 
     )
     if options.commit_directory is not None and not os.path.isdir(options.commit_directory):
         raise LaunchError(f"--commit-directory {options.commit_directory}: there is no such folder.")
-    return ElasticOptions(limits, found, script, options.slots_per_host or 1, options.commit_directory or "")
+    return ElasticOptions(
+        limits,
+        found,
+        script,
+        options.slots_per_host or 1,
+        options.commit_directory or "",
+        bool(options.always_restart),
+    )

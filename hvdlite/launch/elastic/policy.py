@@ -2,11 +2,13 @@
 
     take_hosts ──┐                                    ┌──> Start   a generation, on these hosts
     committed  ──┼──> Policy ── next, when none runs ─┼──> Wait    for hosts, or until one is not set aside any more
-    ended      ──┘       │                            └──> End     well, or with the reason
-                         └───── update, while one runs ───> the ranks are to leave at their next commit
+    ended      ──┤       │                            └──> End     well, or with the reason
+    lose       ──┘       └───── update, while one runs ───> the ranks are to leave at their next commit
 
 A host on which a rank has failed is set aside for a while, if the others have enough slots. A host that cannot be reached is
-set aside in any case. Of the hosts that the next generation gets, one at least has the committed state in its memory.
+set aside in any case. If the ranks that are left go on in their processes, the slot of the one that has failed is set aside;
+after that time the ranks are to leave, and one more starts. Of the hosts that the next generation gets, one at least has the
+committed state in its memory.
 """
 
 from __future__ import annotations
@@ -104,6 +106,7 @@ class _Running:
     since: float
     has_committed: bool = False
     is_told: bool = False
+    has_lost: bool = False
     names: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,6 +136,11 @@ class Policy:
         self._short_since: float | None = None
         self._end: End | None = None
         self.restarts = -1
+
+    @property
+    def present(self) -> int:
+        """The number of ranks that the running generation has; 0 if none runs."""
+        return 0 if self._running is None else self._running.start.num_proc
 
     # ---- what happens ----
 
@@ -169,6 +177,42 @@ class Policy:
             self._fruitless += 1
         if self._end is None and self._fruitless >= FRUITLESS:
             self._end = End(f"{FRUITLESS} generations in a row have failed before they committed anything")
+
+    def why_not_without(self, names: Sequence[str]) -> str:
+        """Say why the ranks that are left must not go on in their processes; empty if they may.
+
+        Args:
+            names: The hosts of the ranks that have failed; for each rank one.
+        """
+        running = self._running
+        assert running is not None
+        left = running.start.num_proc - len(names)
+        if left < max(1, self._limits.fewest):
+            return f"{left} are left, and {self._limits.fewest} are needed (--min-np)"
+        if self._limits.restarts is not None and self.restarts >= self._limits.restarts:
+            return f"the job has started again {self._limits.restarts} times (--reset-limit)"
+        if not running.has_committed and self._fruitless + 1 >= FRUITLESS:
+            return f"{FRUITLESS} generations in a row have failed before they committed anything"
+        return "hosts have changed" if running.is_told else ""
+
+    def lose(self, now: float, names: Sequence[str]) -> int:
+        """Note that ranks of the running generation have failed, and that the others go on. Return their generation.
+
+        Args:
+            now: The time.
+            names: The hosts of the ranks that have failed; for each rank one.
+        """
+        running = self._running
+        assert running is not None
+        self._generation += 1
+        self.restarts += 1
+        self._fruitless = 0 if running.has_committed else self._fruitless + 1
+        left = [Host(host.name, host.slots - names.count(host.name)) for host in running.start.hosts]
+        start = Start(self._generation, tuple(host for host in left if host.slots))
+        self._running = _Running(start, now, has_lost=True)
+        for name in set(names):
+            self._set_aside(name, now, is_unreachable=False)
+        return self._generation
 
     def _set_aside(self, name: str, now: float, is_unreachable: bool) -> None:
         aside = self._aside.setdefault(name, _Aside())
@@ -250,9 +294,16 @@ class Policy:
         left = _slots(usable) if self._limits.most is None else self._limits.most
         for host in usable:
             if left > 0:
-                chosen.append(Host(host.name, min(host.slots, left)))
+                chosen.append(Host(host.name, min(self._slots_of(host, now), left)))
                 left -= chosen[-1].slots
         return tuple(chosen)
+
+    def _slots_of(self, host: Host, now: float) -> int:
+        """Return the slots of a host, without those of ranks that have failed while the others go on, for a while."""
+        running, aside = self._running, self._aside.get(host.name)
+        if running is None or not running.has_lost or aside is None or now >= aside.until:
+            return host.slots
+        return min(host.slots, sum(each.slots for each in running.start.hosts if each.name == host.name))
 
     def _are_enough(self, hosts: Sequence[Host]) -> bool:
         holds = not self._holders or any(host.name in self._holders for host in hosts)

@@ -14,6 +14,7 @@ from hvdlite.job import failures, signals, ssh
 from hvdlite.job.failures import Failure
 from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here
 from hvdlite.job.job import Job, JobSpec
+from hvdlite.job.mpi import Placement
 from hvdlite.job.output import Output
 from hvdlite.launch.elastic.discovery import Discovery
 from hvdlite.launch.elastic.janitor import Janitor
@@ -35,6 +36,7 @@ class Supervisor:
         directory: Where each host keeps what is committed.
         output: Prints the output of the ranks.
         janitor: Removes that directory in the end.
+        always_restart: Start all processes again after a failure, even if some could go on.
 
     Attributes:
         last: The generation that ran last, or runs; None before the first.
@@ -48,6 +50,7 @@ class Supervisor:
         directory: str,
         output: Output,
         janitor: Janitor,
+        always_restart: bool = False,
     ) -> None:
         self._spec = spec
         self._policy = Policy(limits)
@@ -58,6 +61,9 @@ class Supervisor:
         self._key = secrets.token_hex(32)
         self._output = output
         self._janitor = janitor
+        self._always_restart = always_restart
+        self._generation = 0
+        self._said = ""
         self.last: Job | None = None
         self._committed: dict[int, CommitId] = {}
         self._failure: Failure | None = None
@@ -122,12 +128,16 @@ class Supervisor:
         )
         if placement.is_local:
             check_ranks_here(step.num_proc)
-        calls = range(max(self._committed, default=-1) + 1)
-        committed = tuple(self._committed.get(call, CommitId()) for call in calls)
-        generation = Generation(step.generation, self._key, self._directory, committed)
-        spec = dataclasses.replace(self._spec, placement=placement, generation=generation)
+        why_restart = self._why_restart(placement)
+        spec = dataclasses.replace(
+            self._spec, placement=placement, generation=self._describe(step.generation, not why_restart)
+        )
         job = self.last = Job(spec, self._output, lambda: self._look(job))
-        job.elastic.on_commit = lambda call, number: self._on_commit(step.generation, call, number)
+        job.elastic.on_commit = self._on_commit
+        if not why_restart:
+            names = _names(step)
+            job.survivors.allows = lambda ranks: self._policy.why_not_without([names[rank] for rank in ranks])
+            job.survivors.grant = lambda losses: self._go_on(losses, names)
         try:
             failure = job.run()
         except UnreachableError as error:
@@ -139,15 +149,49 @@ class Supervisor:
         self._output.end_lines()
         self._policy.ended(time.monotonic(), how)
 
+    def _describe(self, number: int, outlives: bool) -> Generation:
+        self._generation = number
+        calls = range(max(self._committed, default=-1) + 1)
+        committed = tuple(self._committed.get(call, CommitId()) for call in calls)
+        return Generation(number, self._key, self._directory, committed, outlives)
+
+    def _why_restart(self, placement: Placement) -> str:
+        """Say why the ranks of a generation cannot go on in their processes when others fail; empty if they can."""
+        why = ""
+        if self._always_restart:
+            why = "--always-restart was given"
+        elif self._spec.mpi.flavour != "openmpi":
+            why = "that was tried with Open MPI only"
+        elif not placement.is_local and len(placement.rank_counts) > 1:
+            why = "the ranks are on several hosts"
+        if why and why != self._said and self._spec.verbose:
+            self._output.say(f"hvdliterun: after a failure all processes are started again: {why}.\n")
+        self._said = why
+        return why
+
+    def _go_on(self, losses: Sequence[Failure], names: Sequence[str]) -> Generation:
+        """Let the ranks that are left go on in their processes, as the generation that this returns."""
+        lost = [names[failure.rank] for failure in losses if failure.rank is not None]
+        number = self._policy.lose(time.monotonic(), lost)
+        reason = "".join(failure.describe() for failure in losses)
+        self._output.say(
+            f"{reason}hvdliterun: {self._policy.present} ranks go on in their processes (number {self._policy.restarts}), "
+            f"{self._from_where()}.\n"
+        )
+        return self._describe(number, outlives=True)
+
+    def _from_where(self) -> str:
+        newest = max(self._committed.values(), default=None)
+        return f"from commit number {newest.number}" if newest else "from the beginning, as nothing was committed"
+
     def _say_start(self, step: Start) -> None:
         if self._policy.restarts == 0:
             return
-        newest = max(self._committed.values(), default=None)
-        where = "from commit number " + str(newest.number) if newest else "from the beginning, as nothing was committed"
         reason = self._failure.describe() if self._failure is not None else "hvdliterun: the hosts have changed.\n"
         on = ",".join(map(str, step.hosts))
         self._output.say(
-            f"{reason}hvdliterun: start again (number {self._policy.restarts}) with {step.num_proc} ranks on {on}, {where}.\n"
+            f"{reason}hvdliterun: start again (number {self._policy.restarts}) with {step.num_proc} ranks on {on}, "
+            f"{self._from_where()}.\n"
         )
 
     def _look(self, job: Job) -> None:
@@ -160,13 +204,13 @@ class Supervisor:
         elif missing := self._newcomers.missing():
             self._policy.found_unreachable(now, missing)
 
-    def _on_commit(self, generation: int, call: int, number: int) -> None:
-        self._committed[call] = CommitId(generation, number)
+    def _on_commit(self, call: int, number: int) -> None:
+        self._committed[call] = CommitId(self._generation, number)
         self._policy.committed()
 
     def _judge(self, job: Job, failure: Failure | None, step: Start) -> Ended:
         """Say how a generation has ended: which of its hosts have failed, by the numbers of the ranks."""
-        names = [host.name for host in step.hosts for _ in range(host.slots)]
+        names = _names(step)
         lost = {
             rank.number for rank in job.ranks if rank.gone and not rank.exited and not rank.local and not rank.asked
         }
@@ -196,3 +240,8 @@ class Supervisor:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._interrupted = number
+
+
+def _names(step: Start) -> list[str]:
+    """Return the host of each rank."""
+    return [host.name for host in step.hosts for _ in range(host.slots)]

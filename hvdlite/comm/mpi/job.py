@@ -12,17 +12,22 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from hvdlite.comm.mpi import MpiTransport
+from hvdlite.comm.interrupt import Interrupt
+from hvdlite.comm.mpi.errors import maps_errors
+from hvdlite.comm.mpi.transport import MpiTransport
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
 from hvdlite.process.log import tell
 from hvdlite.process.own_core import settle
 
 
-def connect(comm: Sequence[int] | MPI.Comm | None = None) -> tuple[MpiTransport, list[int]]:
+def connect(
+    comm: Sequence[int] | MPI.Comm | None = None, interrupt: Interrupt | None = None
+) -> tuple[MpiTransport, list[int]]:
     """Return the transport over all ranks of the job, and for each rank a number of the host that it runs on.
 
     Args:
         comm: The ranks of the job: ranks of ``MPI.COMM_WORLD``, or a communicator; all if None.
+        interrupt: Ends all waits; None if nothing ever does.
 
     Raises:
         ArgumentError: `comm` does not contain this process, or it names a process that has named other ranks.
@@ -40,7 +45,35 @@ def connect(comm: Sequence[int] | MPI.Comm | None = None) -> tuple[MpiTransport,
     leader = node.bcast(world.Get_rank())  # the lowest world rank of the host stands for the host
     settle(node.Get_rank(), node.Get_size())
     node.Free()
-    return MpiTransport(world), world.allgather(leader)
+    return MpiTransport(world, interrupt), world.allgather(leader)
+
+
+def connect_again(ranks: Sequence[int], number: int, hosts: Sequence[int], interrupt: Interrupt) -> MpiTransport:
+    """Return a transport over some processes of the job, after the others have failed. Exactly these processes call this.
+
+    The processes that have failed take no part: a group is made of its own members. This call cannot be interrupted.
+
+    Args:
+        ranks: Their ranks in ``MPI.COMM_WORLD``, ascending.
+        number: The number of the generation. Messages of an earlier attempt, which was broken off, have another number.
+        hosts: For each of them, a number of its host.
+        interrupt: Ends all waits.
+
+    Raises:
+        CommunicationError: MPI has failed.
+    """
+    place = ranks.index(MPI.COMM_WORLD.Get_rank())
+    here = [other for other, host in enumerate(hosts) if host == hosts[place]]
+    settle(here.index(place), len(here))
+    group = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
+    try:
+        return MpiTransport(maps_errors(MPI.COMM_WORLD.Create_group)(group, number % _TAGS), interrupt)
+    finally:
+        group.Free()
+
+
+_TAGS = 1 << 14
+"""How many numbers of generations are told from each other."""
 
 
 def _own_communicator(comm: Sequence[int] | MPI.Comm | None) -> MPI.Intracomm:

@@ -9,8 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 from hvdlite.algorithms import ALGORITHMS
-from hvdlite.comm.mpi import MpiTransport, as_bytes
-from hvdlite.comm.mpi_errors import in_our_words, maps_all_errors, maps_errors, maps_own_errors
+from hvdlite.comm.mpi.errors import in_our_words, maps_all_errors, maps_errors, maps_own_errors
+from hvdlite.comm.mpi.transport import MpiTransport, as_bytes
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine, ufunc_of
 
@@ -65,7 +65,7 @@ class MpiCollectives:
         if algorithm in ("auto", "mpi"):
             try:
                 for part in _parts(data):
-                    self._comm.Allreduce(MPI.IN_PLACE, part, _op(op, data))
+                    self._transport.call("Allreduce", MPI.IN_PLACE, part, _op(op, data))
             except MPI.Exception as error:
                 raise in_our_words("allreduce", error) from error
         elif algorithm in ALGORITHMS:
@@ -81,22 +81,22 @@ class MpiCollectives:
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         sizes = [count * data.itemsize for count in counts]
-        self._comm.Allgatherv(as_bytes(data), [out.view(np.uint8), sizes, MPI.BYTE])
+        self._transport.call("Allgatherv", as_bytes(data), [out.view(np.uint8), sizes, MPI.BYTE])
 
     def broadcast(self, data: Array, root: int) -> None:
         for part in _parts(data):
-            self._comm.Bcast(as_bytes(part), root)
+            self._transport.call("Bcast", as_bytes(part), root)
 
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
         send = [data.view(np.uint8), [count * data.itemsize for count in send_counts], MPI.BYTE]
         recv = [out.view(np.uint8), [count * data.itemsize for count in recv_counts], MPI.BYTE]
-        self._comm.Alltoallv(send, recv)
+        self._transport.call("Alltoallv", send, recv)
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
-        self._comm.Reduce_scatter(data, out, list(counts), _op(op, data))
+        self._transport.call("Reduce_scatter", data, out, list(counts), _op(op, data))
 
     def barrier(self) -> None:
-        self._comm.Barrier()
+        self._transport.call("Barrier")
 
     def duplicate(self) -> MpiCollectives:
         return MpiCollectives(self._transport.duplicate())

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.comm.interrupt import Interrupt
 from hvdlite.comm.messages import check_message, wrong_size
-from hvdlite.comm.mpi_errors import in_our_words, maps_all_errors, maps_own_errors
+from hvdlite.comm.mpi.errors import in_our_words, maps_all_errors, maps_own_errors
 from hvdlite.comm.naps import wait_until
+from hvdlite.errors import PeerLeftError
 from hvdlite.protocols import ANY, Array
 
 _DATA_TAG = 1
@@ -49,7 +51,7 @@ class MpiSend:
         return self._over
 
     def wait(self) -> None:
-        wait_until(self.test, lambda: None)
+        wait_until(self.test, self._transport.check)
 
     def cancel(self) -> bool:
         return False
@@ -106,7 +108,7 @@ class MpiReceive:
         return True
 
     def wait(self) -> None:
-        wait_until(self.test, lambda: None)
+        wait_until(self.test, self._transport.check)
 
     def cancel(self) -> bool:
         if self._over:
@@ -120,10 +122,16 @@ class MpiReceive:
 
 @maps_all_errors
 class MpiTransport:
-    """A `Transport` on a communicator of MPI."""
+    """A `Transport` on a communicator of MPI.
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    Args:
+        comm: The communicator, which nobody else uses.
+        interrupt: Ends the waits of this transport, and of those that are made of it; None if nothing ever does.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, interrupt: Interrupt | None = None) -> None:
         self.comm = comm
+        self._interrupt = interrupt
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self._posted: list[MPI.Request] = []
@@ -138,14 +146,45 @@ class MpiTransport:
         first = MPI.Get_library_version().replace("\0", "").splitlines()[0].partition(",")[0]
         return " ".join(first.replace("Version:", "").split())
 
+    @property
+    def polls(self) -> bool:
+        return self._interrupt is not None
+
+    @maps_own_errors
+    def check(self) -> None:
+        """Raise PeerLeftError if the waits on this transport have been ended."""
+        if self._interrupt is not None:
+            self._interrupt.check()
+
+    @maps_own_errors
+    def call(self, name: str, *args: object) -> None:
+        """Call a method of the communicator that waits for other ranks, such as "Barrier", and return when it is done.
+
+        Raises:
+            MPI.Exception: MPI has failed. The caller maps it.
+            PeerLeftError: The wait has been ended.
+        """
+        if self._interrupt is None:
+            getattr(self.comm, name)(*args)
+        else:
+            self._interrupt.check()
+            self._finish(getattr(self.comm, f"I{name.lower()}")(*args), args)
+
+    def _finish(self, request: MPI.Request, memory: object) -> None:
+        try:
+            wait_until(request.Test, self.check)
+        except PeerLeftError:
+            _never_over.append((request, memory))
+            raise
+
     def send(self, data: Array, dest: int) -> None:
-        self.comm.Send(as_bytes(data), dest, _DATA_TAG)
+        self.call("Send", as_bytes(data), dest, _DATA_TAG)
 
     def recv(self, data: Array, source: int) -> None:
-        self.comm.Recv(as_bytes(data), source, _DATA_TAG)
+        self.call("Recv", as_bytes(data), source, _DATA_TAG)
 
     def sendrecv(self, send: Array, dest: int, recv: Array, source: int) -> None:
-        self.comm.Sendrecv(as_bytes(send), dest, _DATA_TAG, as_bytes(recv), source, _DATA_TAG)
+        self.call("Sendrecv", as_bytes(send), dest, _DATA_TAG, as_bytes(recv), source, _DATA_TAG)
 
     def isend(self, data: Array, dest: int, tag: int = 0) -> MpiSend:
         check_message(data, dest, tag, self.size, receives=False)
@@ -205,6 +244,8 @@ class MpiTransport:
 
     @maps_own_errors
     def has_message(self) -> bool:
+        if self._interrupt is not None and self._interrupt.is_set:  # `poll` raises that
+            return True
         try:
             return self.comm.Iprobe(MPI.ANY_SOURCE, _CONTROL_TAG)
         except MPI.Exception:  # `poll` raises it again
@@ -212,6 +253,7 @@ class MpiTransport:
 
     @maps_own_errors
     def poll(self) -> tuple[int, bytes] | None:
+        self.check()
         status = self._status
         try:
             message = self.comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, status)
@@ -224,12 +266,19 @@ class MpiTransport:
             raise in_our_words("poll", error) from error
 
     def duplicate(self) -> MpiTransport:
-        return MpiTransport(self.comm.Dup())
+        if self._interrupt is None:
+            return MpiTransport(self.comm.Dup())
+        self._interrupt.check()
+        comm, request = self.comm.Idup()
+        self._finish(request, comm)
+        return MpiTransport(comm, self._interrupt)
 
     def subgroup(self, ranks: Sequence[int]) -> MpiTransport:
+        if len(ranks) == self.size:
+            return self.duplicate()
         group = self.comm.Get_group().Incl(list(ranks))
         try:
-            return MpiTransport(self.comm.Create_group(group))
+            return MpiTransport(self.comm.Create_group(group), self._interrupt)
         finally:
             group.Free()
 
@@ -246,5 +295,5 @@ def _may_take_the_same(receive: MpiReceive, other: MpiReceive) -> bool:
     return receive.tag == other.tag and (receive.sender == other.sender or ANY in (receive.sender, other.sender))
 
 
-_never_over: list[tuple[MPI.Request, Array]] = []
-"""Memory that MPI may still read or write after a transport was closed: messages that were never received, or never sent."""
+_never_over: list[tuple[MPI.Request, object]] = []
+"""What MPI may still read or write: messages that were never received, or never sent, and calls whose waits were ended."""

@@ -68,11 +68,7 @@ class Trainings:
         if number is None or self.is_ending or number not in self._dispensable or not running:
             return False
         self.losses.append(failure)
-        self._ranks[number].lost = True
-        # The guards stay until the end from now on: MPI is not closed in order in such a job, and the MPI launcher would end
-        # all ranks as soon as one has left. They hear it before the ranks do.
-        for rank in self._ranks:
-            rank.connection.send("stay")
+        self._ranks.lose(number)  # the guards hear it before the ranks do
         for connection, listener in self._listeners.items():
             if listener != number:
                 self._tell(connection, failure)

@@ -37,7 +37,8 @@ class Elastic:
             ProtocolError: It does not come from rank 0, or the job has not so many ranks.
         """
         if message.kind == "elastic":
-            self._ranks.check(message.fields["rank"], message.fields["size"])
+            if not 0 <= message.fields["rank"] < message.fields["size"] == self._ranks.present:
+                raise ProtocolError(f"a message of one of {message.fields['size']} ranks, not {self._ranks.present}")
             self._speaker = connection
             connection.send("ok")
             if self._update:
