@@ -134,6 +134,13 @@ def init(
         WorldSizeError: A launcher started several processes, but MPI sees only this one.
         ThreadLevelError: The MPI library does not support threads.
         MissingPackageError: This process is one of several, and no MPI library is installed. A single process needs none.
+
+    Examples:
+        >>> def program():
+        ...     hvdlite.init()  # makes no difference here: `on_ranks` lets threads be ranks that have joined
+        ...     return hvdlite.rank(), hvdlite.size()
+        >>> on_ranks(2, program)
+        [(0, 2), (1, 2)]
     """
     global _process_world
     if isinstance(process_sets, str) and process_sets != "dynamic":
@@ -255,6 +262,15 @@ def shutdown() -> None:
     """Leave the job. The function waits until every rank has called it or has come to its end; before `init` it does nothing.
 
     Operations that are still in flight are abandoned.
+
+    Examples:
+        >>> def program():
+        ...     hvdlite.init()
+        ...     before = hvdlite.is_initialized()
+        ...     hvdlite.shutdown()
+        ...     return before, hvdlite.is_initialized()
+        >>> hvdlite.run(program, num_proc=1)  # this rank is a process
+        [(True, False)]
     """
     if _process_world is not None and not _process_world.is_childs_copy:
         _check_served(_process_world)
@@ -392,13 +408,23 @@ def is_server() -> bool:
 
     The program of such a rank makes the same `AsyncDistributedOptimizer` as the others, and then calls `serve_parameters`
     instead of its loop (docs/asynchronous.md).
+
+    Examples:
+        >>> from hvdlite.config import Config
+        >>> on_ranks(3, hvdlite.is_server, config=Config(servers=1))
+        [False, False, True]
     """
     here = world("is_server()")
     return here.topology.rank >= here.topology.size - here.config.servers
 
 
 def mpi_threads_supported() -> bool:
-    """Return True: several threads may call MPI at once, because `init` refuses an MPI library that does not allow it."""
+    """Return True: several threads may call MPI at once, because `init` refuses an MPI library that does not allow it.
+
+    Examples:
+        >>> on_ranks(1, hvdlite.mpi_threads_supported)
+        [True]
+    """
     world("mpi_threads_supported()")
     return True
 
@@ -414,7 +440,12 @@ def is_homogeneous() -> bool:
 
 
 def describe() -> str:
-    """Describe the job for the first line of a program's output: "4 ranks on 2 hosts (Open MPI v5.0.11)"."""
+    """Describe the job for the first line of a program's output: "4 ranks on 2 hosts (Open MPI v5.0.11)".
+
+    Examples:
+        >>> on_ranks(3, hvdlite.describe, hosts=[0, 0, 1])[0]
+        '3 ranks on 2 hosts (one process, without MPI)'
+    """
     return world("describe()").describe()
 
 
@@ -429,6 +460,17 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     Raises:
         ArgumentError: A timeline is being recorded already, or a rank cannot write its file. All ranks raise it.
         MismatchError: Another rank called another function.
+
+    Examples:
+        >>> import pathlib, tempfile
+        >>> def traced(path):
+        ...     hvdlite.start_timeline(path)
+        ...     hvdlite.allreduce(np.ones(3), name="weights")
+        ...     hvdlite.stop_timeline()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     done = on_ranks(2, traced, f"{folder}/trace.json")
+        ...     "weights" in pathlib.Path(folder, "trace.json").read_text()
+        True
     """
     world("start_timeline()").start_timeline(os.fspath(file_path), mark_cycles)
 
@@ -439,6 +481,16 @@ def stop_timeline() -> None:
     Raises:
         HvdliteError: The trace could not be written. All ranks raise it.
         MismatchError: Another rank called another function.
+
+    Examples:
+        >>> import os, tempfile
+        >>> def traced(path):
+        ...     hvdlite.start_timeline(path)
+        ...     hvdlite.stop_timeline()
+        ...     return os.path.exists(path)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     on_ranks(2, traced, f"{folder}/trace.json")
+        [True, True]
     """
     world("stop_timeline()").stop_timeline()
 
@@ -456,6 +508,14 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     Raises:
         ArgumentError: A rank is unknown or repeated, or a set of these ranks is in effect already.
         MismatchError: The ranks asked for different sets.
+
+    Examples:
+        >>> def of_two():
+        ...     pair = hvdlite.add_process_set([0, 2])
+        ...     if pair.included():
+        ...         return hvdlite.allreduce(np.array([hvdlite.rank()]), hvdlite.Sum, process_set=pair).item()
+        >>> on_ranks(3, of_two)
+        [2, None, 2]
     """
     here = world("add_process_set()")
     if not isinstance(process_set, ProcessSet):
@@ -538,6 +598,16 @@ class ProcessGrid(Grid):
     Raises:
         ArgumentError: The product of the axes is not the number of ranks, or a size is not positive.
         MismatchError: The ranks asked for different grids.
+
+    Examples:
+        >>> print(*on_ranks(4, lambda: str(hvdlite.ProcessGrid(dp=2, tp=2)), hosts=[0, 0, 1, 1])[:1])
+        ProcessGrid(dp=2, tp=2): 4 ranks on 2 hosts
+                tp 0  tp 1
+          dp 0     0     1  host 0
+          dp 1     2     3  host 1
+          tp within hosts; dp between hosts
+        >>> on_ranks(4, lambda: hvdlite.ProcessGrid(dp=2, tp=2)["tp"].ranks)
+        [[0, 1], [0, 1], [2, 3], [2, 3]]
     """
 
     def __init__(self, **axes: int) -> None:
@@ -568,6 +638,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
     Raises:
         ArgumentError: Operations of the set are in flight.
+
+    Examples:
+        >>> def removed():
+        ...     pair = hvdlite.add_process_set([0, 2])
+        ...     return hvdlite.remove_process_set(pair), hvdlite.remove_process_set(pair)
+        >>> on_ranks(3, removed)
+        [(True, False), (True, False), (True, False)]
     """
     return world("remove_process_set()").groups.remove(process_set)
 
@@ -752,7 +829,12 @@ def allgather(tensor: T, name: str | None = None, *, process_set: ProcessSet | N
 
 
 def allgather_async(tensor: T, name: str | None = None, *, process_set: ProcessSet | None = None) -> Handle[T]:
-    """Start `allgather` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `allgather`."""
+    """Start `allgather` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `allgather`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.allgather_async(np.array([hvdlite.rank()])).wait().tolist())
+        [[0, 1], [0, 1]]
+    """
     call = _allgather(tensor, name, process_set)
     return call.engine.submit(call.operation, call.name)
 
@@ -794,7 +876,12 @@ def broadcast(
 def broadcast_async(
     tensor: T, root_rank: int, name: str | None = None, *, inplace: bool = False, process_set: ProcessSet | None = None
 ) -> Handle[T]:
-    """Start `broadcast` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `broadcast`."""
+    """Start `broadcast` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `broadcast`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.broadcast_async(np.array([hvdlite.rank()]), root_rank=1).wait().tolist())
+        [[1], [1]]
+    """
     call = _broadcast(tensor, root_rank, name, inplace, process_set)
     return call.engine.submit(call.operation, call.name)
 
@@ -851,7 +938,12 @@ def alltoall_async(
 def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None, *, process_set: ProcessSet | None = None
 ) -> Handle[Any]:
-    """Start `alltoall` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `alltoall`."""
+    """Start `alltoall` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `alltoall`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.alltoall_async(np.array([10, 11]) + 10 * hvdlite.rank()).wait().tolist())
+        [[10, 20], [11, 21]]
+    """
     call = _alltoall(tensor, splits, name, process_set)
     return call.engine.submit(call.operation, call.name)
 
@@ -915,6 +1007,10 @@ def reducescatter_async(
     """Start `reducescatter` and return a `Handle` at once; see `allreduce_async`.
 
     The arguments are those of `reducescatter`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.reducescatter_async(np.array([1, 2]), hvdlite.Sum).wait().tolist())
+        [[2], [4]]
     """
     call = _reducescatter(tensor, op, name, prescale_factor, postscale_factor, process_set)
     return call.engine.submit(call.operation, call.name)
@@ -943,7 +1039,12 @@ def barrier(name: str | None = None, *, process_set: ProcessSet | None = None) -
 
 
 def barrier_async(name: str | None = None, *, process_set: ProcessSet | None = None) -> Handle[None]:
-    """Start `barrier` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `barrier`."""
+    """Start `barrier` and return a `Handle` at once; see `allreduce_async`. The arguments are those of `barrier`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.barrier_async().wait())
+        [None, None]
+    """
     call = _barrier(name, process_set)
     return call.engine.submit(call.operation, call.name)
 
@@ -985,6 +1086,10 @@ def broadcast_object_async(
     """Start `broadcast_object` and return a `Handle` at once; see `allreduce_async`.
 
     The arguments are those of `broadcast_object`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.broadcast_object_async(f"from rank {hvdlite.rank()}", root_rank=1).wait())
+        ['from rank 1', 'from rank 1']
     """
     call = _broadcast_object(obj, root_rank, name, process_set)
     return call.engine.submit(call.operation, call.name)
@@ -1023,6 +1128,10 @@ def allgather_object_async(
     """Start `allgather_object` and return a `Handle` at once; see `allreduce_async`.
 
     The arguments are those of `allgather_object`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvdlite.allgather_object_async({"rank": hvdlite.rank()}).wait())[0]
+        [{'rank': 0}, {'rank': 1}]
     """
     call = _allgather_object(obj, name, process_set)
     return call.engine.submit(call.operation, call.name)

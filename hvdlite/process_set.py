@@ -26,6 +26,13 @@ class ProcessSet:
 
     Raises:
         ArgumentError: `ranks_or_comm` is empty, or contains a rank twice, or something that is not a rank.
+
+    Examples:
+        >>> def places():
+        ...     pair = hvdlite.add_process_set(hvdlite.ProcessSet([2, 0]))
+        ...     return pair.ranks, pair.included(), pair.rank()
+        >>> on_ranks(3, places)
+        [([0, 2], True, 0), ([0, 2], False, None), ([0, 2], True, 1)]
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:

@@ -40,6 +40,14 @@ def servable(
 
     Raises:
         ArgumentError: `model` is no Keras model, it has several inputs, or an argument is not of its type.
+
+    Examples:
+        >>> layer = keras.layers.Dense(1, use_bias=False, kernel_initializer=keras.initializers.Constant(2.0))
+        >>> served = hvd.servable(keras.Sequential([keras.Input((1,)), layer]))
+        >>> print(served.spec)
+        an array of float32, shape (1,)
+        >>> served(np.array([[1.0], [3.0]], np.float32)).tolist()
+        [[2.0], [6.0]]
     """
     if isinstance(model, str | PathLike):
         import keras

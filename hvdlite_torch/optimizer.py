@@ -103,6 +103,16 @@ def DistributedOptimizer(
         UnsupportedTensorError: A parameter is a DTensor, and the other arguments need whole parameters.
         ArgumentError: The optimizer is wrapped already, or has no parameters, or the arguments do not fit together.
         MismatchError: The ranks have different parameters. The error is raised on all ranks.
+
+    Examples:
+        >>> def step():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        ...     (weight * hvd.rank()).sum().backward()  # the gradient is 0 on rank 0, and 1 on rank 1
+        ...     optimizer.step()
+        ...     return weight.item()
+        >>> on_ranks(2, step)
+        [-0.5, -0.5]
     """
     _check_optimizer(optimizer)
     if isinstance(named_parameters, torch.nn.Module):

@@ -56,6 +56,15 @@ def servable(
     Raises:
         ArgumentError: `model` is no module, the file has other weights, or an argument is not of its type.
         OSError: The file cannot be read.
+
+    Examples:
+        >>> doubles = torch.nn.Linear(1, 1, bias=False)
+        >>> weight = torch.nn.init.constant_(doubles.weight, 2.0)
+        >>> served = hvd.servable(doubles)
+        >>> print(served.spec)
+        an array of float32, shape (1,)
+        >>> served(np.array([[1.0], [3.0]], np.float32)).tolist()
+        [[2.0], [6.0]]
     """
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(f"servable({model!r}): expected a torch.nn.Module. For a function, use hvdlite.servable.")

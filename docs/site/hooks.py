@@ -27,6 +27,12 @@ MODULES = (
     "hvdlite.testing",
 )
 """What the reference describes. Names of `hvdlite` that the other packages have too are described once."""
+BEGINS = {
+    "hvdlite": "",
+    "hvdlite_torch": ", `import hvdlite_torch as hvd`, `import torch`",
+    "hvdlite_tf": ", `import hvdlite_tf as hvd`, `import keras`, `import tensorflow as tf`",
+}
+"""What stands before the examples of a package, besides what stands before all examples."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -113,8 +119,8 @@ def _page(loader: griffe.GriffeLoader, module: str, own: list[str], others: list
     parts = [f"# {module}\n", docstring.value if docstring else ""]
     if any("Examples:" in (each.docstring.value if each.docstring else "") for _, each in _public(loader, module)):
         parts.append(
-            "The examples show ranks that are threads of one process. They begin with `import hvdlite`, `import numpy as np` "
-            "and `from hvdlite.testing import on_ranks`, and the tests run them.\n"
+            "The examples show ranks that are threads of one process. They begin with `import hvdlite`, `import numpy as np`"
+            f"{BEGINS[module.partition('.')[0]]} and `from hvdlite.testing import on_ranks`, and the tests run them.\n"
         )
     if others:
         links = ", ".join(f"[`{name}`][hvdlite.{name}]" for name in others)

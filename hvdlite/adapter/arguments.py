@@ -142,5 +142,11 @@ def as_list(given: Any) -> list[Any]:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Return whether a number is 1, 2, 4, 8, …"""
+    """Return whether a number is 1, 2, 4, 8, …
+
+    Examples:
+        >>> from hvdlite_tf import check_num_rank_power_of_2
+        >>> [number for number in range(1, 10) if check_num_rank_power_of_2(number)]
+        [1, 2, 4, 8]
+    """
     return num_rank > 0 and num_rank & (num_rank - 1) == 0

@@ -41,12 +41,22 @@ def mpi_enabled() -> bool:
 
 
 def gloo_built() -> bool:
-    """Return False, because hvdlite does not use Gloo."""
+    """Return False, because hvdlite does not use Gloo.
+
+    Examples:
+        >>> hvd.gloo_built()
+        False
+    """
     return False
 
 
 def gloo_enabled() -> bool:
-    """Return False, because hvdlite does not use Gloo."""
+    """Return False, because hvdlite does not use Gloo.
+
+    Examples:
+        >>> hvd.gloo_enabled()
+        False
+    """
     return False
 
 
@@ -61,12 +71,22 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """Return False, because hvdlite does not use IBM's DDL."""
+    """Return False, because hvdlite does not use IBM's DDL.
+
+    Examples:
+        >>> hvd.ddl_built()
+        False
+    """
     return False
 
 
 def ccl_built() -> bool:
-    """Return False, because hvdlite does not use oneCCL."""
+    """Return False, because hvdlite does not use oneCCL.
+
+    Examples:
+        >>> hvd.ccl_built()
+        False
+    """
     return False
 
 

@@ -50,6 +50,10 @@ class StalenessRate(DelayCompensation):
 
     W. Zhang, S. Gupta, X. Lian, J. Liu, "Staleness-aware async-SGD for distributed deep learning", IJCAI 2016
     (arXiv:1511.05950).
+
+    Examples:
+        >>> [hvdlite.StalenessRate().rate(staleness) for staleness in (0, 1, 2, 4)]
+        [1.0, 1.0, 0.5, 0.25]
     """
 
     def rate(self, staleness: int) -> float:
@@ -75,6 +79,12 @@ class DCASGD(DelayCompensation):
 
     Raises:
         ArgumentError: An argument is out of its range.
+
+    Examples:
+        >>> gradient, now, pulled = np.array([2.0]), np.array([1.5]), np.array([1.0])
+        >>> corrected, _ = hvdlite.DCASGD(strength=0.1).corrected(gradient, now, pulled, None)
+        >>> corrected.round(6).tolist()  # 2 + 0.1 × 2² × (1.5 - 1)
+        [2.2]
     """
 
     strength: float = 0.04

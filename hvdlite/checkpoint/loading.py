@@ -27,6 +27,14 @@ class Loaded(dict[str, Any]):
     Attributes:
         path: The folder of the checkpoint; on ranks that do not see it, where it is on rank 0.
         ranks: How many ranks saved it.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = on_ranks(2, lambda: hvdlite.checkpoint.save(folder, epoch=3))
+        ...     (found,) = on_ranks(1, lambda: hvdlite.checkpoint.load(folder))
+        >>> found["epoch"], found.path.name, found.ranks
+        (3, 'checkpoint-00000001', 2)
     """
 
     def __init__(self, values: Mapping[str, Any], path: Path, ranks: int) -> None:
@@ -71,6 +79,13 @@ def load(
         CheckpointError: There are checkpoints, and none is whole; or an object refuses its state, because it is another model.
         MismatchError: The ranks load different things.
         HvdliteError: A rank is missing. (All ranks raise the same error, but where a rank is missing.)
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saved = on_ranks(2, lambda: hvdlite.checkpoint.save(folder, epoch=3))
+        ...     on_ranks(3, lambda: hvdlite.checkpoint.load(folder)["epoch"])
+        [3, 3, 3]
     """
     ranks = Ranks("checkpoint.load()", process_set)
     ranks.check_same("names", list(objects))

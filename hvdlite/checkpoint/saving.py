@@ -60,6 +60,12 @@ def save(
         MismatchError: The ranks save different things.
         CheckpointError: The checkpoint could not be written. What was there before is there still.
         HvdliteError: A rank is missing. (All ranks raise the same error, but where a rank is missing.)
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     [path.name for path in on_ranks(2, lambda: hvdlite.checkpoint.save(folder, epoch=3, weights=np.ones(2)))]
+        ['checkpoint-00000001', 'checkpoint-00000001']
     """
     ranks = Ranks("checkpoint.save()", process_set)
     ranks.check_same("names", list(state))

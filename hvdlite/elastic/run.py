@@ -57,6 +57,16 @@ def run(func: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
         ArgumentError: The environment has a setting of hvdliterun that has another form.
         CommitError: What the job has committed is lost.
         SystemExit: The hosts have changed. The program ends on all ranks, and hvdliterun starts it again.
+
+    Examples:
+        >>> @hvdlite.elastic.run
+        ... def train(state):
+        ...     while state.epoch < 3:
+        ...         state.epoch += 1
+        ...         state.commit()
+        ...     return state.epoch
+        >>> on_ranks(2, lambda: train(hvdlite.elastic.ObjectState(epoch=0)))
+        [3, 3]
     """
 
     @functools.wraps(func)

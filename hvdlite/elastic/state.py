@@ -23,7 +23,13 @@ from hvdlite.launcher_link.generation import ADDED, REMOVED
 
 
 class HostUpdateResult(enum.IntFlag):
-    """What has become of the hosts of an elastic job: some have left, some have come, or both."""
+    """What has become of the hosts of an elastic job: some have left, some have come, or both.
+
+    Examples:
+        >>> both = hvdlite.elastic.HostUpdateResult.added | hvdlite.elastic.HostUpdateResult.removed
+        >>> both == hvdlite.elastic.HostUpdateResult.mixed
+        True
+    """
 
     no_update = 0
     removed = REMOVED
@@ -75,6 +81,22 @@ class State:
     Args:
         bcast_object: A function that gives all ranks the object of rank 0; `hvdlite.broadcast_object` if None.
         get_rank: A function that returns this rank's number; `hvdlite.rank` if None.
+
+    Examples:
+        >>> class Count(hvdlite.elastic.State):
+        ...     value = 0
+        ...     def save(self): self.kept = self.value
+        ...     def restore(self): self.value = self.kept
+        ...     def sync(self): self.value = hvdlite.broadcast_object(self.value)
+        >>> def interrupted():
+        ...     count = Count()
+        ...     count.value = 3
+        ...     count.commit()
+        ...     count.value = 4  # and here something fails
+        ...     count.restore()
+        ...     return count.value
+        >>> on_ranks(2, interrupted)
+        [3, 3]
     """
 
     def __init__(
@@ -197,6 +219,17 @@ class ObjectState(State):
 
     Raises:
         ArgumentError: An attribute has the name of something else that a state has.
+
+    Examples:
+        >>> def interrupted():
+        ...     state = hvdlite.elastic.ObjectState(epoch=0)
+        ...     state.epoch = 3
+        ...     state.commit()
+        ...     state.epoch = 4  # and here something fails
+        ...     state.restore()
+        ...     return state.epoch
+        >>> on_ranks(2, interrupted)
+        [3, 3]
     """
 
     def __init__(

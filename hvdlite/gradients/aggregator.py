@@ -26,6 +26,13 @@ class FlatBucket(NamedTuple):
         arrays: One array of shape ``(n,)`` for each dtype of the model, with all gradients of that dtype. A gradient that this
             rank does not have is zeros. `Aggregator.aggregate` overwrites the arrays.
         tensors: For the number of each parameter: the part of `arrays` that is its gradient, a view in its shape.
+
+    Examples:
+        >>> gradients = np.array([1.0, 2.0, 3.0])
+        >>> bucket = hvd.FlatBucket([gradients], {0: gradients[:2].reshape(1, 2), 1: gradients[2:]})
+        >>> bucket.arrays[0] *= 10
+        >>> bucket.tensors[0].tolist()
+        [[10.0, 20.0]]
     """
 
     arrays: list[Array]
@@ -38,6 +45,11 @@ class Weights(NamedTuple):
     Attributes:
         own: The samples of this rank; 0 if it has none.
         total: The samples of all ranks.
+
+    Examples:
+        >>> weights = hvd.Weights(own=2.0, total=8.0)
+        >>> weights.own / weights.total
+        0.25
     """
 
     own: float
@@ -55,6 +67,21 @@ class Aggregator(Protocol):
     An aggregator may have ``state_dict()`` and ``load_state_dict(state)``. Then its state is a part of the optimizer's state,
     and a broadcast of the optimizer's state gives all ranks the root's state of the aggregator. State that belongs to one rank,
     such as an error memory, is loaded again after the broadcast.
+
+    Examples:
+        >>> class Mean:
+        ...     def aggregate(self, bucket, weights, collectives):
+        ...         for array in bucket.arrays:
+        ...             array *= weights.own / weights.total
+        ...             collectives.allreduce(array, hvd.Sum)
+        >>> def step():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), aggregator=Mean())
+        ...     (weight * hvd.rank()).sum().backward()
+        ...     optimizer.step()
+        ...     return weight.item()
+        >>> on_ranks(2, step)
+        [-0.5, -0.5]
     """
 
     def aggregate(self, bucket: FlatBucket, weights: Weights, collectives: HierarchicalCollectives) -> None:

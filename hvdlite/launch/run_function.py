@@ -105,6 +105,13 @@ def run(
         KeyboardInterrupt: The user pressed Ctrl-C. All ranks have been ended.
         Exception: The exception that ``fn`` raised on the rank that failed first. The ``WorkerError`` that is its cause
             shows the traceback of that rank.
+
+    Examples:
+        >>> def program(x):
+        ...     hvdlite.init()
+        ...     return x + hvdlite.rank(), hvdlite.size()
+        >>> hvdlite.run(program, (10,), num_proc=2)  # these ranks are processes
+        [(10, 2), (11, 2)]
     """
     if num_proc is not None and np is not None and num_proc != np:
         raise ArgumentError(f"num_proc={num_proc} and np={np}: they mean the same, give one.")

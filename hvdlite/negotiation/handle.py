@@ -26,7 +26,16 @@ class Driver(Protocol):
 
 
 class Handle(Generic[T]):
-    """The handle of an operation whose result is a T."""
+    """The handle of an operation whose result is a T.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = hvdlite.allreduce_async(np.array([2.0]), hvdlite.Sum)
+        ...     found = handle.wait()  # after what the program does meanwhile
+        ...     return handle.poll(), found.item()
+        >>> on_ranks(2, overlapped)
+        [(True, 4.0), (True, 4.0)]
+    """
 
     __slots__ = ("_engine", "_error", "_hand_over", "_result", "done", "key", "record")
 

@@ -147,6 +147,13 @@ def servable(
 
     Raises:
         ArgumentError: An argument is not of its type.
+
+    Examples:
+        >>> @hvdlite.servable(dtype="float32", shape=(3,))
+        ... def total(batch):
+        ...     return batch.sum(axis=1)
+        >>> total(np.ones((2, 3), np.float32)).tolist()
+        [3.0, 3.0]
     """
 
     def make(function: Callable[[Any], Any]) -> Servable:

@@ -65,6 +65,18 @@ def register_adapter(kind: type, adapter: TensorAdapter[Any]) -> None:
 
     Raises:
         ArgumentError: `kind` is not a class.
+
+    Examples:
+        >>> from hvdlite.tensors.numpy_adapter import NumpyAdapter
+        >>> class Column:
+        ...     def __init__(self, values): self.values = values
+        >>> class ColumnAdapter(NumpyAdapter):
+        ...     def info(self, tensor): return super().info(tensor.values)
+        ...     def to_array(self, tensor, *, wide): return super().to_array(tensor.values, wide=wide)
+        ...     def from_array(self, array, dtype, like): return Column(super().from_array(array, dtype, like.values))
+        >>> hvdlite.register_adapter(Column, ColumnAdapter())
+        >>> on_ranks(2, lambda: hvdlite.allreduce(Column(np.ones(2)), hvdlite.Sum).values.tolist())
+        [[2.0, 2.0], [2.0, 2.0]]
     """
     if not isinstance(kind, type):
         raise ArgumentError(f"expected a class; got {kind!r}.")

@@ -93,6 +93,17 @@ def AsyncDistributedOptimizer(
             nothing to train, or hvdlite does not support Keras' backend.
         UnsupportedTensorError: A variable is not trained by gradients.
         MismatchError: The ranks have different variables, settings or arguments. All ranks raise it.
+
+    Examples:
+        >>> def trained():
+        ...     weight = keras.Variable([0.0])
+        ...     optimizer = hvd.AsyncDistributedOptimizer(keras.optimizers.SGD(1.0), [weight], mode="async")
+        ...     for step in range(3):
+        ...         optimizer.apply_gradients([(tf.constant([1.0]), weight)])
+        ...     optimizer.finish()
+        ...     return weight.numpy().tolist()
+        >>> on_ranks(2, trained)  # the server has made the steps of both ranks
+        [[-6.0], [-6.0]]
     """
     backend = backends.current()
     check_optimizer(optimizer)

@@ -14,7 +14,19 @@ from hvdlite_tf.variables import is_slices, plain_variable, times
 
 
 class AsyncDistributed(AsyncMethods, keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does not see Keras
-    """The methods that `AsyncDistributedOptimizer` adds to an optimizer's class."""
+    """The methods that `AsyncDistributedOptimizer` adds to an optimizer's class.
+
+    Examples:
+        >>> def trained():
+        ...     weight = keras.Variable([0.0])
+        ...     optimizer = hvd.AsyncDistributedOptimizer(keras.optimizers.SGD(1.0), [weight], mode="sync")
+        ...     optimizer.set_batch_weight(1 + 2 * hvd.rank())  # rank 0 has one sample, rank 1 has three
+        ...     optimizer.apply_gradients([(tf.constant([float(hvd.rank())]), weight)])
+        ...     optimizer.finish()
+        ...     return weight.numpy().tolist()
+        >>> on_ranks(2, trained)
+        [[-0.75], [-0.75]]
+    """
 
     _hvdlite_training: KerasTraining
 

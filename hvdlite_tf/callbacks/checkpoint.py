@@ -24,6 +24,19 @@ class BestModelCheckpoint(ForBothKerases, keras.callbacks.ModelCheckpoint):  # t
         filepath: The file, whose name ends with ``.keras`` (or ``.weights.h5`` with `save_weights_only`), and may contain
             ``{epoch}`` and names of metrics. Horovod's class does not have this argument; there and here a program can set
             ``callback.filepath = …`` before `fit`.
+
+    Examples:
+        >>> import os, tempfile
+        >>> def saved(folder):
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+        ...     path = f"{folder}/best-of-rank-{hvd.rank()}.keras"
+        ...     callbacks = [hvd.callbacks.BestModelCheckpoint("loss", filepath=path)]
+        ...     model.fit(np.ones((1, 1)), np.ones((1, 1)), callbacks=callbacks, verbose=0)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     done = on_ranks(2, saved, folder)
+        ...     os.listdir(folder)
+        ['best-of-rank-0.keras']
     """
 
     def __init__(

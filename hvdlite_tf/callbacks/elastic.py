@@ -20,6 +20,19 @@ class CommitStateCallback(Callback):
 
     Raises:
         ArgumentError: `batches_per_commit` is less than 1.
+
+    Examples:
+        >>> def trained():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        ...     state = hvd.elastic.KerasState(model)
+        ...     model.fit(np.ones((1, 1)), np.ones((1, 1)), callbacks=[hvd.elastic.CommitStateCallback(state)], verbose=0)
+        ...     committed = model.get_weights()
+        ...     model.set_weights([np.zeros((1, 1)), np.zeros(1)])  # and here something fails
+        ...     state.restore()
+        ...     return all(np.array_equal(*pair) for pair in zip(model.get_weights(), committed))
+        >>> on_ranks(1, trained)
+        [True]
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
@@ -92,6 +105,18 @@ class UpdateBatchStateCallback(Callback):
 
     Args:
         state: The state of the training, with an attribute ``batch``.
+
+    Examples:
+        >>> def counted():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        ...     state, batches = hvd.elastic.KerasState(model, batch=0), []
+        ...     watch = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: batches.append(state.batch))
+        ...     callbacks = [hvd.elastic.UpdateBatchStateCallback(state), watch]
+        ...     model.fit(np.ones((3, 1)), np.ones((3, 1)), batch_size=1, callbacks=callbacks, verbose=0)
+        ...     return batches, state.batch
+        >>> on_ranks(1, counted)
+        [([1, 2, 3], 0)]
     """
 
     def __init__(self, state: Any) -> None:
@@ -119,6 +144,17 @@ class UpdateEpochStateCallback(Callback):
 
     Args:
         state: The state of the training, with an attribute ``epoch``.
+
+    Examples:
+        >>> def counted():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
+        ...     state = hvd.elastic.KerasState(model, epoch=0)
+        ...     callbacks = [hvd.elastic.UpdateEpochStateCallback(state)]
+        ...     model.fit(np.ones((1, 1)), np.ones((1, 1)), epochs=2, callbacks=callbacks, verbose=0)
+        ...     return state.epoch
+        >>> on_ranks(1, counted)
+        [2]
     """
 
     def __init__(self, state: Any) -> None:

@@ -36,6 +36,16 @@ class LearningRateScheduleCallback(Callback):
 
     Raises:
         ArgumentError: `initial_lr` is not a finite number, or `steps_per_epoch` is less than 1.
+
+    Examples:
+        >>> def rates():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+        ...     callbacks = [hvd.callbacks.LearningRateScheduleCallback(0.5, lambda epoch: 0.5**epoch)]
+        ...     history = model.fit(np.ones((1, 1)), np.ones((1, 1)), epochs=3, callbacks=callbacks, verbose=0)
+        ...     return history.history["lr"]
+        >>> on_ranks(1, rates)
+        [[0.5, 0.25, 0.125]]
     """
 
     def __init__(
@@ -142,6 +152,16 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     Raises:
         ArgumentError: See `LearningRateScheduleCallback`.
+
+    Examples:
+        >>> def rates():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+        ...     callbacks = [hvd.callbacks.LearningRateWarmupCallback(1.0, warmup_epochs=2)]
+        ...     history = model.fit(np.ones((1, 1)), np.ones((1, 1)), epochs=2, callbacks=callbacks, verbose=0)
+        ...     return history.history["lr"]
+        >>> on_ranks(2, rates)
+        [[0.75, 1.0], [0.75, 1.0]]
     """
 
     def __init__(

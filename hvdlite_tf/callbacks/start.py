@@ -25,6 +25,16 @@ class BroadcastGlobalVariablesCallback(Callback):
         device: Horovod's argument, which has no effect.
         local_variables: Variables that are not broadcast.
         process_set: The ranks that take part; None means all ranks.
+
+    Examples:
+        >>> def start():
+        ...     layer = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(5.0 + hvd.rank()))
+        ...     model = keras.Sequential([keras.Input((1,)), layer])
+        ...     model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
+        ...     model.fit(np.ones((1, 1)), np.ones((1, 1)), callbacks=[hvd.BroadcastGlobalVariablesCallback(0)], verbose=0)
+        ...     return layer.kernel.numpy().item()
+        >>> on_ranks(2, start)
+        [5.0, 5.0]
     """
 
     def __init__(

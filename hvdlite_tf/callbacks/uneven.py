@@ -38,6 +38,18 @@ class UnevenDataCallback(Callback):
     Args:
         local_variables: Variables that are not broadcast. See `BroadcastGlobalVariablesCallback`.
         process_set: The ranks that train together; None means all ranks.
+
+    Examples:
+        >>> def trained():
+        ...     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        ...     model = keras.Sequential([keras.Input((1,)), layer])
+        ...     model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.5)), "mse", run_eagerly=True)
+        ...     y = np.full((1 + hvd.rank(), 1), hvd.rank())  # rank 1 has one batch more
+        ...     callbacks = [hvd.callbacks.UnevenDataCallback()]
+        ...     model.fit(np.ones_like(y), y, batch_size=1, callbacks=callbacks, verbose=0)
+        ...     return layer.kernel.numpy().item()
+        >>> on_ranks(2, trained)  # half of the way to 1 by both ranks, and the rest by rank 1
+        [1.0, 1.0]
     """
 
     def __init__(self, *, local_variables: Iterable[Any] | None = None, process_set: ProcessSet | None = None) -> None:

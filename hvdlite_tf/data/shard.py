@@ -67,6 +67,12 @@ def shard(
             in different orders; or a step between the dataset's own shuffle and `shard` hides the shuffle from `shard`.
         MismatchError: The ranks passed different datasets. All ranks raise it.
         UnsupportedTensorError: An element of a dataset of batches has no rows.
+
+    Examples:
+        >>> on_ranks(2, lambda: [int(each) for each in hvd.shard(tf.data.Dataset.range(6))])
+        [[0, 2, 4], [1, 3, 5]]
+        >>> on_ranks(2, lambda: [each.numpy().tolist() for each in hvd.shard(tf.data.Dataset.range(6).batch(4), by="batches")])
+        [[[0, 1], [4]], [[2, 3], [5]]]
     """
     here = world("shard()")
     if not isinstance(dataset, tf.data.Dataset):

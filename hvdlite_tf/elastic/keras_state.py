@@ -31,6 +31,19 @@ class TensorFlowKerasState(ObjectState):
 
     Raises:
         ArgumentError: An attribute has the name of something else that a state has.
+
+    Examples:
+        >>> def interrupted():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+        ...     model.compile("sgd", "mse")
+        ...     state = hvd.elastic.TensorFlowKerasState(model, epoch=3)
+        ...     model.set_weights([np.ones((1, 1))])
+        ...     state.commit()
+        ...     model.set_weights([np.zeros((1, 1))])  # and here something fails
+        ...     state.restore()
+        ...     return model.get_weights()[0].item(), state.epoch
+        >>> on_ranks(2, interrupted)
+        [(1.0, 3), (1.0, 3)]
     """
 
     def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> None:
@@ -119,6 +132,17 @@ class KerasState(TensorFlowKerasState):
         model: The model, which is built.
         optimizer: Its optimizer, if the model was not compiled with it.
         kwargs: Values by name, which become attributes: ``state.epoch``.
+
+    Examples:
+        >>> def started():
+        ...     layer = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(5.0 + hvd.rank()))
+        ...     model = keras.Sequential([keras.Input((1,)), layer])
+        ...     model.compile("sgd", "mse")
+        ...     state = hvd.elastic.KerasState(model, epoch=hvd.rank())
+        ...     state.sync()  # `hvd.elastic.run` calls this
+        ...     return layer.kernel.numpy().item(), state.epoch
+        >>> on_ranks(2, started)
+        [(5.0, 0), (5.0, 0)]
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:

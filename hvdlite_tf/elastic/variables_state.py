@@ -27,6 +27,17 @@ class TensorFlowState(ObjectState):
     Raises:
         ArgumentError: There are no variables; or an attribute has the name of something else that a state has.
         MissingPackageError: TensorFlow is not installed.
+
+    Examples:
+        >>> def interrupted():
+        ...     variable = tf.Variable(1.0)
+        ...     state = hvd.elastic.TensorFlowState([variable], epoch=3)
+        ...     state.commit()
+        ...     variable.assign(0.0)  # and here something fails
+        ...     state.restore()
+        ...     return variable.numpy().item(), state.epoch
+        >>> on_ranks(2, interrupted)
+        [(1.0, 3), (1.0, 3)]
     """
 
     def __init__(self, variables: Iterable[Any] | None = None, session: Any = None, **kwargs: Any) -> None:

@@ -153,6 +153,12 @@ class LocalGradientAggregationHelper(_Aggregation):
 
     Raises:
         ArgumentError: `backward_passes_per_step` is less than 1.
+
+    Examples:
+        >>> helper = hvd.LocalGradientAggregationHelper(2, lambda gradients, variables: gradients, False, False, 0, "")
+        >>> variables = [tf.Variable(0.0)]
+        >>> [helper.compute_gradients([tf.constant(1.0)], variables)[0].numpy().item() for step in range(2)]
+        [1.0, 2.0]
     """
 
     _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
@@ -184,6 +190,12 @@ class LocalGradientAggregationHelperEager(_Aggregation):
     """An accumulator of the gradients of several passes for eager code and tf.functions.
 
     See `LocalGradientAggregationHelper` for the arguments and errors.
+
+    Examples:
+        >>> helper = hvd.LocalGradientAggregationHelperEager(2, lambda gradients, variables: gradients, False, True)
+        >>> variables = [tf.Variable(0.0)]
+        >>> [helper.compute_gradients([tf.constant(1.0)], variables)[0].numpy().item() for step in range(2)]
+        [1.0, 1.0]
     """
 
 

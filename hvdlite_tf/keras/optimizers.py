@@ -36,6 +36,15 @@ def DistributedOptimizer(
 
     The arguments are in the order of ``horovod.tensorflow.keras``. In ``horovod.keras`` there are fewer, and `num_groups` and
     `groups` come after `op`: pass these two by name.
+
+    Examples:
+        >>> def step():
+        ...     weight = keras.Variable([0.0])
+        ...     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        ...     optimizer.apply_gradients([(tf.constant([float(hvd.rank())]), weight)])
+        ...     return weight.numpy().tolist()
+        >>> on_ranks(2, step)  # the gradients of the ranks are 0 and 1
+        [[-0.5], [-0.5]]
     """
     compressor, aggregator = combined_by(compression, None)
     options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator)
@@ -72,6 +81,18 @@ def PartialDistributedOptimizer(
 
     Raises:
         ArgumentError: `local_layers` contains something that is not a layer, or a layer that is not built.
+
+    Examples:
+        >>> def step():
+        ...     own, common = (keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros") for _ in range(2))
+        ...     own.build((1, 1)), common.build((1, 1))
+        ...     optimizer = keras.optimizers.SGD(1.0)
+        ...     hvd.PartialDistributedOptimizer(optimizer, local_layers=own, scale_local_gradients=False)
+        ...     gradient = tf.constant([[float(hvd.rank())]])
+        ...     optimizer.apply_gradients([(gradient, own.kernel), (gradient, common.kernel)])
+        ...     return own.kernel.numpy().item(), common.kernel.numpy().item()
+        >>> on_ranks(2, step)
+        [(0.0, -0.5), (-1.0, -0.5)]
     """
     layers = [] if local_layers is None else local_layers if isinstance(local_layers, Iterable) else [local_layers]
     LocalVariables().register_layers(layers)  # raises before the optimizer is changed

@@ -42,6 +42,19 @@ def load_model(
     Raises:
         ValueError: Keras cannot load the file.
         NotInitializedError: `init` has not been called.
+
+    Examples:
+        >>> import tempfile
+        >>> def rate(path):
+        ...     if hvd.rank() == 0:
+        ...         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...         model.compile(keras.optimizers.SGD(0.25), "mse")
+        ...         model.save(path)
+        ...     hvd.barrier()
+        ...     return hvd.load_model(path).optimizer.learning_rate.numpy().item()
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     on_ranks(2, rate, f"{folder}/model.keras")
+        [0.25, 0.25]
     """
     known = {kind.__name__: kind for kind in custom_optimizers or ()} | dict(custom_objects or {})
     model = _keras_of_tensorflow().models.load_model(filepath, custom_objects=known)

@@ -31,6 +31,10 @@ def allreduce(
     """Reduce a value over the ranks. See `hvdlite_tf.allreduce` for arguments and errors.
 
     The value may be a number; the result is a tensor of its shape and dtype.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.allreduce(hvd.rank(), op=hvd.Sum).numpy().item())
+        [1, 1]
     """
     return reducing.allreduce(
         _tensor(value),
@@ -47,6 +51,10 @@ def allgather(value: Any, name: str | None = None) -> Any:
     """Concatenate the ranks' values along the first dimension. See `hvdlite_tf.allgather` for result and errors.
 
     The value may be a number, which counts as one row.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.allgather(hvd.rank()).numpy().tolist())
+        [[0, 1], [0, 1]]
     """
     return gathering.allgather(_tensor(value), name=name)
 
@@ -55,6 +63,10 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
     """Give every rank the root's value. See `hvdlite_tf.broadcast` for arguments and errors.
 
     The value may be a number; the result is a tensor of its shape and dtype.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.broadcast(hvd.rank(), root_rank=1).numpy().item())
+        [1, 1]
     """
     return broadcasting.broadcast(_tensor(value), root_rank, name=name)
 
@@ -63,6 +75,10 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp = Average) -
     """Reduce a value over the ranks and keep this rank's rows. See `hvdlite_tf.reducescatter` for arguments, result and errors.
 
     The value may be an array, a tensor or a variable of at least one dimension.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.reducescatter(np.array([1.0, 2.0]), op=hvd.Sum).numpy().tolist())
+        [[2.0], [4.0]]
     """
     return scattering.reducescatter(_tensor(value), op=op, name=name)
 

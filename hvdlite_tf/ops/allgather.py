@@ -29,6 +29,10 @@ def allgather(
 
     Args:
         ignore_name_scope: Horovod's argument, which has no effect.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.allgather(tf.fill([1 + hvd.rank()], hvd.rank())).numpy().tolist())
+        [[0, 1, 1], [0, 1, 1]]
     """
     tensors = tensors_of(tensor)
 
@@ -51,7 +55,15 @@ def grouped_allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = Everybody,
 ) -> list[tf.Tensor]:
-    """Run `allgather` on several tensors of any dtypes as one operation. Return the list of results. See `allgather`."""
+    """Run `allgather` on several tensors of any dtypes as one operation. Return the list of results. See `allgather`.
+
+    Examples:
+        >>> def gathered():
+        ...     both = hvd.grouped_allgather([tf.constant([hvd.rank()]), tf.constant([0.5])])
+        ...     return [each.numpy().tolist() for each in both]
+        >>> on_ranks(2, gathered)
+        [[[0, 1], [0.5, 0.5]], [[0, 1], [0.5, 0.5]]]
+    """
     return allgather(group_of(tensors), name, ignore_name_scope, process_set)
 
 

@@ -51,6 +51,12 @@ def allreduce(
         ArgumentError: `average` and `op` are both given, or one of them has a value that is not allowed; or a tf.IndexedSlices
             comes with another `op`, a factor or an algorithm.
         tf.errors.OpError: An error was only seen when a graph ran; the text is that of hvdlite's error.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.allreduce(tf.constant([1.0, hvd.rank()])).numpy().tolist())
+        [[1.0, 0.5], [1.0, 0.5]]
+        >>> on_ranks(2, lambda: hvd.allreduce(tf.constant([1.0, hvd.rank()]), op=hvd.Sum).numpy().tolist())
+        [[2.0, 1.0], [2.0, 1.0]]
     """
     chosen = choose_op(op, average, stacklevel=4)
     options = factors(prescale_factor, postscale_factor, process_set) | {"algorithm": algorithm}
@@ -75,6 +81,13 @@ def grouped_allreduce(
     """Run `allreduce` on several tensors of any dtypes as one operation. Return the list of results. See `allreduce`.
 
     Some of the tensors may be tf.IndexedSlices, at the same positions of the list on every rank.
+
+    Examples:
+        >>> def sums():
+        ...     both = hvd.grouped_allreduce([tf.ones(2), tf.constant([hvd.rank()])], op=hvd.Sum)
+        ...     return [each.numpy().tolist() for each in both]
+        >>> on_ranks(2, sums)
+        [[[2.0, 2.0], [1]], [[2.0, 2.0], [1]]]
     """
     chosen = choose_op(op, average, stacklevel=4)
     options = factors(prescale_factor, postscale_factor, process_set)

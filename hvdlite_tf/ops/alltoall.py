@@ -34,6 +34,10 @@ def alltoall(
 
     Args:
         ignore_name_scope: Horovod's argument, which has no effect.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.alltoall(tf.constant([10, 11]) + 10 * hvd.rank()).numpy().tolist())
+        [[10, 20], [11, 21]]
     """
     if is_group(tensor):
         raise ArgumentError(f"alltoall takes one tensor; got a {type(tensor).__name__}. hvdlite.alltoall takes lists.")

@@ -82,5 +82,9 @@ def handle_average_backwards_compatibility(op: ReduceOp | None, average: bool | 
 
     Raises:
         ArgumentError: Both are given.
+
+    Examples:
+        >>> hvd.handle_average_backwards_compatibility(None, None) is hvd.Average
+        True
     """
     return choose_op(op, average)

@@ -37,6 +37,10 @@ def broadcast(
     Args:
         root_rank: The rank in the job of the root, also with a process set. (`hvdlite.broadcast` takes the rank in the set.)
         ignore_name_scope: Horovod's argument, which has no effect.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.broadcast(tf.constant([hvd.rank()]), root_rank=1).numpy().tolist())
+        [[1], [1]]
     """
     root = root_within(process_set, root_rank)
 
@@ -77,6 +81,14 @@ def broadcast_(
     Raises:
         UnsupportedTensorError: An element of `variables` is not a variable.
         HvdliteError: See `hvdlite.broadcast`.
+
+    Examples:
+        >>> def overwritten():
+        ...     variable = tf.Variable([hvd.rank()])
+        ...     hvd.broadcast_([variable], root_rank=1)
+        ...     return variable.numpy().tolist()
+        >>> on_ranks(2, overwritten)
+        [[1], [1]]
     """
     root = root_within(process_set, root_rank)
     size_of(process_set)  # an error is raised here, also while a graph is built

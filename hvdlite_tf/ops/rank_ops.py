@@ -34,13 +34,22 @@ def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
         NotInitializedError: `init` has not been called.
         ArgumentError: There is no such process set.
         tf.errors.OpError: An error was seen when a graph ran; the text is that of hvdlite's error.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.size_op().numpy().item())
+        [2, 2]
     """
     return _when_it_runs(lambda: len(world("size_op()").groups.ranks_of(process_set_id)), name)
 
 
 @as_written
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return 1 if this process is in a process set at the time when the graph runs, otherwise 0. See `size_op`."""
+    """Return 1 if this process is in a process set at the time when the graph runs, otherwise 0. See `size_op`.
+
+    Examples:
+        >>> on_ranks(3, lambda: hvd.process_set_included_op(hvd.add_process_set([0, 2]).process_set_id).numpy().item())
+        [1, 0, 1]
+    """
     return _when_it_runs(
         lambda: hvdlite.rank() in world("process_set_included_op()").groups.ranks_of(process_set_id), name
     )
@@ -48,19 +57,34 @@ def process_set_included_op(process_set_id: int = 0, name: str | None = None) ->
 
 @as_written
 def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Return the number of ranks on this host at the time when the graph runs, as an int32 scalar. See `size_op`."""
+    """Return the number of ranks on this host at the time when the graph runs, as an int32 scalar. See `size_op`.
+
+    Examples:
+        >>> on_ranks(3, lambda: hvd.local_size_op().numpy().item(), hosts=[0, 0, 1])
+        [2, 2, 1]
+    """
     return _when_it_runs(hvdlite.local_size, name)
 
 
 @as_written
 def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this process's rank in the job at the time when the graph runs, as an int32 scalar. See `size_op`."""
+    """Return this process's rank in the job at the time when the graph runs, as an int32 scalar. See `size_op`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.rank_op().numpy().item())
+        [0, 1]
+    """
     return _when_it_runs(hvdlite.rank, name)
 
 
 @as_written
 def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this process's number on its host at the time when the graph runs, as an int32 scalar. See `size_op`."""
+    """Return this process's number on its host at the time when the graph runs, as an int32 scalar. See `size_op`.
+
+    Examples:
+        >>> on_ranks(3, lambda: hvd.local_rank_op().numpy().item(), hosts=[0, 0, 1])
+        [0, 1, 0]
+    """
     return _when_it_runs(hvdlite.local_rank, name)
 
 

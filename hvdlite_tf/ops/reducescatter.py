@@ -46,6 +46,10 @@ def reducescatter(
     Args:
         device_dense, ignore_name_scope: Horovod's arguments, which have no effect.
         compression: The dtype in which the ranks exchange the tensor, and its gradient; see `Compression`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.reducescatter(tf.constant([1.0, 2.0]), op=hvd.Sum).numpy().tolist())
+        [[2.0], [4.0]]
     """
     options = factors(prescale_factor, postscale_factor, process_set)
     rank, size = rank_in(process_set), size_of(process_set)
@@ -83,7 +87,15 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[tf.Tensor]:
-    """Run `reducescatter` on several tensors of any dtypes as one operation, and return the list of results."""
+    """Run `reducescatter` on several tensors of any dtypes as one operation, and return the list of results.
+
+    Examples:
+        >>> def sums():
+        ...     both = hvd.grouped_reducescatter([tf.constant([1.0, 2.0]), tf.constant([3, 4])], op=hvd.Sum)
+        ...     return [each.numpy().tolist() for each in both]
+        >>> on_ranks(2, sums)
+        [[[2.0], [6]], [[4.0], [8]]]
+    """
     group: list[Any] = group_of(tensors)
     options = factors(prescale_factor, postscale_factor, process_set)
     return reducescatter(group, device_dense, compression, op, **options)

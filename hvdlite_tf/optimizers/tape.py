@@ -72,6 +72,15 @@ def DistributedGradientTape(
 
     Raises:
         ArgumentError: `gradtape` is not a tape or is distributed already, or the arguments do not fit together.
+
+    Examples:
+        >>> def gradient():
+        ...     weight = tf.Variable([2.0])
+        ...     with hvd.DistributedGradientTape(tf.GradientTape()) as tape:
+        ...         loss = weight * hvd.rank()
+        ...     return tape.gradient(loss, weight).numpy().tolist()
+        >>> on_ranks(2, gradient)  # this rank's own gradient would be its number
+        [[0.5], [0.5]]
     """
     if isinstance(gradtape, Distributed):
         raise DistributedAlreadyError("this tape is distributed already: wrap it once.")
@@ -118,6 +127,17 @@ def PartialDistributedGradientTape(
 
     Raises:
         ArgumentError: `local_layers` contains something that is not a layer, or a layer that is not built.
+
+    Examples:
+        >>> def gradients():
+        ...     own, common = (keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for _ in range(2))
+        ...     own.build((1, 1))
+        ...     tape = hvd.PartialDistributedGradientTape(tf.GradientTape(), local_layers=own, scale_local_gradients=False)
+        ...     with tape:
+        ...         loss = common(own(tf.constant([[float(hvd.rank())]])))
+        ...     return [float(each[0, 0]) for each in tape.gradient(loss, [own.kernel, common.kernel])]
+        >>> on_ranks(2, gradients)  # the second one is the mean of 0 and 1
+        [[0.0, 0.5], [1.0, 0.5]]
     """
     tape = DistributedGradientTape(
         gradtape,

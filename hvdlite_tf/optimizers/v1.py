@@ -77,6 +77,16 @@ def broadcast_global_variables(root_rank: int) -> tf.Operation:
 
     Raises:
         ArgumentError: The function is called in eager code, where there are no global variables.
+
+    Examples:
+        >>> def start():
+        ...     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        ...         variable = tf.compat.v1.get_variable("variable", initializer=hvd.rank())
+        ...         session.run(tf.compat.v1.global_variables_initializer())
+        ...         session.run(hvd.broadcast_global_variables(root_rank=1))
+        ...         return session.run(variable).item()
+        >>> on_ranks(2, start)
+        [1, 1]
     """
     if tf.executing_eagerly() or tf.inside_function():
         raise ArgumentError(
@@ -92,6 +102,16 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
     Args:
         root_rank: The rank whose values all ranks get.
         device: Horovod's argument, which has no effect.
+
+    Examples:
+        >>> def start():
+        ...     with tf.Graph().as_default():
+        ...         variable = tf.compat.v1.get_variable("variable", initializer=hvd.rank())
+        ...         hook = hvd.BroadcastGlobalVariablesHook(root_rank=1)
+        ...         with tf.compat.v1.train.MonitoredSession(hooks=[hook]) as session:
+        ...             return session.run(variable).item()
+        >>> on_ranks(2, start)
+        [1, 1]
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:

@@ -82,6 +82,15 @@ def DistributedOptimizer(
     Raises:
         ArgumentError: `optimizer` is of an unknown kind or distributed already, or the arguments do not fit together.
         MismatchError: The ranks have different variables. All ranks raise it in their first step.
+
+    Examples:
+        >>> def step():
+        ...     weight = keras.Variable([0.0])
+        ...     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+        ...     optimizer.apply_gradients([(tf.constant([float(hvd.rank())]), weight)])
+        ...     return weight.numpy().tolist()
+        >>> on_ranks(2, step)  # the gradients of the ranks are 0 and 1
+        [[-0.5], [-0.5]]
     """
     compressor, aggregator = combined_by(compression, aggregator)
     options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator, local_steps)

@@ -48,6 +48,17 @@ class Pipeline(keras.Model):  # type: ignore[misc]
 
     Raises:
         ArgumentError: A stage is missing, is not built, or has no weights; or `microbatches` is below 1. Raised on all ranks.
+
+    Examples:
+        >>> def trained():
+        ...     layers = [keras.layers.Dense(1, use_bias=False, kernel_initializer="ones") for stage in range(2)]
+        ...     stages = [keras.Sequential([keras.Input((1,)), layer]) for layer in layers]
+        ...     model = hvd.Pipeline(stages, microbatches=2)
+        ...     model.compile(keras.optimizers.SGD(0.25), loss="mse")
+        ...     history = model.fit(np.ones((4, 1)), np.zeros((4, 1)), batch_size=4, epochs=2, verbose=0)
+        ...     return history.history["loss"]
+        >>> on_ranks(2, trained)
+        [[1.0, 0.0625], [1.0, 0.0625]]
     """
 
     def __init__(

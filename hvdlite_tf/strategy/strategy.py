@@ -41,6 +41,14 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
         NotInitializedError: `init` has not been called.
         ArgumentError: The process sees GPUs, which the strategy does not use yet; or this is within the scope of another
             strategy; or Keras has another backend than TensorFlow.
+
+    Examples:
+        >>> def summed():
+        ...     strategy = hvd.Strategy()
+        ...     own = strategy.run(lambda: tf.constant(1.0 + hvd.rank()))
+        ...     return strategy.reduce(tf.distribute.ReduceOp.SUM, own, axis=None).numpy().item()
+        >>> on_ranks(2, summed)
+        [3.0, 3.0]
     """
 
     hvdlite_combines_gradients = True

@@ -25,6 +25,13 @@ def join(*, process_set: ProcessSet = hvdlite.global_process_set) -> tf.Tensor:
 
     Returns:
         The rank that joined last, as an int32 scalar; its rank in the job, also with a process set.
+
+    Examples:
+        >>> def epoch():
+        ...     sums = [hvd.allreduce(tf.ones(1), op=hvd.Sum).numpy().item() for batch in range(1 + hvd.rank())]
+        ...     return sums, hvd.join().numpy().item()
+        >>> on_ranks(2, epoch)  # rank 1 has one batch more
+        [([2.0], 1), ([2.0, 1.0], 1)]
     """
 
     def run() -> list[Array]:
@@ -41,6 +48,10 @@ def barrier(name: str | None = None, *, process_set: ProcessSet = hvdlite.global
     Returns:
         In a graph for a session, the operation that waits. Otherwise None: eager code has waited, and a tf.function waits when
         it runs.
+
+    Examples:
+        >>> on_ranks(2, hvd.barrier)
+        [None, None]
     """
     label = name_of_call(name)
 

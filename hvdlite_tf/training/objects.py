@@ -52,6 +52,10 @@ def broadcast_object(
     Args:
         root_rank: The rank in the job of the root, also with a process set.
         session: Horovod's argument, which has no effect.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.broadcast_object(f"from rank {hvd.rank()}", root_rank=1))
+        ['from rank 1', 'from rank 1']
     """
     return hvdlite.broadcast_object(obj, root_within(process_set, root_rank), name, process_set=process_set)
 
@@ -59,7 +63,12 @@ def broadcast_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = Everybody
 ) -> Callable[[Any], Any]:
-    """Return a function of one object that calls `broadcast_object` for it, with these arguments."""
+    """Return a function of one object that calls `broadcast_object` for it, with these arguments.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.broadcast_object_fn(root_rank=1)(f"from rank {hvd.rank()}"))
+        ['from rank 1', 'from rank 1']
+    """
 
     def send(obj: Any) -> Any:
         return broadcast_object(obj, root_rank, session, name, process_set)
@@ -76,6 +85,10 @@ def allgather_object(
 
     Args:
         session: Horovod's argument, which has no effect.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.allgather_object({"rank": hvd.rank()}))[0]
+        [{'rank': 0}, {'rank': 1}]
     """
     return hvdlite.allgather_object(obj, name, process_set=process_set)
 
@@ -88,6 +101,11 @@ def vars_to_refs(vars: Any) -> Any:
 
     Returns:
         The reference; for a list, a tuple of references.
+
+    Examples:
+        >>> variable = tf.Variable(1.0)
+        >>> hvd.vars_to_refs(variable) in {hvd.vars_to_refs(variable)}
+        True
     """
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(each) for each in vars)
@@ -95,7 +113,13 @@ def vars_to_refs(vars: Any) -> Any:
 
 
 def refs_to_vars(refs: Any) -> Any:
-    """Return the variable of a reference that `vars_to_refs` made; for a tuple of references, a list of variables."""
+    """Return the variable of a reference that `vars_to_refs` made; for a tuple of references, a list of variables.
+
+    Examples:
+        >>> variable = tf.Variable(1.0)
+        >>> hvd.refs_to_vars(hvd.vars_to_refs(variable)) is variable
+        True
+    """
     if isinstance(refs, list | tuple):
         return [refs_to_vars(each) for each in refs]
     return refs.deref()

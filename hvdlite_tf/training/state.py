@@ -38,6 +38,15 @@ def broadcast_variables(
         UnsupportedTensorError: An element is not a variable.
         MismatchError: The ranks have different variables. All ranks raise it.
         tf.errors.OpError: An error was only seen when a graph ran; the text is that of hvdlite's error.
+
+    Examples:
+        >>> def start():
+        ...     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        ...     model.set_weights([np.full((1, 1), hvd.rank()), np.full(1, hvd.rank())])
+        ...     hvd.broadcast_variables(model.weights, root_rank=1)
+        ...     return [weight.tolist() for weight in model.get_weights()]
+        >>> on_ranks(2, start)
+        [[[[1.0]], [1.0]], [[[1.0]], [1.0]]]
     """
     if not isinstance(variables, Iterable):
         raise ArgumentError(

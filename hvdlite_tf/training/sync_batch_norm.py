@@ -86,6 +86,13 @@ class SyncBatchNormalization(GlobalMoments, _Plain):  # type: ignore[misc]  # my
         ArgumentError: `fused` is not False, or `renorm`, `virtual_batch_size` or `synchronized` is given, or Keras 3 has
             another backend than TensorFlow.
         NotInitializedError: The layer is called in training before `init`.
+
+    Examples:
+        >>> def normalized():
+        ...     layer = hvd.SyncBatchNormalization(center=False, scale=False)
+        ...     return round(float(layer(tf.constant([[1.0 + 2 * hvd.rank()]]), training=True)[0, 0]), 2)
+        >>> on_ranks(2, normalized)  # of 1 and 3, whose mean is 2 and whose variance is 1
+        [-1.0, 1.0]
     """
 
 

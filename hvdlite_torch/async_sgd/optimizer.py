@@ -103,6 +103,19 @@ def AsyncDistributedOptimizer(
         ArgumentError: An argument is wrong, or the optimizer needs all gradients at once (LBFGS), or has nothing to train.
         UnsupportedTensorError: A parameter is a DTensor, or is complex and `delay_compensation` is `DCASGD`.
         MismatchError: The ranks have different parameters or arguments. All ranks raise it.
+
+    Examples:
+        >>> def trained():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     optimizer = hvd.AsyncDistributedOptimizer(torch.optim.SGD([weight], lr=1.0), mode="async")
+        ...     for step in range(3):
+        ...         optimizer.zero_grad()
+        ...         weight.sum().backward()  # the gradient is 1
+        ...         optimizer.step()
+        ...     optimizer.finish()
+        ...     return weight.item()
+        >>> on_ranks(2, trained)  # the server has made the steps of both ranks
+        [-6.0, -6.0]
     """
     check_optimizer(optimizer)
     options = make_options(

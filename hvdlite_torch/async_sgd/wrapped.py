@@ -20,6 +20,16 @@ class AsyncDistributed(AsyncMethods):
             for x, y in batches:
                 ...
                 optimizer.step()
+
+    Examples:
+        >>> def trained():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     with hvd.AsyncDistributedOptimizer(torch.optim.SGD([weight], lr=1.0), mode="sync") as optimizer:
+        ...         (weight * hvd.rank()).sum().backward()
+        ...         optimizer.step()
+        ...     return weight.item()
+        >>> on_ranks(2, trained)
+        [-0.5, -0.5]
     """
 
     _hvdlite_training: TorchTraining | HogwildTraining

@@ -74,6 +74,13 @@ def init(
 
     Raises:
         HvdliteError: See `hvdlite.init`.
+
+    Examples:
+        >>> def program():
+        ...     hvd.init()  # makes no difference here: `on_ranks` lets threads be ranks that have joined
+        ...     return hvd.rank(), hvd.size()
+        >>> on_ranks(2, program)
+        [(0, 2), (1, 2)]
     """
     api.init(comm, process_sets)
     if torch_distributed:

@@ -24,6 +24,19 @@ class StateHandler:
 
     Attributes:
         value: The object.
+
+    Examples:
+        >>> class OfNumber(hvd.elastic.StateHandler):  # of an object with an attribute `number`
+        ...     def save(self): self.number = self.value.number
+        ...     def restore(self): self.value.number = self.number
+        ...     def sync(self): self.value.number = hvd.broadcast_object(self.value.number)
+        >>> import types
+        >>> handler = OfNumber(types.SimpleNamespace(number=3))
+        >>> handler.save()
+        >>> handler.value.number = 4
+        >>> handler.restore()
+        >>> handler.value.number
+        3
     """
 
     def __init__(self, value: Any) -> None:
@@ -64,7 +77,16 @@ class StateHandler:
 
 
 class StateDictHandler(StateHandler):
-    """A handler of an object that has `state_dict` and `load_state_dict`, such as a schedule or a ``GradScaler``."""
+    """A handler of an object that has `state_dict` and `load_state_dict`, such as a schedule or a ``GradScaler``.
+
+    Examples:
+        >>> def synchronized():
+        ...     scaler = torch.amp.GradScaler("cpu", init_scale=2.0 + hvd.rank())
+        ...     hvd.elastic.StateDictHandler(scaler).sync()
+        ...     return scaler.get_scale()
+        >>> on_ranks(2, synchronized)
+        [2.0, 2.0]
+    """
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -91,6 +113,15 @@ class ModelStateHandler(StateDictHandler):
 
     Args:
         model: The module.
+
+    Examples:
+        >>> def synchronized():
+        ...     layer = torch.nn.Linear(1, 1)
+        ...     torch.nn.init.constant_(layer.weight, 5 + hvd.rank())
+        ...     hvd.elastic.ModelStateHandler(layer).sync()
+        ...     return layer.weight.item()
+        >>> on_ranks(2, synchronized)
+        [5.0, 5.0]
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -105,6 +136,14 @@ class OptimizerStateHandler(StateDictHandler):
 
     Args:
         optimizer: The optimizer.
+
+    Examples:
+        >>> def synchronized():
+        ...     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1 if hvd.rank() == 0 else 0.9)
+        ...     hvd.elastic.OptimizerStateHandler(optimizer).sync()
+        ...     return optimizer.param_groups[0]["lr"]
+        >>> on_ranks(2, synchronized)
+        [0.1, 0.1]
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -137,6 +176,15 @@ class SamplerStateHandler(StateHandler):
 
     Args:
         sampler: The sampler.
+
+    Examples:
+        >>> def left():
+        ...     sampler = hvd.elastic.ElasticSampler(range(6), shuffle=False)
+        ...     sampler.record_batch(0, 1)  # each rank has trained with one sample
+        ...     hvd.elastic.SamplerStateHandler(sampler).sync()
+        ...     return list(sampler)
+        >>> on_ranks(2, left)
+        [[2, 4], [3, 5]]
     """
 
     def __init__(self, sampler: ElasticSampler) -> None:
@@ -169,7 +217,12 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Return the registry: pairs of a class, and of the handler of its objects. The first pair that fits an object counts."""
+    """Return the registry: pairs of a class, and of the handler of its objects. The first pair that fits an object counts.
+
+    Examples:
+        >>> dict(hvd.elastic.get_handler_registry())[torch.nn.Module].__name__
+        'ModelStateHandler'
+    """
     return _registry
 
 
@@ -181,6 +234,13 @@ def set_handler_registry(registry: Registry) -> None:
 
     Raises:
         ArgumentError: It is no list of such pairs.
+
+    Examples:
+        >>> registry = hvd.elastic.get_handler_registry()
+        >>> hvd.elastic.set_handler_registry([*registry, (torch.optim.swa_utils.AveragedModel, hvd.elastic.ModelStateHandler)])
+        >>> len(hvd.elastic.get_handler_registry()) - len(registry)
+        1
+        >>> hvd.elastic.set_handler_registry(registry)
     """
     global _registry
     pairs = list(registry)

@@ -34,6 +34,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         indices: This rank's share of the samples that are left, in the order in which they come.
         num_replicas, rank: The number of ranks, and the number of this one, at the last `reset`.
         num_samples: The length of `indices`.
+
+    Examples:
+        >>> on_ranks(2, lambda: list(hvd.elastic.ElasticSampler(range(5), shuffle=False)))
+        [[0, 2, 4], [1, 3, 0]]
+        >>> def left():
+        ...     sampler = hvd.elastic.ElasticSampler(range(6), shuffle=False)
+        ...     sampler.record_batch(0, 1)  # each rank has trained with one sample
+        ...     sampler.load_state_dict(sampler.gathered())  # as a new process does
+        ...     return list(sampler)
+        >>> on_ranks(2, left)
+        [[2, 4], [3, 5]]
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0, *, pad: bool = True) -> None:

@@ -25,6 +25,18 @@ class TorchState(ObjectState):
 
     Raises:
         ArgumentError: An attribute has the name of something else that a state has.
+
+    Examples:
+        >>> def interrupted():
+        ...     layer = torch.nn.Linear(1, 1)
+        ...     state = hvd.elastic.TorchState(layer, epoch=3)
+        ...     torch.nn.init.ones_(layer.weight)
+        ...     state.commit()
+        ...     torch.nn.init.zeros_(layer.weight)  # and here something fails
+        ...     state.restore()
+        ...     return layer.weight.item(), state.epoch
+        >>> on_ranks(2, interrupted)
+        [(1.0, 3), (1.0, 3)]
     """
 
     def __init__(

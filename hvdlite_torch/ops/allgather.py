@@ -21,6 +21,10 @@ def allgather(tensor: T, name: str | None = None, process_set: ProcessSet = Ever
     """Concatenate the ranks' tensors along the first dimension. See `hvdlite.allgather` for arguments, result and errors.
 
     The function is differentiable: the gradient of `tensor` is the sum, over the ranks, of the gradients of this rank's rows.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.allgather(torch.full((1 + hvd.rank(),), hvd.rank())).tolist())
+        [[0, 1, 1], [0, 1, 1]]
     """
     shapes = [getattr(each, "shape", ()) for each in as_list(tensor)]  # the core refuses what is not a tensor
 
@@ -49,7 +53,15 @@ def allgather_async(tensor: T, name: str | None = None, process_set: ProcessSet 
 def grouped_allgather(
     tensors: Iterable[torch.Tensor], name: str | None = None, process_set: ProcessSet = Everybody
 ) -> list[torch.Tensor]:
-    """Run `allgather` on several tensors of any dtypes as one operation. Return the list of results. See `allgather`."""
+    """Run `allgather` on several tensors of any dtypes as one operation. Return the list of results. See `allgather`.
+
+    Examples:
+        >>> def gathered():
+        ...     both = hvd.grouped_allgather([torch.tensor([hvd.rank()]), torch.tensor([0.5])])
+        ...     return [each.tolist() for each in both]
+        >>> on_ranks(2, gathered)
+        [[[0, 1], [0.5, 0.5]], [[0, 1], [0.5, 0.5]]]
+    """
     return allgather(group_of(tensors), name, process_set)
 
 

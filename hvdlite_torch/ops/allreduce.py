@@ -39,6 +39,12 @@ def allreduce(
 
     Raises:
         ArgumentError: `average` and `op` are both given, or one of them has a value that is not allowed.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.allreduce(torch.tensor([1.0, hvd.rank()])).tolist())
+        [[1.0, 0.5], [1.0, 0.5]]
+        >>> on_ranks(2, lambda: hvd.allreduce(torch.tensor([1.0, hvd.rank()]), op=hvd.Sum).tolist())
+        [[2.0, 1.0], [2.0, 1.0]]
     """
     chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set) | {"algorithm": algorithm}
@@ -67,7 +73,15 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> Handle[T]:
-    """Start `allreduce` and return a handle; `synchronize` waits for its result. `tensor` must not be changed before."""
+    """Start `allreduce` and return a handle; `synchronize` waits for its result. `tensor` must not be changed before.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum)
+        ...     return hvd.synchronize(handle).tolist()  # after what the program does meanwhile
+        >>> on_ranks(2, overlapped)
+        [[2.0, 2.0], [2.0, 2.0]]
+    """
     options = factors(prescale_factor, postscale_factor, process_set)
     return hvdlite.allreduce_async(tensor, choose_op(op, average), name, **options)
 
@@ -85,6 +99,14 @@ def allreduce_(
 
     Autograd records this as a differentiable change in place. A parameter (or another leaf that requires a gradient) is
     overwritten as under ``torch.no_grad()``.
+
+    Examples:
+        >>> def overwritten():
+        ...     tensor = torch.full((2,), float(hvd.rank()))
+        ...     hvd.allreduce_(tensor)
+        ...     return tensor.tolist()
+        >>> on_ranks(2, overwritten)
+        [[0.5, 0.5], [0.5, 0.5]]
     """
     chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set)
@@ -125,7 +147,15 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> list[torch.Tensor]:
-    """Run `allreduce` on several tensors of any dtypes as one operation. Return the list of results. See `allreduce`."""
+    """Run `allreduce` on several tensors of any dtypes as one operation. Return the list of results. See `allreduce`.
+
+    Examples:
+        >>> def sums():
+        ...     both = hvd.grouped_allreduce([torch.ones(2), torch.tensor([hvd.rank()])], op=hvd.Sum)
+        ...     return [each.tolist() for each in both]
+        >>> on_ranks(2, sums)
+        [[[2.0, 2.0], [1]], [[2.0, 2.0], [1]]]
+    """
     chosen = choose_op(op, average)
     options = factors(prescale_factor, postscale_factor, process_set)
     return allreduce(group_of(tensors), None, name, compression, chosen, **options)
@@ -154,7 +184,16 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = Everybody,
 ) -> list[torch.Tensor]:
-    """Overwrite several tensors with what `grouped_allreduce` returns, and return them as a list. See `allreduce_`."""
+    """Overwrite several tensors with what `grouped_allreduce` returns, and return them as a list. See `allreduce_`.
+
+    Examples:
+        >>> def overwritten():
+        ...     tensors = [torch.ones(2), torch.tensor([hvd.rank()])]
+        ...     hvd.grouped_allreduce_(tensors, op=hvd.Sum)
+        ...     return [each.tolist() for each in tensors]
+        >>> on_ranks(2, overwritten)
+        [[[2.0, 2.0], [1]], [[2.0, 2.0], [1]]]
+    """
     chosen = choose_op(op, average)
     return allreduce_(group_of(tensors), None, name, chosen, prescale_factor, postscale_factor, process_set)
 

@@ -38,6 +38,15 @@ def alltoall(
 
     The function is differentiable: an alltoall sends the gradients of the rows back to the rows' senders. It takes one tensor,
     not a list.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.alltoall(torch.tensor([10, 11]) + 10 * hvd.rank()).tolist())
+        [[10, 20], [11, 21]]
+        >>> def by_splits():
+        ...     rows, counts = hvd.alltoall(torch.tensor([1, 2, 3]) + 10 * hvd.rank(), splits=[2, 1])
+        ...     return rows.tolist(), counts.tolist()
+        >>> on_ranks(2, by_splits)
+        [([1, 2, 11, 12], [2, 2]), ([3, 13], [1, 1])]
     """
     counts = _all_splits(tensor, splits, process_set)
     received: torch.Tensor | None = None

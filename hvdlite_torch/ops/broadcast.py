@@ -23,6 +23,10 @@ def broadcast(tensor: T, root_rank: int, name: str | None = None, process_set: P
 
     Args:
         root_rank: The rank in the job of the root, also with a process set. (`hvdlite.broadcast` takes the rank in the set.)
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.broadcast(torch.tensor([hvd.rank()]), root_rank=1).tolist())
+        [[1], [1]]
     """
     root = root_within(process_set, root_rank)
 
@@ -54,7 +58,16 @@ def broadcast_async(
 
 
 def broadcast_(tensor: T, root_rank: int, name: str | None = None, process_set: ProcessSet = Everybody) -> T:
-    """Overwrite `tensor` with what `broadcast` returns, and return `tensor`. Autograd records it like `allreduce_`."""
+    """Overwrite `tensor` with what `broadcast` returns, and return `tensor`. Autograd records it like `allreduce_`.
+
+    Examples:
+        >>> def overwritten():
+        ...     tensor = torch.tensor([hvd.rank()])
+        ...     hvd.broadcast_(tensor, root_rank=1)
+        ...     return tensor.tolist()
+        >>> on_ranks(2, overwritten)
+        [[1], [1]]
+    """
     root = root_within(process_set, root_rank)
 
     def forward(tensors: Tensors) -> Tensors:

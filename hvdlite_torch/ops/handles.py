@@ -63,6 +63,14 @@ def poll(handle: Handle[Any] | CompositeHandle) -> bool:
 
     Raises:
         ArgumentError: `handle` is something else.
+
+    Examples:
+        >>> def overlapped():
+        ...     handle = hvd.allreduce_async(torch.ones(2), op=hvd.Sum)
+        ...     hvd.synchronize(handle)
+        ...     return hvd.poll(handle)
+        >>> on_ranks(2, overlapped)
+        [True, True]
     """
     return _checked(handle).poll()
 
@@ -84,6 +92,13 @@ def synchronize(handle: Handle[Any] | CompositeHandle) -> Any:
         MismatchError: The ranks' calls do not belong together.
         CommunicationError: A rank has left the job, or the communication failed.
         ArgumentError: `handle` is something else.
+
+    Examples:
+        >>> def overlapped():
+        ...     handles = [hvd.broadcast_async(torch.tensor([hvd.rank()]), root) for root in (0, 1)]
+        ...     return [hvd.synchronize(handle).item() for handle in handles]
+        >>> on_ranks(2, overlapped)
+        [[0, 1], [0, 1]]
     """
     return _checked(handle).wait()
 

@@ -11,7 +11,12 @@ from hvdlite.api import world
 
 
 def barrier(process_set: ProcessSet = hvdlite.global_process_set) -> None:
-    """Return when every rank of `process_set` has called this function. See `hvdlite.barrier`."""
+    """Return when every rank of `process_set` has called this function. See `hvdlite.barrier`.
+
+    Examples:
+        >>> on_ranks(2, hvd.barrier)
+        [None, None]
+    """
     hvdlite.barrier(process_set=process_set)
 
 
@@ -27,6 +32,13 @@ def join(device: int = -1, *, process_set: ProcessSet = hvdlite.global_process_s
 
     Returns:
         The rank that joined last; its rank in the job, also with a process set.
+
+    Examples:
+        >>> def epoch():
+        ...     sums = [hvd.allreduce(torch.ones(1), op=hvd.Sum).item() for batch in range(1 + hvd.rank())]
+        ...     return sums, hvd.join()
+        >>> on_ranks(2, epoch)  # rank 1 has one batch more
+        [([2.0], 1), ([2.0, 1.0], 1)]
     """
     return world("join()").ranks(process_set)[hvdlite.join(process_set)]
 
@@ -44,6 +56,19 @@ def uneven(process_set: ProcessSet = hvdlite.global_process_set) -> Iterator[Non
 
     Args:
         process_set: The ranks that train together.
+
+    Examples:
+        >>> def epoch():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        ...     with hvd.uneven():
+        ...         for batch in range(1 + hvd.rank()):  # rank 1 has one batch more
+        ...             optimizer.zero_grad()
+        ...             (weight * hvd.rank()).sum().backward()
+        ...             optimizer.step()
+        ...     return weight.item()
+        >>> on_ranks(2, epoch)  # a step with the mean of 0 and 1, and a step with 1
+        [-1.5, -1.5]
     """
     yield
     join(process_set=process_set)

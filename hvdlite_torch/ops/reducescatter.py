@@ -34,6 +34,10 @@ def reducescatter(
 
     Args:
         compression: The dtype in which the ranks exchange the tensor, and its gradient; see `Compression`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.reducescatter(torch.tensor([1.0, 2.0]), op=hvd.Sum).tolist())
+        [[2.0], [4.0]]
     """
     options = factors(prescale_factor, postscale_factor, process_set)
     lengths = [each.shape[0] if each.shape else 0 for each in as_list(tensor) if isinstance(each, torch.Tensor)]
@@ -80,7 +84,15 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Run `reducescatter` on several tensors of any dtypes as one operation, and return the list of results."""
+    """Run `reducescatter` on several tensors of any dtypes as one operation, and return the list of results.
+
+    Examples:
+        >>> def sums():
+        ...     both = hvd.grouped_reducescatter([torch.tensor([1.0, 2.0]), torch.tensor([3, 4])], op=hvd.Sum)
+        ...     return [each.tolist() for each in both]
+        >>> on_ranks(2, sums)
+        [[[2.0], [6]], [[4.0], [8]]]
+    """
     return reducescatter(group_of(tensors), name, compression, op, process_set, prescale_factor, postscale_factor)
 
 

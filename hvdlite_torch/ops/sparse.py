@@ -30,6 +30,13 @@ def sparse_allreduce_async(
         UnsupportedTensorError: `tensor` has another layout, or `op` is not defined for its dtype.
         ArgumentError: `op` is neither Sum nor Average.
         MismatchError: The ranks' tensors are not alike. The handle raises it, on all ranks.
+
+    Examples:
+        >>> def summed():
+        ...     own = torch.sparse_coo_tensor([[hvd.rank()]], [1.0], (3,), check_invariants=True)
+        ...     return hvd.sparse_allreduce_async(own, "rows", hvd.Sum)().to_dense().tolist()
+        >>> on_ranks(2, summed)
+        [[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]
     """
     if tensor.layout is not torch.sparse_coo:
         raise UnsupportedTensorError(

@@ -58,6 +58,19 @@ class Pipeline(OwnLayers):
 
     Raises:
         ArgumentError: An argument is wrong, or the model cannot be split. Raised on all ranks alike.
+
+    Examples:
+        >>> def trained():  # of one stage, because torch.distributed is one for a process, and ranks are threads here
+        ...     model = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+        ...     for weight in model.parameters():
+        ...         torch.nn.init.ones_(weight)
+        ...     pipeline = hvd.Pipeline(model, loss=torch.nn.functional.mse_loss, microbatches=2, cuts=[])
+        ...     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.25)
+        ...     losses = [pipeline.step(torch.ones(4, 1), torch.zeros(4, 1), optimizer).item() for batch in range(2)]
+        ...     torch.distributed.destroy_process_group()
+        ...     return losses
+        >>> on_ranks(1, trained)
+        [[1.0, 0.0625]]
     """
 
     def __init__(

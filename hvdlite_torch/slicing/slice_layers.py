@@ -111,6 +111,16 @@ def slice_layers(
 
     Raises:
         ArgumentError: A name in `plan` fits no layer, or a word in it is unknown, or the model is sliced already.
+
+    Examples:
+        >>> def sliced():  # over one rank, because torch.distributed is one for a process, and ranks are threads here
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        ...     plan = hvd.slice_layers(model, hvd.global_process_set, smallest=0, verbose=False)
+        ...     torch.distributed.destroy_process_group()
+        ...     return plan
+        >>> print(*on_ranks(1, sliced))
+        slice_layers over rank 0: 72 of 76 parameters are sliced, the others are replicated
+          pair of linear layers 4-8-4  columns, then rows  (0, 2)
     """
     mesh = over if isinstance(over, DeviceMesh) else backend.mesh_of(over)
     if mesh.ndim != 1:

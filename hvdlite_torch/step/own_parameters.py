@@ -39,6 +39,14 @@ def own_parameters(model: torch.nn.Module | Iterable[torch.Tensor]) -> Iterator[
     Raises:
         ArgumentError: Another such statement is active for one of the parameters. A step within the statement raises it too,
             because the step would be lost.
+
+    Examples:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> weight = torch.nn.init.ones_(layer.weight)
+        >>> with hvd.own_parameters(layer):
+        ...     within = torch.nn.init.zeros_(layer.weight).item()
+        >>> within, layer.weight.item()
+        (0.0, 1.0)
     """
     given = model.parameters() if isinstance(model, torch.nn.Module) else model
     parameters = list({id(parameter): parameter for parameter in map(local_of, given)}.values())

@@ -18,7 +18,20 @@ Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
 class Distributed:
-    """The methods that `DistributedOptimizer` adds to an optimizer's class."""
+    """The methods that `DistributedOptimizer` adds to an optimizer's class.
+
+    Examples:
+        >>> def step():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
+        ...     x = torch.tensor([[1.0], [2.0, 3.0]][hvd.rank()])  # rank 1 has two samples
+        ...     optimizer.set_batch_weight(len(x))
+        ...     (weight * x).mean().backward()
+        ...     optimizer.step()
+        ...     return weight.item()
+        >>> on_ranks(2, step)  # the mean of 1, 2 and 3
+        [-2.0, -2.0]
+    """
 
     _hvdlite_driver: StepDriver
     _hvdlite_plain: type[torch.optim.Optimizer]

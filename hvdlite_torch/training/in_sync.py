@@ -47,6 +47,17 @@ def assert_in_sync(
     Raises:
         OutOfSyncError: A tensor differs. All ranks raise it; the text names the first such tensor and the ranks.
         ArgumentError: `what` contains something that is not a tensor.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.assert_in_sync({"weight": torch.ones(2)}))
+        [None, None]
+        >>> def check():
+        ...     try:
+        ...         hvd.assert_in_sync({"weight": torch.tensor([hvd.rank()])})
+        ...     except hvd.OutOfSyncError as error:
+        ...         return str(error).partition(".")[0]
+        >>> on_ranks(2, check)[0]
+        "the ranks do not hold the same tensors: 'weight' (int64, shape (1,)) differs between rank 0 | rank 1"
     """
     named = _named(what)
     layout = [_describe(name, tensor) for name, tensor in named]
@@ -69,6 +80,14 @@ def rank_zero_only(function: Callable[P, T]) -> Callable[P, T | None]:
 
     Raises:
         NotInitializedError: The returned function is called before `init`.
+
+    Examples:
+        >>> @hvd.rank_zero_only
+        ... def log(loss):
+        ...     print(f"loss {loss}")
+        >>> on_ranks(2, log, 0.5)
+        loss 0.5
+        [None, None]
     """
 
     @functools.wraps(function)

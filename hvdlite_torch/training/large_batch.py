@@ -42,6 +42,10 @@ def scale_lr(
     Raises:
         ArgumentError: `rule` is unknown, `batches` is not positive, or the optimizer has a scheduler already.
         NotInitializedError: `init` has not been called, and `batches` is not given.
+
+    Examples:
+        >>> on_ranks(4, lambda: (hvd.scale_lr(0.1), hvd.scale_lr(0.1, "sqrt")))[0]
+        (0.4, 0.2)
     """
     factor = _factor(rule, batches, process_set)
     if not isinstance(optimizer_or_lr, torch.optim.Optimizer):
@@ -90,6 +94,17 @@ def warmup(
         NotInitializedError: `init` has not been called, and `batches` is not given.
 
     Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", arXiv:1706.02677, section 2.2.
+
+    Examples:
+        >>> def rates():
+        ...     optimizer = hvd.scale_lr(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+        ...     schedule = hvd.warmup(optimizer, steps=2)
+        ...     for batch in range(4):
+        ...         yield round(schedule.get_last_lr()[0], 2)
+        ...         optimizer.step()
+        ...         schedule.step()
+        >>> on_ranks(4, lambda: list(rates()))[0]
+        [0.1, 0.25, 0.4, 0.4]
     """
     check_count("warmup: steps", steps)
     factor = _factor(rule, batches, process_set)

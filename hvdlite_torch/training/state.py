@@ -44,6 +44,15 @@ def broadcast_parameters(
     Raises:
         ArgumentError: `params` contains something else.
         MismatchError: The ranks' tensors or their names differ. All ranks raise it.
+
+    Examples:
+        >>> def start():
+        ...     layer = torch.nn.Linear(2, 1)
+        ...     torch.nn.init.constant_(layer.weight, 5 + hvd.rank())
+        ...     hvd.broadcast_parameters(layer, root_rank=1)
+        ...     return layer.weight.tolist()
+        >>> on_ranks(2, start)
+        [[[6.0, 6.0]], [[6.0, 6.0]]]
     """
     model = params if isinstance(params, torch.nn.Module) else None
     if isinstance(params, torch.nn.Module):
@@ -120,6 +129,14 @@ def broadcast_optimizer_state(
 
     Raises:
         ArgumentError: `optimizer` is not an optimizer.
+
+    Examples:
+        >>> def start():
+        ...     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1 if hvd.rank() == 0 else 0.9)
+        ...     hvd.broadcast_optimizer_state(optimizer)
+        ...     return optimizer.param_groups[0]["lr"]
+        >>> on_ranks(2, start)
+        [0.1, 0.1]
     """
     if not callable(getattr(optimizer, "load_state_dict", None)) or isinstance(optimizer, torch.nn.Module):
         raise ArgumentError(
@@ -201,6 +218,10 @@ def broadcast_object(
 
     Args:
         root_rank: The rank in the job of the root, also with a process set.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.broadcast_object(f"from rank {hvd.rank()}", root_rank=1))
+        ['from rank 1', 'from rank 1']
     """
     return hvdlite.broadcast_object(obj, root_within(process_set, root_rank), name, process_set=process_set)
 
@@ -208,7 +229,12 @@ def broadcast_object(
 def allgather_object(
     obj: T, name: str | None = None, *, process_set: ProcessSet = hvdlite.global_process_set
 ) -> list[T]:
-    """Give every rank the objects of all ranks. This is `hvdlite.allgather_object`."""
+    """Give every rank the objects of all ranks. This is `hvdlite.allgather_object`.
+
+    Examples:
+        >>> on_ranks(2, lambda: hvd.allgather_object({"rank": hvd.rank()}))[0]
+        [{'rank': 0}, {'rank': 1}]
+    """
     return hvdlite.allgather_object(obj, name, process_set=process_set)
 
 

@@ -50,6 +50,13 @@ class SyncBatchNorm(_BatchNorm):
     Raises:
         ArgumentError: The input has another shape, or all ranks together have fewer than two values per channel.
         NotInitializedError: The layer is called in training before `init`.
+
+    Examples:
+        >>> def normalized():
+        ...     layer = hvd.SyncBatchNorm(1, affine=False)
+        ...     return round(layer(torch.tensor([[1.0 + 2 * hvd.rank()]])).item(), 2)
+        >>> on_ranks(2, normalized)  # of 1 and 3, whose mean is 2 and whose variance is 1
+        [-1.0, 1.0]
     """
 
     def __init__(

@@ -50,6 +50,20 @@ def serve_parameters() -> None:
     Raises:
         ArgumentError: This rank trains, or has made no such optimizer.
         HvdliteError: A server has failed, or a rank has left the job, or the ranks have called different things.
+
+    Examples:
+        >>> import torch, hvdlite_torch
+        >>> def trained():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     optimizer = hvdlite_torch.AsyncDistributedOptimizer(torch.optim.SGD([weight], lr=1.0), servers=1)
+        ...     if optimizer.is_server:
+        ...         return hvdlite_torch.serve_parameters()
+        ...     weight.sum().backward()
+        ...     optimizer.step()
+        ...     optimizer.finish()
+        ...     return weight.item()
+        >>> on_ranks(3, trained)
+        [-2.0, -2.0, None]
     """
     trainings = _unfinished.get(world("serve_parameters()"), [])
     if any(not training.is_server for training in trainings):

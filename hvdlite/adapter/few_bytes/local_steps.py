@@ -41,6 +41,20 @@ class LocalSGD:
 
     Raises:
         ArgumentError: `every` is no whole number from 1 on.
+
+    Examples:
+        >>> import torch, hvdlite_torch
+        >>> def trained():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     how = hvdlite_torch.LocalSGD(every=2)
+        ...     optimizer = hvdlite_torch.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), local_steps=how)
+        ...     for step in range(2):
+        ...         optimizer.zero_grad()
+        ...         (weight * hvdlite.rank()).sum().backward()
+        ...         optimizer.step()
+        ...         yield weight.item()
+        >>> on_ranks(2, lambda: list(trained()))  # the ranks differ after a step, and have the mean of 0 and -2 after two
+        [[0.0, -1.0], [-1.0, -1.0]]
     """
 
     every: int = 8
@@ -66,6 +80,20 @@ class DiLoCo(LocalSGD):
         every: The number of steps from one outer step to the next.
         outer: The outer optimizer. For torch a function that makes it of a list of parameters; for Keras an optimizer of
             Keras, which nothing else uses. None means SGD with Nesterov momentum 0.9 and learning rate 0.7, as in the paper.
+
+    Examples:
+        >>> import torch, hvdlite_torch
+        >>> def trained():
+        ...     weight = torch.nn.Parameter(torch.zeros(1))
+        ...     how = hvdlite_torch.DiLoCo(every=2, outer=lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+        ...     optimizer = hvdlite_torch.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), local_steps=how)
+        ...     for step in range(2):
+        ...         optimizer.zero_grad()
+        ...         (weight * hvdlite.rank()).sum().backward()
+        ...         optimizer.step()
+        ...         yield weight.item()
+        >>> on_ranks(2, lambda: list(trained()))  # the outer step goes half of the way from 0 to the mean, which is -1
+        [[0.0, -0.5], [-1.0, -0.5]]
     """
 
     every: int = 64

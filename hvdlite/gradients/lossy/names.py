@@ -15,6 +15,11 @@ class Compression(compression.Compression):
 
     `none`, `fp16` and `bf16` compress single tensors, also of operations. ``powersgd(rank=4)`` and ``topk(0.01)`` combine the
     gradients of an optimizer in few bytes; make one for each optimizer, because it has a memory.
+
+    Examples:
+        >>> small, context = hvdlite.Compression.fp16.compress(np.array([0.1]))
+        >>> small.dtype, hvdlite.Compression.fp16.decompress(small, context).round(6).tolist()
+        (dtype('float16'), [0.099976])
     """
 
     powersgd = PowerSGD
