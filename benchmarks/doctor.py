@@ -57,7 +57,9 @@ def run(on: Hosts | None, where: Sequence[str], model: Sequence[str], folder: Pa
     found = json.loads(path.read_text())["prediction"] if path.exists() else None
     path.unlink(missing_ok=True)
     if found is None or found["measured"] is None:
-        raise SystemExit(f"doctor: {' '.join(words)} has failed.\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
+        raise SystemExit(
+            f"doctor: {' '.join(words)} has failed (exit code {done.returncode}).\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        )
     result: dict[str, Any] = found
     return result
 

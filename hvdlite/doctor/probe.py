@@ -32,9 +32,9 @@ WATCH_SECONDS, _SETTLE_SECONDS = 0.5, 0.05
 _WARM_UP, _FEWEST_STEPS, _MOST_STEPS, _CHECK_SECONDS = 3, 5, 20, 10.0
 _LONGEST_EXCHANGE = 3.0
 """Of a larger model, so much is exchanged in a step as takes so many seconds."""
-_SMALLER, _EXCHANGES, _PAUSE = 2, 9, 0.05
-"""Memory and the link are measured by so many exchanges of a model that is so many times smaller, each after a pause of
-some seconds, as a computation makes one."""
+_SMALLER, _PAUSE = 2, 0.05
+"""Memory and the link are measured by exchanges of a model that is so many times smaller, each after a pause of some seconds, as a
+computation makes one. They take turns with the steps, so whatever else runs on the hosts slows both down."""
 _TENSOR = 2**20
 """The elements of a tensor of the model that is made up."""
 
@@ -185,7 +185,6 @@ def _train(say: Say, request: Request) -> None:
 def _step(say: Say, request: Request) -> None:
     """Measure the hosts, and the step of a model that is made up."""
     from hvdlite import api
-    from hvdlite.adapter.distributed_gradient import DistributedGradient
     from hvdlite.advise.calibrate import measure_hosts
     from hvdlite.operations import Agreement
 
@@ -193,29 +192,36 @@ def _step(say: Say, request: Request) -> None:
     elements, engine = request.parameters, api.world().groups.everybody.engine
     agreed = [("parameters", elements)]
     copy, meeting, link = engine.run(Agreement("hvdlite doctor", agreed, functools.partial(measure_hosts, elements)))
-    copy = _seconds_to_copy(max(1, elements // _SMALLER), meeting) or copy
     # Over a slow link a whole model would take minutes.
     fits = elements if link is None else min(elements, int(_LONGEST_EXCHANGE / (2 * 4 * link.seconds_per_byte)))
     checked = max(1, min(api.allgather_object(fits)))
     smaller = max(1, checked // _SMALLER)
-    smaller_seconds = 0.0 if link is None else statistics.median(_exchanges(smaller)[2:])
-    combine = DistributedGradient(inplace=True)
-    gradients = [np.ones(count, np.float32) for count in tensors(checked)]
+    neighbours = _neighbours()
+    here = neighbours.size() or 1
     exchange = _LONGEST_EXCHANGE if checked < elements else 0.0
     steps = max(_FEWEST_STEPS, min(_MOST_STEPS, int(_CHECK_SECONDS / max(request.step_seconds + exchange, 1e-3))))
-    times = []
+    inside = _exchanger(max(1, elements // _SMALLER), neighbours) if here > 1 else None
+    between = None if link is None else _exchanger(smaller)
+    whole = _exchanger(checked)
+    insides, betweens, times = [], [], []
     for number in range(_WARM_UP + steps):
         say("stage", f"checking the prediction (step {number + 1} of {_WARM_UP + steps})")
-        began = time.perf_counter()
-        time.sleep(request.step_seconds)
-        combine(gradients)
-        times.append(time.perf_counter() - began)
+        if inside is not None:
+            insides.append(_timed(_PAUSE, inside)[1])
+        if between is not None:
+            betweens.append(_timed(_PAUSE, between)[1])
+        times.append(sum(_timed(request.step_seconds, whole)))
+    if insides:
+        # Sums take longer than copies, and ranks of a host take the memory's bandwidth from each other.
+        copies = 3 * (here - 1) / here  # in an exchange within a host, as hvdlite.advise.model.Model counts them
+        seconds = max(_usual(insides) - 2 * meeting, 1e-9)
+        copy = seconds / (copies * 4 * max(1, elements // _SMALLER))
     mine = {
         "copy": copy,
         "meeting": meeting,
         "link": None if link is None else asdict(link),
-        "seconds": statistics.median(times[_WARM_UP:]),
-        "smaller_seconds": smaller_seconds,
+        "seconds": _usual(times),
+        "smaller_seconds": _usual(betweens) if betweens else 0.0,
     }
     everybody: list[dict[str, Any]] = api.allgather_object(mine)
     if api.rank() == 0:
@@ -234,40 +240,36 @@ def _step(say: Say, request: Request) -> None:
         )
 
 
-def _seconds_to_copy(elements: int, meeting: float) -> float | None:
-    """Return the seconds of a byte for each copy that `hvdlite.advise.model.Model` counts in an exchange within a host.
-
-    Sums take longer than copies, and ranks of a host take the memory's bandwidth from each other, so an exchange of a smaller
-    model is measured. None on a rank that is alone on its host.
-    """
+def _neighbours() -> ProcessSet:
+    """Return the ranks of this rank's host, as a group for their own exchanges. All ranks call this."""
     from hvdlite import api
 
     hosts = api.world().hosts
-    mine = None
-    for host in dict.fromkeys(hosts):
-        group = api.new_group([rank for rank, other in enumerate(hosts) if other == host])
-        mine = group if group.included() else mine
-    assert mine is not None
-    count = mine.size() or 1
-    if count == 1:
-        return None
-    copies = 3 * (count - 1) / count
-    return max(statistics.median(_exchanges(elements, mine)[2:]) - 2 * meeting, 1e-9) / (copies * 4 * elements)
+    members = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in dict.fromkeys(hosts)}
+    groups = {host: api.new_group(ranks) for host, ranks in members.items()}
+    return groups[hosts[api.rank()]]
 
 
-def _exchanges(elements: int, process_set: ProcessSet | None = None) -> list[float]:
-    """Return the seconds that some exchanges of a model take, among some ranks or all."""
+def _exchanger(elements: int, process_set: ProcessSet | None = None) -> Callable[[], object]:
+    """Return a function that exchanges the gradients of a model among some ranks, or all."""
     from hvdlite.adapter.distributed_gradient import DistributedGradient
 
     combine = DistributedGradient(process_set=process_set, inplace=True)
     gradients = [np.ones(length, np.float32) for length in tensors(elements)]
-    times = []
-    for _ in range(_EXCHANGES):
-        time.sleep(_PAUSE)
-        began = time.perf_counter()
-        combine(gradients)
-        times.append(time.perf_counter() - began)
-    return times
+    return lambda: combine(gradients)
+
+
+def _timed(pause: float, exchange: Callable[[], object]) -> tuple[float, float]:
+    """Sleep, then exchange. Return the seconds of both."""
+    began = time.perf_counter()
+    time.sleep(pause)
+    middle = time.perf_counter()
+    exchange()
+    return middle - began, time.perf_counter() - middle
+
+
+def _usual(times: Sequence[float]) -> float:
+    return statistics.median(times[_WARM_UP:])
 
 
 def tensors(elements: int) -> list[int]:
