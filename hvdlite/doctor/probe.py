@@ -33,8 +33,8 @@ _WARM_UP, _FEWEST_STEPS, _MOST_STEPS, _CHECK_SECONDS = 3, 5, 20, 10.0
 _LONGEST_EXCHANGE = 3.0
 """Of a larger model, so much is exchanged in a step as takes so many seconds."""
 _SMALLER, _PAUSE = 2, 0.05
-"""Memory and the link are measured by exchanges of a model that is so many times smaller, each after a pause of some seconds, as
-a computation makes one. They take turns with the steps, so whatever else runs on the hosts slows both down."""
+"""Memory and the link are measured by exchanges of a model that is so many times smaller, each after a pause of some seconds,
+as a computation makes one. They take turns with the steps, so whatever else runs on the hosts slows both down."""
 _TENSOR = 2**20
 """The elements of a tensor of the model that is made up."""
 
