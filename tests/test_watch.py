@@ -318,5 +318,5 @@ def test_a_wait_that_is_over_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_files_that_nothing_interrupts_are_known() -> None:
     """Where a thread may be inside of MPI while there is a watchdog: in the files whose classes call a communicator."""
     comm = Path(hvd.__file__).parent / "comm"
-    blocking = [path for path in comm.glob("*.py") if re.search(r"\bself\._?comm\.[A-Z]\w+\(", path.read_text())]
+    blocking = [path for path in comm.rglob("*.py") if re.search(r"\bself\._?comm\.[A-Z]\w+\(", path.read_text())]
     assert {*map(str, blocking), str(comm / "local.py")} == set(stall_report._MESSAGES)
