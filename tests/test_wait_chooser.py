@@ -441,7 +441,7 @@ def test_a_thread_chooses_and_survives_a_failure(caplog: pytest.LogCaptureFixtur
 
 def test_a_process_chooses_and_another_one_takes_its_place() -> None:
     """What it chooses is what `Model` chooses here; of one that was killed, the next call says so."""
-    here, there = Model(MAX_BATCH, 1, SLO), ModelProcess(MAX_BATCH, 1, SLO)
+    here, there = Model(MAX_BATCH, 1, SLO), ModelProcess(Model(MAX_BATCH, 1, SLO))
     times, batch = poisson(1000, 3000, seed=16), like_a_gpu(17)
     seen = Seen(
         np.stack([times, np.ones(len(times))], 1), np.array([(1.0, size, batch(size)) for size in sizes(200).tolist()])
@@ -466,7 +466,7 @@ def test_a_process_chooses_and_another_one_takes_its_place() -> None:
 
 
 def test_who_waits_for_the_process_is_let_go() -> None:
-    model = ModelProcess(MAX_BATCH, 1, SLO)
+    model = ModelProcess(Model(MAX_BATCH, 1, SLO))
     chooser = AutoWait(model.update)
     try:
         model.update(Seen(np.empty((0, 2)), np.empty((0, 3))), 0.0)

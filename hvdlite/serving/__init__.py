@@ -12,6 +12,6 @@
 - `waiting`: how long the oldest request waits for others, behind a protocol.
 - `chooser/`: chooses that time while it serves.
 - `bench/`: ``hvdlite serve-bench``, which measures a server.
-- `wire`: what processes of the server send each other.
+- `child`: starts a process of the server; `wire`: what it and the server send each other.
 - `servable`: what a function says of its inputs.
 """

@@ -21,7 +21,7 @@ import uvicorn
 import uvloop
 
 from hvdlite.errors import ArgumentError, LaunchError
-from hvdlite.serving.chooser import AutoWait, ModelProcess, choosing
+from hvdlite.serving.chooser import AutoWait, Model, ModelProcess, choosing
 from hvdlite.serving.http.app import App
 from hvdlite.serving.http.connections import protocol_class
 from hvdlite.serving.metrics import Metrics
@@ -186,7 +186,7 @@ def _chooser(options: Options) -> Iterator[WaitChooser]:
     if options.max_wait is not None:
         yield FixedWait(options.max_wait)
         return
-    model = ModelProcess(options.max_batch, options.replicas, options.slo_p99)
+    model = ModelProcess(Model(options.max_batch, options.replicas, options.slo_p99))
     auto = AutoWait(model.update)
     with contextlib.ExitStack() as stack:
         stack.callback(model.close)

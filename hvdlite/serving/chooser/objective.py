@@ -14,9 +14,7 @@ from hvdlite.serving.chooser.service_time import ServiceTime
 MARGIN = 0.06  # of the bound: for what the prediction does not know
 SAME_LOAD, SAME_DISPERSION, SAME_TIME = 0.03, 0.3, 0.02  # up to such parts, nothing has changed
 ALIKE = 0.01  # waits that differ by less than this are equally good
-ALIKE_ROUNDS = (
-    0.05  # for clients that wait: what a round takes, with thinking, which has the server's own work for a request
-)
+ALIKE_ROUNDS = 0.05  # for clients that wait: of a round, with thinking, which has the server's own work for a request
 
 
 @dataclass(frozen=True)

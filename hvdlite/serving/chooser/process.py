@@ -9,11 +9,9 @@ import socket
 import subprocess
 import sys
 import traceback
-from dataclasses import dataclass
-from pathlib import Path
 
-from hvdlite.config import environment
 from hvdlite.errors import HvdliteError
+from hvdlite.serving import child
 from hvdlite.serving.chooser.model import Model, Seen
 from hvdlite.serving.chooser.objective import Choice
 from hvdlite.serving.wire import frame, receive, send
@@ -26,23 +24,15 @@ _LAST_WORDS = 2.0
 """Seconds that the process gets to end by itself."""
 
 
-@dataclass(frozen=True)
-class _Begin:
-    max_batch: int
-    replicas: int
-    slo_p99: float | None
-
-
 class ModelProcess:
     """The process, as the server sees it. It is started by the first call of `update`, and again after it has ended.
 
     Args:
-        max_batch, replicas, slo_p99: The arguments of `Model`.
+        model: The model, which has seen nothing yet. The process gets a copy.
     """
 
-    def __init__(self, max_batch: int, replicas: int, slo_p99: float | None) -> None:
-        Model(max_batch, replicas, slo_p99)  # for its checks
-        self._begin = _Begin(max_batch, replicas, slo_p99)
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
 
@@ -86,21 +76,11 @@ class ModelProcess:
         return "did not answer"
 
     def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            root = str(Path(__file__).parent.parent.parent.parent)
-            code = f"import sys; sys.path.append({root!r}); from hvdlite.serving.chooser.process import main; main()"
-            self._line = ours
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
-                start_new_session=True,  # Ctrl-C is for the server
-            )
-        ours.settimeout(_LONGEST)
-        send(ours, frame(self._begin))
-        return ours
+        self._process, line = child.start(__name__, threads=1)
+        self._line = line
+        line.settimeout(_LONGEST)
+        send(line, frame(self._model))
+        return line
 
 
 def main() -> None:
@@ -108,8 +88,7 @@ def main() -> None:
     os.nice(_NICE)
     line = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(EOFError, OSError):  # the server has gone
-        begin, _ = receive(line)
-        model = Model(begin.max_batch, begin.replicas, begin.slo_p99)
+        model, _ = receive(line)
         while True:
             (seen, now), _ = receive(line)
             send(line, frame(_answer(model, seen, now)))

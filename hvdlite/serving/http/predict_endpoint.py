@@ -234,9 +234,8 @@ class _TimeLimit:
             task.cancel()
 
     def _task(self) -> asyncio.Task[Any]:
-        task = asyncio.current_task(
-            self._loop
-        )  # without the loop, Python 3.11 asks the system for the process's number
+        # Without the loop, Python 3.11 asks the system for the process's number.
+        task = asyncio.current_task(self._loop)
         assert task is not None
         return task
 

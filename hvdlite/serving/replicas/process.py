@@ -7,23 +7,16 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
-from hvdlite.config import environment
+from hvdlite.serving import child
 from hvdlite.serving.options import Options
 from hvdlite.serving.replicas.contract import Owner
 from hvdlite.serving.replicas.replica import Begin, Compute, Computed, NotReady, Raised, Ready
 from hvdlite.serving.wire import Frames, frame, pack, unpack
 
-_THREADS = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
-    *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
-)
 _DUMP = signal.SIGURG
 """The signal at which a replica writes down where each of its threads is (`hvdlite.serving.replicas.replica`). A process that
 has not come so far ignores it."""
@@ -67,18 +60,7 @@ class Process:
 
     async def start(self, begin: Begin) -> None:
         """Start the process, and tell it what to serve."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            root = str(Path(__file__).parent.parent.parent.parent)
-            code = f"import sys; sys.path.append({root!r}); from hvdlite.serving.replicas.replica import main; main()"
-            threads = str(self._options.threads)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environment(**dict.fromkeys(_THREADS, threads)),
-                start_new_session=True,  # Ctrl-C is for the server, which lets the replicas finish what they do
-            )
+        self._process, ours = child.start("hvdlite.serving.replicas.replica", self._options.threads)
         self._predict = begin.predict if isinstance(begin.predict, str) else "the function"
         ours.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_unix_connection(

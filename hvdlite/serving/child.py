@@ -1,0 +1,46 @@
+"""Starts a process of the server's own, with a line to it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from hvdlite.config import environment
+
+_THREADS = (
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    *("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"),
+)
+
+
+def start(module: str, threads: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start a process that calls ``main()`` of one of hvdlite's modules.
+
+    Args:
+        module: The name of the module.
+        threads: How many threads its libraries may use.
+
+    Returns:
+        The process, and the server's end of a pair of sockets. The number of the other end is ``sys.argv[1]`` there.
+
+    Raises:
+        OSError: No process can be started.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        root = str(Path(__file__).parent.parent.parent)
+        code = f"import sys; sys.path.append({root!r}); from {module} import main; main()"
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=environment(**dict.fromkeys(_THREADS, str(threads))),
+                start_new_session=True,  # Ctrl-C is for the server, which lets its processes finish what they do
+            )
+        except OSError:
+            ours.close()
+            raise
+    return process, ours
