@@ -184,6 +184,7 @@ def test_signals(start: Start) -> None:
     for rank in range(2):
         assert f"[{rank}] in handlers: all right" in ended.out
         assert f"[{rank}] out of waits: all right" in ended.out
+        assert f"[{rank}] out of small operations: all right" in ended.out
         assert f"[{rank}] out of exchanges: all right" in ended.out
 
 

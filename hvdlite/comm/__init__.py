@@ -6,7 +6,7 @@
 - `naps`: how a thread waits for other ranks; `background`: a thread that does what nobody waits for.
 - `point_to_point`: collectives made of messages alone.
 - `shared_memory`: memory that all ranks of a host see; `host`: how the ranks of a host meet; `host_collectives`: how they
-  reduce and move data through that memory.
+  reduce and move data through that memory; `ballot`: how they agree at once on something small.
 - `hierarchy`: which ranks share a host; `hierarchical`: collectives within each host first, then between hosts;
   `between_hosts`: what the hosts have reduced becomes one.
 

@@ -138,6 +138,23 @@ class Host:
                     return
         self.wait_until(lambda: board[other] >= count)
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether a rank sees the others' writes to shared memory in the order in which they were made."""
+        return _ORDERED
+
+    def wait_briefly(self, done: Callable[[], bool], until: float) -> bool:
+        """Call `done` a few times, and then until the time `until` of `time.perf_counter`. Return whether it returned True."""
+        for _ in range(self._spins):
+            if done():
+                return True
+        while True:
+            self._offer()
+            if done():
+                return True
+            if time.perf_counter() >= until:
+                return False
+
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Call `done` until it returns True, without keeping a core busy for long.
 

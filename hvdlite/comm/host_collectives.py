@@ -120,14 +120,11 @@ class HostCollectives:
         between: Collectives | None = None,
     ) -> None:
         wide = into if direct else self._scratch.view(how.wide_dtype)[: into.size]
-        how.combine(sources, wide)
-        if between is not None:
+        if between is None:
+            how.complete(sources, wide, into)
+        else:
+            how.combine(sources, wide)
             reduce_between_hosts(between, how, wide, into, how.finish)
-            return
-        if how.finishes:
-            how.finish(wide)
-        if not direct:
-            how.narrow(wide, into)
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], how: Reduction) -> None:
         """Reduce `data` over the ranks, and put slice r (``counts[r]`` elements) in `out` on rank r.

@@ -79,12 +79,11 @@ class Controller:
     ) -> None:
         self._transport = transport
         self._fuse = fuse
-        rank, size = transport.rank, transport.size
-        self._rank = rank
+        self._rank = rank = transport.rank
         self._parent = (rank - 1) // fanout if rank else None
-        self._ready = ReadyTable(rank, size, fanout)
+        self._ready = ReadyTable(rank, transport.size, fanout)
         self._children = self._ready.children
-        self._has_others = size > 1
+        self._has_others = transport.size > 1
         self._announced: dict[Key, Signature] = {}
         self.unsubmitted: dict[Key, Signature] = {}
         self._joins = False  # from `join` until the next messages have been read
@@ -99,6 +98,10 @@ class Controller:
         self._ready.count(key, signature, self._rank)
         if self._blocked.found:
             self._wake(self._rank)
+
+    def identify(self, key: Key, signature: Signature) -> tuple[int, int, int] | None:
+        """Return (plans, number or -1, id), the same on all ranks for one operation; None if it has no id yet."""
+        return (start := self._cache.run_start(key, signature)) and (self.plans, *start)
 
     def join(self) -> None:
         """Record that this rank has joined: its program submits nothing more until all ranks have joined."""
@@ -240,9 +243,8 @@ class Controller:
         for child in self._children:
             self._transport.post(message, child)
         if message[0] == PLAN_ONE_KIND:
-            _, number, identity = PLAN_ONE.unpack(message)
-            key = self._cache.key(number, identity)
-            return self._follow([Decision((key,), None)], [], {})  # in this form, all ranks have submitted it
+            key = self._cache.key(*PLAN_ONE.unpack(message)[1:])  # in this form, all ranks have submitted it
+            return self._follow([Decision((key,), None)], [], {})
         expanded, rest, signatures = decode_plan(message, self._cache)
         if self._ready.joined:
             signatures.update(entry for group in expanded for entry in group)

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from hvdlite.comm.ballot import What
 from hvdlite.errors import HvdliteError, PeerLeftError
 from hvdlite.negotiation.controller import Controller, error_of
 from hvdlite.negotiation.execution import Execution
+from hvdlite.negotiation.express import Express, Undecided
 from hvdlite.negotiation.handle import Handle
-from hvdlite.negotiation.in_flight import InFlight
+from hvdlite.negotiation.in_flight import InFlight, in_words
 from hvdlite.negotiation.messages import JOIN, Decision, Key
 from hvdlite.operations import SHARED_BUCKETS, Operation, Signature, operation_for_absent
 from hvdlite.protocols import Transport
@@ -92,6 +94,68 @@ class Driver:
             return self._drive()
         finally:
             self._lock.release()
+
+    def run_at_once(
+        self, express: Express, operation: Operation, name: str | None
+    ) -> tuple[Key, Any, Handle[Any] | None]:
+        """Run an operation if all ranks call it now.
+
+        Returns:
+            The key of the operation; and its result if it `is_small`, otherwise None and a handle that is over.
+
+        Raises:
+            Undecided: Nothing has happened, on any rank.
+            DuplicateNameError: An operation of this name is in flight.
+            BaseException: An error has interrupted this rank, such as one of a signal handler. Then the operation is in flight;
+                or this rank was bound to it already, and the group is `broken`.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise Undecided
+        try:
+            self.thread = threading.get_ident()
+            with self._submit_lock:  # so that no other thread submits an operation with the same number
+                if self.broken is not None or self._in_flight.entries:
+                    raise Undecided
+                key = self._in_flight.next_key(name)
+                what = self._controller.identify(key, operation.signature)
+                if what is None:
+                    raise Undecided
+                result, handle = self._agree_at_once(express, what, key, operation)
+            if handle is not None:
+                self._run_agreed(key)
+        finally:
+            self.thread = 0
+            self._lock.release()
+        return key, result, handle
+
+    def _agree_at_once(
+        self, express: Express, what: What, key: Key, operation: Operation
+    ) -> tuple[Any, Handle[Any] | None]:
+        try:
+            express.begin(what)
+            result = express.run(operation)
+            self._in_flight.use_up(key)
+            if operation.is_small:
+                return result, None
+            handle = self._new_handle(key)
+            self._in_flight.put_agreed(key, operation, handle)
+            return None, handle
+        except Undecided:
+            raise
+        except BaseException as error:
+            if express.has_agreed() is False:
+                self._in_flight.use_up(key)
+                self._in_flight.put(key, operation, self._new_handle(key))  # the other ranks wait for it
+            else:
+                self._link.break_off(f"its part of {in_words(key, operation.signature)}", error)
+            raise
+
+    def _run_agreed(self, key: Key) -> None:
+        try:
+            self._execution.run(Decision((key,), None))
+        except BaseException as error:
+            self._link.break_off(f"its part of {self._in_flight.describe(key)}", error)
+            raise
 
     def report_blocked(self, is_blocked: Callable[[], bool]) -> None:
         """Tell the other ranks that this rank is blocked, if `is_blocked` says so."""

@@ -18,8 +18,9 @@ from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.gpu.groups import GroupCollectives
 from hvdlite.negotiation.driver import Driver, interrupted
 from hvdlite.negotiation.execution import Execution
+from hvdlite.negotiation.express import Express, Undecided, make_express
 from hvdlite.negotiation.handle import Handle
-from hvdlite.negotiation.in_flight import InFlight
+from hvdlite.negotiation.in_flight import InFlight, in_words
 from hvdlite.negotiation.messages import JOIN, Key
 from hvdlite.negotiation.waiters import Waiters
 from hvdlite.operations import Join, Operation, Signature, describe, needs_every_rank
@@ -80,6 +81,10 @@ class Engine:
             lambda: not self._in_flight.entries, self._drive_unless_waited_for, "hvdlite-engine"
         )
         watch.lacks[members.id] = self._driver.lacks
+        patience = watch.guarded(
+            lambda: "an operation that all ranks have called", members, remember=False, link=self._link
+        )
+        self._express = make_express(collectives, patience)
 
     def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle[Any]:
         """Submit an operation and return its handle.
@@ -96,8 +101,7 @@ class Engine:
             HvdliteError: This rank has joined, or a signal handler that has interrupted an operation calls this.
             DeviceError: The tensors lie on another GPU than those of earlier operations.
         """
-        if name is not None and not isinstance(name, str):
-            raise ArgumentError(f"name={name!r}: expected a text (str), or None; got {type(name).__name__}.")
+        _check_name(name)
         if operation.device is not None:
             self._collectives.choose(operation.device)
         with self._submit_lock:
@@ -117,7 +121,25 @@ class Engine:
 
     def run(self, operation: Operation, name: str | None = None) -> Any:
         """Submit an operation and wait for its result."""
+        if operation.at_once and self._express is not None and not (self._in_flight.entries or self._timeline.on):
+            try:
+                return self._run_at_once(self._express, operation, name)
+            except Undecided:
+                pass
         return self.submit(operation, name, background=False).wait()
+
+    def _run_at_once(self, express: Express, operation: Operation, name: str | None) -> Any:
+        """Run an operation if all ranks call it now, and return its result. Otherwise raise `Undecided`."""
+        _check_name(name)
+        if self._submitting or self._driver.thread:
+            self._check_not_interrupted()
+        self._waiters.add_submitter()
+        self._in_flight.kinds.add(operation.signature[0])
+        key, result, handle = self._driver.run_at_once(express, operation, name)
+        if handle is not None:
+            return handle.wait()
+        self._watch.completed(partial(in_words, key, operation.signature))
+        return result
 
     def begin_join(self) -> Handle[int]:
         """Let this rank join: until all ranks have joined, it takes part in the operations of the others with no values.
@@ -245,3 +267,8 @@ class Engine:
 
     def _drive_unless_waited_for(self) -> bool:
         return not self._waiters and self._driver.drive_if_free()
+
+
+def _check_name(name: object) -> None:
+    if name is not None and not isinstance(name, str):
+        raise ArgumentError(f"name={name!r}: expected a text (str), or None; got {type(name).__name__}.")

@@ -40,14 +40,28 @@ class InFlight:
         self._next_number = 0
 
     def new_key(self, name: str | None) -> Key:
-        """Return the key of a new operation: its name, or the next number.
+        """Return the key of a new operation, `next_key`, and use it up.
+
+        Raises:
+            DuplicateNameError: The program has not yet waited for an earlier operation of this name.
+        """
+        key = self.next_key(name)
+        self.use_up(key)
+        return key
+
+    def use_up(self, key: Key) -> None:
+        """Note that `next_key` is the key of an operation, so that no later one gets its number."""
+        if isinstance(key, int):
+            self._next_number = key + 1
+
+    def next_key(self, name: str | None) -> Key:
+        """Return the key that a new operation would get: its name, or the next number.
 
         Raises:
             DuplicateNameError: The program has not yet waited for an earlier operation of this name.
         """
         if name is None:
-            self._next_number += 1
-            return self._next_number - 1
+            return self._next_number
         if name in self._names:
             raise DuplicateNameError(
                 f"an operation named {name!r} is still in flight on this rank: wait for its handle before the "
@@ -57,12 +71,16 @@ class InFlight:
 
     def put(self, key: Key, operation: Operation, handle: Handle[Any]) -> None:
         """Add an operation that the program has submitted."""
+        self.put_agreed(key, operation, handle)
+        self.new.append(key)
+
+    def put_agreed(self, key: Key, operation: Operation, handle: Handle[Any]) -> None:
+        """Add an operation that the ranks have agreed on already, so that it has nothing to be told of."""
         kind = operation.signature[0]
         self.kinds.add(kind)
         if self._timeline.on:
             handle.record = self._timeline.submitted(kind, key, operation.nbytes)
         self.entries[key] = (operation, handle)
-        self.new.append(key)
         if isinstance(key, str):
             self._names[key] = id(handle)
 

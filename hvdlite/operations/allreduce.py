@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdlite.algorithms import ALGORITHMS
+from hvdlite.comm.ballot import SHOWN_BYTES
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError
 from hvdlite.gpu.collectives import DeviceCollectives
@@ -47,7 +48,7 @@ class Allreduce(TensorOperation):
             raise ArgumentError(f"algorithm={algorithm!r}: Adasum has one algorithm only; leave the argument out.")
         super().__init__(given, inplace)
         self.algorithm = algorithm
-        self.signature, self.reductions, self.nbytes, self.fusion_key = _plan_allreduce(
+        self.signature, self.reductions, self.nbytes, self.fusion_key, self.is_small = _plan_allreduce(
             tuple(self.infos), op, float(prescale), float(postscale), algorithm, self.where
         )
 
@@ -138,8 +139,8 @@ def _plan_allreduce(
     postscale: float,
     algorithm: str,
     where: tuple[tuple[str, Any], ...],
-) -> tuple[Signature, dict[str, Reduction], int, Hashable]:
-    """Return what depends only on the arguments: the signature, the reduction for each dtype, the bytes, and the fusion key."""
+) -> tuple[Signature, dict[str, Reduction], int, Hashable, bool]:
+    """Return what depends only on the arguments: ``signature``, ``reductions``, ``nbytes``, ``fusion_key`` and ``is_small``."""
     for info in infos:
         check_reducible(info.dtype, op)
     reductions = {info.dtype: reduction(info.dtype, op, prescale, postscale) for info in infos}
@@ -149,7 +150,9 @@ def _plan_allreduce(
         arguments += [("prescale", prescale), ("postscale", postscale), ("algorithm", algorithm)]
     arguments += where
     fusion_key = (next(iter(reductions.values())), algorithm, where) if len(reductions) == 1 else None
-    return ("allreduce", infos, tuple(arguments)), reductions, nbytes, fusion_key
+    is_small = nbytes <= SHOWN_BYTES and fusion_key is not None and not where and algorithm == "auto"
+    is_small = is_small and op is not ReduceOp.ADASUM and prescale == 1.0  # otherwise tensors are scaled first
+    return ("allreduce", infos, tuple(arguments)), reductions, nbytes, fusion_key, is_small
 
 
 def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives: HierarchicalCollectives) -> list[Any]:
@@ -175,13 +178,16 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
     collectives.allreduce(flat, how, algorithm)
     if len(parts) == 1 and own and arrays[0] is parts[0].tensor:  # reduced in place, without a copy
         return [parts[0].tensor]
-    flat = flat.astype(arrays[0].dtype, copy=False)
+    if flat.dtype != arrays[0].dtype:
+        flat = flat.astype(arrays[0].dtype)
+    if len(parts) == 1:
+        return [parts[0].deliver(flat.reshape(arrays[0].shape))]
     results, start = [], 0
     for part, array in zip(parts, arrays, strict=True):
         piece = flat[start : start + array.size].reshape(array.shape)
         start += array.size
         # A result that is a view would keep the memory of all parts alive.
-        results.append(part.deliver(piece if part.inplace or len(parts) == 1 else piece.copy()))
+        results.append(part.deliver(piece if part.inplace else piece.copy()))
     return results
 
 

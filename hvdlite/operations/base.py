@@ -46,6 +46,10 @@ class Operation:
         device: The GPU of the tensors; None for host memory, and for a rank that has joined.
         hand_over: A function that turns the result of `run` into the caller's, in the caller's thread; None if there is
             nothing to do.
+        at_once: True if the operation may run without a negotiation when all ranks call it at about the same time. See
+            `hvdlite.negotiation.express`.
+        is_small: True if the operation makes at most one call of its collectives, an ``allreduce`` or ``broadcast`` of at most
+            `SHOWN_BYTES`, and changes nothing before it.
     """
 
     fusion_key: Hashable = None
@@ -54,6 +58,8 @@ class Operation:
     device_kind: str | None = None
     device: Device | None = None
     hand_over: Callable[[Any], Any] | None = None
+    at_once: bool = False
+    is_small: bool = False
     signature: Signature
 
     def run(self, collectives: GroupCollectives) -> Any:
@@ -105,6 +111,7 @@ class TensorOperation(Operation):
                 "some tensors of this list are in host memory and others on a GPU: exchange each kind by a call of its own, or "
                 "move them to one place."
             )
+        self.at_once = self.device_kind is None
         self.device_inputs: DeviceInputs | None = None
         if self.device_kind is not None and not isinstance(self.tensors[0], AbsentTensor):
             self.device_inputs = DeviceInputs(self.tensors, self.adapters)
@@ -180,6 +187,8 @@ def check_root(root: int, size: int) -> int:
 class Barrier(Operation):
     """Wait until every rank has submitted its barrier. The agreement to run is the barrier, so `run` does nothing."""
 
+    at_once = is_small = True
+
     def __init__(self) -> None:
         self.signature = ("barrier", (), ())
 
@@ -192,6 +201,8 @@ class Milestone(Barrier):
 
     Threads that prepare data use it, because they run on while the program's thread joins.
     """
+
+    at_once = is_small = False
 
     def __init__(self) -> None:
         self.signature = (_MILESTONE, (), ())

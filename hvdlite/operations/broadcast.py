@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvdlite.comm.ballot import SHOWN_BYTES
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.operations.base import Part, TensorOperation, check_root
 from hvdlite.operations.device_rows import broadcast_on_device
+from hvdlite.tensors.reduction import nbytes_of
 
 
 class Broadcast(TensorOperation):
@@ -17,6 +19,8 @@ class Broadcast(TensorOperation):
         self.root = check_root(root, size)
         super().__init__(given, inplace)
         self.signature = ("broadcast", tuple(self.infos), (("root_rank", self.root), *self.where))
+        on_host = len(self.infos) == 1 and self.device_kind is None
+        self.is_small = on_host and nbytes_of(self.infos[0]) <= SHOWN_BYTES
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
         return broadcast_on_device(self, self.root, collectives, channel)

@@ -147,6 +147,20 @@ class Reduction:
         else:
             self._half.narrow(wide, into)
 
+    def complete(self, sources: Sequence[Array], wide: Array, into: Array) -> None:
+        """Do all that comes after `scale`: combine arrays, finish the result, and put it into an array of dtype `storage`.
+
+        Args:
+            sources: See `combine`.
+            wide: An array of dtype `wide_dtype`, in which they are accumulated; `into` itself if `combine` allows it.
+            into: The result.
+        """
+        self.combine(sources, wide)
+        if self.finishes:
+            self.finish(wide)
+        if wide is not into:
+            self.narrow(wide, into)
+
     def neutral(self) -> float:
         """Return the neutral element of `op`: 0 or 1, or for MIN and MAX the far end of the range of the dtype.
 

@@ -53,6 +53,10 @@ def _is_recorded(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf
 
 
+def _needs_gradient(tensors: Sequence[Any]) -> bool:
+    return torch.is_grad_enabled() and any([isinstance(t, torch.Tensor) and t.requires_grad for t in tensors])
+
+
 def overwriting(given: Any, forward: Exchange, backward: Exchange) -> Any:
     """Overwrite one tensor or a list of tensors with the results of an exchange, which autograd records as a change in place.
 
@@ -118,9 +122,11 @@ def differentiable(
         raise ArgumentError(
             f"compression={compression!r}: expected hvd.Compression.none, fp16 or bf16, or what has compress and decompress."
         )
+    if compression is Compression.none and isinstance(given, torch.Tensor) and not _needs_gradient([given]):
+        return forward([given])[0]  # the same as below, for the commonest call
     pairs = [compression.compress(tensor) for tensor in as_list(given)]
     tensors = [tensor for tensor, _ in pairs]
-    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+    if _needs_gradient(tensors):
         results: Sequence[torch.Tensor] = _Differentiable.apply(forward, backward, *tensors)  # type: ignore[no-untyped-call]
     else:
         results = forward(tensors)

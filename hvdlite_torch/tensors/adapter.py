@@ -134,6 +134,8 @@ class TorchAdapter:
         wanted = TORCH[dtype]
         if wanted is torch.bfloat16 and result.dtype is torch.uint16:
             result = result.view(wanted)
+        if result.dtype is wanted and (like is None or like.is_cpu):
+            return result
         return result.to("cpu" if like is None else like.device, wanted)
 
     def assign(self, tensor: torch.Tensor, array: Array) -> None:

@@ -1,5 +1,6 @@
 """Signal handlers call operations, and end operations by exceptions. Prints a line for each part that succeeds."""
 
+import random
 import signal
 import time
 from types import FrameType
@@ -8,6 +9,8 @@ import numpy as np
 from mpi4py import MPI
 
 import hvdlite as hvd
+from hvdlite.comm.ballot import Ballot
+from hvdlite.negotiation.express import Express
 from hvdlite.negotiation.waiters import Waiters
 
 
@@ -26,6 +29,18 @@ def raise_in_a_wait(_number: int, frame: FrameType | None) -> None:
             raise TimedOut
         frame = frame.f_back
     signal.setitimer(signal.ITIMER_REAL, 0.005)
+
+
+AT_ONCE = {Ballot.agree.__code__, Ballot._all_show.__code__, Express.run.__code__, Express.allreduce.__code__}
+
+
+def raise_in_a_small_operation(_number: int, frame: FrameType | None) -> None:
+    """Raise TimedOut if the signal has interrupted the ranks' attempt to run an operation at once; else try again soon."""
+    while frame is not None:
+        if frame.f_code in AT_ONCE:
+            raise TimedOut
+        frame = frame.f_back
+    signal.setitimer(signal.ITIMER_REAL, 20e-6)
 
 
 hvd.init()
@@ -74,6 +89,31 @@ for turn, delay in enumerate(np.random.default_rng(1).uniform(0.0005, 0.003, 500
         assert (hvd.allreduce(np.full(1000, 2.0), hvd.Sum, f"late {turn}") == 3).all()
     assert (hvd.allreduce(np.full(1000, turn), hvd.Sum, f"after {turn}") == 2 * turn).all()
 print("out of waits: all right", flush=True)
+
+# Rank 0 leaves small operations at any moment. It is in step afterwards; or it was bound to one, and both ranks get an error.
+signal.signal(signal.SIGALRM, raise_in_a_small_operation)
+rng = random.Random(rank)
+left = broken = 0
+for _ in range(30):
+    pair = hvd.new_group([0, 1])
+    try:
+        for turn in range(100):
+            until = time.perf_counter() + rng.choice([0, 0, 1e-5, 1e-4, 5e-4])
+            while time.perf_counter() < until:
+                pass
+            if rank == 0 and turn % 3 == 2:
+                signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-6, 4e-4))
+            try:
+                assert hvd.allreduce(np.full(2, turn), hvd.Sum, process_set=pair).tolist() == [2 * turn] * 2
+            except TimedOut:
+                left += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    except hvd.CommunicationError:
+        broken += 1
+    hvd.barrier()
+assert rank == 1 or left > broken, (left, broken)
+print(f"out of small operations: all right ({left} times, {broken} times bound)", flush=True)
 
 signal.signal(signal.SIGALRM, raise_timeout)
 delays = np.random.default_rng(0).uniform(0.001, 0.03, 200)
