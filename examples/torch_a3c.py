@@ -141,8 +141,8 @@ def train(arguments: argparse.Namespace) -> Trained:
     torch.manual_seed(arguments.seed)
     model = ActorCritic()
     player = Player(model, seed=1000 * arguments.seed + hvd.rank())
-    optimizer = torch.optim.Adam(model.parameters(), lr=arguments.lr)
-    optimizer = hvd.AsyncDistributedOptimizer(optimizer, model, mode="async")
+    adam = torch.optim.Adam(model.parameters(), lr=arguments.lr)
+    optimizer = hvd.AsyncDistributedOptimizer(adam, model, mode="async")
     own = -(-EPISODES // hvd.size())
     recent: deque[float] = deque(maxlen=own)
     episodes: list[Point] = []

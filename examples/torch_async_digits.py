@@ -56,9 +56,9 @@ def train(
         On rank 0, after each interval: the seconds of training, and the accuracy on the test images in percent.
     """
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr)
+    sgd = torch.optim.SGD(model.parameters(), lr=arguments.lr)
     optimizer = hvd.AsyncDistributedOptimizer(  # hvd: the one line
-        *(optimizer, model),
+        *(sgd, model),
         mode="async" if mode == "hogwild" else mode,
         hogwild=mode == "hogwild",  # hvd: no servers, the ranks share the memory of the parameters
         staleness=arguments.staleness if mode == "ssp" else None,

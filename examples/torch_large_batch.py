@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 from pytorch_optimizer import LARS, Lamb
@@ -29,7 +30,7 @@ import hvdlite_torch as hvd
 
 BASE_BATCH = 32
 Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
-RECIPES: dict[str, tuple[Make, str]] = {
+RECIPES: dict[str, tuple[Make, Literal["linear", "sqrt"]]] = {
     # the optimizer with its learning rate for BASE_BATCH, and the rule that scales this rate
     "SGD": (lambda weights: torch.optim.SGD(weights, lr=0.02, momentum=0.9), "linear"),
     "LARS": (lambda weights: LARS(weights, lr=0.1, momentum=0.9, trust_coefficient=0.02), "linear"),

@@ -69,11 +69,12 @@ class ProcessSet:
         self.process_set_id = process_set_id
         self._world_rank = world_rank
 
-    def size(self) -> int | None:
+    # `int | Any`, not `int | None`: a program that has made the set knows that it is in effect, and need not check.
+    def size(self) -> int | Any:
         """Return the number of ranks in the set; None if the set is not in effect."""
         return None if self._world_rank is None else len(self.members)
 
-    def rank(self) -> int | None:
+    def rank(self) -> int | Any:
         """Return this process's number within the set; None if the process is not in the set, or the set is not in effect."""
         return self.members.index(self._world_rank) if self.included() and self._world_rank is not None else None
 

@@ -187,6 +187,15 @@ PARTS: dict[tuple[str, str], tuple[str, str, str]] = {
         "import os, sys, tempfile\nfolder = tempfile.mkdtemp()\nos.chdir(folder)\nsys.argv = ['train.py']",
         "assert mean < 0.2 and os.path.isdir('runs') == (hvd.rank() == 0)",
     ),
+    ("docs/loggers.md", "mlflow"): (
+        "mlflow",
+        _TORCH
+        + "import os, tempfile\nfolder = tempfile.mkdtemp()\nos.environ['MLFLOW_TRACKING_URI'] = f'sqlite:///{folder}/runs.db'\n"
+        + "os.chdir(folder)\noptimizer = hvd.DistributedOptimizer(optimizer)",
+        "runs = mlflow.search_runs(output_format='list')\n"
+        "assert [run.data.params['ranks'] for run in runs] == [str(hvd.size())] * (hvd.rank() == 0)\n"
+        "assert all(run.data.metrics['loss'] == mean and run.info.status == 'FINISHED' for run in runs)",
+    ),
     ("docs/loggers.md", "hvdlite.run"): (
         "sketch: a rank cannot start ranks; tests/test_notebook.py makes this call in examples/notebook.ipynb",
         "",

@@ -625,7 +625,6 @@ def test_extensions(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_arguments_of_run_that_do_not_fit() -> None:
     for arguments, words in (
-        ({"min_num_proc": 3, "np": 2}, "expected min <= np <= max"),
         ({"host_discovery_script": "x", "hosts": "localhost:2"}, "both name the hosts"),
         ({"reset_limit": 1}, "is for elastic jobs"),
     ):
@@ -633,8 +632,13 @@ def test_arguments_of_run_that_do_not_fit() -> None:
             run(print, **arguments)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="one of them at most"):
         run(print, use_gloo=True, use_mpi=True)
-    with pytest.raises(ArgumentError, match="they mean the same"):
-        run(print, network_interface="a", network_interfaces="b")
+    for arguments in ({"network_interface": "a", "network_interfaces": "b"}, {"num_proc": 3, "np": 2}):
+        with pytest.raises(ArgumentError, match="they mean the same"):
+            run(print, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(
+        ArgumentError, match="min_num_proc=2, num_proc=1: expected min_num_proc <= num_proc <= max_num_proc"
+    ):
+        run(print, np=1, min_np=2)
     with pytest.raises(LaunchError, match="has only 2 slots"):
         run(print, num_proc=3, hosts="localhost:2", network_interfaces=["lo", "eth0"])
 

@@ -83,18 +83,63 @@ def test_a_job_is_started_again(start: Start, tmp_path: Path, restarts: int, cod
     assert not [name for name in left if name.startswith(f"hvdlite.{job.process.pid}.")]
 
 
+CTRL_C_BETWEEN = """
+import signal, sys
+from hvdlite.launch import cli
+of_next_start = cli.new_directory
+def once(flavour):
+    cli.new_directory = lambda flavour: signal.raise_signal(signal.SIGINT)
+    return of_next_start(flavour)
+cli.new_directory = once
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_ctrl_c_between_two_starts(tmp_path: Path) -> None:
+    """The job has ended, and the next one has not begun."""
+    counted = tmp_path / "starts"
+    words = ["-np", "2", "--max-restarts", "5", "python", "-c", FAILS_TWICE, str(counted)]
+    done = subprocess.run([sys.executable, "-c", CTRL_C_BETWEEN, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + 2, done.stderr
+    assert counted.read_text() == "x"
+    assert done.stderr.count("ValueError: start 1") == 1, "why it was to start again"
+    assert done.stderr.endswith("hvdliterun: ended by SIGINT, while no rank was running.\n")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["-np", "2", "--console-rank", "2"], "the job has ranks 0 to 1 (-np), so nothing would be shown"),
         (["-np", "2", "--min-np", "1", "--max-restarts", "2"], "elastic ones have --reset-limit N"),
-        (["-np", "2", "--max-restarts", "-1"], "is not a whole number from 1 on"),
+        (["-np", "2", "--max-restarts", "-1"], "'-1' is not a whole number from 0 on. See hvdliterun --help"),
+        (["-np", "2", "--max-restart", "1"], "no option --max-restart; did you mean --max-restarts?"),
+        (["-np", "many"], """'many' is not a whole number from 1 on, nor "auto"."""),
     ],
 )
 def test_bad_input(start: Start, words: list[str], said: str) -> None:
     ended = start(*words, "true").end()
     assert ended.code == 2
-    assert said in ended.err.splitlines()[-1]
+    assert said in ended.err and ended.err.count("\n") == 1, "one line, without a list of all options"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["doctor", "--plots", "x.png"],
+            "hvdlite doctor: there is no option --plots; did you mean --plot? See hvdlite doctor",
+        ),
+        (["env", "--plots"], "hvdlite env: there is no option --plots. See hvdlite env --help"),
+        (["timeline", "summarize"], "hvdlite timeline summarize: the following arguments are required: PATH. See"),
+        (["nope"], "hvdlite: argument command: invalid choice: 'nope' (choose from"),
+    ],
+)
+def test_bad_input_of_commands(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(said) and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize("parser", [make_parser(), cli._parser()], ids=["hvdliterun", "hvdlite"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import re
 import runpy
@@ -107,8 +108,10 @@ def test_jax(start: Start, tmp_path: Path) -> None:
 
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-JOBS = {"torch": 3, "tf": 2}
+JOBS = {"torch": 3, "tf": 2, "mlflow": 2}
 """The jobs that run the pieces of pages, with the number of ranks. Python, torch and TensorFlow start once in each."""
+NEEDS = {"tf": "tensorflow", "mlflow": "mlflow"}
+"""What is not installed everywhere, and jobs need."""
 
 
 def pages_of(job: str) -> list[str]:
@@ -135,8 +138,8 @@ def test_every_piece_is_run(page: str) -> None:
 @pytest.mark.timeout(5 * LIMIT)
 @pytest.mark.parametrize("job", JOBS)
 def test_pieces(job: str, tmp_path: Path) -> None:
-    if job == "tf":
-        pytest.importorskip("tensorflow", reason="TensorFlow is not installed, which these pages are about")
+    if job in NEEDS and importlib.util.find_spec(NEEDS[job]) is None:
+        pytest.skip(f"{NEEDS[job]} is not installed, which these pieces are about: {pages_of(job)}")
     commands = [f"tests/page_blocks.py {page} {job}" for page in pages_of(job)]
     assert commands
     found = run_each(commands, tmp_path, ("-m", "hvdlite.launch", "-np", str(JOBS[job]), "python"))

@@ -182,12 +182,18 @@ def test_an_elastic_function_that_cannot_go_on(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="train.csv"):
         run(fails, num_proc=2, max_num_proc=2, reset_limit=0)
     for wrong, words in (
-        ({"num_proc": 1, "min_num_proc": 2}, "expected min <= np <= max"),
         ({"reset_limit": 2}, "is for elastic jobs"),
         ({"min_num_proc": 2, "cooldown_range": (5, 1)}, "expected the shorter time first"),
     ):
         with pytest.raises(LaunchError, match=words):
             run(print, **wrong)  # type: ignore[arg-type]
+    for sizes in (
+        {"num_proc": 1, "min_num_proc": 2},
+        {"num_proc": 3, "max_num_proc": 2},
+        {"min_num_proc": 3, "max_num_proc": 2},
+    ):
+        with pytest.raises(ArgumentError, match="expected min_num_proc <= num_proc <= max_num_proc"):
+            run(print, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,15 @@ PAGE = ROOT / "docs/troubleshooting.md"
 PACKAGES = ("hvdlite", "hvdlite_torch", "hvdlite_tf")
 PRINTERS = {"warn", "_warn", "_say", "warning", "error", "say", "tell"}
 """The functions whose text a user reads. `print` counts too, if it prints to stderr."""
-ERRORS_OF_COMMANDS = {"parser.error"}  # argparse prints them with the usage of the command
+ERRORS_OF_COMMANDS = {
+    "parser.error",
+    "chosen.error",
+}  # they say which words are wrong, and where the right ones are listed
 NAMED_BY_OTHERS = (
     r"hvdlite: …",  # an error of the list, caught and printed
     r"hvdliterun: …\n?",
     r"hvdlite serve: …",
-    r"hvdlite\.compat: ….*",
+    r"hvdlite compat: ….*",
     r"hvdlite: rank …: …",
     r"hvdlite: … \(HVDLITE_ADVICE=0 says nothing\.\)",
 )

@@ -1,6 +1,4 @@
-"""``hvdlite`` serves models, reads timelines of jobs, says what is wrong here, and which strategy a program should train with.
-
-``hvdliterun`` starts jobs.
+"""``hvdlite``: the commands besides ``hvdliterun``.
 
 measuring.py  the commands that measure: advise and doctor
 """
@@ -18,11 +16,15 @@ from hvdlite.cli.measuring import add_advise, add_doctor, run_advise, run_doctor
 from hvdlite.config import environment
 from hvdlite.errors import HvdliteError
 from hvdlite.launch.completion import add_completion
+from hvdlite.launch.refusal import USAGE_ERROR, Parser
 from hvdlite.launch.where import Where, count_ranks
 from hvdlite.serving import command as serving
 from hvdlite.serving.bench import command as bench
 
-_FAILED = 2
+_DESCRIPTION = (
+    "Serve models, read timelines of jobs, say what is wrong here, and which strategy a program should train with. "
+    "hvdliterun starts jobs."
+)
 
 
 def _version() -> str:
@@ -33,7 +35,7 @@ def _version() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hvdlite", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="hvdlite", description=_DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=_version())
     add_completion(parser)
     commands = parser.add_subparsers(metavar="command", required=True)
@@ -117,4 +119,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.action(options) or 0
     except (HvdliteError, OSError) as error:
         print(f"hvdlite: {error}", file=sys.stderr)
-        return _FAILED
+        return USAGE_ERROR

@@ -12,13 +12,13 @@ from hvdlite.launch import horovod
 from hvdlite.worker.program import run_python, user_frames
 
 USAGE = """\
-usage: python -m hvdlite.compat program.py [argument ...]     run a program written for Horovod: `import horovod` means hvdlite
-       python -m hvdlite.compat -m module [argument ...]      the same for a module
-       python -m hvdlite.compat -c code [argument ...]        the same for code
-       python -m hvdlite.compat --report PATH [PATH ...]      what of Horovod a program uses, and whether it is here
-       python -m hvdlite.compat --table                       what of Horovod is here, as Markdown
+usage: hvdlite compat program.py [argument ...]     run a program written for Horovod: `import horovod` means hvdlite
+       hvdlite compat -m module [argument ...]      the same for a module
+       hvdlite compat -c code [argument ...]        the same for code
+       hvdlite compat --report PATH [PATH ...]      what of Horovod a program uses, and whether it is here
+       hvdlite compat --table                       what of Horovod is here, as Markdown
 
-To run it on several ranks: hvdliterun --horovod -np 4 program.py, or any launcher before the lines above.
+To run it on several ranks: hvdliterun --horovod -np 4 program.py, or mpirun -n 4 python -m hvdlite.compat program.py.
 A report takes Python files, shell scripts and folders. Its exit code is 1 if something is missing.
 """
 USAGE_ERROR = 2
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _refuse(text: str) -> int:
-    print(f"hvdlite.compat: {text}\n\n{USAGE}", end="", file=sys.stderr)
+    print(f"hvdlite compat: {text} See hvdlite compat --help", file=sys.stderr)
     return USAGE_ERROR
 
 

@@ -49,7 +49,7 @@ def main(paths: Sequence[str]) -> int:
     try:
         reports = {path: rows_of(path) for path in _files(paths)}
     except ArgumentError as error:
-        print(f"hvdlite.compat: {error}", file=sys.stderr)
+        print(f"hvdlite compat: {error}", file=sys.stderr)
         return 2
     using = {path: rows for path, rows in reports.items() if rows}
     for path, rows in using.items():

@@ -44,7 +44,7 @@ def run(
     """Run a function in several ranks, and return what it returned in each, rank 0's result first.
 
     The ranks use MPI, whatever `use_gloo` and `use_mpi` say. Nothing is cached, so `disable_cache` changes nothing. The other
-    arguments are those of `hvdlite.run`, except that `num_proc` is 1 if neither it nor `min_num_proc` is given. `np`, `min_np`,
+    arguments are those of `hvdlite.run`, except that one rank runs if no number is given. `np`, `min_np`,
     `max_np` and `network_interface` are old names of `num_proc`, `min_num_proc`, `max_num_proc` and `network_interfaces`. All
     exceptions of `hvdlite.run` can be raised too.
 
@@ -60,14 +60,13 @@ def run(
     if network_interface is not None and network_interfaces is not None:
         raise ArgumentError("network_interface and network_interfaces: they mean the same, give one.")
     interfaces = network_interface if network_interfaces is None else network_interfaces
-    size: int | None = num_proc if np is None else np
-    if size == 1 and fewest is not None:  # 1 is what it is if it is not given
-        size = None
+    not_given = num_proc == 1 and (np is not None or fewest is not None)
     return run_function(
         func,
         args,
         kwargs,
-        num_proc=size,
+        num_proc=None if not_given else num_proc,
+        np=np,
         hosts=hosts,
         hostfile=hostfile,
         start_timeout=start_timeout,

@@ -13,7 +13,7 @@ import copy
 import enum
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -248,6 +248,11 @@ class ObjectState(State):
         self._saved: dict[str, Any] = {}
         for name, value in kwargs.items():
             setattr(self, name, value)
+
+    if TYPE_CHECKING:  # for type checkers, which do not know the names of `kwargs`
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def save(self) -> None:
         """Copy the attributes (`copy.deepcopy`), so that `restore` can bring them back.

@@ -2,7 +2,7 @@
 
 __main__.py            runs cli.py for ``python -m hvdlite.launch``
 cli.py                 makes a job of the options of hvdliterun, and runs it
- |- parser.py          reads these options; numbers.py: their numbers
+ |- parser.py          reads these options; numbers.py: their numbers; refusal.py: what is wrong with them
  |- completion.py      prints what makes a shell complete them
  |- elastic/           runs jobs that go on when ranks fail and hosts come or go
  |- horovod_flags.py   lists the flags that only horovodrun has

@@ -23,11 +23,10 @@ from hvdlite.launch.check_build import check_build, own_version
 from hvdlite.launch.elastic.options import ElasticOptions, elastic_options, is_elastic
 from hvdlite.launch.horovod import check_interpreter, job_environment
 from hvdlite.launch.parser import make_parser, tell_of_foreign, without_bare_mpi
+from hvdlite.launch.refusal import USAGE_ERROR
 from hvdlite.launch.where import Where, count_ranks
 from hvdlite.worker import orphans
 from hvdlite.worker.shared_memory import new_directory
-
-USAGE_ERROR = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,9 @@ def positive_int(text: str) -> int:
 
 def whole(text: str) -> int:
     """Read a whole number from 0 on."""
-    return 0 if re.fullmatch("0+", text) else positive_int(text)
+    if not re.fullmatch(r"[0-9]{1,12}", text):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 0 on")
+    return int(text)
 
 
 def not_negative(text: str) -> float:

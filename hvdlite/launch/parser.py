@@ -11,6 +11,7 @@ from hvdlite.launch.completion import add_completion
 from hvdlite.launch.elastic.options import add_options
 from hvdlite.launch.horovod_flags import FLAGS
 from hvdlite.launch.numbers import not_negative, positive, positive_int, whole
+from hvdlite.launch.refusal import Parser
 from hvdlite.launch.where import add_where
 
 _DESCRIPTION = """\
@@ -37,7 +38,7 @@ All hosts need the same Python environment and program under the same paths.
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of hvdliterun's arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="hvdliterun",
         description=_DESCRIPTION,
         epilog=_EPILOG,

@@ -99,7 +99,8 @@ def run(
         the ranks are those of its last generation.
 
     Raises:
-        ArgumentError: An argument is not of its type, `num_proc` and `np` differ, or `hosts` and `hostfile` are both given.
+        ArgumentError: An argument is not of its type, `num_proc` and `np` differ, `hosts` and `hostfile` are both given, or
+            `num_proc` is less than `min_num_proc` or more than `max_num_proc`.
         LaunchError: The job could not be started.
         WorkerError: A rank was killed or left with ``sys.exit``, or its result or its exception cannot be pickled.
         KeyboardInterrupt: The user pressed Ctrl-C. All ranks have been ended.
@@ -131,6 +132,7 @@ def run(
     ):
         if count is not None:
             check_count(name, count)
+    _check_range(size, min_num_proc, max_num_proc)
     _check_elastic(reset_limit, cooldown_range, host_discovery_script, elastic_timeout)
     if hosts is not None and hostfile is not None:
         raise ArgumentError(f"hosts={hosts!r} and hostfile={hostfile!r}: both name the hosts, give one.")
@@ -191,6 +193,15 @@ def run(
         raise WorkerError(f"rank {', '.join(map(str, missing))} left with sys.exit(0), so there is no result.")
     results: list[Any] = [None if rank in lost else pickle.loads(job.results[rank][1]) for rank in everybody]
     return results
+
+
+def _check_range(size: int | None, fewest: int | None, most: int | None) -> None:
+    """Raise ArgumentError unless the numbers of ranks are in order."""
+    given = {"min_num_proc": fewest, "num_proc": size, "max_num_proc": most}
+    ordered = [number for number in given.values() if number is not None]
+    if ordered != sorted(ordered):
+        words = ", ".join(f"{name}={number}" for name, number in given.items() if number is not None)
+        raise ArgumentError(f"{words}: expected min_num_proc <= num_proc <= max_num_proc.")
 
 
 def _check_elastic(limit: object, cooldown: object, script: object, timeout: object) -> None:

@@ -32,7 +32,12 @@ def add_where(parser: argparse._ActionsContainer) -> None:
 
 
 def _number(text: str) -> int:
-    return AUTO if text == "auto" else positive_int(text)
+    if text == "auto":
+        return AUTO
+    try:
+        return positive_int(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f'{error}, nor "auto"') from None
 
 
 @dataclass(frozen=True)

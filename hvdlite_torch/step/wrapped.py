@@ -87,6 +87,14 @@ class Distributed:
         """
         self._hvdlite_driver.set_passes(passes)
 
+    def average_parameters(self) -> None:
+        """Bring the parameters of all ranks together, if the optimizer was made with ``local_steps=``.
+
+        Raises:
+            ArgumentError: It was made without, so that the parameters of all ranks are equal after each step.
+        """
+        raise ArgumentError("average_parameters() is for optimizers that are made with local_steps=.")
+
     def _hvdlite_before_unscale(self) -> None:
         self._hvdlite_driver.before_unscale()
 

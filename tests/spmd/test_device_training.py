@@ -923,7 +923,7 @@ def test_what_cannot_be_captured(ranks: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.ranks(at_most=1)
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is (deprecated|not supported)")
 @pytest.mark.parametrize("what", ["the step", "backward"])
 def test_under_the_compiler(ranks: Any, what: str) -> None:
     expected = alone("sgd", 4)
