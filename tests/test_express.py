@@ -123,7 +123,7 @@ def test_a_name_is_in_use_while_its_operation_runs_at_once() -> None:
             told.append(hvd.rank())
             allreduce(*arguments)
 
-        collectives.allreduce = at_the_same_time  # type: ignore[method-assign]
+        collectives.allreduce = at_the_same_time  # type: ignore[method-assign, assignment]
         before = plans()
         assert (hvd.allreduce(large, hvd.Sum, name="x") == 2).all()
         assert plans() == before
