@@ -150,6 +150,7 @@ def _models(name: str, widths: Sequence[int], strategy: Any) -> tuple[Any, dict[
     variants = {
         ALONE: trained(keras, optimizer(keras.optimizers)),
         "hvdlite": trained(keras, hvdlite_tf.DistributedOptimizer(optimizer(keras.optimizers))),
+        "hvdlite shard": trained(keras, hvdlite_tf.DistributedOptimizer(optimizer(keras.optimizers), shard=True)),
     }
     if strategy is not None:
         tf_keras = importlib.import_module("tf_keras")

@@ -60,7 +60,9 @@ class _OptimizerState:
     def value(self, whole: bool) -> dict[str, Any]:
         """Return the state; if not `whole`, only what this rank has for itself."""
         optimizer = self.optimizer
-        variables = _values_of(optimizer_parts.state_of(optimizer)) if _is_built(optimizer) else None
+        built = _is_built(optimizer)
+        whole = optimizer.hvdlite_whole() if built and optimizer_parts.is_sharded(optimizer) else optimizer
+        variables = _values_of(optimizer_parts.state_of(whole)) if built else None
         found: dict[str, Any] = {"class": type(optimizer_parts.innermost(optimizer)).__name__, "variables": variables}
         exchange = optimizer.exchange_state() if hasattr(optimizer, "exchange_state") else {}
         steps = optimizer_parts.local_steps_of(optimizer)
@@ -86,7 +88,10 @@ class _OptimizerState:
                     "this optimizer has no variables yet: call optimizer.build(model.trainable_variables) before, or load the "
                     "compiled model, which has it."
                 )
-            _assign(optimizer_parts.state_of(optimizer), variables, f"the {value['class']}")
+            whole = optimizer.hvdlite_plain() if optimizer_parts.is_sharded(optimizer) else optimizer
+            _assign(optimizer_parts.state_of(whole), variables, f"the {value['class']}")
+            if whole is not optimizer:
+                optimizer.hvdlite_load(whole)
         if "exchange" in value and hasattr(optimizer, "load_exchange_state") and optimizer.exchange_state():
             everybody = value["exchange"]
             own = dict(everybody[rank % len(everybody)])

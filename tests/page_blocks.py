@@ -204,6 +204,13 @@ PARTS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("docs/gpu.md", "torch.cuda.set_device"): ("sketch: needs a GPU; tests/gpu makes the same calls", "", ""),
     ("docs/gpu.md", "the model is on the GPU already"): ("sketch: needs a GPU; tests/gpu makes the same calls", "", ""),
     ("docs/keras.md", "EarlyStopping"): ("tf", _KERAS + "import tempfile\nos.chdir(tempfile.mkdtemp())", ""),
+    ("docs/keras.md", "shard=True"): ("tf", _KERAS, "model.fit(x, y, verbose=0)"),
+    ("docs/keras.md", "whole_state"): (
+        "tf",
+        _KERAS + "import tempfile\nos.chdir(tempfile.mkdtemp())\n"
+        "model.compile(hvd.DistributedOptimizer(keras.optimizers.Adam(), shard=True), 'mse')\nmodel.fit(x, y, verbose=0)",
+        "assert os.path.exists('model.keras') == (hvd.rank() == 0)",
+    ),
 }
 """For the pieces that are parts of a program, found by words in them: what they are for, what stands before them, and what must
 hold after them. A sketch is only compiled; it says why.

@@ -68,7 +68,7 @@ FEW = {
 """For each job the number of ranks, and the files."""
 ALL = FEW | {
     "3": (3, [path for path in REST if path not in LONG]),
-    "3-tensorflow": (3, named("tf_graph", "tf_operations", "tf_tape", "tf_tensors")),
+    "3-tensorflow": (3, named("keras_sharded", "tf_graph", "tf_operations", "tf_tape", "tf_tensors")),
     "4": (
         4,
         [*MOVES_DATA, *named("communicator", "torch_distributed", "torch_pipeline", "torch_slicing", "torch_group")],

@@ -9,6 +9,7 @@
 - `options`: the options of a gradient exchange.
 - `array_sync`, `eager_sync`: exchange gradients as arrays of any framework; `buckets`: the exchange in host memory and on a
   device; `gradient_memory`: keeps the buckets of each layout.
+- `sharded`: each rank steps its shard of the parameters, in a folder of its own.
 - `few_bytes`: what sends fewer bytes, in a folder of its own.
 - `identity`: matches the optimizers of different ranks; `agreement`: checks that the ranks are given the same.
 - `async_sgd/`: training with a parameter server.

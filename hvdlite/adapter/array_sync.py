@@ -96,6 +96,8 @@ class ArraySync:
         self._own_buckets: dict[Layout, Buckets] = {}
         self._tables: set[int] = set()
         self._advice: Advice | None = None
+        self.origin = ""
+        """What else must be the same on all ranks in each exchange, in words."""
         self.joined = False
         """Whether some rank had run out of data in the last exchange."""
         self.enter()
@@ -188,13 +190,13 @@ class ArraySync:
                     registry,
                     self._layout(registry, dense, [infos[i] for i in dense], device),
                     [None if i in new else own[i] for i in dense],
-                    Header(weight, news=bool(new) or looks or refuse, state=digest(rates)),
+                    Header(weight, news=bool(new) or looks or refuse, state=digest(rates, self.origin)),
                     device,
                 )
                 break
             except Postponed as stop:
                 if not stop.told.news:
-                    self._refuse_rates(rates)
+                    self._refuse(rates)
                 self._hear_news(new, looks, refuse, own, values)
                 looks = False
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
@@ -225,8 +227,8 @@ class ArraySync:
             if world("the exchange of gradients").engine(self._process_set).rank == 0:
                 say(seen)
 
-    def _refuse_rates(self, rates: tuple[float, ...]) -> None:
-        """Raise MismatchError with the learning rates of the ranks, which differ. Every rank that has data calls this."""
+    def _refuse(self, rates: tuple[float, ...]) -> None:
+        """Raise MismatchError with the learning rates of the ranks if they differ. Every rank that has data calls this."""
         here = world("the exchange of gradients")
         own = here.ranks(self._process_set)[here.engine(self._process_set).rank], rates
         check_rates("in this step", dict(self.gather(own)))

@@ -16,6 +16,7 @@ from hvdlite.errors import HvdliteError
 from hvdlite.gradients.device.announced import AnnouncedReducer
 from hvdlite.gradients.header import Header
 from hvdlite.gradients.reducer import Reducer
+from hvdlite.gradients.reducers import Reducers
 from hvdlite.gradients.shared_reducers import Layout, stand_in
 from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array, Device, ReduceOp
@@ -43,11 +44,13 @@ class Buckets(abc.ABC):
     def __init__(self, here: World, layout: Layout, process_set: ProcessSet | None) -> None:
         self._layout, self._infos = layout, layout.infos
         self._group = here.group(process_set)
-        reducers = self._group.reducers
+        self._reducer: Reducer = self._make_reducer(self._group.reducers, layout)
+        self._group.add(self)
+
+    def _make_reducer(self, reducers: Reducers, layout: Layout) -> Reducer:
         # An aggregator overwrites the gradients, so results do not lie apart from them and are copied.
         plan = reducers.plan if layout.aggregator else reducers.plan._replace(lend=ROOMS)
-        self._reducer: Reducer = reducers.shared.get(layout, plan)
-        self._group.add(self)
+        return reducers.shared.get(layout, plan)
 
     @property
     def last(self) -> Hashable:

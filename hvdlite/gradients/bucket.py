@@ -39,6 +39,17 @@ LARGE_BYTES = 2**14
 """A smaller tensor is always copied. Small tensors lie side by side and are summed together."""
 
 
+def in_order(infos: Sequence[TensorInfo], tensors: Sequence[int]) -> tuple[set[int], list[int]]:
+    """Return which tensors are large, and the order in which a bucket has them: large ones first.
+
+    Args:
+        infos: Dtype and shape of each tensor of the model.
+        tensors: The numbers of the tensors in the bucket.
+    """
+    large = {index for index in tensors if nbytes_of(infos[index]) >= LARGE_BYTES}
+    return large, sorted(tensors, key=lambda index: index not in large)
+
+
 class Bucket:
     """Gradients that are exchanged together. All ranks make one, with equal arguments.
 
@@ -80,8 +91,7 @@ class Bucket:
         aggregator: Aggregator | None = None,
     ) -> None:
         self._infos, self._aggregator = infos, aggregator
-        self.large = {index for index in tensors if nbytes_of(infos[index]) >= LARGE_BYTES}
-        self.tensors = sorted(tensors, key=lambda index: index not in self.large)
+        self.large, self.tensors = in_order(infos, tensors)
         self.collectives = collectives
         self.host = collectives.host
         self._separate = separate or lend > 0

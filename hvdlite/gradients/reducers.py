@@ -12,7 +12,7 @@ from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.gradients.device.announced import AnnouncedReducer
 from hvdlite.gradients.layout import digest_of
 from hvdlite.gradients.reducer import Reducer, ReducerContext
-from hvdlite.gradients.sharded_reducer import ShardedReducer
+from hvdlite.gradients.sharded_reducer import Place, ShardedReducer, place_of
 from hvdlite.gradients.shared_reducers import Layout, SharedReducers
 from hvdlite.operations import Agreement, Operation
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
@@ -98,6 +98,18 @@ class Reducers:
             return ShardedReducer(infos, own, op, how, self._context, whole)
 
         return self._agree(infos, op, how, [("whole", whole)], make)
+
+    def place(self, settings: Sequence[tuple[str, Any]] = ()) -> Place:
+        """Return this rank's place among those that have shards. All ranks of the group call this.
+
+        Args:
+            settings: What must be the same on all ranks, by name.
+
+        Raises:
+            MismatchError: It is not. Raised on all ranks.
+        """
+        found: Place = self._run(Agreement("shards of parameters", list(settings), place_of))
+        return found
 
     def _agree(
         self,

@@ -5,22 +5,57 @@ number lie side by side in the part of that number, so hosts exchange a part by 
 allgather of parameters::
 
     part 0: ├ host 0, rank 0 ┼ host 1, rank 0 ┤ part 1: ├ host 0, rank 1 ┼ host 1, rank 1 ┤
+
+A framework whose tensors never change (TensorFlow) gets the parameters of each step in other memory, of which there are a few
+buffers in turn (``plan.lend``). Before that, a rank's shard of this memory holds the sums of its gradients: the step that makes
+parameters of them writes over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.comm.between_hosts import scatter_sum
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.gradients.bucket import Bucket
-from hvdlite.gradients.layout import Block, Piece, pieces
+from hvdlite.gradients.bucket import Bucket, in_order
+from hvdlite.gradients.layout import Block, Piece, lay_out, pieces
 from hvdlite.gradients.reducer import Reducer, ReducerContext
 from hvdlite.gradients.segments import Memory
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
+
+
+class Place(NamedTuple):
+    """The place of one rank among those that have shards.
+
+    Attributes:
+        shards: The number of shards.
+        number: The number of this rank's shard; None if it has none, because its host has more ranks than another one.
+    """
+
+    shards: int
+    number: int | None
+
+    def pieces(self, infos: Sequence[TensorInfo], whole: bool) -> list[Piece]:
+        """Return what a rank at this place owns of tensors.
+
+        Args:
+            infos: Dtype and shape of each tensor.
+            whole: Never cut a tensor between ranks.
+        """
+        if self.number is None:
+            return []
+        blocks = lay_out(infos, self.shards, whole, in_order(infos, range(len(infos)))[1])
+        return [piece for block in blocks for piece in pieces(block, self.number)]
+
+
+def place_of(collectives: HierarchicalCollectives) -> Place:
+    """Return the place of this rank."""
+    rank, hosts, cross = collectives.host.rank, collectives.hosts, collectives.between_hosts
+    number = rank * hosts + (0 if cross is None else cross.rank) if rank < collectives.owners else None
+    return Place(collectives.owners * hosts, number)
 
 
 class _ShardedBucket(Bucket):
@@ -34,14 +69,10 @@ class _ShardedBucket(Bucket):
     def __init__(self, whole: bool, *args: Any, **kwargs: Any) -> None:
         self._whole = whole
         super().__init__(*args, **kwargs)
-        collectives = self.collectives
-        self.shard: int | None = None
-        if self.host.rank < collectives.owners:
-            cross = collectives.between_hosts
-            self.shard = self.host.rank * collectives.hosts + (0 if cross is None else cross.rank)
+        self.shard = place_of(self.collectives).number
 
     def _parts(self) -> int:
-        return self.collectives.owners * self.collectives.hosts
+        return place_of(self.collectives).shards
 
     def publish(self, memory: Memory, parameters: Array) -> None:
         """Send this rank's shard of the parameters to all hosts, and receive theirs."""
@@ -80,7 +111,8 @@ class _ShardedBucket(Bucket):
             if wide.base is not part:
                 np.copyto(part[cut.part], wide)
         lo, hi = bounds[self.shard], bounds[self.shard + 1]
-        scatter_sum(cross, memory.how, part, own[lo:hi], self._counts(memory.block), self._sum.divide)
+        result = memory.results[self.host.rank]
+        scatter_sum(cross, memory.how, part, result[lo:hi], self._counts(memory.block), self._sum.divide)
 
 
 class ShardedReducer(Reducer):
@@ -106,12 +138,11 @@ class ShardedReducer(Reducer):
         self._whole = whole
         super().__init__(infos, collectives, op, plan, context)
         bucket = self._bucket
-        self.pieces: list[Piece] = []
+        self._lends = plan.lend > 0
+        self.pieces = place_of(collectives).pieces(infos, whole)
         self._parameters: list[Array] = []
         self._parameters_of: dict[int, Array] = {}
-        for memory in bucket.memories:
-            if bucket.shard is not None:
-                self.pieces += pieces(memory.block, bucket.shard)
+        for memory in () if self._lends else bucket.memories:
             dtype = memory.how.storage
             parameters = bucket.host.allocate_together(memory.block.length * dtype.itemsize).view(dtype)
             self._parameters.append(parameters)
@@ -122,13 +153,16 @@ class ShardedReducer(Reducer):
         sizes = plan.chunk_bytes, plan.message_bytes
         everything = range(len(infos))
         self._bucket = _ShardedBucket(
-            self._whole, infos, everything, self._collectives, self._average, *sizes, spare=plan.spare
+            self._whole, infos, everything, self._collectives, self._average, *sizes, lend=plan.lend, spare=plan.spare
         )
         return [self._bucket]
 
     def parameters_of(self, index: int) -> Array:
-        """Return the flat memory of parameter `index`, which all ranks of the host share. It has the dtype of `memory_of`."""
-        return self._parameters_of[index]
+        """Return the flat memory of parameter `index`, which all ranks of the host share. It has the dtype of `memory_of`.
+
+        With ``plan.lend``, it is the memory of `result_of`: after an exchange, this rank's shard holds combined gradients.
+        """
+        return self.result_of(index) if self._lends else self._parameters_of[index]
 
     def meet(self) -> None:
         """Wait until all ranks of the host are here. Then what they wrote to parameters can be read."""
@@ -138,6 +172,8 @@ class ShardedReducer(Reducer):
     def publish(self) -> None:
         """Send this rank's shard of the parameters, which it has changed, to all hosts. Then all ranks may read all."""
         with self._watch.guarded(lambda: f"the parameters of step {self._steps - 1}", self._members, link=self._link):
-            for memory, parameters in zip(self._bucket.memories, self._parameters, strict=True):
+            memories, rank = self._bucket.memories, self._bucket.host.rank
+            lent = [memory.results[rank] for memory in memories]
+            for memory, parameters in zip(memories, lent if self._lends else self._parameters, strict=True):
                 self._bucket.publish(memory, parameters)
             self._bucket.host.meet()

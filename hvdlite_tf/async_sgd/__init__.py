@@ -4,5 +4,5 @@
 - `wrapped`: the methods that the optimizer gets; `training`: what they do on one rank.
 - `served`: the model's variables and the number of steps as bytes; `replica`: those of a rank.
 - `part`: a server's variables and their optimizer.
-- `copies`: optimizers of the same class and settings for other variables; `state`: their slots.
+- `state`: what an optimizer has for some variables.
 """

@@ -5,19 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import keras
-import numpy as np
 
 from hvdlite.adapter.async_sgd.options import Options
 from hvdlite.async_sgd.server import Mode
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
-from hvdlite.protocols import Array
-from hvdlite_tf.async_sgd.copies import copy_for
-from hvdlite_tf.async_sgd.state import shared_of
 from hvdlite_tf.gradients.optimizer_parts import has_servers, options_of
+from hvdlite_tf.gradients.stepped_alone import differs_alone
 from hvdlite_tf.variables import tensorflow
-
-_STEPS = 5
-_SHAPES = ((3, 2), (4,))
 
 
 def check_optimizer(given: Any) -> None:
@@ -103,40 +97,9 @@ def check_parts(optimizer: Any) -> None:
     kind = optimizer.__class__
     if kind.__module__.partition(".")[0] == "keras":
         return
-    both, shared = _tried(optimizer, (0, 1))
-    difference = ""
-    if shared != [tuple(variable.shape) for variable in shared_of(optimizer)]:
-        difference = "it keeps variables of its own that are not in lists with one for each variable of the model"
-    for number in (0, 1):
-        if not np.array_equal(_tried(optimizer, (number,))[0][number], both[number]):
-            difference = f"tried out on small variables, it changes one of shape {_SHAPES[number]} in another way alone"
+    difference = differs_alone(optimizer)
     if difference:
         raise ArgumentError(
             f"{kind.__name__} does not step each variable by itself, and a server has a part of them: {difference}. Use "
             "DistributedOptimizer."
         )
-
-
-def _tried(optimizer: Any, chosen: tuple[int, ...]) -> tuple[dict[int, Array], list[tuple[int, ...]]]:
-    """Step small variables with an optimizer like this one.
-
-    Args:
-        optimizer: The optimizer, which is left alone.
-        chosen: The numbers of the variables that are there.
-
-    Returns:
-        Their values by their numbers, and the shapes of what the optimizer has for all variables together.
-    """
-    generator = np.random.default_rng(0)
-    numbers = [generator.standard_normal((1 + _STEPS, *shape)).astype(np.float32) for shape in _SHAPES]
-    with keras.device("cpu:0"):
-        variables = {number: keras.Variable(numbers[number][0], trainable=False) for number in chosen}
-        copied = copy_for(optimizer, [], [*variables.values()])
-        copied.learning_rate = 0.1
-        for step in range(_STEPS):
-            # Lengths differ by variable and step, so that a norm over all gradients changes each step.
-            scales = {number: 10.0 ** ((step + 2 * number) % 5 - 2) for number in chosen}
-            given = [keras.ops.convert_to_tensor(numbers[n][1 + step] * np.float32(scales[n])) for n in chosen]
-            copied.apply(given, [*variables.values()])
-        shapes = [tuple(variable.shape) for variable in shared_of(copied)]
-        return {n: np.array(keras.ops.convert_to_numpy(each)) for n, each in variables.items()}, shapes

@@ -13,9 +13,9 @@ from hvdlite.async_sgd.compensation import DelayCompensation
 from hvdlite.async_sgd.deal import Layout
 from hvdlite.async_sgd.part import Push
 from hvdlite.protocols import Array
-from hvdlite_tf.async_sgd.copies import copy_for, variable_like
 from hvdlite_tf.async_sgd.served import Served
 from hvdlite_tf.async_sgd.state import State, assign_state, state_of
+from hvdlite_tf.gradients.copies import copy_for, variable_like
 
 
 class KerasPart:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 
 from hvdlite.protocols import Array
-from hvdlite_tf.gradients.optimizer_parts import slots_of
+from hvdlite_tf.gradients.optimizer_parts import shared_of, slots_of
 
 
 class State(NamedTuple):
@@ -64,13 +64,6 @@ def together(states: Sequence[State]) -> State:
         for name, given in state.slots.items():
             slots.setdefault(name, {}).update(given)
     return State(states[0].iterations, states[0].shared, slots)
-
-
-def shared_of(optimizer: Any) -> list[Any]:
-    """Return the variables that an optimizer has for all variables of the model together; not its learning rate and count."""
-    apart = {id(slot) for given in slots_of(optimizer).values() for slot in given}
-    apart |= {id(optimizer._iterations), id(optimizer._learning_rate)}
-    return [variable for variable in optimizer.variables if id(variable) not in apart]
 
 
 def _array(variable: Any) -> Array:

@@ -10,6 +10,7 @@ import keras
 import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.callbacks.base import ForBothKerases
+from hvdlite_tf.gradients.optimizer_parts import whole_state_in
 
 
 class BestModelCheckpoint(ForBothKerases, keras.callbacks.ModelCheckpoint):  # type: ignore[misc]  # mypy does not see Keras
@@ -79,6 +80,7 @@ class BestModelCheckpoint(ForBothKerases, keras.callbacks.ModelCheckpoint):  # t
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Save on rank 0, if it is time and the model is the best."""
-        if hvdlite.rank() == 0:
-            super().on_epoch_end(epoch, logs)
+        """Save on rank 0, if it is time and the model is the best. With ``shard=True`` all ranks send their state."""
+        with whole_state_in(self.model):
+            if hvdlite.rank() == 0:
+                super().on_epoch_end(epoch, logs)

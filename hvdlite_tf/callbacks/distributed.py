@@ -17,6 +17,7 @@ from hvdlite_tf.callbacks.elements import SameElementsCallback
 from hvdlite_tf.callbacks.metrics import MetricAverageCallback
 from hvdlite_tf.callbacks.start import BroadcastGlobalVariablesCallback
 from hvdlite_tf.callbacks.uneven import UnevenDataCallback
+from hvdlite_tf.gradients.optimizer_parts import whole_state_in
 
 
 class Distributed(Callback):
@@ -149,8 +150,12 @@ class Distributed(Callback):
             epoch: The number of the epoch.
             logs: This rank's metrics, which are replaced by the metrics of all ranks' data.
         """
-        for part in self._parts:
+        for part in self._on_all:
             part.on_epoch_end(epoch, logs)
+        if self._on_root:
+            with whole_state_in(self.model):
+                for part in self._on_root if self._is_root else ():
+                    part.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Tell the parts that the training is over."""

@@ -92,7 +92,10 @@ def share_state(
         steps.begin()
     left_out = set(map(id, local))
     shared = [variable for variable in state_of(model) if id(variable) not in left_out]
-    hvdlite.broadcast(shared, root_within(process_set, root_rank), inplace=True, process_set=process_set)
+    root = root_within(process_set, root_rank)
+    hvdlite.broadcast(shared, root, inplace=True, process_set=process_set)
+    for each in filter(optimizers.is_sharded, optimizers.optimizers_in(model)):
+        each.hvdlite_share(root)
 
 
 def state_of(model: Any) -> list[Any]:
@@ -124,8 +127,9 @@ def _places(optimizer: Any, places: dict[int, int]) -> list[int] | None:
 
     The result is None if the optimizer has no state yet, or has state of other variables.
     """
-    own = getattr(optimizer, "_trainable_variables", None) if getattr(optimizer, "built", False) else None
-    found = [places.get(id(plain_variable(variable))) for variable in own or ()]
+    known = hasattr(optimizer, "_trainable_variables") and getattr(optimizer, "built", False)
+    own = optimizers.trained_by(optimizer) if known else ()
+    found = [places.get(id(plain_variable(variable))) for variable in own]
     return None if None in found else [place for place in found if place is not None] or None
 
 

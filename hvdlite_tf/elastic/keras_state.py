@@ -88,6 +88,8 @@ class TensorFlowKerasState(ObjectState):
             hvdlite.broadcast(
                 [plain_variable(each) for each in optimizer_parts.state_of(self.optimizer)], 0, inplace=True
             )
+            if optimizer_parts.is_sharded(self.optimizer):
+                self.optimizer.hvdlite_share(0)
             optimizers = [*optimizers, self.optimizer]
         if any(has_own_state(each) for each in optimizers):
             # Each rank gets back what it remembers by itself of the exchange, as rank 0 has it in what was saved.

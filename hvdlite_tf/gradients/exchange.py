@@ -97,7 +97,7 @@ class GradientExchange:
         here, options = world("the exchange of gradients"), self.options
         plain = [plain_variable(source) for source in sources]
         for source, gradient in zip(plain, gradients, strict=True):
-            _check(source, gradient)
+            check_gradient(source, gradient)
         if options.sparse_as_dense or options.op is hvdlite.Adasum:
             gradients = [as_dense(gradient, source) for gradient, source in zip(gradients, plain, strict=True)]
         if not plain:
@@ -154,7 +154,7 @@ class _Call:
             else taken(wire.kind, map(np.asarray, wire.tensors()))
             for wire in self._wires
         ]
-        everything = self._sync.exchange(own, float(self._weight), lambda: _values(self._sources), device=device)
+        everything = self._sync.exchange(own, float(self._weight), lambda: values_of(self._sources), device=device)
         del own  # this is memory of TensorFlow
         native = [i for i, found in enumerate(everything) if not isinstance(found, np.ndarray | Rows | None)]
         lent = iter(on_device.lend([everything[i] for i in native], device) if device is not None else [])
@@ -196,11 +196,11 @@ class _Call:
         def run(weight: Array, *arrays: Array) -> list[Array]:  # this must not hold a reference to the graph
             agreed.check(expected)
             given = iter(arrays)
-            found = sync.exchange([taken(kind, given) for kind in kinds], float(weight), lambda: _values(variables))
+            found = sync.exchange([taken(kind, given) for kind in kinds], float(weight), lambda: values_of(variables))
             results: list[Array] = []
             for i, (gradient, kind) in enumerate(zip(found, expected, strict=True)):
                 if (gradient is None) != (kind == NONE) and not (gradient is None and sync.joined):
-                    raise HvdliteError(_unexpected(names[i], gradient is None))
+                    raise HvdliteError(unexpected(names[i], gradient is None))
                 if kind == DENSE:
                     results.append(as_array(infos[i], gradient))
                 elif kind == SPARSE:
@@ -226,11 +226,11 @@ class _Call:
             )
         ]
 
-    def _agreed(self) -> _Agreed:
-        return _Agreed(self._sync, (*self._key, _function_name()), self._kinds)
+    def _agreed(self) -> Agreed:
+        return Agreed(self._sync, (*self._key, function_name()), self._kinds)
 
 
-class _Agreed:
+class Agreed:
     """The kinds of gradients in one function that the ranks have told each other. It holds no reference to the graph.
 
     Args:
@@ -293,7 +293,7 @@ def _together(kinds: Sequence[str]) -> str:
     return SPARSE if SPARSE in kinds else NONE
 
 
-def _function_name() -> str:
+def function_name() -> str:
     """Return the name of the outermost tf.function that is being traced; an empty text in eager code."""
     graph, name = tf.compat.v1.get_default_graph(), ""
     while graph is not None:
@@ -302,14 +302,14 @@ def _function_name() -> str:
     return name
 
 
-def _values(sources: Sequence[Any]) -> list[Any] | None:
+def values_of(sources: Sequence[Any]) -> list[Any] | None:
     """Return the values of variables and eager tensors; None if one of them has no value in memory."""
     if not all(hasattr(source, "numpy") and has_value(source) for source in sources):
         return None
     return [read(source) for source in sources]
 
 
-def _unexpected(name: str, missing: bool) -> str:
+def unexpected(name: str, missing: bool) -> str:
     what = (
         f"no rank has a gradient of {name}, and some had one when this function was traced"
         if missing
@@ -321,7 +321,7 @@ def _unexpected(name: str, missing: bool) -> str:
     )
 
 
-def _check(source: Any, gradient: Any) -> None:
+def check_gradient(source: Any, gradient: Any) -> None:
     if gradient is None:
         return
     if gradient.dtype != source.dtype.base_dtype or not gradient.shape.is_compatible_with(source.shape):

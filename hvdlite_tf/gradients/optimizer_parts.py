@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hvdlite.adapter.identity import Identity
@@ -66,6 +67,26 @@ def has_servers(optimizer: Any) -> bool:
     return hasattr(optimizer, "_hvdlite_training")
 
 
+def is_sharded(optimizer: Any) -> bool:
+    """Return whether each rank has a share of this optimizer's state (``shard=True``)."""
+    return hasattr(optimizer, "whole_state")
+
+
+@contextlib.contextmanager
+def whole_state_in(model: Any) -> Iterator[None]:
+    """Return a context manager: in its body any rank can save the model. Every rank calls this."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in filter(is_sharded, optimizers_in(model)):
+            stack.enter_context(optimizer.whole_state())
+        yield
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """Return the variables of the model that a built optimizer trains, on all ranks together."""
+    found: list[Any] = optimizer.hvdlite_trained() if is_sharded(optimizer) else optimizer._trainable_variables
+    return found
+
+
 def build(optimizer: Any, variables: list[Any]) -> None:
     """Let the optimizer make its state for these variables, if it has none yet."""
     if hasattr(optimizer, "_create_all_weights"):  # legacy
@@ -75,7 +96,13 @@ def build(optimizer: Any, variables: list[Any]) -> None:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """Return all variables of a built optimizer: its slots, the learning rate, the count of steps."""
+    """Return all variables of a built optimizer: its slots, the learning rate, the count of steps.
+
+    Of a sharded optimizer they are those that all ranks have, without slots.
+    """
+    if is_sharded(optimizer):
+        replicated: list[Any] = optimizer.hvdlite_replicated()
+        return replicated
     variables = optimizer.variables
     found = list(variables() if callable(variables) else variables)
     rate = _learning_rate(optimizer)  # tf_keras does not have it in the list
@@ -99,10 +126,19 @@ def slots_of(optimizer: Any) -> dict[str, list[Any]]:
     }
 
 
+def shared_of(optimizer: Any) -> list[Any]:
+    """Return the variables that an optimizer has for all variables of the model together; not its learning rate and count."""
+    apart = {id(slot) for given in slots_of(optimizer).values() for slot in given}
+    apart |= {id(optimizer._iterations), id(optimizer._learning_rate)}
+    return [variable for variable in optimizer.variables if id(variable) not in apart]
+
+
 def local_state_of(model: Any) -> list[Any]:
     """Return the backend's variables that each rank has for itself: the local variables of a model, and their slots."""
     found: list[Any] = []
     for optimizer in optimizers_in(model):
+        if is_sharded(optimizer):  # it refuses local variables
+            continue
         if hasattr(optimizer, "hvdlite_variables") and getattr(optimizer, "built", False):
             shared = {id(variable) for variable in optimizer.hvdlite_variables()}
             own = map(plain_variable, [*optimizer._trainable_variables, *optimizer.variables])

@@ -53,8 +53,8 @@ def distribute_keras(
         ArgumentError: `optimizer` is not an optimizer of Keras 3 or is distributed already, or hvdlite does not support Keras'
             backend, or the arguments do not fit together.
     """
-    _check(optimizer)
-    state = _State(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    check(optimizer)
+    state = State(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
     inner = optimizer
     while isinstance(inner, keras.optimizers.LossScaleOptimizer):
         inner = inner.inner_optimizer
@@ -63,7 +63,7 @@ def distribute_keras(
                 "the optimizer inside of this LossScaleOptimizer is distributed already: wrap it once."
             )
     if backward_passes_per_step != 1:
-        _accumulate(inner, backward_passes_per_step)
+        accumulate(inner, backward_passes_per_step)
     if options.local_steps is not None:
         ranks, gather = (
             world("DistributedOptimizer").ranks(options.process_set),
@@ -74,11 +74,11 @@ def distribute_keras(
         state.steps = LocalSteps(options, passes, state.local)
         if optimizer.built:
             state.steps.build(optimizer._trainable_variables)
-    _wrap(optimizer, state)
+    wrap(optimizer, state)
     return optimizer
 
 
-class _State(OptimizerSync):
+class State(OptimizerSync):
     """The state that a distributed optimizer has and a plain one does not."""
 
     identity: Identity
@@ -98,6 +98,14 @@ class _State(OptimizerSync):
         """The variables whose accumulated gradients are being applied."""
         self.weight = backend.weight() if options.op is hvdlite.Average else None
 
+    @property
+    def methods(self) -> type:
+        """The class with the methods that the optimizer gets."""
+        return Distributed
+
+    def enter(self, optimizer: Any) -> None:
+        """Note that this is the state of `optimizer` now."""
+
     def combine(self, variables: Sequence[Any], gradients: Sequence[Any], weight: Any = None) -> list[Any]:
         """Return the gradients of all ranks, each weighted by the number that its rank's program has set."""
         return super().combine(variables, gradients, self.weight if weight is None else weight)
@@ -106,7 +114,7 @@ class _State(OptimizerSync):
 class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy does not see Keras
     """The methods that `distribute_keras` adds to an optimizer's class."""
 
-    _hvdlite: _State
+    _hvdlite: State
 
     def average_parameters(self) -> None:
         """Bring the parameters of all ranks together now, before the program evaluates or saves. Every rank calls this.
@@ -191,7 +199,7 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
     def hvdlite_variables(self) -> list[Any]:
         """Return the backend's variables that are equal on all ranks: the model's trainable ones and the optimizer's."""
         apart = set()
-        for part in _parts_of(self):
+        for part in parts_inside(self):
             local = [variable in self._hvdlite.local for variable in part._trainable_variables]
             for slots in (part._trainable_variables, *slots_of(part).values()):
                 apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
@@ -267,8 +275,8 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
                 # The constructor of a LossScaleOptimizer sets this, so that the inner optimizer does not scale. The outer one
                 # becomes the distributed optimizer.
                 state = self._hvdlite
-                _unwrap(self)
-                _wrap(outer, state)
+                unwrap(self)
+                wrap(outer, state)
                 self.loss_scale_factor = None
                 return
         super().__setattr__(name, value)
@@ -285,15 +293,16 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         return self.__class__._unpickle_model, arguments
 
 
-def _parts_of(optimizer: Any) -> list[Any]:
+def parts_inside(optimizer: Any) -> list[Any]:
     """Return an optimizer and the built optimizers inside it."""
     inside = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", [])]
     built = [each for each in inside if each is not None and each.built]
-    return [optimizer, *(part for each in built for part in _parts_of(each))]
+    return [optimizer, *(part for each in built for part in parts_inside(each))]
 
 
-def _wrap(optimizer: Any, state: _State) -> None:
-    optimizer.__class__ = named_like(type(optimizer), Distributed)
+def wrap(optimizer: Any, state: State) -> None:
+    """Make an optimizer a distributed one with this state."""
+    optimizer.__class__ = named_like(type(optimizer), state.methods)
     # A plain assignment would make Keras track the variables in the state.
     object.__setattr__(optimizer, "_hvdlite", state)
     backends.current().shield(optimizer)
@@ -305,15 +314,17 @@ def _wrap(optimizer: Any, state: _State) -> None:
     while isinstance(inner, keras.optimizers.LossScaleOptimizer):
         inner = inner.inner_optimizer
         object.__setattr__(inner, "_hvdlite_inside", True)
+    state.enter(optimizer)
 
 
-def _unwrap(optimizer: Any) -> None:
+def unwrap(optimizer: Any) -> None:
+    """Make a distributed optimizer a plain one."""
     vars(object)["__class__"].__set__(optimizer, optimizer.__class__)
     object.__delattr__(optimizer, "_hvdlite")
     vars(optimizer).pop("apply", None)
 
 
-def _accumulate(optimizer: Any, passes: int) -> None:
+def accumulate(optimizer: Any, passes: int) -> None:
     """Let Keras accumulate the gradients of several passes.
 
     Raises:
@@ -338,7 +349,13 @@ def _accumulate(optimizer: Any, passes: int) -> None:
     optimizer.gradient_accumulation_steps = passes
 
 
-def _check(optimizer: Any) -> None:
+def check(optimizer: Any) -> None:
+    """Raise an error unless this is a plain optimizer of Keras 3.
+
+    Raises:
+        DistributedAlreadyError: It is distributed already.
+        ArgumentError: It is of another kind, or hvdlite does not support Keras' backend.
+    """
     if isinstance(optimizer, Distributed) or has_servers(optimizer):
         raise DistributedAlreadyError("this optimizer is distributed already: wrap it once.")
     backends.current()

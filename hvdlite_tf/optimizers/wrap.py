@@ -14,7 +14,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.optimizers.keras import distribute_keras
-from hvdlite_tf.variables import tensorflow
+from hvdlite_tf.variables import need_tensorflow, tensorflow
 
 Opt = TypeVar("Opt")
 
@@ -38,6 +38,7 @@ def DistributedOptimizer(
     *,
     aggregator: Aggregator | None = None,
     local_steps: LocalSGD | None = None,
+    shard: bool = False,
 ) -> Opt:
     """Make `optimizer` apply the gradients of all ranks. Every rank calls this, with optimizers of the same variables.
 
@@ -74,10 +75,14 @@ def DistributedOptimizer(
         local_steps: `LocalSGD` or `DiLoCo`: each rank steps with its own gradients, and every few steps the ranks bring their
             parameters together. Before a program evaluates or saves, ``optimizer.average_parameters()`` does that at once;
             `fit` with the callback `Distributed` does it at the end of each epoch, before validation. For Keras 3.
+        shard: Whether each rank has the optimizer's state, and makes the step, of its share of the parameters only, which takes
+            less time and memory; the result is the same. For Keras 3 on TensorFlow. ``optimizer.variables`` are this rank's
+            then, and a program saves within ``with optimizer.whole_state():``, which every rank runs.
 
     Returns:
         `optimizer`, which is still an instance of its class and keeps its state. It has a new method `register_local_var`; an
-        optimizer of Keras 3 also has `set_batch_weight`, `exchange_state`, `load_exchange_state` and `average_parameters`.
+        optimizer of Keras 3 also has `set_batch_weight`, `exchange_state`, `load_exchange_state` and `average_parameters`; a
+        sharded one has `whole_state`.
 
     Raises:
         ArgumentError: `optimizer` is of an unknown kind or distributed already, or the arguments do not fit together.
@@ -91,10 +96,19 @@ def DistributedOptimizer(
         ...     return weight.numpy().tolist()
         >>> on_ranks(2, step)  # the gradients of the ranks are 0 and 1
         [[-0.5], [-0.5]]
+        >>> def share():
+        ...     weights = keras.Variable([0.0] * 64)
+        ...     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, momentum=0.9), shard=True)
+        ...     optimizer.apply([tf.fill([64], float(hvd.rank()))], [weights])
+        ...     return weights.numpy()[0].item(), sum(each.numpy().size for each in optimizer.momentums)
+        >>> on_ranks(2, share)  # each rank has the momentum of its half of the weights
+        [(-0.5, 32), (-0.5, 32)]
     """
     compressor, aggregator = combined_by(compression, aggregator)
     options = Options(op, process_set, compressor, sparse_as_dense, gradient_predivide_factor, aggregator, local_steps)
-    return distribute(optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    return distribute(
+        optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients, shard
+    )
 
 
 def distribute(
@@ -103,6 +117,7 @@ def distribute(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,
+    shard: bool = False,
 ) -> Opt:
     """Make an optimizer of any kind a distributed one. See `DistributedOptimizer` for the arguments."""
     world("DistributedOptimizer()")
@@ -114,10 +129,25 @@ def distribute(
             f"local_steps={options.local_steps} is for optimizers of Keras 3; got {kind.__module__}.{kind.__qualname__}. Use "
             "keras.optimizers, or send fewer bytes by compression=hvd.Compression.powersgd(rank=4) or fp16."
         )
+    if shard:
+        maker = _sharding(maker, optimizer)
     wrapped: Opt = maker(
         optimizer, options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients
     )
     return wrapped
+
+
+def _sharding(maker: Callable[..., Any], optimizer: Any) -> Callable[..., Any]:
+    if maker is not distribute_keras:
+        kind = type(optimizer)
+        raise ArgumentError(
+            f"shard=True is for optimizers of Keras 3; got {kind.__module__}.{kind.__qualname__}. Use keras.optimizers, or "
+            "leave out shard=True."
+        )
+    need_tensorflow("DistributedOptimizer(shard=True)")
+    from hvdlite_tf.optimizers.sharded import distribute_sharded  # which imports TensorFlow
+
+    return distribute_sharded
 
 
 def _maker(optimizer: Any) -> Callable[..., Any]:

@@ -22,6 +22,26 @@ def variable_like(original: Any, value: Array) -> Any:
     return made
 
 
+def plain_copy(optimizer: Any, **changes: Any) -> Any:
+    """Make another optimizer of the same class and settings, which is not distributed and not built.
+
+    Args:
+        optimizer: The optimizer.
+        changes: Settings that are others, by name.
+
+    Raises:
+        ArgumentError: The optimizer cannot be made again from its configuration.
+    """
+    plain = optimizer.__class__  # Keras' own class, also of a distributed optimizer
+    try:
+        return plain.from_config(optimizer.get_config() | changes)
+    except Exception as error:
+        raise ArgumentError(
+            f"{plain.__name__}: another optimizer like this one is needed, and {plain.__name__}.from_config(config) fails "
+            f"({type(error).__name__}: {error}). Give the class a get_config with all arguments of its constructor."
+        ) from error
+
+
 def copy_for(optimizer: Any, originals: Sequence[Any], variables: Sequence[Any]) -> Any:
     """Make and build another optimizer of the same class and settings, whose learning rate is a variable.
 
@@ -35,16 +55,7 @@ def copy_for(optimizer: Any, originals: Sequence[Any], variables: Sequence[Any])
     Raises:
         ArgumentError: The optimizer cannot be made again from its configuration.
     """
-    plain = optimizer.__class__  # Keras' own class, also of a distributed optimizer
-    config = optimizer.get_config()
-    config |= {"learning_rate": 0.0, "loss_scale_factor": None, "global_clipnorm": None}
-    try:
-        copied = plain.from_config(config)
-    except Exception as error:
-        raise ArgumentError(
-            f"{plain.__name__}: a server needs another optimizer like this one, and {plain.__name__}.from_config(config) fails "
-            f"({type(error).__name__}: {error}). Give the class a get_config with all arguments of its constructor."
-        ) from error
+    copied = plain_copy(optimizer, learning_rate=0.0, loss_scale_factor=None, global_clipnorm=None)
     with keras.device("cpu:0"):
         copied.build(list(variables))
     decays = {}
