@@ -5,15 +5,16 @@
     __main__   the options; starts each part, prints figures, writes JSON and pictures
     plan       what is measured, with which peers, and how
     job        runs a function on ranks, in a job of their own, and returns the result of rank 0
-    turns      lets several jobs take turns; `trainer` is the part of `steps` that runs in each of them
+    turns      lets several jobs take turns
+    steps      measures training steps: `trainer` is the part of it that runs in each job, `ways` compares the trained weights
     allreduce  ┐                        ┌ collectives  hvdlite, MPI, gloo, Horovod, memcpy: each sums one tensor
-    steps      ├ run on the ranks, with ┤ variants     hvdlite, DDP, flat MPI, Horovod: each trains one model
+    trainer    ├ run on the ranks, with ┤ variants     hvdlite, DDP, ZeRO, flat MPI, Horovod: each trains one model
     memory     ┘                        └ models       what is trained, the optimizers and the data
     keras_steps  measures the steps of Keras' fit, with its own variants
     backends   starts gloo and Horovod beside hvdlite
     checks     checks the results: a wrong result gives no figures
     figures    computes medians and minima of samples; `machine` describes the machine that was measured
-    against    compares hvdlite in this tree with hvdlite in another tree, by `trainer` too
+    against    compares hvdlite in this tree with hvdlite in another tree, as `steps` does
     report     shows figures as text; `plots` draws them
 
 There are other programs. ``python -m benchmarks.early_push`` measures what it saves to push gradients to a parameter server
