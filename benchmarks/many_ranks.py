@@ -39,6 +39,7 @@ from hvdlite.algorithms.cost import predict
 from hvdlite.algorithms.slices import split
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.doctor import predict as doctor
+from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import WORDS
 from hvdlite.negotiation.controller import FANOUT, Controller
 from hvdlite.operations import Signature
@@ -120,10 +121,9 @@ def exchange(cluster: Cluster, elements: int, reduction: float, flat: bool = Fal
         def by_messages(over: VirtualTransport) -> PointToPointCollectives:
             return PointToPointCollectives(over, lambda op: over.timed(_nothing, reduction))
 
-        number, first = transport.rank % per_host, transport.rank // per_host
+        number = transport.rank % per_host
         everybody = by_messages(transport.duplicate())
         cross = by_messages(transport.subgroup([number + per_host * host for host in range(hosts)]))
-        assert cross.rank == first
         transport.charge(elements * _ITEM * copy)
         _meet(transport, flat)
         if hosts > 1:
@@ -335,11 +335,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--plot", type=Path, metavar="FILE", help="draw them")
     options = parser.parse_args(arguments)
+    if min(options.ranks) < 1 or options.per_host < 1 or options.parameters < 1:
+        parser.error("ranks, ranks of a host, and parameters: each at least 1.")
+    for link in options.links:
+        try:
+            parse_link(link)
+        except ArgumentError as error:
+            parser.error(str(error))
     for count in options.ranks:
         if count > options.per_host and count % options.per_host:
             parser.error(f"{count} ranks cannot be dealt out to hosts with {options.per_host} each.")
     elements = int(options.parameters)
     if options.costs:
+        if not options.costs.is_file():
+            parser.error(f"{options.costs}: there is no such file.")
         before = json.loads(options.costs.read_text())
         described, found = before["machine"], {int(ranks): each for ranks, each in before["costs"].items()}
     else:

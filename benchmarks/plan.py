@@ -78,8 +78,10 @@ TURN_STEPS = 4
 CHECK_STEPS = 3
 """The number of steps before the weights are compared with those of `FLAT`. They are not timed."""
 STEP_ROUNDS, QUICK_STEP_ROUNDS = 10, 1
-LARGE_ROUNDS = 3
+LARGE_ROUNDS = 2
 """The number of turns of each variant, if `LARGE`."""
+LARGE_EVERY = 8
+"""Every eighth weight is compared, if `LARGE`: a disk would take longer for all than training takes."""
 
 HOW_STEPS = f"""\
 Training steps (zero_grad, forward, backward, exchange, optimizer) on 2 ranks with one thread each. All variants start with

@@ -10,7 +10,18 @@ from tqdm import tqdm
 
 from benchmarks.checks import check_weights
 from benchmarks.figures import in_turn, summary
-from benchmarks.plan import ALONE, ALONE_TUNED, CHECK_STEPS, DDP_TUNED, FLAT, LARGE, STEP_RANKS, TURN_STEPS, VARIANTS
+from benchmarks.plan import (
+    ALONE,
+    ALONE_TUNED,
+    CHECK_STEPS,
+    DDP_TUNED,
+    FLAT,
+    LARGE,
+    LARGE_EVERY,
+    STEP_RANKS,
+    TURN_STEPS,
+    VARIANTS,
+)
 from benchmarks.turns import Players, players
 from benchmarks.ways import Ways, spread
 
@@ -109,7 +120,8 @@ class _Training:
         self.workload = workload
         self.skipped: dict[str, str] = {}
         self._parameters, self._mpi = 0, {"library": ""}
-        self._first, self._last = Ways(), Ways()
+        every = LARGE_EVERY if workload in LARGE else 1
+        self._first, self._last = Ways(every), Ways(every)
         self._deviations: dict[str, float] = {}
         self._drifts: dict[str, float] = {}
         self._spreads: dict[str, float] = {}

@@ -52,7 +52,7 @@ def measure(name: str, address: str, variant: str, tiny: bool) -> dict[str, Any]
                 line.say([trained.step() for _ in range(order["count"])])
             case "save":
                 assert trained is not None
-                np.save(order["path"].format(rank=comm.rank), trained.way())
+                np.save(order["path"].format(rank=comm.rank), trained.way()[:: order["every"]])
                 line.say(None)
             case "tensor":
                 summed = _Summed(order["kind"], order["bytes"])

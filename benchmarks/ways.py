@@ -17,11 +17,15 @@ Way = np.ndarray[Any, Any]
 class Ways:
     """Compares the ways of several variants with those of the first one. They are in files: a large model's fill the memory.
 
+    Args:
+        every: 1 to compare all weights, 8 to compare every eighth.
+
     Attributes:
         reference: The name of the first variant that was compared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
+        self._every = every
         self._folder = tempfile.TemporaryDirectory()
         self.reference: str | None = None
         self._truth: list[Way] = []
@@ -33,7 +37,7 @@ class Ways:
     def of(self, jobs: Players, name: str, file: str = "own") -> list[Way]:
         """Return the way of each rank of a variant, until the next one is asked for."""
         path = f"{self._folder.name}/{file}-{{rank}}.npy"
-        jobs.ask(name, do="save", path=path)
+        jobs.ask(name, do="save", path=path, every=self._every)
         return [np.load(path.format(rank=rank), mmap_mode="r") for rank in range(STEP_RANKS)]
 
     def compare(self, jobs: Players, name: str) -> tuple[float, float]:

@@ -161,7 +161,16 @@ def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert again == text  # virtual time is the same each time
 
 
-def test_ranks_that_do_not_fill_their_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "12"], "12 ranks cannot be dealt out to hosts with 8 each"),
+        (["--ranks", "0"], "each at least 1"),
+        (["--links", "fast"], "a link of 'fast': expected a bandwidth"),
+        (["--costs", "nowhere.json"], "nowhere.json: there is no such file"),
+    ],
+)
+def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        many_ranks.main(["--ranks", "12"])
-    assert "12 ranks cannot be dealt out to hosts with 8 each" in capsys.readouterr().err
+        many_ranks.main(options)
+    assert message in capsys.readouterr().err
