@@ -229,7 +229,7 @@ def simulate(
         between = link if hosts > 1 else here.inside
 
         def cluster(inside: Link, link: Link = link, hosts: int = hosts, local: int = local) -> Cluster:
-            return Cluster(hosts, local, link, inside, here.costs)
+            return Cluster(hosts, local, link, inside, here.costs, values=False)
 
         paper = agreement_on_paper(count, local, link.latency, here.control.latency, here.costs)
         figures.append(
@@ -263,7 +263,7 @@ def check(found: dict[str, Any], ranks: int, two: dict[str, Any]) -> list[dict[s
 
         # Within a host a message takes nobody else's time. But a rank takes in one after the other, so it counts as a host.
         link = Link(*two["links"][nbytes])
-        return Cluster(ranks, 1, link, link, here.costs).run(program)[0]
+        return Cluster(ranks, 1, link, link, here.costs, values=False).run(program)[0]
 
     rows = [("agreement", found["agreement"], agreement(Cluster(1, ranks, here.control, here.control, here.costs)))]
     rows += [(f"sum of {size(int(nbytes))}", seconds, sums(nbytes)) for nbytes, seconds in found["sums"].items()]
@@ -301,7 +301,7 @@ def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.rcParams["svg.hashsalt"] = "hvdlite"  # the same file each time
     import matplotlib.pyplot as plt
 
-    picture, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    picture, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
     styles = {"": ("o", "simulated"), "_on_paper": ("-", "on paper")}
     for number, link in enumerate(dict.fromkeys(each["link"] for each in figures)):
         mine, colour = [each for each in figures if each["link"] == link], f"C{number}"
@@ -311,14 +311,14 @@ def draw(figures: Sequence[dict[str, Any]], path: Path) -> None:
         for panel, name, factor, style, label in lines:
             ranks, values = [each["ranks"] for each in mine], [factor * each[name] for each in mine]
             panel.plot(ranks, values, style, color=colour, label=f"{link}: {label}")
-    left.set(title="Agreement on a known operation", ylabel="µs", ylim=(0, None))
-    right.set(title="Exchange of the gradients of a step", ylabel="ms", yscale="log")
+    left.set(title="Agreement on a known operation", ylabel="µs")
+    right.set(title="Exchange of the gradients of a step", ylabel="ms")
     for panel in (left, right):
-        panel.set(xlabel="ranks", xscale="log")
+        panel.set(xlabel="ranks", xscale="log", ylim=(0, None))
         panel.set_xticks(ranks := sorted({each["ranks"] for each in figures}), [str(count) for count in ranks])
         panel.minorticks_off()
         panel.grid(alpha=0.3)
-        panel.legend(frameon=False, fontsize=8)
+    picture.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     picture.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(picture)
 

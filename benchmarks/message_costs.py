@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from hvdlite.negotiation.controller import Controller
 from hvdlite.negotiation.messages import READY_ONE, READY_ONE_KIND
 from hvdlite.operations import Signature
 from hvdlite.process.own_core import home
-from hvdlite.protocols import ReduceOp, TensorInfo
+from hvdlite.protocols import Array, ReduceOp, TensorInfo
 
 SIZES = (2**12, 2**20, 2**24)
 """The bytes of the sums that are measured."""
@@ -162,19 +163,28 @@ def _handling() -> tuple[float, float]:
 def _links(transport: MpiTransport) -> dict[int, tuple[float, float]]:
     """Return latency and seconds per byte of messages that two ranks send each other at once, by the bytes of a sum.
 
-    The messages are as long as in an allreduce of two ranks. They are received into new memory, as there.
+    The messages are as long as in an allreduce of two ranks, and lie in as much memory: it may be more than the cache holds.
     """
     peer = transport.rank ^ 1
-
-    def swap(data: np.ndarray[Any, Any]) -> float:
-        return _together(lambda: transport.sendrecv(data, peer, np.empty_like(data), peer))
-
-    latency = swap(np.ones(1, np.float32))
+    one, other = np.ones((2, 1), np.float32)
+    latency = _together(lambda: transport.sendrecv(one, peer, other, peer))
     found = {}
     for nbytes in SIZES:
-        data = np.ones(_message(nbytes) // 4, np.float32)
-        found[nbytes] = (latency, max(0.0, swap(data) - latency) / data.nbytes)
+        parts = itertools.cycle(_parts(nbytes))
+
+        def swap(parts: Iterator[tuple[Array, Array]] = parts) -> None:
+            given, taken = next(parts)
+            transport.sendrecv(given, peer, taken, peer)
+
+        found[nbytes] = (latency, max(0.0, _together(swap) - latency) / _message(nbytes))
     return found
+
+
+def _parts(nbytes: int) -> list[tuple[Array, Array]]:
+    """Return the parts of two arrays as long as a sum, of which a message has one."""
+    data, scratch = np.ones((2, nbytes // 4), np.float32)
+    length = _message(nbytes) // 4
+    return [(data[at : at + length], scratch[at : at + length]) for at in range(0, data.size, length)]
 
 
 def _message(nbytes: int) -> int:
@@ -186,8 +196,13 @@ def _adds() -> dict[int, float]:
     """Return the seconds to add a byte, on all ranks at once, by the bytes of a sum."""
     found = {}
     for nbytes in SIZES:
-        into, other = np.ones((2, _message(nbytes) // 4), np.float32)
-        found[nbytes] = _together(lambda: np.add(into, other, out=into)) / into.nbytes  # noqa: B023  # it is called here
+        parts = itertools.cycle(_parts(nbytes))
+
+        def add(parts: Iterator[tuple[Array, Array]] = parts) -> None:
+            into, other = next(parts)
+            np.add(into, other, out=into)
+
+        found[nbytes] = _together(add) / _message(nbytes)
     return found
 
 

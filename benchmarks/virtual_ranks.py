@@ -171,6 +171,8 @@ class Cluster:
         between: The link of each host.
         inside: The messages within a host.
         costs: What the processors need.
+        values: Whether messages carry their values. If not, receives write nothing, so that large arrays take no memory (see
+            `without_values`).
 
     Attributes:
         clock: The common clock.
@@ -178,8 +180,16 @@ class Cluster:
         costs: See above.
     """
 
-    def __init__(self, hosts: int, per_host: int, between: Link, inside: Link, costs: Costs = Costs()) -> None:
-        self.size, self.per_host, self.costs = hosts * per_host, per_host, costs
+    def __init__(
+        self,
+        hosts: int,
+        per_host: int,
+        between: Link,
+        inside: Link,
+        costs: Costs = Costs(),  # it cannot change
+        values: bool = True,
+    ) -> None:
+        self.size, self.per_host, self.costs, self.values = hosts * per_host, per_host, costs, values
         self.clock = Clock()
         self.clocks = [0.0] * self.size
         self._between, self._inside = between, inside
@@ -315,13 +325,13 @@ class VirtualTransport:
 
     def _depart(self, data: Array, dest: int) -> float:
         self.cluster.settle(self._me)
-        there, content = self._members[dest], data if _has_no_values(data) else data.copy()
+        there, content = self._members[dest], data.copy() if self.cluster.values else data
         return self.cluster.transfer(self._me, there, data.nbytes, (self._channel, self._me, there), content)
 
     def _arrive(self, data: Array, source: int) -> float:
         message = self.cluster.wait(self._me, (self._channel, self._members[source], self._me)).popleft()
         assert isinstance(message.content, np.ndarray) and message.content.size == data.size
-        if not _has_no_values(data):
+        if self.cluster.values:
             data[...] = message.content
         return message.arrival
 
@@ -376,9 +386,5 @@ class VirtualTransport:
 
 
 def without_values(elements: int) -> Array:
-    """Return a float32 array of shape ``(elements,)`` that takes no memory: all elements are one. It is only moved around."""
+    """Return a float32 array of shape ``(elements,)`` that takes no memory: all elements are one."""
     return np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (elements,), (0,))
-
-
-def _has_no_values(data: Array) -> bool:
-    return data.strides == (0,)
