@@ -5,6 +5,7 @@ Examples:
     python -m benchmarks --quick                the same in about two minutes, with rough figures
     python -m benchmarks allreduce --kinds float32 --ranks 2
     python -m benchmarks steps --json figures.json --plot steps.png
+    python -m benchmarks steps --workloads mlp_wide,resnet18 --variants tuned,plain,sharded
     python -m benchmarks keras                  steps of Keras' fit on TensorFlow
     python -m benchmarks backend                torch.distributed over the backend hvdlite, and over gloo
     python -m benchmarks against ../before      this tree and another one in turns: did a change make hvdlite slower?
@@ -69,9 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--kinds", nargs="+", choices=plan.KINDS, default=plan.KINDS, help="of tensors (all)")
     add = parser.add_argument_group("steps").add_argument
     add("--tiny", action="store_true", help="models of a few thousand parameters, to try the program")
-    add("--workloads", nargs="+", choices=plan.WORKLOADS, default=plan.WORKLOADS, help="(all)")
-    add("--variants", nargs="+", choices=plan.VARIANTS, default=plan.VARIANTS, help="next to the references (all)")
-    add("--memory", action=argparse.BooleanOptionalAction, help="the memory too, a job each (not if quick)")
+    for option, table in (("--workloads", plan.WORKLOADS), ("--variants", plan.VARIANTS)):
+        what = f"separated by commas, of {', '.join(table)} (all)"
+        add(option, type=plan.names_in(table), default=list(table.values()), metavar="NAMES", help=what)
+    add("--memory", action="store_true", help="the memory too, which is a job for each variant")
     return parser
 
 
@@ -94,15 +96,23 @@ def _steps(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any]:
         "names": options.workloads,
         "variants": options.variants,
         "rounds": options.rounds or (plan.QUICK_STEP_ROUNDS if options.quick else plan.STEP_ROUNDS),
+        "large_rounds": options.rounds or (plan.QUICK_STEP_ROUNDS if options.quick else plan.LARGE_ROUNDS),
         "tiny": options.tiny,
         "progress": sys.stderr.isatty(),
     }
-    run = steps.measure(**settings)
-    with_memory = not options.quick if options.memory is None else options.memory
-    held = _memory(options, list(dict.fromkeys(figure["variant"] for figure in run["figures"]))) if with_memory else []
-    how = f"{plan.HOW_STEPS}\n\n{plan.HOW_MEMORY}" if with_memory else plan.HOW_STEPS
-    result = {"how": how, "settings": settings, **run, "memory": held}
-    _print("Training steps", here, result, report.step_table(run["figures"], held))
+    how = f"{plan.HOW_STEPS}\n\n{plan.HOW_MEMORY}" if options.memory else plan.HOW_STEPS
+    result: dict[str, Any] = {"how": how, "settings": settings, "figures": [], "memory": [], "skipped": {}}
+    for found in steps.measure(**settings):
+        figures, skipped = found["figures"], found["skipped"]
+        held = _memory(options, figures[0]["workload"], [each["variant"] for each in figures]) if options.memory else []
+        if not result["figures"]:
+            _print_head("Training steps", here, {**found, "how": how})
+        new = {variant: why for variant, why in skipped.items() if variant not in result["skipped"]}
+        _print_parts(report.skipped(new), report.step_table(figures, held))
+        result["figures"] += figures
+        result["memory"] += held
+        result["skipped"] |= skipped
+        result["mpi"] = found["mpi"]
     return result
 
 
@@ -136,17 +146,23 @@ def _backend(options: argparse.Namespace, here: dict[str, Any]) -> dict[str, Any
 PARTS = {"allreduce": _allreduce, "steps": _steps, "keras": _keras, "backend": _backend}
 
 
-def _memory(options: argparse.Namespace, variants: Sequence[str]) -> list[dict[str, Any]]:
-    cases = [(name, variant) for name in options.workloads for variant in variants]
+def _memory(options: argparse.Namespace, name: str, variants: Sequence[str]) -> list[dict[str, Any]]:
     return [
         job.run("memory", plan.STEP_RANKS, {"name": name, "variant": variant, "tiny": options.tiny})
-        for name, variant in tqdm(cases, "memory", unit="job", leave=False, disable=None)
+        for variant in tqdm(variants, f"{name}: memory", unit="job", leave=False, disable=None)
     ]
 
 
 def _print(title: str, here: dict[str, Any], result: dict[str, Any], tables: str) -> None:
-    head = f"{title}\n{'=' * len(title)}\n{report.heading(here, result['mpi'])}"
-    parts = [head, result["how"], report.skipped(result["skipped"]), tables]
+    _print_head(title, here, result)
+    _print_parts(report.skipped(result["skipped"]), tables)
+
+
+def _print_head(title: str, here: dict[str, Any], result: dict[str, Any]) -> None:
+    _print_parts(f"{title}\n{'=' * len(title)}\n{report.heading(here, result['mpi'])}", result["how"])
+
+
+def _print_parts(*parts: str) -> None:
     print("\n\n".join(part for part in parts if part), end="\n\n", flush=True)
 
 

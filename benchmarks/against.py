@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,13 @@ from benchmarks import job, plan
 from benchmarks.checks import WrongResult, check_weights
 from benchmarks.figures import summary
 from benchmarks.report import aligned, size, time_of
-from benchmarks.steps import compare, interleaved
+from benchmarks.steps import interleaved
 from benchmarks.turns import Players, players
+from benchmarks.ways import Ways
 
 OTHER, THIS = "other", "this"
-VARIANTS = ("hvdlite", "hvdlite shard", "hvdlite overlap")
+VARIANTS = {name: shown for name, shown in plan.VARIANTS.items() if shown in (plan.HVDLITE, plan.SHARD, plan.OVERLAP)}
+WORKLOADS = {name: shown for name, shown in plan.WORKLOADS.items() if shown not in plan.LARGE}
 _PACKAGES = ("hvdlite", "hvdlite_torch", "hvdlite_tf")
 _HOW = """\
 Two ranks with one thread each. Both trees are measured by the benchmarks of this tree, in turns. Cells: median (minimum).
@@ -64,9 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks against", description=__doc__)
     add = parser.add_argument
     add("tree", type=Path, help="the folder of the other tree, such as a clone of an earlier commit")
-    add("--rounds", type=int, default=100, help="turns of each tree (100); a quarter of them for allreduce")
-    add("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="(all)")
-    add("--workloads", nargs="*", choices=plan.WORKLOADS, default=plan.WORKLOADS, help="(all)")
+    rounds = f"turns of each tree (25), of {plan.TURN_STEPS} steps; as many for allreduce"
+    add("--rounds", type=int, default=25, help=rounds)
+    for option, table in (("--variants", VARIANTS), ("--workloads", WORKLOADS)):
+        what = f"separated by commas, of {', '.join(table)} (all)"
+        add(option, type=plan.names_in(table), default=list(table.values()), metavar="NAMES", help=what)
     add("--kinds", nargs="*", choices=plan.KINDS, default=("float32", "bfloat16"), help="of tensors (float32 bfloat16)")
     add("--sizes", type=int, nargs="+", metavar="BYTES", default=plan.SIZES, help="of a tensor (4 B to 64 MiB)")
     add("--tiny", action="store_true", help="models of a few thousand parameters, to try the program")
@@ -81,10 +86,13 @@ def _steps(jobs: Players, names: Sequence[str], options: argparse.Namespace) -> 
     for workload in options.workloads:
         for name in names:
             jobs.ask(name, do="begin", workload=workload)
+            jobs.ask(name, do="step", count=plan.CHECK_STEPS)
         times = interleaved(jobs, names, options.rounds, workload if sys.stderr.isatty() else None)
         for variant in options.variants:
-            deviations, _ = compare(jobs, [_name(variant, THIS)], _name(variant, OTHER))
-            check_weights(deviations)
+            with closing(Ways()) as ways:
+                ways.compare(jobs, _name(variant, OTHER))
+                deviation, _ = ways.compare(jobs, _name(variant, THIS))
+            check_weights({f"{workload}: {variant}, this tree against the other": deviation})
         _show(workload, {each: (times[_name(each, OTHER)], times[_name(each, THIS)]) for each in options.variants})
 
 
@@ -96,7 +104,7 @@ def _allreduce(jobs: Players, options: argparse.Namespace) -> None:
             times: dict[str, list[float]] = {OTHER: [], THIS: []}
             for name in names.values():
                 jobs.ask(name, do="tensor", kind=kind, bytes=nbytes)
-            for turn in range(max(2, options.rounds // 4)):
+            for turn in range(max(2, options.rounds)):
                 for tree in (OTHER, THIS) if turn % 2 else (THIS, OTHER):
                     ranks = jobs.ask(names[tree], do="calls", repeats=min(50, max(1, 2**24 // nbytes)))
                     times[tree] += map(max, zip(*ranks, strict=True))

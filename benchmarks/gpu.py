@@ -82,17 +82,11 @@ def gpt(tiny: bool) -> Task:
     size = GptSize(64, 16, 32, 2, 2) if tiny else GptSize(50257, 1024, 768, 12, 12)
     rows = 2 if tiny else 8
 
-    def make() -> nn.Module:
-        model = Gpt(size)
-        nn.init.normal_(model.token.weight, std=0.02)
-        model.head.weight = model.token.weight
-        return model
-
     def batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
         text = torch.randint(size.words, (rows, size.context + 1), generator=generator)
         return text[:, :-1], text[:, 1:].flatten()
 
-    return Task(make, batch)
+    return Task(lambda: Gpt(size, tied=True), batch)
 
 
 def resnet(tiny: bool) -> Task:

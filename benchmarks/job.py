@@ -20,6 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # Every library has one thread per rank: peers must differ in the exchange, not in how they share cores.
 ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 
+NO_ADVICE = {"HVDLITE_ADVICE": "0"}
+"""Some variants train alone on purpose."""
+
 _END_SECONDS = 10
 """The seconds that the launcher may take to end after SIGTERM."""
 
@@ -52,7 +55,7 @@ class Job:
         self._result = Path(self._folder.name) / "result.json"
         command = [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--no-tag-output"]
         command += [sys.executable, "-m", "benchmarks.job", f"benchmarks.{module}", json.dumps(settings)]
-        env = {**os.environ, **ONE_THREAD, **(environ or {})}
+        env = {**os.environ, **ONE_THREAD, **NO_ADVICE, **(environ or {})}
         if root is not None:
             env["PYTHONPATH"] = str(root)
         command.append(str(self._result))

@@ -94,7 +94,7 @@ def measure(names: Sequence[str], rounds: int, tiny: bool, progress: bool) -> di
             figures.append(
                 {
                     **{"workload": name, "parameters": len(truth), "ranks": comm.size, "variant": variant},
-                    **{**figure, "ratio": figure["median"] / results[ALONE]["median"]},
+                    **{**figure, "reference": ALONE, "ratio": figure["median"] / results[ALONE]["median"]},
                     **{"deviation": deviations[variant], "rank_spread": spreads[variant]},
                 }
             )

@@ -30,19 +30,40 @@ class Workload:
 
 
 def workloads(tiny: bool) -> dict[str, Workload]:
-    """Return the workloads by their names in `plan.WORKLOADS`. Each has 10 million parameters, or few if `tiny`."""
-    images, tokens = _images(64), _tokens(4, *((16, 64) if tiny else (32, 4096)))
+    """Return the workloads by the names that `plan.WORKLOADS` shows. If `tiny`, they have few parameters."""
     mlp = _mlp((784, 16, 10) if tiny else (784, 2048, 2048, 2048, 10))
-    gpt = _gpt(GptSize(64, 16, 32, 2, 2) if tiny else GptSize(4096, 32, 320, 5, 6))
+    wide = _mlp((1024, 16, 100) if tiny else (1024, 4096, 4096, 100))
+    gpt = GptSize(64, 16, 32, 2, 2) if tiny else GptSize(4096, 32, 320, 5, 6)
+    bert = GptSize(64, 16, 32, 2, 2) if tiny else GptSize(30522, 512, 768, 12, 12)
+    words, lstm = (64, 16) if tiny else (5000, 512)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), 1e-4)
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), 1e-4)
+
     return {
-        "MLP, SGD momentum": Workload(mlp, lambda m: torch.optim.SGD(m.parameters(), 0.01, momentum=0.9), images),
-        "MLP, Adam": Workload(mlp, lambda m: torch.optim.Adam(m.parameters(), 1e-4), images),
-        "GPT, AdamW": Workload(gpt, lambda m: torch.optim.AdamW(m.parameters(), 1e-4), tokens),
+        "MLP, SGD momentum": Workload(mlp, sgd, _images(64, (784,), 10)),
+        "MLP, Adam": Workload(mlp, adam, _images(64, (784,), 10)),
+        "GPT, AdamW": Workload(lambda: Gpt(gpt), adamw, _tokens(4, gpt.context, gpt.words)),
+        "wide MLP, AdamW": Workload(wide, adamw, _images(32, (1024,), 100)),
+        "ResNet-18, SGD momentum": Workload(lambda: SmallResNet(8 if tiny else 64), sgd, _images(4, (3, 32, 32), 10)),
+        "LSTM, Adam": Workload(lambda: Lstm(words, lstm), adam, _tokens(4, 32, words)),
+        "300 small layers, Adam": Workload(lambda: Chain(20 if tiny else 300, 64), adam, _images(32, (64,), 10)),
+        "BERT size, AdamW": Workload(
+            lambda: Gpt(bert, causal=False, tied=True), adamw, _tokens(2, 32 // (1 + tiny), bert.words)
+        ),
     }
 
 
-def _images(size: int) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
-    return lambda g: (torch.randn(size, 784, generator=g), torch.randint(10, (size,), generator=g))
+def _images(
+    size: int, shape: tuple[int, ...], classes: int
+) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda g: (torch.randn(size, *shape, generator=g), torch.randint(classes, (size,), generator=g))
 
 
 def _tokens(size: int, context: int, words: int) -> Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
@@ -72,33 +93,38 @@ class GptSize:
     layers: int
 
 
-def _gpt(size: GptSize) -> Callable[[], nn.Module]:
-    return lambda: Gpt(size)
-
-
 class Gpt(nn.Module):
-    """A decoder-only transformer, from tokens (batch, context) to logits (batch · context, words)."""
+    """A transformer, from tokens (batch, at most `context`) to logits (batch · length, words).
 
-    def __init__(self, size: GptSize) -> None:
+    Args:
+        size: The size.
+        causal: Whether a token sees only those before it, as in GPT; if not, it sees all, as in BERT.
+        tied: Whether the last layer has the weights of the embedding.
+    """
+
+    def __init__(self, size: GptSize, causal: bool = True, tied: bool = False) -> None:
         super().__init__()
         self.token = nn.Embedding(size.words, size.width)
         self.position = nn.Parameter(torch.randn(size.context, size.width) * 0.02)
-        self.blocks = nn.Sequential(*(_Block(size.width, size.heads) for _ in range(size.layers)))
+        self.blocks = nn.Sequential(*(_Block(size.width, size.heads, causal) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.words, bias=False)
+        if tied:
+            nn.init.normal_(self.token.weight, std=0.02)
+            self.head.weight = self.token.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.blocks(self.token(tokens) + self.position)
+        x = self.blocks(self.token(tokens) + self.position[: tokens.shape[1]])
         logits: torch.Tensor = self.head(self.norm(x))
         return logits.flatten(0, 1)
 
 
 class _Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each on the normalised input and added to it."""
+    """Self-attention and a feed-forward layer, each on the normalised input and added to it."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm_attention, self.norm_forward = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query_key_value, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.forward_layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -108,10 +134,39 @@ class _Block(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in self.query_key_value(self.norm_attention(x)).chunk(3, dim=-1)
         )
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         result: torch.Tensor = x + self.forward_layers(self.norm_forward(x))
         return result
+
+
+class Lstm(nn.Module):
+    """A language model of two LSTM layers, from tokens (batch, length) to logits (batch · length, words)."""
+
+    def __init__(self, words: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(words, width)
+        self.layers = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, words)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.layers(self.token(tokens))[0])
+        return logits.flatten(0, 1)
+
+
+class Chain(nn.Module):
+    """Many small linear layers, each added to its input, from vectors (batch, width) to logits (batch, 10)."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth - 1))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * torch.tanh(layer(x))
+        logits: torch.Tensor = self.head(x)
+        return logits
 
 
 class ResNet(nn.Module):
@@ -153,6 +208,44 @@ class _Bottleneck(nn.Module):
         self.layers = nn.Sequential(*narrow, *_convolution(width, 4 * width, 1))
         same = channels == 4 * width and stride == 1
         self.shortcut = nn.Sequential(*(() if same else _convolution(channels, 4 * width, 1, stride)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.layers(x) + self.shortcut(x))
+
+
+class SmallResNet(nn.Module):
+    """ResNet-18 for small images, (batch, 3, height, width) to logits (batch, 10): it begins with 3×3, and without pooling.
+
+    See He, Zhang, Ren & Sun, "Deep residual learning for image recognition", 2015, table 1.
+
+    Args:
+        width: The number of channels of the first blocks.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [*_convolution(3, width, 3), nn.ReLU(True)]
+        channels = width
+        for level in range(4):
+            for stride in (2 if level else 1, 1):
+                layers.append(_BasicBlock(channels, width << level, stride))
+                channels = width << level
+        self.layers = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.layers(images)
+        return logits
+
+
+class _BasicBlock(nn.Module):
+    """Two 3×3 convolutions, whose output is added to their input."""
+
+    def __init__(self, channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        first = [*_convolution(channels, width, 3, stride), nn.ReLU(True)]
+        self.layers = nn.Sequential(*first, *_convolution(width, width, 3))
+        same = channels == width and stride == 1
+        self.shortcut = nn.Sequential(*(() if same else _convolution(channels, width, 1, stride)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(self.layers(x) + self.shortcut(x))

@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Mapping
+
+
+def names_in(table: Mapping[str, str]) -> Callable[[str], list[str]]:
+    """Return the type of an option that takes keys of `table`, separated by commas, and gives its values in their order."""
+
+    def parse(text: str) -> list[str]:
+        typed = [name.strip() for name in text.split(",") if name.strip()]
+        if unknown := [name for name in typed if name not in table]:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}: there are {', '.join(table)}.")
+        return [shown for name, shown in table.items() if name in typed]
+
+    return parse
+
+
 # Blocking allreduce
 
 KINDS = ("float32", "bfloat16", "float16", "float32 NumPy")
@@ -27,27 +43,53 @@ medians to MPI's own Allreduce of float32 with as many elements (below 1: faster
 
 # Training steps
 
-WORKLOADS = ("MLP, SGD momentum", "MLP, Adam", "GPT, AdamW")
+WORKLOADS = {
+    **{"mlp_sgd": "MLP, SGD momentum", "mlp_adam": "MLP, Adam", "gpt": "GPT, AdamW"},
+    **{"mlp_wide": "wide MLP, AdamW", "resnet18": "ResNet-18, SGD momentum", "lstm": "LSTM, Adam"},
+    **{"small_layers": "300 small layers, Adam", "bert": "BERT size, AdamW"},
+}
+"""The workloads: by the names that are typed, the names that are shown."""
+LARGE = ("BERT size, AdamW",)
+"""The workloads of which memory does not hold all variants at once: the job of a variant ends before the next one starts."""
 
 ALONE = "no exchange"
-"""The variant whose time is the reference: each rank trains alone, so the weights differ between the ranks."""
+"""Training alone with the plain torch optimizer: each rank trains alone, so the weights differ between the ranks."""
+ALONE_TUNED = "no exchange, tuned"
+"""The variant whose time is the reference: training alone with torch's fused step, and freed memory kept for the next step.
+hvdlite does both, and any program could."""
+HVDLITE, SHARD, OVERLAP = "hvdlite", "hvdlite shard", "hvdlite overlap"
+DDP = "torch DDP, gloo"
+DDP_TUNED = "torch DDP, tuned"
+"""DDP with what `ALONE_TUNED` has, and without its broadcast of buffers, which hvdlite does not do either."""
+ZERO = "torch ZeRO, tuned"
+"""`DDP_TUNED` with torch's ZeroRedundancyOptimizer: each rank steps its shard of the parameters."""
 FLAT = "MPI, flat"
 """The variant whose weights are the reference: the exchange that a user writes by hand."""
-ALONE_TUNED = "no exchange, tuned"
-"""Training alone with torch's fused step, and with freed memory kept for the next step. hvdlite does both. This variant shows
-how much of hvdlite's gain is possible without it."""
-DDP = "torch DDP, gloo"
-VARIANTS = (ALONE, ALONE_TUNED, "hvdlite", "hvdlite shard", "hvdlite overlap", DDP, FLAT, "Horovod")
+HOROVOD = "Horovod"
+VARIANTS = {
+    **{"alone": ALONE, "tuned": ALONE_TUNED, "plain": HVDLITE, "sharded": SHARD, "overlap": OVERLAP},
+    **{"ddp": DDP, "ddp_tuned": DDP_TUNED, "zero": ZERO, "flat": FLAT, "horovod": HOROVOD},
+}
+"""The variants: by the names that are typed, the names that are shown."""
 
 STEP_RANKS = 2
-STEP_ROUNDS, QUICK_STEP_ROUNDS = 40, 5
+TURN_STEPS = 4
+"""The number of steps that a variant makes in one turn."""
+CHECK_STEPS = 3
+"""The number of steps before the weights are compared with those of `FLAT`. They are not timed."""
+STEP_ROUNDS, QUICK_STEP_ROUNDS = 10, 1
+LARGE_ROUNDS = 2
+"""The number of turns of each variant, if `LARGE`."""
+LARGE_EVERY = 8
+"""Every eighth weight is compared, if `LARGE`: a disk would take longer for all than training takes."""
 
-HOW_STEPS = """\
+HOW_STEPS = f"""\
 Training steps (zero_grad, forward, backward, exchange, optimizer) on 2 ranks with one thread each. All variants start with
-the same weights and see the same batches, each rank others. Each has processes of its own, all there at the same time; they
-take turns step by step, beginning with another one in each round, and sleep meanwhile. Every step starts after a barrier; its
-time is that of the rank that took longest. After the rounds all variants that exchange must hold the same weights on all ranks.
-Ratio: of medians, to the step without exchange (below 1: faster than training alone)."""
+the same weights and see the same batches, each rank others. Each has processes of its own. They take turns of {TURN_STEPS}
+steps, beginning with another one in each round, and sleep meanwhile; if the model is large, the processes of a variant end
+with its turn. Every step starts after a barrier; its time is that of the rank that took longest. After {CHECK_STEPS} steps,
+which are not timed, all variants that exchange must hold the weights of the exchange by hand, and at the end the same weights
+on all ranks. ÷: ratio of medians, to the tuned step without exchange and to the tuned DDP (below 1: faster)."""
 
 HOW_MEMORY = """\
 Memory of a rank that trains, one variant in a job of its own: Pss of /proc/self/smaps_rollup, which splits what ranks share

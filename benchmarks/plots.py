@@ -19,13 +19,19 @@ from benchmarks.plan import (
     ALONE_TUNED,
     BUCKETS,
     DDP,
+    DDP_TUNED,
     FLAT,
     GLOO,
+    HOROVOD,
+    HVDLITE,
     MEMCPY,
     MPI_HALF,
     MPI_OWN,
     MULTI_WORKER,
+    OVERLAP,
+    SHARD,
     TF_KERAS_ALONE,
+    ZERO,
 )
 from benchmarks.report import size
 
@@ -33,10 +39,10 @@ Figure = Mapping[str, Any]
 
 LOSS = "#fbe9e7"
 COLOURS = {
-    **{"hvdlite": "#1565c0", BUCKETS: "#00838f", "hvdlite shard": "#00838f"},
+    **{HVDLITE: "#1565c0", BUCKETS: "#00838f", SHARD: "#00838f"},
     **{"torch gloo": "#ef6c00", DDP: "#ef6c00", MPI_HALF: "#6a1b9a", FLAT: "#6a1b9a"},
-    **{"Horovod": "#2e7d32", MEMCPY: "#757575", ALONE: "#bdbdbd"},
-    **{ALONE_TUNED: "#9e9e9e", "hvdlite overlap": "#90caf9"},
+    **{HOROVOD: "#2e7d32", MEMCPY: "#757575", ALONE: "#bdbdbd"},
+    **{ALONE_TUNED: "#9e9e9e", OVERLAP: "#90caf9", DDP_TUNED: "#ffb74d", ZERO: "#a1887f"},
     **{TF_KERAS_ALONE: "#9e9e9e", MULTI_WORKER: "#ef6c00"},
 }
 ALGORITHM_COLOURS = ("#64b5f6", "#ba68c8", "#a1887f", "#dce775", "#f06292")
@@ -114,14 +120,15 @@ def plot_backend(figures: Sequence[Figure], steps: Sequence[Figure], path: Path)
 
 
 def plot_steps(figures: Sequence[Figure], memory: Sequence[Figure], path: Path) -> None:
-    """Draw the ratio of medians to the step without exchange, and memory, as bars by workload and variant."""
-    picture = plt.figure(figsize=(15 if memory else 8, 5.5), layout="constrained")
+    """Draw the ratio of medians to the reference, and memory, as bars by workload and variant."""
+    reference, wide = figures[0]["reference"], max(8, 3 * len({f["workload"] for f in figures}))
+    picture = plt.figure(figsize=(1.9 * wide if memory else wide, 5.5), layout="constrained")
     times, *others = picture.subplots(1, 2 if memory else 1, squeeze=False)[0]
     _bars(times, {(f["workload"], f["variant"]): f["ratio"] for f in figures}, "{:.2f}")
     times.axhline(1, color="black", linewidth=1.2)
     times.axhspan(1, 1e3, color=LOSS, zorder=0)
     times.set_ylim(0, 1.12 * max(f["ratio"] for f in figures))
-    times.set_ylabel("time of a step ÷ without exchange")
+    times.set_ylabel(f"time of a step ÷ {reference}")
     times.set_title("Training step: ratio of medians (tinted: slower than training alone)")
     for sizes in others:
         _bars(sizes, {(m["workload"], m["variant"]): statistics.mean(m["kept"]) / 1e6 for m in memory}, "{:.0f}")

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.plan import DDP_TUNED
+
 Figure = Mapping[str, Any]
 
 
@@ -62,10 +64,13 @@ def step_table(figures: Sequence[Figure], memory: Sequence[Figure]) -> str:
     held = {(m["workload"], m["variant"]): m for m in memory}
     blocks = []
     for name in dict.fromkeys(f["workload"] for f in figures):
-        rows = [["", "step", "ratio", "weights off by"] + (["MB kept", "MB peak", "MB process"] if held else [])]
         mine = [f for f in figures if f["workload"] == name]
+        ratios = {"ratio": f"÷ {mine[0]['reference']}"} | ({"to_ddp": f"÷ {DDP_TUNED}"} if "to_ddp" in mine[0] else {})
+        rows = [["", "step", *ratios.values(), "weights off by"]]
+        rows[0] += ["MB kept", "MB peak", "MB process"] if held else []
         for figure in mine:
-            row = [figure["variant"], time_of(figure), _ratio(figure), f"{figure['deviation']:.1g}"]
+            row = [figure["variant"], time_of(figure), *(_three_digits(figure[key]) for key in ratios)]
+            row.append(f"{figure['deviation']:.1g}")
             if at := held.get((name, figure["variant"])):
                 row += [f"{statistics.mean(at[what]) / 1e6:.0f}" for what in ("kept", "peak", "process_peak")]
             rows.append(row)

@@ -2,100 +2,175 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from benchmarks.checks import check_weights
 from benchmarks.figures import in_turn, summary
-from benchmarks.plan import ALONE, ALONE_TUNED, FLAT, STEP_RANKS, VARIANTS
+from benchmarks.plan import (
+    ALONE,
+    ALONE_TUNED,
+    CHECK_STEPS,
+    DDP_TUNED,
+    FLAT,
+    LARGE,
+    LARGE_EVERY,
+    STEP_RANKS,
+    TURN_STEPS,
+    VARIANTS,
+)
 from benchmarks.turns import Players, players
+from benchmarks.ways import Ways, spread
 
-WARM_UP = 3
+Times = dict[str, list[float]]
 
 
-def measure(names: Sequence[str], variants: Sequence[str], rounds: int, tiny: bool, progress: bool) -> dict[str, Any]:
-    """Train the variants in turn.
+def measure(
+    names: Sequence[str], variants: Sequence[str], rounds: int, large_rounds: int, tiny: bool, progress: bool
+) -> Iterator[dict[str, Any]]:
+    """Train the variants in turn, and yield the figures of each workload as soon as they are there.
 
     Args:
-        names: Names in `plan.WORKLOADS`.
-        variants: Names in `plan.VARIANTS`. The references `ALONE` and `FLAT` are always trained.
-        rounds: The number of timed steps of each variant.
+        names: Workloads, by the names that `plan.WORKLOADS` shows.
+        variants: Variants, by the names that `plan.VARIANTS` shows. The reference `ALONE_TUNED` is always trained, and `FLAT`
+            for the first steps.
+        rounds: The number of timed turns of each variant.
+        large_rounds: The same for workloads in `plan.LARGE`.
         tiny: Whether to use models with few parameters.
         progress: Whether to show a progress bar.
 
-    Returns:
-        ``figures``: one entry for each workload and variant; ``skipped``: reasons by variant; ``mpi``: the result of
-        `mpi_in_use`.
+    Yields:
+        ``figures``: one entry for each variant; ``skipped``: reasons by variant; ``mpi``: the result of `mpi_in_use`.
 
     Raises:
         JobFailed: The job of a variant has failed.
         WrongResult: The weights of a variant differ from the reference, or between ranks.
     """
-    figures: list[dict[str, Any]] = []
-    skipped: dict[str, str] = {}
-    mpi: dict[str, str] = {}
-    chosen = [variant for variant in VARIANTS if variant in variants or variant in (ALONE, FLAT)]
-    with players("trainer", STEP_RANKS, {variant: {"variant": variant, "tiny": tiny} for variant in chosen}) as jobs:
-        for workload in names:
-            parameters = 0
-            there = []
-            for variant in chosen:
-                began = jobs.ask(variant, do="begin", workload=workload)[0]
-                if "missing" in began:
-                    skipped[variant] = began["missing"]
-                else:
-                    there.append(variant)
-                    parameters, mpi = began["parameters"], began["mpi"]
-            times = interleaved(jobs, there, rounds, workload if progress else None)
-            deviations, spreads = compare(jobs, there, FLAT)
-            together = [variant for variant in there if variant not in (ALONE, ALONE_TUNED)]
-            check_weights({f"{workload}: {variant}, against {FLAT}": deviations[variant] for variant in together})
-            check_weights({f"{workload}: {variant}, rank against rank": spreads[variant] for variant in together})
-            results = {variant: summary(seconds) for variant, seconds in times.items()}
-            for variant, figure in results.items():
-                figures.append(
-                    {
-                        **{"workload": workload, "parameters": parameters, "ranks": STEP_RANKS},
-                        **{"variant": variant, **figure, "ratio": figure["median"] / results[ALONE]["median"]},
-                        **{"deviation": deviations[variant], "rank_spread": spreads[variant]},
-                    }
-                )
-    return {"figures": figures, "skipped": skipped, "mpi": mpi}
+    timed = [variant for variant in VARIANTS.values() if variant in variants or variant == ALONE_TUNED]
+    # The exchange by hand comes first: its weights are the reference.
+    settings = {variant: {"variant": variant, "tiny": tiny} for variant in dict.fromkeys([FLAT, *timed])}
+    small = [name for name in names if name not in LARGE]
+    if small:
+        with players("trainer", STEP_RANKS, settings) as jobs:
+            for name in small:
+                with closing(_Training(name)) as training:
+                    for variant in settings:
+                        training.begin(jobs, variant)
+                    there = [variant for variant in timed if variant not in training.skipped]
+                    times = interleaved(jobs, there, rounds, name if progress else None)
+                    for variant in there:
+                        training.end(jobs, variant)
+                    yield training.results(times)
+    for name in names:
+        if name in LARGE:
+            with closing(_Training(name)) as training:
+                yield training.results(_one_by_one(training, settings, timed, large_rounds, progress))
 
 
-def interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | None) -> dict[str, list[float]]:
+def interleaved(jobs: Players, names: Sequence[str], rounds: int, label: str | None) -> Times:
     """Let the variants take turns. Return the seconds of each timed step on the slowest rank, by variant."""
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for turn in tqdm(range(WARM_UP + rounds), label, unit="round", leave=False, disable=label is None):
+    times: Times = {name: [] for name in names}
+    for turn in tqdm(range(rounds), label, unit="round", leave=False, disable=label is None):
         for name in in_turn(names, turn):
-            seconds = max(jobs.ask(name, do="step"))
-            if turn >= WARM_UP:
-                times[name].append(seconds)
+            times[name] += _steps(jobs, name, TURN_STEPS)
     return times
 
 
-def compare(jobs: Players, names: Sequence[str], reference: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Return by name the largest distance of a rank's weights from those of the reference, and from rank 0 of the name."""
-    deviations, spreads = {}, {}
-    with tempfile.TemporaryDirectory() as folder:
+def _one_by_one(
+    training: _Training, settings: Mapping[str, Mapping[str, Any]], timed: Sequence[str], rounds: int, progress: bool
+) -> Times:
+    """Let the variants take turns, each in a job that ends with its turn. So memory holds one variant at a time."""
+    times: Times = {}
+    turns = [(turn, variant) for turn in range(rounds) for variant in in_turn(timed, turn)]
+    turns.insert(0, (-1, FLAT))
+    bar = tqdm(turns, training.workload, unit="job", leave=False, disable=not progress)
+    for turn, variant in bar:
+        bar.set_postfix_str(variant)
+        if variant in training.skipped:
+            continue
+        with players("trainer", STEP_RANKS, {variant: settings[variant]}) as jobs:
+            training.begin(jobs, variant, compare=turn < 1)
+            if turn >= 0 and variant not in training.skipped:
+                times[variant] = times.get(variant, []) + _steps(jobs, variant, TURN_STEPS)
+                if turn == rounds - 1:
+                    training.end(jobs, variant)
+    return {variant: times[variant] for variant in timed if variant in times}
 
-        def ways(name: str) -> list[np.ndarray[Any, Any]]:
-            jobs.ask(name, do="save", path=f"{folder}/{{rank}}.npy")
-            return [np.load(f"{folder}/{rank}.npy") for rank in range(STEP_RANKS)]
 
-        truth = ways(reference)
-        for name in names:
-            own = ways(name)
-            # np.max keeps a NaN of weights that exploded; max() may drop it.
-            deviations[name] = float(np.max([_distance(*pair) for pair in zip(own, truth, strict=True)]))
-            spreads[name] = float(np.max([_distance(way, own[0]) for way in own]))
-    return deviations, spreads
+def _steps(jobs: Players, name: str, count: int) -> list[float]:
+    """Make steps, and return the seconds of each on the slowest rank."""
+    return [max(ranks) for ranks in zip(*jobs.ask(name, do="step", count=count), strict=True)]
 
 
-def _distance(way: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
-    """Return the distance between two changes of the weights, relative to `other`."""
-    return float(np.linalg.norm(way - other) / np.linalg.norm(other))
+class _Training:
+    """One workload, trained by all variants: what is known of it, and whether the weights are right.
+
+    Args:
+        workload: The name of the workload.
+
+    Attributes:
+        workload: The name of the workload.
+        skipped: Why a variant is not there, by its name.
+    """
+
+    def __init__(self, workload: str) -> None:
+        self.workload = workload
+        self.skipped: dict[str, str] = {}
+        self._parameters, self._mpi = 0, {"library": ""}
+        every = LARGE_EVERY if workload in LARGE else 1
+        self._first, self._last = Ways(every), Ways(every)
+        self._deviations: dict[str, float] = {}
+        self._drifts: dict[str, float] = {}
+        self._spreads: dict[str, float] = {}
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._first.close()
+        self._last.close()
+
+    def begin(self, jobs: Players, variant: str, compare: bool = True) -> None:
+        """Make the model, and the first steps. Compare the weights with those of the first variant, which is `FLAT`."""
+        began = jobs.ask(variant, do="begin", workload=self.workload)[0]
+        if "missing" in began:
+            self.skipped[variant] = began["missing"]
+            return
+        self._parameters, self._mpi = began["parameters"], began["mpi"]
+        _steps(jobs, variant, CHECK_STEPS)
+        if compare:
+            self._deviations[variant], _ = self._first.compare(jobs, variant)
+            self._check(variant, f"against {FLAT}", self._deviations[variant])
+
+    def end(self, jobs: Players, variant: str) -> None:
+        """Compare the weights with those of the other ranks, and of the first variant that exchanges."""
+        if variant in _ALONE:
+            self._spreads[variant] = spread(self._last.of(jobs, variant))
+            return
+        self._drifts[variant], self._spreads[variant] = self._last.compare(jobs, variant)
+        self._check(variant, "rank against rank", self._spreads[variant])
+        self._check(variant, f"against {self._last.reference}", self._drifts[variant])
+
+    def _check(self, variant: str, what: str, deviation: float) -> None:
+        if variant not in _ALONE:
+            check_weights({f"{self.workload}: {variant}, {what}": deviation})
+
+    def results(self, times: Times) -> dict[str, Any]:
+        """Return what `measure` yields."""
+        found = {variant: summary(seconds) for variant, seconds in times.items()}
+        tuned, ddp = found[ALONE_TUNED]["median"], found.get(DDP_TUNED, {}).get("median")
+        figures = [
+            {
+                **{"workload": self.workload, "parameters": self._parameters, "ranks": STEP_RANKS, "variant": variant},
+                **{**figure, "reference": ALONE_TUNED, "ratio": figure["median"] / tuned},
+                **({"to_ddp": figure["median"] / ddp} if ddp else {}),
+                **{"deviation": self._deviations[variant], "rank_spread": self._spreads[variant]},
+                **{"drift": self._drifts.get(variant), "seconds": times[variant]},
+            }
+            for variant, figure in found.items()
+        ]
+        return {"figures": figures, "skipped": self.skipped, "mpi": self._mpi}
+
+
+_ALONE = (ALONE, ALONE_TUNED)

@@ -15,7 +15,7 @@ from benchmarks.checks import addend, check_sum, true_sum
 from benchmarks.collectives import DTYPES
 from benchmarks.figures import mpi_in_use
 from benchmarks.models import Workload, parameters_of, workloads
-from benchmarks.plan import DDP
+from benchmarks.plan import DDP, DDP_TUNED, HOROVOD, ZERO
 from benchmarks.turns import orders
 from benchmarks.variants import Missing, Variant, make
 
@@ -33,9 +33,9 @@ def measure(name: str, address: str, variant: str, tiny: bool) -> dict[str, Any]
         An empty dictionary: the answers go to the program that gives the orders.
     """
     comm = MPI.COMM_WORLD
-    if variant == DDP:
+    if variant in (DDP, DDP_TUNED, ZERO):
         start_gloo()
-    horovod = start_horovod() if variant == "Horovod" else None
+    horovod = start_horovod() if variant == HOROVOD else None
     trained: _Trained | None = None
     summed: _Summed | None = None
     for line, order in orders(address, name, comm.rank):
@@ -49,10 +49,10 @@ def measure(name: str, address: str, variant: str, tiny: bool) -> dict[str, Any]
                     line.say({"missing": str(reason)})
             case "step":
                 assert trained is not None
-                line.say(trained.step())
+                line.say([trained.step() for _ in range(order["count"])])
             case "save":
                 assert trained is not None
-                np.save(order["path"].format(rank=comm.rank), trained.way())
+                np.save(order["path"].format(rank=comm.rank), trained.way()[:: order["every"]])
                 line.say(None)
             case "tensor":
                 summed = _Summed(order["kind"], order["bytes"])

@@ -9,7 +9,7 @@ import json
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +18,9 @@ from benchmarks.job import Job, JobFailed
 
 _LOOK_SECONDS = 0.5
 """While jobs start, the seconds between two checks whether a job has ended."""
+
+_TRACEBACK_SECONDS = 10.0
+"""How long a job that has lost a rank may take to end by itself."""
 
 
 class Line:
@@ -48,10 +51,11 @@ class Players:
 
     Args:
         lines: The connections to the ranks of each job, by the job's name.
+        jobs: The jobs.
     """
 
-    def __init__(self, lines: Mapping[str, Sequence[Line]]) -> None:
-        self._lines = lines
+    def __init__(self, lines: Mapping[str, Sequence[Line]], jobs: Mapping[str, Job]) -> None:
+        self._lines, self._jobs = lines, jobs
 
     def ask(self, name: str, **order: Any) -> list[Any]:
         """Give an order to all ranks of one job, and return their answers by rank.
@@ -64,6 +68,8 @@ class Players:
                 line.say(order)
             return [line.hear() for line in self._lines[name]]
         except (EOFError, OSError):
+            with suppress(JobFailed):
+                self._jobs[name].result(_TRACEBACK_SECONDS)  # it prints the traceback before it ends
             raise JobFailed(f"the ranks of {name!r} are gone.") from None
 
 
@@ -107,7 +113,7 @@ def players(
             line = Line(stack.enter_context(connection))
             name, rank = line.hear()
             lines[name, rank] = line
-        yield Players({name: [lines[name, rank] for rank in range(ranks)] for name in jobs})
+        yield Players({name: [lines[name, rank] for rank in range(ranks)] for name in jobs}, jobs)
         for connection_lines in lines.values():
             connection_lines.say(None)
         for job in jobs.values():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -10,12 +11,16 @@ from typing import Any
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import hvdlite_torch
 from benchmarks.backends import NO_HOROVOD
 from benchmarks.models import MakeOptimizer, train
-from benchmarks.plan import ALONE, ALONE_TUNED, DDP, FLAT, VARIANTS
-from hvdlite_torch.tensors.malloc import keep_freed_memory
+from benchmarks.plan import ALONE, ALONE_TUNED, DDP, DDP_TUNED, FLAT, HOROVOD, HVDLITE, OVERLAP, SHARD, VARIANTS, ZERO
+from hvdlite_torch.tensors.malloc import tell_malloc
+
+HOW: Mapping[str, dict[str, Any]] = {HVDLITE: {}, SHARD: {"shard": True}, OVERLAP: {"overlap": True}}
+"""The options of `hvdlite_torch.DistributedOptimizer` by the variant."""
 
 
 class Missing(Exception):
@@ -46,37 +51,52 @@ class Variant:
 
 
 def make(name: str, model: nn.Module, make_optimizer: MakeOptimizer, horovod: ModuleType | None) -> Variant:
-    """Return the variant `name` of `plan.VARIANTS` for a model. Every rank calls this function, for DDP after `start_gloo`.
+    """Return the variant `name` of `plan.VARIANTS` for a model. Every rank calls it, for torch's DDP after `start_gloo`.
 
     Raises:
         Missing: The variant does not exist on this machine.
     """
-    if name == DDP:
+    if name in (DDP, DDP_TUNED, ZERO):
         # DDP's best setting: gradients are views of the buckets, which saves two copies of the gradients.
-        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return Variant(model, wrapped, make_optimizer(model))
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, forward_sync_buffers=name == DDP
+        )
+        optimizer = make_optimizer(model)
+        if name != DDP:
+            tune(optimizer)
+        return Variant(model, wrapped, sharded(optimizer) if name == ZERO else optimizer)
     optimizer = make_optimizer(model)
     if name == ALONE:
         return Variant(model, model, optimizer)
     if name == ALONE_TUNED:
-        keep_freed_memory()
-        for group in optimizer.param_groups:
-            group["fused"] = True
+        tune(optimizer)
         return Variant(model, model, optimizer)
-    if name == "hvdlite overlap":
-        return Variant(model, model, hvdlite_torch.DistributedOptimizer(optimizer, overlap=True))
-    if name == "hvdlite":
-        return Variant(model, model, hvdlite_torch.DistributedOptimizer(optimizer))
-    if name == "hvdlite shard":
-        return Variant(model, model, hvdlite_torch.DistributedOptimizer(optimizer, shard=True))
+    if name in HOW:
+        return Variant(model, model, hvdlite_torch.DistributedOptimizer(optimizer, **HOW[name]))
     if name == FLAT:
         return Variant(model, model, optimizer, FlatAllreduce(model))
-    if name == "Horovod":
+    if name == HOROVOD:
         if horovod is None:
             raise Missing(NO_HOROVOD)
         distributed = horovod.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
         return Variant(model, model, distributed)
-    raise ValueError(f"no variant {name!r}: there are {', '.join(VARIANTS)}.")
+    raise ValueError(f"no variant {name!r}: there are {', '.join(VARIANTS.values())}.")
+
+
+def tune(optimizer: torch.optim.Optimizer) -> None:
+    """Let the step be torch's fused one, and freed memory stay with this process. hvdlite sees to both by itself."""
+    tell_malloc()
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
+def sharded(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return torch's ZeroRedundancyOptimizer with the class, the parameters and the options of an optimizer without state."""
+    (group,) = optimizer.param_groups
+    options = {
+        name: group[name] for name in inspect.signature(type(optimizer)).parameters if name in optimizer.defaults
+    }
+    return ZeroRedundancyOptimizer(group["params"], type(optimizer), parameters_as_bucket_view=True, **options)
 
 
 class FlatAllreduce:

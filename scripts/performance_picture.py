@@ -1,10 +1,11 @@
-"""Draw docs/performance.svg of the tables in docs/performance.md.
+"""Draw docs/performance.svg of the table of steps in docs/performance.md.
 
 python scripts/performance_picture.py
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -12,49 +13,40 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
-from matplotlib.axes import Axes
 
 DOCS = Path(__file__).parent.parent / "docs"
-COLOURS = {"hvdlite": "#3949ab", "hvdlite shard": "#7986cb"}
+HEAD = "| ÷ the tuned step |"
+COLOURS = {
+    **{"no exchange": "#bdbdbd", "hvdlite": "#3949ab", "hvdlite shard": "#7986cb"},
+    **{"DDP": "#d7ccc8", "DDP, tuned": "#a1887f", "ZeRO, tuned": "#8d6e63"},
+}
+"""The columns of the table that are drawn."""
 
 
-def table(text: str, head: str) -> tuple[list[str], dict[str, list[float]]]:
-    """The columns and the rows of numbers of the first table of `text` whose head contains `head`."""
-    lines = text[text.index(head) :].splitlines()
-    columns = [cell.strip() for cell in lines[0].strip(" |").split("|")]
-    columns = columns[1:] if len(columns) > 1 and not head.startswith("| |") else columns
-    rows: dict[str, list[float]] = {}
-    for line in lines[2:]:
-        if not line.startswith("|"):
-            break
-        name, *cells = (cell.strip(" *") for cell in line.strip().strip("|").split("|"))
-        if all(re.fullmatch(r"[\d.]+", cell) for cell in cells):
-            rows[name] = [float(cell) for cell in cells]
-    return columns, rows
-
-
-def bars(panel: Axes, columns: list[str], rows: dict[str, list[float]], title: str) -> None:
-    width = 0.8 / len(rows)
-    greys = iter(["#bdbdbd", "#9e9e9e", "#757575", "#d7ccc8", "#a1887f"])
-    for number, (name, values) in enumerate(rows.items()):
-        places = [column + (number - (len(rows) - 1) / 2) * width for column in range(len(values))]
-        drawn = panel.bar(places, values, width * 0.92, label=name, color=COLOURS.get(name) or next(greys))
-        panel.bar_label(drawn, fmt="%.2f", fontsize=7)
-    panel.axhline(1, color="#444", linewidth=0.8, linestyle="--")
-    panel.set_xticks(range(len(columns)), columns)
-    panel.set_title(title, fontsize=11)
-    panel.legend(fontsize=8)
-    panel.spines[["top", "right"]].set_visible(False)
+def table(text: str) -> tuple[list[str], dict[str, list[str]]]:
+    """Return the columns and the rows of the table of steps."""
+    lines = itertools.takewhile(lambda line: line.startswith("|"), text[text.index(HEAD) :].splitlines())
+    (_, *columns), _, *rows = [[cell.strip(" *") for cell in line.strip("| ").split("|")] for line in lines]
+    return columns, {name: values for name, *values in rows}
 
 
 def main() -> None:
-    text = (DOCS / "performance.md").read_text()
-    columns, rows = table(text, "| | MLP, SGD momentum | MLP, Adam | GPT, AdamW |\n|---|---|---|---|\n| no exchange |")
+    columns, rows = table((DOCS / "performance.md").read_text())
     matplotlib.rcParams["svg.hashsalt"] = "hvdlite"  # the same file each time
-    figure, panel = plt.subplots(figsize=(9, 4))
-    bars(
-        panel, columns, rows, "Time of a training step of two ranks ÷ the same step with no exchange (lower is better)"
+    figure, panel = plt.subplots(figsize=(12, 4.5))
+    width = 0.8 / len(COLOURS)
+    for number, (name, colour) in enumerate(COLOURS.items()):
+        values = [float(row[columns.index(name)]) for row in rows.values()]
+        places = [place + (number - (len(COLOURS) - 1) / 2) * width for place in range(len(values))]
+        drawn = panel.bar(places, values, width * 0.92, label=name, color=colour)
+        panel.bar_label(drawn, fmt="%.2f", fontsize=6)
+    panel.axhline(1, color="#444", linewidth=0.8, linestyle="--")
+    panel.set_xticks(range(len(rows)), [re.sub(", ", ",\n", name) for name in rows], fontsize=8)
+    panel.set_title(
+        "Time of a training step of two ranks ÷ the tuned step with no exchange (lower is better)", fontsize=11
     )
+    panel.legend(fontsize=8, ncols=3)
+    panel.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(DOCS / "performance.svg", metadata={"Date": None})
     print(f"{DOCS / 'performance.svg'}: {', '.join(rows)}")

@@ -12,14 +12,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import against, job
+from benchmarks import against, job, plan
+from benchmarks.__main__ import main
 from benchmarks.checks import WEIGHT_TOLERANCE, WrongResult, addend, check_sum, check_weights, true_sum
 from benchmarks.collectives import DTYPES
-from benchmarks.report import allreduce_tables, size
+from benchmarks.models import parameters_of, workloads
+from benchmarks.report import allreduce_tables, size, step_table
 
 # Horovod, sharding and MPI's own halves may be there or not.
 PEERS = {"hvdlite", "hvdlite buckets", "MPI", "torch gloo", "memcpy"}
-VARIANTS = {"no exchange", "hvdlite", "torch DDP, gloo", "MPI, flat"}
+VARIANTS = {"no exchange, tuned", "hvdlite shard", "torch ZeRO, tuned"}
+WORKLOADS = {
+    "GPT, AdamW",
+    "ResNet-18, SGD momentum",
+    "LSTM, Adam",
+    "300 small layers, Adam",
+    "BERT size, AdamW",
+}
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES.values()))
@@ -48,8 +57,8 @@ def test_wrong_weights_are_found() -> None:
 
 
 def test_all_parts(tmp_path: Path) -> None:
-    command = [*(sys.executable, "-m", "benchmarks", "--quick", "--tiny"), *("--rounds", "2", "--ranks", "2")]
-    command += ["--variants", "hvdlite", "torch DDP, gloo"]
+    command = [*(sys.executable, "-m", "benchmarks", "--quick", "--tiny"), *("--rounds", "1", "--ranks", "2")]
+    command += ["--workloads", "gpt,resnet18,lstm,small_layers,bert", "--variants", "sharded,zero"]
     command += ["--sizes", "4", "4096", "--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "p.png")]
     done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -63,8 +72,9 @@ def test_all_parts(tmp_path: Path) -> None:
             found = {f["peer"] for f in sums if (f["kind"], f["bytes"], f["ranks"]) == (kind, nbytes, 2)}
             assert found >= (PEERS - {"hvdlite buckets"} if "NumPy" in kind else PEERS)
     steps = results["steps"]["figures"]
-    for workload in ("MLP, SGD momentum", "MLP, Adam", "GPT, AdamW"):
-        assert {f["variant"] for f in steps if f["workload"] == workload} >= VARIANTS
+    assert {(f["workload"], f["variant"]) for f in steps} == {
+        (name, variant) for name in WORKLOADS for variant in VARIANTS
+    }
     for figure in sums + steps:
         assert figure["median"] >= figure["minimum"] > 0
         assert figure["ratio"] > 0
@@ -96,7 +106,7 @@ def test_the_backend_of_torch_distributed(tmp_path: Path) -> None:
 
 def test_this_tree_against_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "against", str(job.ROOT), "--tiny", "--rounds", "3", "--sizes", "4"]
-    command += ["--variants", "hvdlite", "--workloads", "MLP, Adam", "--kinds", "float32"]
+    command += ["--variants", "plain", "--workloads", "mlp_adam", "--kinds", "float32"]
     done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^  (hvdlite|4 B) .* ([\d.]+)   ([\d.]+) to ([\d.]+)$", done.stdout, re.MULTILINE)
@@ -129,12 +139,40 @@ def test_keras(tmp_path: Path) -> None:
             assert (figure[what] > WEIGHT_TOLERANCE) == figure["variant"].endswith("no exchange"), figure
 
 
+@pytest.mark.parametrize("option", ["--workloads", "--variants"])
+def test_unknown_names_are_named(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["steps", option, "mlp_adam,tuned,nothing"])
+    assert re.search(r"no .*nothing: there are .*, ", capsys.readouterr().err)
+
+
+def test_the_models() -> None:
+    found = {name: parameters_of(each.model()) for name, each in workloads(tiny=False).items()}
+    assert list(found) == list(plan.WORKLOADS.values())
+    assert found["ResNet-18, SGD momentum"] == 11_173_962  # of the literature, for ten classes
+    assert 105e6 < found["BERT size, AdamW"] < 115e6
+    assert found["wide MLP, AdamW"] == 1025 * 4096 + 4097 * 4096 + 4097 * 100
+
+
 def test_memory() -> None:
     result = job.run("memory", 2, {"name": "MLP, Adam", "variant": "MPI, flat", "tiny": False})
     weights = 4 * result["parameters"]
     for kept, peak, process in zip(result["kept"], result["peak"], result["process_peak"], strict=True):
         assert 3.5 * weights < kept < 6 * weights  # weights, gradients, two of Adam's
         assert kept <= 1.01 * peak < process
+
+
+def test_step_table() -> None:
+    figure = {"workload": "GPT", "parameters": 9, "reference": "tuned", "minimum": 0.05, "deviation": 1e-6}
+    each = [("tuned", 0.1), ("hvdlite", 0.12), (plan.DDP_TUNED, 0.2)]
+    rows = [
+        {**figure, "variant": name, "median": time, "ratio": time / 0.1, "to_ddp": time / 0.2} for name, time in each
+    ]
+    text = step_table(rows, [])
+    assert re.search(r"GPT: 9 parameters\n +step +÷ tuned +÷ torch DDP, tuned", text)
+    assert re.search(r"hvdlite +120 \(50\.0\) ms +1\.20 +0\.60 +1e-06\n", text)
+    without = [{name: value for name, value in row.items() if name != "to_ddp"} for row in rows[:2]]
+    assert "DDP" not in step_table(without, [])
 
 
 def test_table() -> None:
