@@ -36,12 +36,13 @@ PROGRAMS = {
 """The pages that are programs, with the test that runs them, or the job of tests/test_pages.py that does."""
 
 _TORCH = """
+import functools
 import numpy as np, torch
 from torch.nn import functional as F
 import hvdlite_torch as hvd
 hvd.init()
 torch.manual_seed(0)
-Model = lambda: torch.nn.Linear(4, 3)
+Model = functools.partial(torch.nn.Linear, 4, 3)
 model = Model()
 hvd.broadcast_parameters(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -56,14 +57,16 @@ hvd.init()
 random = np.random.default_rng(hvd.rank())
 x, y, z = random.normal(size=(3, 5, 4))
 weights = {"w": np.zeros(4)}
-gradient = lambda weights, x, y: {"w": 2 * x * (x @ weights["w"] - y)}
+def gradient(weights: dict[str, np.ndarray], x: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    return {"w": 2 * x * (x @ weights["w"] - y)}
 """
 _KERAS = """
 import os, numpy as np, keras, tensorflow as tf
 import hvdlite_tf as hvd
 hvd.init()
 keras.utils.set_random_seed(0)
-make_model = lambda: keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+def make_model() -> keras.Sequential:
+    return keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
 model = make_model()
 x = np.random.default_rng(0).normal(size=(512, 4)).astype("float32")
 y = x.sum(1, keepdims=True)

@@ -43,9 +43,9 @@ class Layers:
             if own:
                 self.early.difference_update(own)
                 self._hooks.append(module.register_forward_pre_hook(functools.partial(self._before, own)))
-            self._hooks.append(module.register_state_dict_pre_hook(self._all))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_state_dict_pre_hook(self._all))
         self._hooks += [
-            p.register_post_accumulate_grad_hook(functools.partial(self._after, number))  # type: ignore[no-untyped-call]
+            p.register_post_accumulate_grad_hook(functools.partial(self._after, number))
             for number, p in parameters.items()
         ]
 

@@ -20,18 +20,16 @@ from hvdlite.errors import ArgumentError
 from hvdlite_torch.async_sgd.checks import check_compensation, check_optimizer, check_plain_sgd
 from hvdlite_torch.async_sgd.hogwild import HogwildTraining
 from hvdlite_torch.async_sgd.training import TorchTraining
+from hvdlite_torch.async_sgd.typed import typed
 from hvdlite_torch.async_sgd.wrapped import AsyncDistributed
 from hvdlite_torch.step.step_guard import hooked
-from hvdlite_torch.step.wrapped import add_to_class
+from hvdlite_torch.step.wrapped import Opt, add_to_class
 from hvdlite_torch.training.state import broadcast_optimizer_state, broadcast_parameters
 
 
-class AsyncOptimizer(AsyncDistributed, torch.optim.Optimizer):
-    """What `AsyncDistributedOptimizer` returns, for type checkers. Each wrapped optimizer has a class of its own instead."""
-
-
+@typed
 def AsyncDistributedOptimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizer: Opt,
     named_parameters: torch.nn.Module | Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     *,
     mode: str = "async",
@@ -46,7 +44,7 @@ def AsyncDistributedOptimizer(
     on_nan: str = "raise",
     overlap_pull: bool = False,
     process_set: ProcessSet = hvdlite.global_process_set,
-) -> AsyncOptimizer:
+) -> Opt:
     """Let ranks train at their own pace: `step` pushes gradients to servers, and pulls parameters. Every rank calls this.
 
     Servers hold the parameters in host memory, each a part of them, and step them with an optimizer of the same class. In the
@@ -151,7 +149,7 @@ def AsyncDistributedOptimizer(
     optimizer._hvdlite_training = training  # type: ignore[attr-defined]
     if step is not None:
         _let_scheduler_see(optimizer)
-    return optimizer  # type: ignore[return-value]
+    return optimizer
 
 
 def _agree(optimizer: torch.optim.Optimizer, names: dict[int, str], options: Options) -> None:

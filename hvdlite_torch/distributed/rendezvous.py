@@ -25,7 +25,7 @@ _OURS = "hvdlite"
 
 def register() -> None:
     """Let ``init_method="hvdlite://"`` and, where no MASTER_ADDR is set, ``env://`` find the ranks of our job."""
-    register_rendezvous_handler(_OURS, _meet)  # type: ignore[no-untyped-call]
+    register_rendezvous_handler(_OURS, _meet)
     torchs_own: Any = _rendezvous_handlers["env"]
 
     def env(url: str, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:

@@ -47,7 +47,7 @@ class Lease:
 
     def add_hook(self, parameter: torch.Tensor, hook: Callable[..., None]) -> None:
         """Have torch call `hook` with the parameter each time after a backward pass has added to its gradient."""
-        self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def remove_hooks(self) -> None:
         """Remove all hooks from the parameters."""

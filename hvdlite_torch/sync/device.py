@@ -136,7 +136,7 @@ class DeviceSync:
         if self._alone and not self._context.step.counts_all:
             return
         for index, parameter in enumerate(self._parameters):
-            hook = torch.compiler.disable(weakly(self, "ready", index))  # type: ignore[no-untyped-call]  # or dynamo traces it
+            hook = torch.compiler.disable(weakly(self, "ready", index))  # or dynamo traces it
             lease.add_hook(parameter, hook)
 
     def ready(self, index: int, parameter: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ def measured(sync: GradientSync, context: OptimizerContext) -> GradientSync:
         not context.options.shard,
     )
     for index, parameter in enumerate(context.given()):
-        parameter.register_post_accumulate_grad_hook(partial(_tell, recorder, index))  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(partial(_tell, recorder, index))
     return MeasuredSync(sync, recorder)
 
 

@@ -98,7 +98,7 @@ class TorchDevice:
         return TorchStream(torch.cuda.current_stream(self.index))
 
     def side(self) -> Stream:
-        return TorchStream(torch.cuda.Stream(self.index, priority=-1))  # type: ignore[no-untyped-call]
+        return TorchStream(torch.cuda.Stream(self.index, priority=-1))
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -198,7 +198,7 @@ class TorchDevice:
         return is_capturing()
 
     def is_over(self, event: torch.cuda.Event) -> bool:
-        return bool(event.query())  # type: ignore[no-untyped-call]
+        return bool(event.query())
 
     def mirror(self, count: int) -> TorchMirror:
         return TorchMirror(count, self.pinned)

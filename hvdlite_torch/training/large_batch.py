@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeVar
+from typing import Literal, overload
 
 import torch
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
@@ -12,18 +12,34 @@ from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.step.wrapped import Opt
 
-Scaled = TypeVar("Scaled", float, torch.optim.Optimizer)
 Rule = Literal["linear", "sqrt"]
 
 
+@overload
 def scale_lr(
-    optimizer_or_lr: Scaled,
+    optimizer_or_lr: float,
     rule: Rule = "linear",
     batches: float | None = None,
     *,
     process_set: ProcessSet | None = None,
-) -> Scaled:
+) -> float: ...
+
+
+@overload
+def scale_lr(
+    optimizer_or_lr: Opt, rule: Rule = "linear", batches: float | None = None, *, process_set: ProcessSet | None = None
+) -> Opt: ...
+
+
+def scale_lr(
+    optimizer_or_lr: float | torch.optim.Optimizer,
+    rule: Rule = "linear",
+    batches: float | None = None,
+    *,
+    process_set: ProcessSet | None = None,
+) -> float | torch.optim.Optimizer:
     """Scale a learning rate that was found for the batch of one rank to the global batch of all ranks.
 
     Args:
