@@ -153,6 +153,17 @@ def test_completion(parser: Any, capsys: pytest.CaptureFixture[str]) -> None:
     subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=60)
 
 
+def test_completion_for_a_reader_that_leaves() -> None:
+    """As with ``hvdlite --print-completion zsh | head``, when head was faster."""
+    pytest.importorskip("shtab", reason="shtab is not installed, which writes completions")
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "hvdlite", "--print-completion", "zsh"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_env_shows_settings_and_no_secret(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
     monkeypatch.setenv("HVDLITE_CONTROL", "host:1:confidential")

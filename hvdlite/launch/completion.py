@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +30,10 @@ class _Print(argparse.Action):
             parser.error(str(error))
         import shtab
 
-        print(shtab.complete(parser, str(values)))
+        try:
+            print(shtab.complete(parser, str(values)), flush=True)
+        except BrokenPipeError:  # the reader has what it wants, as head does; Python writes the rest when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         parser.exit()
 
 
