@@ -264,3 +264,12 @@ def test_wrong_arguments(ranks: Ranks) -> None:
                 distributed(model_of(), hvd.LocalSGD(every=1 + hvd.rank()))
 
     ranks(check)
+
+
+def test_parameters_are_brought_together_only_with_local_steps(ranks: Ranks) -> None:
+    def check() -> None:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model_of().parameters(), lr=0.1))
+        with pytest.raises(ArgumentError, match="for optimizers that are made with local_steps="):
+            optimizer.average_parameters()
+
+    ranks(check)
