@@ -70,7 +70,7 @@ class HostCollectives:
             shown[rank][:] = block
             self._meet()
             shown[rank] = block
-            self._reduce(shown, block, how, self._can_be_direct(shown, how))
+            self._reduce(shown, block, how, how.can_be_direct(shown))
 
     def allreduce_by_slices(self, data: Array, how: Reduction, owners: int, between: Collectives | None = None) -> None:
         """Reduce `data` over the ranks in place. Each owner reduces its slice of every block and puts the result in a slot.
@@ -97,7 +97,7 @@ class HostCollectives:
                     part = owned[rank]
                     sources = [slot[part] for slot in shown]
                     sources[rank] = block[part]
-                    self._reduce(sources, block[part], how, self._can_be_direct(sources, how), between)
+                    self._reduce(sources, block[part], how, how.can_be_direct(sources), between)
                     results[rank][part] = block[part]
             if before is not None:
                 earlier, their_slices, their_results = before
@@ -105,11 +105,6 @@ class HostCollectives:
                     if owner != rank:
                         earlier[part] = their_results[owner][part]
             before = None if block is None else (block, owned, results)
-
-    @staticmethod
-    def _can_be_direct(sources: list[Array], how: Reduction) -> bool:
-        """Return whether sources can be combined into one of them. See `Reduction.combine`."""
-        return how.exact and len(sources) <= 2
 
     def _reduce(
         self,

@@ -5,7 +5,7 @@ A submitted operation goes through these files::
     engine ─ submit ─▶ in_flight ─▶ driver ─▶ controller ─ messages up and down the tree ─▶ driver ─▶ execution ─▶ handle
 
 - `engine`: the door of the room: submits the operations of one rank and waits for their results.
-- `express`: a small blocking operation that all ranks of a host call at about the same time needs none of the rest.
+- `express`: a blocking operation that all ranks of a host call at about the same time needs none of the rest.
 - `handle`: the caller's object for an operation that may not be over.
 - `in_flight`: the operations that are not over.
 - `waiters`: the threads that wait for operations, and the thread that drives the engine while nobody waits.

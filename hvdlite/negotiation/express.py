@@ -104,8 +104,7 @@ class Express:
             Undecided: Not all ranks want this now. `data` is as it was.
         """
         shown = self._show(data)
-        # Two sources can be combined in the place of one of them. See `Reduction.combine`.
-        wide = data if how.exact and len(shown) == 2 else np.empty(data.size, how.wide_dtype)
+        wide = data if how.can_be_direct(shown) else np.empty(data.size, how.wide_dtype)
         _complete(how, shown, wide, data)
 
     def broadcast(self, data: Array, root: int) -> None:

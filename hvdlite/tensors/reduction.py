@@ -147,6 +147,10 @@ class Reduction:
         else:
             self._half.narrow(wide, into)
 
+    def can_be_direct(self, sources: Sequence[Array]) -> bool:
+        """Return whether sources can be combined into any one of them. See `combine`."""
+        return self.exact and len(sources) <= 2
+
     def complete(self, sources: Sequence[Array], wide: Array, into: Array) -> None:
         """Do all that comes after `scale`: combine arrays, finish the result, and put it into an array of dtype `storage`.
 

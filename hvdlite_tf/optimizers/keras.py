@@ -53,15 +53,8 @@ def distribute_keras(
         ArgumentError: `optimizer` is not an optimizer of Keras 3 or is distributed already, or hvdlite does not support Keras'
             backend, or the arguments do not fit together.
     """
-    check(optimizer)
+    inner = check(optimizer)
     state = State(options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
-    inner = optimizer
-    while isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        inner = inner.inner_optimizer
-        if isinstance(inner, Distributed):
-            raise DistributedAlreadyError(
-                "the optimizer inside of this LossScaleOptimizer is distributed already: wrap it once."
-            )
     if backward_passes_per_step != 1:
         accumulate(inner, backward_passes_per_step)
     if options.local_steps is not None:
@@ -349,11 +342,11 @@ def accumulate(optimizer: Any, passes: int) -> None:
     optimizer.gradient_accumulation_steps = passes
 
 
-def check(optimizer: Any) -> None:
-    """Raise an error unless this is a plain optimizer of Keras 3.
+def check(optimizer: Any) -> Any:
+    """Return the optimizer that makes the steps: the innermost one. Raise an error unless this is a plain one of Keras 3.
 
     Raises:
-        DistributedAlreadyError: It is distributed already.
+        DistributedAlreadyError: It is distributed already, or one inside of it is.
         ArgumentError: It is of another kind, or hvdlite does not support Keras' backend.
     """
     if isinstance(optimizer, Distributed) or has_servers(optimizer):
@@ -369,3 +362,11 @@ def check(optimizer: Any) -> None:
         raise DistributedAlreadyError(
             "the LossScaleOptimizer around this optimizer is distributed already: wrap it once."
         )
+    inner = optimizer
+    while isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        inner = inner.inner_optimizer
+        if isinstance(inner, Distributed):
+            raise DistributedAlreadyError(
+                "the optimizer inside of this LossScaleOptimizer is distributed already: wrap it once."
+            )
+    return inner

@@ -26,7 +26,7 @@ import tensorflow as tf
 from hvdlite.adapter.agreement import check_same, gather_from_all
 from hvdlite.adapter.options import Options
 from hvdlite.api import allgather_object, broadcast_object, world
-from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError, ranks_text
+from hvdlite.errors import ArgumentError, UnsupportedTensorError, ranks_text
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite_tf.gradients.optimizer_parts import innermost
 from hvdlite_tf.optimizers import backends
@@ -53,12 +53,7 @@ def distribute_sharded(
         ArgumentError: The optimizer cannot be sharded, or other arguments do not fit.
         MismatchError: The ranks have optimizers of different classes, or not all of them are sharded. Raised on all ranks.
     """
-    check(optimizer)
-    inner = innermost(optimizer)
-    if isinstance(inner, Distributed):
-        raise DistributedAlreadyError(
-            "the optimizer inside of this LossScaleOptimizer is distributed already: wrap it once."
-        )
+    inner = check(optimizer)
     whole = check_shardable(inner, options)
     if backward_passes_per_step != 1:
         accumulate(inner, backward_passes_per_step)
