@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plan import SMALL_PAGES
+
 ROOT = Path(__file__).resolve().parent.parent
 
 # Every library has one thread per rank: peers must differ in the exchange, not in how they share cores.
@@ -56,6 +58,8 @@ class Job:
         command = [sys.executable, "-m", "hvdlite.launch", "-np", str(ranks), "--no-tag-output"]
         command += [sys.executable, "-m", "benchmarks.job", f"benchmarks.{module}", json.dumps(settings)]
         env = {**os.environ, **ONE_THREAD, **NO_ADVICE, **(environ or {})}
+        if settings.get("variant") in SMALL_PAGES:
+            env["HVDLITE_HUGE_PAGES"] = "0"
         if root is not None:
             env["PYTHONPATH"] = str(root)
         command.append(str(self._result))

@@ -16,6 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.plan import (
     ALONE,
+    ALONE_SMALL,
     ALONE_TUNED,
     BUCKETS,
     DDP,
@@ -42,7 +43,7 @@ COLOURS = {
     **{HVDLITE: "#1565c0", BUCKETS: "#00838f", SHARD: "#00838f"},
     **{"torch gloo": "#ef6c00", DDP: "#ef6c00", MPI_HALF: "#6a1b9a", FLAT: "#6a1b9a"},
     **{HOROVOD: "#2e7d32", MEMCPY: "#757575", ALONE: "#bdbdbd"},
-    **{ALONE_TUNED: "#9e9e9e", OVERLAP: "#90caf9", DDP_TUNED: "#ffb74d", ZERO: "#a1887f"},
+    **{ALONE_TUNED: "#9e9e9e", ALONE_SMALL: "#cfd8dc", OVERLAP: "#90caf9", DDP_TUNED: "#ffb74d", ZERO: "#a1887f"},
     **{TF_KERAS_ALONE: "#9e9e9e", MULTI_WORKER: "#ef6c00"},
 }
 ALGORITHM_COLOURS = ("#64b5f6", "#ba68c8", "#a1887f", "#dce775", "#f06292")

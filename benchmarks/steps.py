@@ -12,6 +12,7 @@ from benchmarks.checks import check_weights
 from benchmarks.figures import in_turn, summary
 from benchmarks.plan import (
     ALONE,
+    ALONE_SMALL,
     ALONE_TUNED,
     CHECK_STEPS,
     DDP_TUNED,
@@ -173,4 +174,4 @@ class _Training:
         return {"figures": figures, "skipped": self.skipped, "mpi": self._mpi}
 
 
-_ALONE = (ALONE, ALONE_TUNED)
+_ALONE = (ALONE, ALONE_SMALL, ALONE_TUNED)

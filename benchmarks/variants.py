@@ -16,7 +16,20 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import hvdlite_torch
 from benchmarks.backends import NO_HOROVOD
 from benchmarks.models import MakeOptimizer, train
-from benchmarks.plan import ALONE, ALONE_TUNED, DDP, DDP_TUNED, FLAT, HOROVOD, HVDLITE, OVERLAP, SHARD, VARIANTS, ZERO
+from benchmarks.plan import (
+    ALONE,
+    ALONE_SMALL,
+    ALONE_TUNED,
+    DDP,
+    DDP_TUNED,
+    FLAT,
+    HOROVOD,
+    HVDLITE,
+    OVERLAP,
+    SHARD,
+    VARIANTS,
+    ZERO,
+)
 from hvdlite_torch.tensors.malloc import tell_malloc
 
 HOW: Mapping[str, dict[str, Any]] = {HVDLITE: {}, SHARD: {"shard": True}, OVERLAP: {"overlap": True}}
@@ -68,7 +81,7 @@ def make(name: str, model: nn.Module, make_optimizer: MakeOptimizer, horovod: Mo
     optimizer = make_optimizer(model)
     if name == ALONE:
         return Variant(model, model, optimizer)
-    if name == ALONE_TUNED:
+    if name in (ALONE_TUNED, ALONE_SMALL):
         tune(optimizer)
         return Variant(model, model, optimizer)
     if name in HOW:

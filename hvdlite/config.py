@@ -29,6 +29,8 @@ class Config:
             learning rate.
         keep_memory: `DistributedOptimizer` of torch tells the C library to keep freed memory, for the whole process. Steps are
             faster, and the process holds the most that it has had so far. If false, glibc's malloc stays as it is.
+        huge_pages: ``import hvdlite_torch`` lets torch ask Linux for huge pages, for host tensors of 2 MiB and more, if
+            the program has not made a tensor before. Steps of large models are faster. If false, torch decides.
         shared_memory: Let the ranks of a host exchange data through shared memory; if false, they send messages.
         algorithm: The algorithm of ``allreduce`` if the call names none: "auto", "shared_memory", "mpi", "ring", "tree",
             "butterfly", "rabenseifner" or "parameter_server".
@@ -62,6 +64,7 @@ class Config:
     autotune_log: str = ""
     advice: bool = True
     keep_memory: bool = True
+    huge_pages: bool = True
     shared_memory: bool = True
     algorithm: str = "auto"
     timeline: str = ""
@@ -141,3 +144,8 @@ def environment(**defaults: str) -> dict[str, str]:
         defaults: Variables that are added if they are not set.
     """
     return {**defaults, **os.environ}
+
+
+def set_default(variable: str, value: str) -> None:
+    """Set an environment variable of this process, which another library reads, unless the user has set it."""
+    os.environ.setdefault(variable, value)

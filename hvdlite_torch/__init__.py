@@ -20,6 +20,11 @@ from hvdlite.serving.serve import serve
 # This check comes first, because the modules below import torch.
 require("torch", "torch", "hvdlite_torch")
 
+from hvdlite_torch.tensors.malloc import ask_for_huge_pages  # noqa: E402
+
+# torch decides with its first tensor how memory is allocated, and some of the modules below may make one.
+ask_for_huge_pages()
+
 from hvdlite.adapter.few_bytes.local_steps import DiLoCo, LocalSGD  # noqa: E402
 from hvdlite_torch import checkpoint, elastic  # noqa: E402
 from hvdlite_torch.async_sgd.optimizer import AsyncDistributedOptimizer  # noqa: E402

@@ -256,7 +256,7 @@ def test_another_process_of_the_same_number_is_noticed(monkeypatch: pytest.Monke
 
 
 def test_processors_that_reorder_writes_meet_by_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hvdlite.comm.host, "_ORDERED", False)
+    monkeypatch.setattr(hvdlite.comm.host, "ORDERED", False)
     for result in on_ranks(3, lambda: [hvd.allreduce(np.full(n, 1.0), hvd.Sum).sum() for n in (1, 5000)]):
         assert result == [3.0, 15000.0]
 

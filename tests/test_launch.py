@@ -488,6 +488,8 @@ def test_check_build(start: Start) -> None:
     assert "[X] launcher: " in ended.out and "[X] library: " in ended.out
     assert "[X] calls from several threads: MULTIPLE" in ended.out
     assert "NCCL" in ended.out and "PyTorch" in ended.out
+    assert "[X] gradients of the ranks of a host: in memory that they share (memfd)" in ended.out
+    assert "] pages of torch's tensors of 2 MiB and more: " in ended.out
 
 
 HOROVODRUN = """--gloo --mpi --tcp --disable-cache --cycle-time-ms 1 --cache-capacity 1024 --log-level INFO --no-autotune

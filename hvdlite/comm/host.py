@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 
@@ -19,6 +18,7 @@ from hvdlite.algorithms.barrier import dissemination_barrier
 from hvdlite.comm.naps import LONGEST_NAP, OFFERS_SECONDS, wait_until
 from hvdlite.comm.shared_memory import PAGE, share
 from hvdlite.errors import HvdliteError
+from hvdlite.process.memory_ways import ORDERED
 from hvdlite.process.own_core import yield_core
 from hvdlite.protocols import Array, Transport
 
@@ -29,7 +29,6 @@ _SPINS = 500
 0.05 µs."""
 PATIENT, VERY_PATIENT = LONGEST_NAP, 5e-3
 """The longest nap inside of `Host.patiently`, in seconds."""
-_ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
 def _let_threads_run() -> None:
@@ -66,7 +65,7 @@ class Host:
             self._mine = self.rank * _LINE
             self._others = [rank * _LINE for rank in range(self.size) if rank != self.rank]
             self._spins = self._choose_spins(numbers)
-        self._meet_by_messages = self.size > 1 and not _ORDERED
+        self._meet_by_messages = self.size > 1 and not ORDERED
 
     def _choose_spins(self, numbers: Array) -> int:
         """Return how often a waiting rank looks before it offers its core: 0 if another rank may need that core."""
@@ -141,7 +140,7 @@ class Host:
     @property
     def keeps_order(self) -> bool:
         """Whether a rank sees the others' writes to shared memory in the order in which they were made."""
-        return _ORDERED
+        return ORDERED
 
     def wait_briefly(self, done: Callable[[], bool], until: float) -> bool:
         """Call `done` a few times, and then until the time `until` of `time.perf_counter`. Return whether it returned True."""

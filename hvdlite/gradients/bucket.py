@@ -75,8 +75,6 @@ class Bucket:
 
     _shares_results = True
     _whole = False
-    _may_reduce_in_place = True
-    """Whether gradients that no other rank reads may stay where they are."""
 
     def __init__(
         self,
@@ -102,7 +100,7 @@ class Bucket:
         self._total = np.empty_like(self._headers[0])
         self._told: list[bool] | None = None
         # An aggregator is shown all gradients in flat memory.
-        in_place = self._may_reduce_in_place and not self._separate and aggregator is None
+        in_place = not self._separate and aggregator is None
         self.ownership = Ownership(infos, self.tensors, self.large, collectives, self._parts(), self._whole, in_place)
         chunk_bytes = chunk_bytes if collectives.hosts == 1 else message_bytes
         self.pool = BufferPool(

@@ -72,6 +72,7 @@ class BufferPool:
         shares: Whether each rank gets the results that other ranks sum.
 
     Attributes:
+        buffers: The number of buffers that each rank has for its gradients.
         now: The buffers of the present exchange, or of the last one.
         number: The number of the buffer that this rank uses, if results are not lent.
         lent: Whether nobody writes to the results of the last exchange as long as the program holds them (see `result_of`).
@@ -93,7 +94,8 @@ class BufferPool:
         self._chunk_bytes = chunk_bytes
         self._shares = shares
         count = 2 if spare else 1
-        self._gradients = [self._allocate() for _ in range(1 if separate else count)]
+        self.buffers = 1 if separate else count
+        self._gradients = [self._allocate() for _ in range(self.buffers)]
         self._results = [self._allocate() for _ in range(count)] if repeatable else self._gradients
         self._chosen: dict[tuple[int, ...], ResultBuffers] = {}
         # The buffers to be lent, and one more for copies, if all are in use.
@@ -127,6 +129,10 @@ class BufferPool:
             number: The number of the buffer that this rank uses.
         """
         return (self.now if self.lends else self._at(number)).gradient_of[index]
+
+    def range_of(self, block: int, elements: slice, number: int) -> Array:
+        """Return some elements of this rank's gradients in a block; the block and the buffer are given by their numbers."""
+        return self._at(number).memories[block].gradients[self._host.rank][elements]
 
     def result_of(self, index: int, number: int) -> Array:
         """Return the flat memory of the combined gradient of tensor `index` after an exchange.

@@ -13,7 +13,8 @@ parameters of them writes over them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,13 +59,26 @@ def place_of(collectives: HierarchicalCollectives) -> Place:
     return Place(collectives.owners * hosts, number)
 
 
+class Stretch(NamedTuple):
+    """Pieces of small tensors that lie side by side in the shard of one rank.
+
+    Attributes:
+        pieces: The pieces, in the order in which they lie.
+        starts: The first element of each piece, counted from the first one of the first piece.
+        parameters: The flat memory of the parameters, from the first piece to the last one.
+        gradients: For each buffer of the rank, the flat memory of the same range of its gradients.
+    """
+
+    pieces: list[Piece]
+    starts: list[int]
+    parameters: Array
+    gradients: list[Array]
+
+
 class _ShardedBucket(Bucket):
     """A bucket with all gradients, in which each rank gets only its own shard of the sums."""
 
     _shares_results = False
-    # A gradient that stays until the step leaves holes in the C library's memory that others do not fit into: 0.2 GB of 2.1 for
-    # a model of BERT-base's size. A gradient that is copied and freed leaves its place to the next one. It costs 1 % of a step.
-    _may_reduce_in_place = False
 
     def __init__(self, whole: bool, *args: Any, **kwargs: Any) -> None:
         self._whole = whole
@@ -157,12 +171,41 @@ class ShardedReducer(Reducer):
         )
         return [self._bucket]
 
+    @property
+    def buffer(self) -> int:
+        """The number of the buffer in which this rank's gradients and sums lie."""
+        return self._bucket.pool.number
+
     def parameters_of(self, index: int) -> Array:
         """Return the flat memory of parameter `index`, which all ranks of the host share. It has the dtype of `memory_of`.
 
         With ``plan.lend``, it is the memory of `result_of`: after an exchange, this rank's shard holds combined gradients.
         """
         return self.result_of(index) if self._lends else self._parameters_of[index]
+
+    def stretches(self, kind_of: Callable[[int], Hashable | None]) -> list[Stretch]:
+        """Return the stretches of two pieces or more, which are as long as can be. For reducers that do not lend.
+
+        Args:
+            kind_of: Returns the kind of a tensor, by its number. The pieces of a stretch are of one kind. None for a tensor
+                that is in no stretch.
+        """
+        found, bucket = [], self._bucket
+        block_of = {index: number for number, memory in enumerate(bucket.memories) for index in memory.block.spans}
+
+        def key(piece: Piece) -> tuple[int, Hashable | None]:
+            return block_of[piece.tensor], None if piece.tensor in bucket.large else kind_of(piece.tensor)
+
+        for (block, kind), group in itertools.groupby(self.pieces, key):
+            pieces = list(group)
+            if kind is not None and len(pieces) > 1:
+                spans = bucket.memories[block].block.spans
+                first = spans[pieces[0].tensor].start + pieces[0].start
+                elements = slice(first, spans[pieces[-1].tensor].start + pieces[-1].stop)
+                starts = [spans[piece.tensor].start + piece.start - first for piece in pieces]
+                gradients = [bucket.pool.range_of(block, elements, number) for number in range(bucket.pool.buffers)]
+                found.append(Stretch(pieces, starts, self._parameters[block][elements], gradients))
+        return found
 
     def meet(self) -> None:
         """Wait until all ranks of the host are here. Then what they wrote to parameters can be read."""

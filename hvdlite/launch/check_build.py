@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from hvdlite.errors import LaunchError
 from hvdlite.job.mpi import find_mpi
+from hvdlite.process.memory_ways import memory_ways
 
 _FRAMEWORKS = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "JAX": "jax", "CuPy": "cupy"}
 _MPI_SECONDS = 30
@@ -45,6 +46,7 @@ def check_build() -> str:
     lines += ["", "MPI:", *_launcher(), *_library()]
     nccl = find_nccl()
     lines += ["", "GPU:", _line(nccl is not None, "NCCL", nccl or "not found")]
+    lines += ["", "Memory:", *(_line(*way) for way in memory_ways())]
     return "\n".join(lines)
 
 

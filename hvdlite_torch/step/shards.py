@@ -19,6 +19,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.gradients.layout import Piece
 from hvdlite_torch.step import shard_state
+from hvdlite_torch.step.runs import Run
 from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.tensors.adapter import are_same
 from hvdlite_torch.tensors.sliced import State, local_of, local_state, program_state
@@ -45,6 +46,7 @@ class ParameterShards:
 
     Attributes:
         pieces: This rank's pieces, each with the parameter that the optimizer steps: a view of the whole parameter's memory.
+        runs: Some of the pieces, in runs. A piece is in one run at most.
         loaded: The state of whole parameters that this rank has loaded, until all ranks are known to have loaded it; or None.
         adopted: Whether all ranks have the state that was dealt out in an earlier world.
     """
@@ -55,8 +57,10 @@ class ParameterShards:
         self._parameters: Sequence[torch.Tensor] = []
         self._addresses: list[int] = []
         self._whole_groups: list[list[torch.Tensor]] | None = None
-        self._cut_groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """For each group: its parameters, and this rank's pieces of these parameters."""
+        self._given_groups: list[list[torch.Tensor]] = []
+        """The parameters of each group, as they were when pieces were last chosen for the groups."""
+        self._cut_groups: list[list[torch.Tensor]] | None = None
+        """For each group: what the optimizer steps of these parameters; None if that must be found out."""
         self._left_out: list[torch.Tensor] = []
         """The parameters in the groups that were not dealt out, such as frozen ones."""
         self._dealt: tuple[int, int] | None = None
@@ -67,6 +71,7 @@ class ParameterShards:
         """The reason why a part of the state is gone, in words; an empty text if no part is gone."""
         self.adopted = False
         self.pieces: dict[Piece, torch.nn.Parameter] = {}
+        self.runs: list[Run] = []
         self.loaded: dict[Any, dict[str, Any]] | None = None
 
     @property
@@ -76,7 +81,7 @@ class ParameterShards:
 
     def leave(self) -> None:
         """Note that the world of these shards has ended. Each rank keeps its shard of the state."""
-        self.put_back()
+        self._take_apart()
         self._restarted = True
 
     @torch.no_grad()
@@ -89,6 +94,7 @@ class ParameterShards:
         Args:
             origin: The origin of this rank's state, in words.
         """
+        self._take_apart()
         everybody = self._gather(origin)
         state = self._optimizer.state
         self.adopted = self._restarted and any(shard.dealt is not None for shard in everybody)
@@ -99,7 +105,7 @@ class ParameterShards:
                     state.pop(parameter, None)
         whole = self._own() if self._lost else self._joint(everybody, in_host_memory=False)
         self._restarted = False
-        self.pieces, self._parameters, self._addresses = {}, [], []
+        self.pieces, self.runs, self._parameters, self._addresses = {}, [], [], []
         state.clear()
         state.update(whole)
 
@@ -131,8 +137,22 @@ class ParameterShards:
         self._parameters = list(parameters)
         self._addresses = [parameter.data_ptr() for parameter in parameters]
         self.pieces = {piece: torch.nn.Parameter(cut(parameters[piece.tensor].data, piece)) for piece in pieces}
-        self._cut_groups = []
         self.cut_state()
+
+    def step_in_runs(self, runs: Sequence[Run]) -> None:
+        """Let pieces be stepped in runs. The pieces of a run are of the parameters of one group of the optimizer."""
+        self.runs = list(runs)
+        self._choose_pieces()
+
+    def give(self, there: Sequence[bool], buffer: int) -> None:
+        """Give the pieces in runs their combined gradients: see `Run.give`."""
+        if self.runs and not self._are_as_given():  # parameters have changed groups, maybe
+            for run in self.runs:
+                run.part_for_good(self._optimizer.state)
+            self._choose_pieces()
+        # All runs must be asked.
+        if any([run.give(there, buffer, self._optimizer.state) for run in self.runs]):
+            self._cut_groups = None
 
     def check_memory(self) -> None:
         """Raise an error if a parameter was given other memory since it was dealt out.
@@ -159,12 +179,8 @@ class ParameterShards:
             raise ArgumentError(self._lost)
         if not self._parameters:
             return
-        groups = self._optimizer.param_groups
-        whole_groups = [group["params"] for group in groups]
-        if not self._are_cut(whole_groups):
-            self._cut_groups = [(list(whole), self._pieces_of(whole)) for whole in whole_groups]
-            dealt_out = set(map(id, self._parameters))
-            self._left_out = [p for whole in whole_groups for p in whole if id(local_of(p)) not in dealt_out]
+        if self._cut_groups is None or not self._are_as_given():
+            self._choose_pieces()
         if any([parameter.grad is not None for parameter in self._left_out]):
             shape = next(tuple(p.shape) for p in self._left_out if p.grad is not None)
             raise ArgumentError(
@@ -172,21 +188,47 @@ class ParameterShards:
                 "it all the same, by its momentum and decay, which a sharded optimizer does not. Set its p.grad to None: "
                 "zero_grad() does, without set_to_none=False."
             )
-        self._whole_groups = whole_groups
-        for group, (_, pieces) in zip(groups, self._cut_groups, strict=True):
-            group["params"] = pieces
+        self._whole_groups = self._present_groups()
+        assert self._cut_groups is not None
+        for group, stepped in zip(self._optimizer.param_groups, self._cut_groups, strict=True):
+            group["params"] = stepped
 
-    def _are_cut(self, groups: Sequence[Sequence[torch.Tensor]]) -> bool:
-        """Return whether these groups are the same as those that were cut in the last step."""
-        return len(groups) == len(self._cut_groups) and all(
-            are_same(group, whole) for group, (whole, _) in zip(groups, self._cut_groups, strict=True)
-        )
+    def _present_groups(self) -> list[list[torch.Tensor]]:
+        return [group["params"] for group in self._optimizer.param_groups]
 
-    def _pieces_of(self, group: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return this rank's pieces of a group's parameters."""
+    def _are_as_given(self) -> bool:
+        """Return whether the groups hold the same parameters as when pieces were last chosen for them."""
+        groups, given = self._present_groups(), self._given_groups
+        return len(groups) == len(given) and all(map(are_same, groups, given))
+
+    def _choose_pieces(self) -> None:
+        """Find out what the optimizer steps of the parameters in its groups."""
+        groups = self._present_groups()
+        self._given_groups = list(map(list, groups))
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        mine = {numbers[id(local)] for local in map(local_of, group) if id(local) in numbers}
-        return [parameter for piece, parameter in self.pieces.items() if piece.tensor in mine]
+        self._left_out = [p for group in groups for p in group if id(local_of(p)) not in numbers]
+        group_of = {
+            numbers[id(local)]: at
+            for at, group in enumerate(groups)
+            for local in map(local_of, group)
+            if id(local) in numbers
+        }
+        cut_groups: list[list[torch.Tensor]] = [[] for _ in groups]
+        joined = {piece for run in self.runs if run.together for piece in run.pieces}
+        for piece, parameter in self.pieces.items():
+            if piece.tensor in group_of and piece not in joined:
+                cut_groups[group_of[piece.tensor]].append(parameter)
+        for run in self.runs:
+            if run.together:
+                cut_groups[group_of[run.pieces[0].tensor]].append(run.parameter)
+        self._cut_groups = cut_groups
+
+    def _take_apart(self) -> None:
+        """Let the groups hold whole parameters, and the state be that of single pieces."""
+        self.put_back()
+        for run in self.runs:
+            run.part(self._optimizer.state)
+        self._cut_groups = None
 
     def put_back(self) -> None:
         """Let the groups hold whole parameters again, if they hold pieces."""
@@ -197,12 +239,25 @@ class ParameterShards:
 
     def drop_gradients(self) -> None:
         """Set the gradients of the pieces to None, so that ``zero_grad()`` can free their memory."""
-        for parameter in self.pieces.values():
+        for parameter in self._steppable():
             parameter.grad = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of the pieces that have one."""
-        return [parameter.grad for parameter in self.pieces.values() if parameter.grad is not None]
+        """Return the combined gradients of what the optimizer steps: of pieces, and of runs."""
+        return [parameter.grad for parameter in self._steppable() if parameter.grad is not None]
+
+    def gradients_of_pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Yield the combined gradient of each piece that has one."""
+        for run in self.runs:
+            yield from run.gradients()
+        for piece, parameter in self.pieces.items():
+            if parameter.grad is not None:
+                yield piece, parameter.grad
+
+    def _steppable(self) -> Iterator[torch.nn.Parameter]:
+        yield from self.pieces.values()
+        for run in self.runs:
+            yield run.parameter
 
     # The optimizer's state: pieces in this class, whole parameters for the program
 
@@ -217,7 +272,7 @@ class ParameterShards:
         """
         if self._lost:
             raise ArgumentError(self._lost)
-        self.put_back()
+        self._take_apart()
         everybody = self._gather("")
         with self._instead(self._joint(everybody, in_host_memory=True)):
             yield
@@ -234,7 +289,7 @@ class ParameterShards:
         """
         if self._lost:
             raise ArgumentError(self._lost)
-        self.put_back()
+        self._take_apart()
         shard = shard_state.own_shard(self._optimizer, self.pieces, self._parameters, self._dealt, "")
         with self._instead(self._own()):
             yield shard
@@ -262,7 +317,7 @@ class ParameterShards:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Return a context manager: in its body the optimizer loads a state of whole parameters."""
-        self.put_back()
+        self._take_apart()
         self._optimizer.state.clear()
         yield
         self._lost = ""

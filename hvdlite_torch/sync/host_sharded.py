@@ -24,17 +24,18 @@ import torch
 import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.layout import Piece
-from hvdlite.gradients.sharded_reducer import ShardedReducer
+from hvdlite.gradients.sharded_reducer import ShardedReducer, Stretch
 from hvdlite.protocols import Plan, TensorInfo
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.own_parameters import versions_of
+from hvdlite_torch.step.runs import Member, Run
 from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.shards import clip_factor, squared_norm
 from hvdlite_torch.sync.host_gradients import HostGradients
 from hvdlite_torch.sync.slot import Slot, Where, as_tensor
 from hvdlite_torch.tensors.gradient import gradient_dtype
-from hvdlite_torch.tensors.sliced import joint_squares
+from hvdlite_torch.tensors.sliced import joint_squares, local_of
 
 
 class HostShards:
@@ -62,8 +63,8 @@ class HostShards:
         """The version counters of the parameters after the last step; None if they may differ between ranks."""
         self._gradients: HostGradients | None = None
         self._homes: list[tuple[Piece, torch.nn.Parameter, Slot, list[torch.Tensor]]] = []
-        """For each piece: the parameter that is stepped, the slot of the whole one, and the gradient's memory in each buffer.
-        """
+        """For each piece that is in no run: the parameter that is stepped, the slot of the whole one, and the gradient's memory
+        in each buffer."""
 
     @property
     def _here(self) -> ShardedReducer:
@@ -102,6 +103,8 @@ class HostShards:
             parameter.data = memory
         self._reducer, self._parameters = reducer, parameters
         self._shards.deal(parameters, reducer.pieces)
+        if not self._sharding.whole:  # else the optimizer may look at a parameter as a whole
+            self._shards.step_in_runs(list(map(self._run_of, reducer.stretches(self._kinds(parameters).get))))
         context.lease.share(parameters)
         self._versions = versions_of(parameters)
         return reducer
@@ -109,10 +112,32 @@ class HostShards:
     def follow(self, gradients: HostGradients) -> None:
         """Use `gradients`, which lie in the memory that `make_reducer` has made."""
         self._gradients = gradients
+        in_runs = {piece for run in self._shards.runs for piece in run.pieces}
         self._homes = [
             (piece, parameter, gradients.slots[piece.tensor], [self._piece_in(buffer, piece) for buffer in (0, 1)])
             for piece, parameter in self._shards.pieces.items()
+            if piece not in in_runs
         ]
+
+    def _kinds(self, parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Return by the parameter's number which group it is in; without parameters of no dimension.
+
+        The state of such a parameter cannot be told from a number, such as the count of steps.
+        """
+        groups = enumerate(self._context.optimizer.param_groups)
+        group_of = {id(local_of(parameter)): at for at, group in groups for parameter in group["params"]}
+        return {number: group_of[id(p)] for number, p in enumerate(parameters) if id(p) in group_of and p.dim() > 0}
+
+    def _run_of(self, stretch: Stretch) -> Run:
+        pieces = self._shards.pieces
+        members = [
+            Member(piece, pieces[piece], start) for piece, start in zip(stretch.pieces, stretch.starts, strict=True)
+        ]
+        dtype = members[0].parameter.dtype
+        values, *gradients = (
+            torch.from_numpy(memory).view(dtype) for memory in (stretch.parameters, *stretch.gradients)
+        )
+        return Run(members, values, gradients)
 
     def _piece_in(self, buffer: int, piece: Piece) -> torch.Tensor:
         memory = self._here.memory_of(piece.tensor, buffer)
@@ -138,9 +163,8 @@ class HostShards:
     def clip(self, max_norm: float) -> None:
         """Scale the gradients to a norm of at most `max_norm` over the parameters of all ranks. Every rank calls this."""
         of: dict[int, list[torch.Tensor]] = {}
-        for piece, parameter in self._shards.pieces.items():
-            if parameter.grad is not None:
-                of.setdefault(piece.tensor, []).append(parameter.grad)
+        for piece, combined in self._shards.gradients_of_pieces():
+            of.setdefault(piece.tensor, []).append(combined)
 
         def squares_of(numbers: Sequence[int]) -> float:
             own = squared_norm([gradient for number in numbers for gradient in of.get(number, ())])
@@ -157,6 +181,7 @@ class HostShards:
             # A new tensor object each time: an optimizer's step may give the object other memory (``p.grad.data = …``).
             combined = homes[slot.pool.number].data if whole is None else cut(whole, piece)
             parameter.grad = combined if there[piece.tensor] else None
+        self._shards.give(there, self._here.buffer)
         assert self._gradients is not None
         self._gradients.forget()
 

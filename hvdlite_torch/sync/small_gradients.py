@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from hvdlite_torch.sync.slot import Check, Slot
-from hvdlite_torch.tensors.ownership import is_borrowed, overlapping, same_bits, write
+from hvdlite_torch.tensors.ownership import is_any_borrowed, overlapping, same_bits, write
 
 
 class SmallGradients:
@@ -87,7 +87,7 @@ class SmallGradients:
         if self._trivial:
             return
         gradients, self._alike = self._alike, []
-        if gradients and not any([is_borrowed(gradient) for gradient in gradients]):
+        if gradients and not is_any_borrowed(gradients):
             try:
                 torch._foreach_copy_(gradients, self._results)
             except RuntimeError:  # elements of a gradient share memory, or a gradient is an inference tensor

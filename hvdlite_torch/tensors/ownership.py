@@ -131,6 +131,17 @@ def is_borrowed(gradient: torch.Tensor) -> bool:
     return gradient._version == 0 and not gradient._is_view() and is_storage_shared(gradient)
 
 
+def is_any_borrowed(gradients: Sequence[torch.Tensor]) -> bool:
+    """Return whether `is_borrowed` of any gradient. None is sparse. There may be thousands: most are asked for two facts only."""
+    alone, uses = _parameter_only()[2], _storage_uses
+    return any(
+        [
+            (gradient.requires_grad or uses(gradient.untyped_storage()._cdata) > alone) and is_borrowed(gradient)
+            for gradient in gradients
+        ]
+    )
+
+
 def overlapping(tensors: Sequence[torch.Tensor], nbytes: Sequence[int]) -> set[int]:
     """Return the indices of the tensors that may share memory with another one of them.
 
