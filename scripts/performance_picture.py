@@ -17,8 +17,7 @@ from matplotlib import pyplot as plt
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = "| ÷ the tuned step |"
 COLOURS = {
-    **{"no exchange": "#bdbdbd", "hvdlite": "#3949ab", "hvdlite shard": "#7986cb"},
-    **{"DDP": "#d7ccc8", "DDP, tuned": "#a1887f", "ZeRO, tuned": "#8d6e63"},
+    **{"small pages": "#bdbdbd", "hvdlite": "#3949ab", "hvdlite shard": "#7986cb", "DDP, tuned": "#a1887f"},
 }
 """The columns of the table that are drawn."""
 

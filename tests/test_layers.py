@@ -61,7 +61,7 @@ FRAMEWORKS = {
 }
 MOST_LINES = {"folder": 2600, "class": 250}
 LAUNCH_MAY_IMPORT = {  # hvdliterun does without MPI and NumPy's threads; a guard, without `hvdlite` itself
-    "launch": {"errors", "checks", "config", "launcher_link", "worker", "job"},
+    "launch": {"errors", "process", "checks", "config", "launcher_link", "worker", "job"},
     "job": {"errors", "config", "launcher_link", "worker"},
     "worker": {"launcher_link"},
 }

@@ -8,8 +8,8 @@
 - `options`: the checked arguments.
 - `step_guard`: finds the outermost of nested steps; `closures`: the closures of steps; `amp`: scaled losses; `fused`: torch's
   fused steps.
-- `sharding`: when this rank steps its shard; `shards`: the pieces of the shard; `runs`: pieces that are stepped as one;
-  `shard_state`: their optimizer state; `shardable`: which optimizers can be sharded.
+- `sharding`: when this rank steps its shard; `shards`: the pieces of the shard; `stepped_groups`: the optimizer's groups
+  with pieces in place of parameters; `shard_state`: the optimizer state of pieces; `shardable`: what can be sharded.
 - `own_parameters`: gives one rank other weights for a while.
 - `lease`: memory, channels, hooks and a thread that can outlive an optimizer.
 """

@@ -19,10 +19,10 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.gradients.layout import Piece
 from hvdlite_torch.step import shard_state
-from hvdlite_torch.step.runs import Run
 from hvdlite_torch.step.shard_state import cut
-from hvdlite_torch.tensors.adapter import are_same
-from hvdlite_torch.tensors.sliced import State, local_of, local_state, program_state
+from hvdlite_torch.step.stepped_groups import SteppedGroups
+from hvdlite_torch.tensors.runs import Run
+from hvdlite_torch.tensors.sliced import State, local_state, program_state
 
 
 def refuse_sparse(shape: Sequence[int]) -> None:
@@ -56,13 +56,7 @@ class ParameterShards:
         self._process_set = process_set
         self._parameters: Sequence[torch.Tensor] = []
         self._addresses: list[int] = []
-        self._whole_groups: list[list[torch.Tensor]] | None = None
-        self._given_groups: list[list[torch.Tensor]] = []
-        """The parameters of each group, as they were when pieces were last chosen for the groups."""
-        self._cut_groups: list[list[torch.Tensor]] | None = None
-        """For each group: what the optimizer steps of these parameters; None if that must be found out."""
-        self._left_out: list[torch.Tensor] = []
-        """The parameters in the groups that were not dealt out, such as frozen ones."""
+        self._groups = SteppedGroups(optimizer)
         self._dealt: tuple[int, int] | None = None
         """This rank's number in the process set, and the size of the set, when shards were dealt out; None before that."""
         self._restarted = True
@@ -137,22 +131,23 @@ class ParameterShards:
         self._parameters = list(parameters)
         self._addresses = [parameter.data_ptr() for parameter in parameters]
         self.pieces = {piece: torch.nn.Parameter(cut(parameters[piece.tensor].data, piece)) for piece in pieces}
+        self._groups.forget()
         self.cut_state()
 
     def step_in_runs(self, runs: Sequence[Run]) -> None:
         """Let pieces be stepped in runs. The pieces of a run are of the parameters of one group of the optimizer."""
         self.runs = list(runs)
-        self._choose_pieces()
+        self._groups.choose(self._parameters, self.pieces, self.runs)
 
     def give(self, there: Sequence[bool], buffer: int) -> None:
         """Give the pieces in runs their combined gradients: see `Run.give`."""
-        if self.runs and not self._are_as_given():  # parameters have changed groups, maybe
+        if self.runs and not self._groups.are_as_given:  # parameters have changed groups, maybe
             for run in self.runs:
                 run.part_for_good(self._optimizer.state)
-            self._choose_pieces()
+            self._groups.forget()
         # All runs must be asked.
         if any([run.give(there, buffer, self._optimizer.state) for run in self.runs]):
-            self._cut_groups = None
+            self._groups.forget()
 
     def check_memory(self) -> None:
         """Raise an error if a parameter was given other memory since it was dealt out.
@@ -179,63 +174,20 @@ class ParameterShards:
             raise ArgumentError(self._lost)
         if not self._parameters:
             return
-        if self._cut_groups is None or not self._are_as_given():
-            self._choose_pieces()
-        if any([parameter.grad is not None for parameter in self._left_out]):
-            shape = next(tuple(p.shape) for p in self._left_out if p.grad is not None)
-            raise ArgumentError(
-                f"a parameter of shape {shape} is frozen (requires_grad=False) and has a gradient, maybe of zeros: torch steps "
-                "it all the same, by its momentum and decay, which a sharded optimizer does not. Set its p.grad to None: "
-                "zero_grad() does, without set_to_none=False."
-            )
-        self._whole_groups = self._present_groups()
-        assert self._cut_groups is not None
-        for group, stepped in zip(self._optimizer.param_groups, self._cut_groups, strict=True):
-            group["params"] = stepped
-
-    def _present_groups(self) -> list[list[torch.Tensor]]:
-        return [group["params"] for group in self._optimizer.param_groups]
-
-    def _are_as_given(self) -> bool:
-        """Return whether the groups hold the same parameters as when pieces were last chosen for them."""
-        groups, given = self._present_groups(), self._given_groups
-        return len(groups) == len(given) and all(map(are_same, groups, given))
-
-    def _choose_pieces(self) -> None:
-        """Find out what the optimizer steps of the parameters in its groups."""
-        groups = self._present_groups()
-        self._given_groups = list(map(list, groups))
-        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
-        self._left_out = [p for group in groups for p in group if id(local_of(p)) not in numbers]
-        group_of = {
-            numbers[id(local)]: at
-            for at, group in enumerate(groups)
-            for local in map(local_of, group)
-            if id(local) in numbers
-        }
-        cut_groups: list[list[torch.Tensor]] = [[] for _ in groups]
-        joined = {piece for run in self.runs if run.together for piece in run.pieces}
-        for piece, parameter in self.pieces.items():
-            if piece.tensor in group_of and piece not in joined:
-                cut_groups[group_of[piece.tensor]].append(parameter)
-        for run in self.runs:
-            if run.together:
-                cut_groups[group_of[run.pieces[0].tensor]].append(run.parameter)
-        self._cut_groups = cut_groups
+        if not self._groups.are_chosen:
+            self._groups.choose(self._parameters, self.pieces, self.runs)
+        self._groups.put_in()
 
     def _take_apart(self) -> None:
         """Let the groups hold whole parameters, and the state be that of single pieces."""
         self.put_back()
         for run in self.runs:
             run.part(self._optimizer.state)
-        self._cut_groups = None
+        self._groups.forget()
 
     def put_back(self) -> None:
         """Let the groups hold whole parameters again, if they hold pieces."""
-        if self._whole_groups is not None:
-            for group, parameters in zip(self._optimizer.param_groups, self._whole_groups, strict=True):
-                group["params"] = parameters
-            self._whole_groups = None
+        self._groups.put_back()
 
     def drop_gradients(self) -> None:
         """Set the gradients of the pieces to None, so that ``zero_grad()`` can free their memory."""

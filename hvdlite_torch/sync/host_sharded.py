@@ -28,13 +28,13 @@ from hvdlite.gradients.sharded_reducer import ShardedReducer, Stretch
 from hvdlite.protocols import Plan, TensorInfo
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.own_parameters import versions_of
-from hvdlite_torch.step.runs import Member, Run
 from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.shards import clip_factor, squared_norm
 from hvdlite_torch.sync.host_gradients import HostGradients
 from hvdlite_torch.sync.slot import Slot, Where, as_tensor
 from hvdlite_torch.tensors.gradient import gradient_dtype
+from hvdlite_torch.tensors.runs import Member, Run
 from hvdlite_torch.tensors.sliced import joint_squares, local_of
 
 

@@ -3,5 +3,6 @@
 - `adapter`: reads and makes torch tensors; `device`: CUDA's streams and tensors.
 - `gradient`: the dtype and shape of a parameter's gradients; `ownership`: who else uses the memory of a gradient.
 - `sliced`: this rank's slices of `DTensor` parameters, their gradients and their optimizer state.
-- `malloc`: keeps freed memory for the next step.
+- `runs`: small tensors that lie side by side, which an optimizer steps as one.
+- `malloc`: keeps freed memory for the next step, and lets large tensors lie in huge pages.
 """

@@ -132,7 +132,7 @@ def is_borrowed(gradient: torch.Tensor) -> bool:
 
 
 def is_any_borrowed(gradients: Sequence[torch.Tensor]) -> bool:
-    """Return whether `is_borrowed` of any gradient. None is sparse. There may be thousands: most are asked for two facts only."""
+    """Return whether any gradient `is_borrowed`. None is sparse. Of thousands, most are asked for two facts only."""
     alone, uses = _parameter_only()[2], _storage_uses
     return any(
         [
