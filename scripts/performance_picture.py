@@ -16,9 +16,7 @@ from matplotlib import pyplot as plt
 
 DOCS = Path(__file__).parent.parent / "docs"
 HEAD = "| ÷ the tuned step |"
-COLOURS = {
-    **{"small pages": "#bdbdbd", "hvdlite": "#3949ab", "hvdlite shard": "#7986cb", "DDP, tuned": "#a1887f"},
-}
+COLOURS = {"small pages": "#bdbdbd", "hvdlite": "#3949ab", "hvdlite shard": "#7986cb", "DDP, tuned": "#a1887f"}
 """The columns of the table that are drawn."""
 
 

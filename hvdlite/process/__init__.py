@@ -1,6 +1,6 @@
 """What concerns the process of a rank, whatever it computes.
 
-own_core.py  keeps the ranks of a host on cores of their own while they wait for each other
+own_core.py     keeps the ranks of a host on cores of their own while they wait for each other
 memory_ways.py  the ways that this system allows for the memory of gradients
-log.py       says something to the people who run the job, as records of `logging`
+log.py          says something to the people who run the job, as records of `logging`
 """

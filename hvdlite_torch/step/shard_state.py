@@ -11,7 +11,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite.gradients.layout import Piece
-from hvdlite_torch.tensors.sliced import State, local_of
+from hvdlite_torch.tensors.sliced import State, copy_of, is_elementwise, local_of
 
 
 class StateShard(NamedTuple):
@@ -177,7 +177,7 @@ def shard_of(whole: State, parameters: Sequence[torch.Tensor], pieces: Mapping[P
         of = parameters[piece.tensor]
         if of in whole:
             kept[parameter] = {
-                name: cut(value.contiguous(), piece).clone() if _is_elementwise(value, of) else _copy(value)
+                name: cut(value.contiguous(), piece).clone() if is_elementwise(value, of) else copy_of(value)
                 for name, value in whole[of].items()
             }
     return kept
@@ -212,11 +212,3 @@ def _to_send(value: Any, parameter: torch.Tensor) -> tuple[Any, bool]:
     if not isinstance(value, torch.Tensor):
         return value, False
     return value.cpu(), value.device == parameter.device
-
-
-def _is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -13,6 +13,18 @@ from hvdlite_torch.tensors.runs import Run
 from hvdlite_torch.tensors.sliced import local_of
 
 
+def groups_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> dict[int, int]:
+    """Return the number of the group that a parameter is in, by the number of the parameter; only of those in a group.
+
+    Args:
+        optimizer: The optimizer, whose groups hold whole parameters.
+        parameters: Some parameters; of sliced ones, this rank's slices.
+    """
+    groups = enumerate(optimizer.param_groups)
+    group_of = {id(local_of(parameter)): at for at, group in groups for parameter in group["params"]}
+    return {number: group_of[id(p)] for number, p in enumerate(parameters) if id(p) in group_of}
+
+
 class SteppedGroups:
     """The parameters in an optimizer's groups, and what the optimizer steps of them.
 
@@ -60,14 +72,9 @@ class SteppedGroups:
         """
         groups = self._present()
         self._given = list(map(list, groups))
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._left_out = [p for group in groups for p in group if id(local_of(p)) not in numbers]
-        group_of = {
-            numbers[id(local)]: at
-            for at, group in enumerate(groups)
-            for local in map(local_of, group)
-            if id(local) in numbers
-        }
+        dealt_out = set(map(id, parameters))
+        self._left_out = [p for group in groups for p in group if id(local_of(p)) not in dealt_out]
+        group_of = groups_of(self._optimizer, parameters)
         stepped: list[list[torch.Tensor]] = [[] for _ in groups]
         joined = {piece for run in runs if run.together for piece in run.pieces}
         for piece, parameter in pieces.items():

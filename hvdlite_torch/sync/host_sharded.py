@@ -31,11 +31,12 @@ from hvdlite_torch.step.own_parameters import versions_of
 from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.shards import clip_factor, squared_norm
+from hvdlite_torch.step.stepped_groups import groups_of
 from hvdlite_torch.sync.host_gradients import HostGradients
 from hvdlite_torch.sync.slot import Slot, Where, as_tensor
 from hvdlite_torch.tensors.gradient import gradient_dtype
 from hvdlite_torch.tensors.runs import Member, Run
-from hvdlite_torch.tensors.sliced import joint_squares, local_of
+from hvdlite_torch.tensors.sliced import joint_squares
 
 
 class HostShards:
@@ -124,9 +125,8 @@ class HostShards:
 
         The state of such a parameter cannot be told from a number, such as the count of steps.
         """
-        groups = enumerate(self._context.optimizer.param_groups)
-        group_of = {id(local_of(parameter)): at for at, group in groups for parameter in group["params"]}
-        return {number: group_of[id(p)] for number, p in enumerate(parameters) if id(p) in group_of and p.dim() > 0}
+        found = groups_of(self._context.optimizer, parameters)
+        return {number: group for number, group in found.items() if parameters[number].dim() > 0}
 
     def _run_of(self, stretch: Stretch) -> Run:
         pieces = self._shards.pieces

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hvdlite.gradients.layout import Piece
-from hvdlite_torch.tensors.sliced import State
+from hvdlite_torch.tensors.sliced import State, copy_of, is_elementwise
 
 
 class Member:
@@ -76,8 +76,7 @@ class Run:
         found = {there[number] for number in self._numbers}
         before = self.together
         if len(found) > 1:  # the optimizer leaves out a parameter without a gradient, whose step count then is behind
-            self.part(state)
-            self._may_join = False
+            self.part_for_good(state)
         elif not before and self._may_join:
             self._may_join = self._join(state)
         flat = self._gradients[buffer].data  # a new object: a step may give it other memory (``p.grad.data = …``)
@@ -101,7 +100,7 @@ class Run:
             return False
         joint: dict[str, Any] = {}
         for name, value in states[0].items():
-            if self._is_elementwise(self._members[0], value):
+            if is_elementwise(value, self._members[0].parameter):
                 joint[name] = torch.zeros_like(self.parameter.data, dtype=value.dtype)
                 for member, its in zip(self._members, states, strict=True):
                     member.of(joint[name]).copy_(its[name])
@@ -120,8 +119,8 @@ class Run:
             return False
         for name, value in first.items():
             other = its[name]
-            elementwise = self._is_elementwise(self._members[0], value)
-            if elementwise != self._is_elementwise(member, other) or type(value) is not type(other):
+            elementwise = is_elementwise(value, self._members[0].parameter)
+            if elementwise != is_elementwise(other, member.parameter) or type(value) is not type(other):
                 return False
             if elementwise:
                 if value.dtype is not other.dtype:
@@ -133,11 +132,6 @@ class Run:
                 return False
         return True
 
-    @staticmethod
-    def _is_elementwise(member: Member, value: Any) -> bool:
-        # A piece of one element with a state of one dimension is elementwise as well; a step count has no dimension.
-        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == member.parameter.shape
-
     def part(self, state: State) -> None:
         """Give the pieces their state, each a copy of its own, if the run is together."""
         if not self.together:
@@ -145,16 +139,12 @@ class Run:
         self.together = False
         self.parameter.grad = None
         for name, value in state.pop(self.parameter, {}).items():
-            elementwise = isinstance(value, torch.Tensor) and value.shape == self.parameter.shape
+            elementwise = is_elementwise(value, self.parameter)
             for member in self._members:
-                own = member.of(value).clone() if elementwise else _copy(value)
+                own = member.of(value).clone() if elementwise else copy_of(value)
                 state.setdefault(member.parameter, {})[name] = own
 
     def part_for_good(self, state: State) -> None:
-        """Part, and do not join again: the pieces have other groups now."""
+        """Part, and do not join again."""
         self.part(state)
         self._may_join = False
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

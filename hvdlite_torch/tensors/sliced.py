@@ -131,6 +131,16 @@ State = dict[Any, dict[str, Any]]
 """The type of ``optimizer.state``: for each parameter, its state by name."""
 
 
+def is_elementwise(value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a value of a parameter's state has a number for each element. A step count, of no dimension, has not."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+
+
+def copy_of(value: Any) -> Any:
+    """Return a value of a state that changes apart from the given one."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def local_state(state: State) -> State:
     """Return the state of an optimizer with this rank's slices in place of all `DTensor`, as keys and as values."""
     return {
