@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.checks.plain import is_plain_sequential
 
 _RUNS = 4
 """How often the model runs for the measurement. The first run is not counted, and of the others the shortest time."""
@@ -54,14 +55,14 @@ def measure(model: nn.Module, layers: Mapping[str, nn.Module], example: tuple[An
         outputs[name] = _nbytes(output)
 
     def one_by_one() -> None:  # a Sequential may have a layer twice, such as an activation
-        given = example
+        given = example if len(example) == 1 else (example,)
         for name, layer in layers.items():
             before(name)
             output = layer(*given)
             after(name, layer, given, output)
-            given = output if isinstance(output, tuple) else (output,)
+            given = (output,)
 
-    in_sequence = isinstance(model, nn.Sequential)
+    in_sequence = is_plain_sequential(model)
     watched = {} if in_sequence else layers
     hooks = [layer.register_forward_pre_hook(partial(before, name)) for name, layer in watched.items()]
     hooks += [layer.register_forward_hook(partial(after, name)) for name, layer in watched.items()]

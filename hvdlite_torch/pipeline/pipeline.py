@@ -15,6 +15,7 @@ from hvdlite.adapter.arguments import Everybody, rank_in, size_of
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
+from hvdlite_torch.checks.plain import is_plain_sequential
 from hvdlite_torch.distributed import backend
 from hvdlite_torch.pipeline.bubble import watch
 from hvdlite_torch.pipeline.own_layers import OwnLayers
@@ -102,7 +103,7 @@ class Pipeline(OwnLayers):
         self._make = {number: make for number, (_, make) in made.items()}
         self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
         self._count, self._last_place = count, size - 1
-        self._takes_any_shape = isinstance(model, nn.Sequential)
+        self._takes_any_shape = is_plain_sequential(model)
         self._runs: dict[tuple[Any, ...], Any] = {}
 
     def step(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.checks.plain import hooks_of, is_plain_sequential
 
 State = dict[str, tuple[torch.Tensor, ...]]
 """The states of the recurrent layers of a stage after a chunk, by the names of the layers in the model."""
@@ -129,9 +130,10 @@ def units(model: nn.Module, stepwise: Sequence[type[nn.Module]]) -> dict[str, Un
     Raises:
         ArgumentError: The model is no ``nn.Sequential`` with recurrent layers, or has a layer that may mix time steps.
     """
-    if not isinstance(model, nn.Sequential):
+    if not is_plain_sequential(model):
+        own = ", which does more than call its children one after the other" if isinstance(model, nn.Sequential) else ""
         raise ArgumentError(
-            f"a wavefront takes an nn.Sequential, whose children are cut; got a {type(model).__name__}."
+            f"a wavefront takes an nn.Sequential, whose children are cut; got a {type(model).__name__}{own}."
         )
     found: dict[str, Unit] = {}
     for name, child in model._modules.items():  # named_children() leaves out a layer that is there a second time
@@ -142,6 +144,11 @@ def units(model: nn.Module, stepwise: Sequence[type[nn.Module]]) -> dict[str, Un
                 raise ArgumentError(
                     f"the layer {name!r} is bidirectional: its second direction begins at the end of the sequence, so its "
                     "chunks cannot follow each other. Use bidirectional=False."
+                )
+            if hooks := hooks_of(child):
+                raise ArgumentError(
+                    f"the layer {name!r} has hooks ({', '.join(hooks)}), which would not run, because its layers are called in "
+                    "stages and chunks. Remove them, or register them for another layer."
                 )
             several = child.num_layers > 1
             for number in range(child.num_layers):

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 import hvdlite
 from hvdlite.errors import ArgumentError
+from hvdlite_torch.checks.plain import hooks_of, is_plain_sequential
 from hvdlite_torch.pipeline.costs import balance, measure
 
 CPU = torch.device("cpu")
@@ -28,25 +29,25 @@ class Layers(nn.Module):
             self.add_module(name, layer)
 
     def forward(self, *x: Any) -> Any:
-        for layer in _children(self).values():
-            out = layer(*x)
-            x = out if isinstance(out, tuple) else (out,)
-        return x if len(x) > 1 else x[0]
+        value = x if len(x) > 1 else x[0]  # layers pass on tuples as they are, and messages are flat
+        for layer in children(self).values():
+            value = layer(value)
+        return value
 
 
 def candidates(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers with which a stage may begin: the children of a Sequential, or the items of lists within a model."""
     if isinstance(model, nn.Sequential):
-        return _children(model)
+        return children(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
-            found |= {f"{name}.{item}": child for item, child in _children(module).items()}
+            found |= {f"{name}.{item}": child for item, child in children(module).items()}
     return found
 
 
-def _children(module: nn.Module) -> dict[str, nn.Module]:
+def children(module: nn.Module) -> dict[str, nn.Module]:
     """Return the children by name. `named_children` leaves out a layer that is there a second time, such as an activation."""
     return {name: child for name, child in module._modules.items() if child is not None}
 
@@ -130,7 +131,8 @@ def make_stages(
     """
     count = len(cuts) + 1
     made: dict[int, tuple[nn.Module, Callable[[], Any]]] = {}
-    if isinstance(model, nn.Sequential):
+    if is_plain_sequential(model):
+        refuse_hooks(model)
         names = list(candidates(model))
         ends = [0, *map(names.index, cuts), len(names)]
         modules = [Layers({name: model.get_submodule(name) for name in names[a:b]}) for a, b in pairwise(ends)]
@@ -148,6 +150,19 @@ def make_stages(
         described = [f"from {cut}" for cut in ("the beginning", *cuts)]
     check_stages(modules, described)
     return made
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise for the hooks of a Sequential itself, which nobody calls once it is cut. Those of its children stay with them.
+
+    Raises:
+        ArgumentError: There are some.
+    """
+    if hooks := hooks_of(model):
+        raise ArgumentError(
+            f"the {type(model).__name__} itself has hooks ({', '.join(hooks)}), and no rank has the whole of it that they "
+            "could run for. Register them for one of its layers."
+        )
 
 
 def check_stages(modules: Sequence[nn.Module], described: Sequence[str]) -> None:
@@ -178,7 +193,7 @@ def check_stages(modules: Sequence[nn.Module], described: Sequence[str]) -> None
 def _trace(model: nn.Module, cuts: Sequence[str], example: tuple[Any, ...] | None) -> Any:
     if example is None:
         raise ArgumentError(
-            f"{type(model).__name__} is no nn.Sequential, so torch.export cuts it: give `example`, the inputs of a "
+            f"{type(model).__name__} is no plain nn.Sequential, so torch.export cuts it: give `example`, the inputs of a "
             "micro-batch."
         )
     try:

@@ -19,7 +19,7 @@ from hvdlite_torch.distributed import backend
 from hvdlite_torch.pipeline.chunk_stage import ChunkStage
 from hvdlite_torch.pipeline.own_layers import OwnLayers
 from hvdlite_torch.pipeline.recurrent import Alone, Chunks, layers_of, time_dimension, units
-from hvdlite_torch.pipeline.stages import check_stages, settle_cuts
+from hvdlite_torch.pipeline.stages import check_stages, refuse_hooks, settle_cuts
 
 
 class Wavefront(OwnLayers):
@@ -89,6 +89,7 @@ class Wavefront(OwnLayers):
         check_count("chunks", chunks)
         self.stage, self._places = rank_in(process_set), size_of(process_set)
         parts = units(model, stepwise)
+        refuse_hooks(model)
         self._time = time_dimension(model)
         alone = {name: Alone(layers_of([unit])) for name, unit in parts.items()}
         self.cuts = settle_cuts(model, alone, self._places, cuts, None if example is None else (example,))
