@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 
-import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
-from hvdlite.tensors.numpy_adapter import HALF_DTYPES
+from hvdlite_torch.training.global_batch_norm import global_batch_norm
 
 M = TypeVar("M", bound=torch.nn.Module)
 
-_HALVES = tuple(getattr(torch, name) for name in HALF_DTYPES)
+_OF_TORCH = (_BatchNorm, torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -25,7 +27,8 @@ class SyncBatchNorm(_BatchNorm):
 
     In training, the mean and the variance are those of the samples of all ranks. Batches may differ in size. They may be empty
     on some ranks, but these ranks must run forward and backward too. In evaluation mode, and in a job of one rank, the layer
-    computes what torch's layer does. The gradients of `weight` and `bias` are those of this rank's samples;
+    computes what torch's layer does. Gradients of gradients (penalties of gradients) are those of the joined batch too. The
+    gradients of `weight` and `bias` are those of this rank's samples;
     `DistributedOptimizer` combines them with the other ranks' gradients. The forward pass communicates twice and the backward
     pass once, so all ranks must call the layers in the same order.
 
@@ -82,171 +85,158 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise `input`. In training, every rank calls this method; see the class."""
-        of_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if not of_batch or world("SyncBatchNorm()").engine(self.process_set).size == 1:
+        if not self._is_global():
             return super().forward(input)
         self._check_input_dim(input)
         normalized: torch.Tensor = self._normalize_globally(input)
         return normalized
 
+    def _is_global(self) -> bool:
+        of_batch = self.training or (self.running_mean is None and self.running_var is None)
+        return of_batch and world("SyncBatchNorm()").engine(self.process_set).size > 1
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler cannot trace an exchange
     def _normalize_globally(self, input: torch.Tensor) -> torch.Tensor:
-        count, mean, variance = _global_statistics(input.detach(), self.process_set)
-        if count < 2:
-            raise ArgumentError(
-                f"SyncBatchNorm: expected more than one value per channel to train with; all ranks together have {count}."
-            )
-        if self.training and self.track_running_stats:
-            self._track(count, mean, variance)
-        output: torch.Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, variance, count, self.eps, self.process_set
-        )
-        return output
-
-    @torch.no_grad()
-    def _track(self, count: int, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        share = 1 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (count / (count - 1))
-        for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
-            # float16 and bfloat16 statistics are rounded once, as in torch.
-            running.copy_(running.to(now.dtype) * (1 - share) + now * share)
+        tracked: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+        momentum = self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            tracked = self.running_mean, self.running_var
+            self.num_batches_tracked.add_(1)
+            momentum = 1 / int(self.num_batches_tracked) if momentum is None else momentum
+        return global_batch_norm(input, *tracked, self.weight, self.bias, momentum or 0.0, self.eps, self.process_set)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: M, process_set: ProcessSet | None = None) -> M | SyncBatchNorm:
-        """Replace each batch norm layer of a model by a `SyncBatchNorm`.
+    def convert_sync_batchnorm(cls, module: M, process_set: ProcessSet | None = None) -> M:
+        """Let each batch norm layer of a model, in place, normalise over all ranks.
 
-        Parameters and buffers stay the same tensors, so an optimizer that was made before remains valid.
+        Each layer stays the same object, with its parameters, hooks and attributes, and becomes a `SyncBatchNorm`. An optimizer
+        that was made before remains valid. A layer of a subclass with a forward pass of its own, such as timm's
+        ``BatchNormAct2d``, goes on to use that; its ``F.batch_norm`` takes the statistics of all ranks.
 
         Args:
-            module: The model, which is changed in place.
+            module: The model, or one layer.
             process_set: The ranks that take part; None means all ranks.
 
         Returns:
-            `module`; if it is a batch norm layer itself, the layer that replaces it.
+            `module`.
 
         Raises:
-            ArgumentError: A lazy batch norm has not seen an input yet.
+            ArgumentError: A lazy batch norm has not seen an input yet; or a layer has been changed so that its statistics
+                cannot be those of all ranks. In training: a subclass normalises without calling ``F.batch_norm`` once.
         """
-        converted: M | SyncBatchNorm = cls._convert(module, process_set, {})
-        return converted
-
-    @classmethod
-    def _convert(cls, module: Any, process_set: ProcessSet | None, done: dict[torch.nn.Module, Any]) -> Any:
-        if module in done:  # a layer that the model uses twice stays one layer
-            return done[module]
-        converted = module
-        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-            converted = cls._like(module, process_set)
-        done[module] = converted
-        for name, child in module._modules.items():
-            if child is not None:
-                converted.add_module(name, cls._convert(child, process_set, done))
-        return converted
-
-    @classmethod
-    def _like(cls, layer: _BatchNorm, process_set: ProcessSet | None) -> SyncBatchNorm:
-        if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-            raise ArgumentError(
-                f"convert_sync_batchnorm: {layer} does not know its num_features yet; pass a batch through the model first."
-            )
-        made = cls(
-            layer.num_features,
-            layer.eps,
-            layer.momentum,
-            layer.affine,
-            layer.track_running_stats,
-            process_set=process_set,
-        )
-        made.weight, made.bias = layer.weight, layer.bias
-        made.running_mean, made.running_var = layer.running_mean, layer.running_var
-        made.num_batches_tracked = layer.num_batches_tracked
-        made.training = layer.training
-        return made
+        for name, layer in module.named_modules():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+                _check_convertible(name, layer)
+                layer.__class__ = _synchronized(layer, cls)
+                layer.process_set = process_set  # type: ignore[assignment]  # its class has this attribute now
+        return module
 
 
-def _over_samples(input: torch.Tensor) -> list[int]:
-    """Return all dimensions except the channels' dimension."""
-    return [dim for dim in range(input.dim()) if dim != 1]
+class _OneBatchNorm(TorchFunctionMode):
+    """While a layer's own forward pass runs, its call of ``F.batch_norm`` normalises over all ranks."""
 
+    def __init__(self, layer: SyncBatchNorm) -> None:
+        super().__init__()
+        self._layer, self.calls = layer, 0
 
-def _widened(input: torch.Tensor) -> torch.Tensor:
-    return input.float() if input.dtype in _HALVES else input
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        return self._batch_norm(*args, **(kwargs or {}))
 
-
-def _global_statistics(input: torch.Tensor, process_set: ProcessSet | None) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return the count, the mean and the biased variance of each channel, over the batches of all ranks.
-
-    A rank has a count n, a mean m and a variance v. The ranks first compute the joint mean, and then sum
-    ``nv + n(m - mean)²``. Sums of the values and of their squares would lose digits if the mean is far larger than the
-    deviations; these sums do not.
-
-    Source: Chan, Golub & LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
-    """
-    count = input.numel() // max(1, input.shape[1])
-    wide = _widened(input)
-    if count:
-        variance, mean = torch.var_mean(wide, _over_samples(input), correction=0)
-    else:
-        variance = mean = wide.new_zeros(input.shape[1])
-    own_variance, own_mean = variance.double(), mean.double()
-    sums = hvdlite.allreduce(
-        torch.cat([own_mean * count, own_mean.new_tensor([count])]), hvdlite.Sum, process_set=process_set
-    )
-    total = int(sums[-1])
-    joint_mean = sums[:-1] / max(1, total)
-    squares = hvdlite.allreduce(
-        (own_variance + (own_mean - joint_mean).square()) * count, hvdlite.Sum, process_set=process_set
-    )
-    return total, joint_mean.to(wide.dtype), (squares / max(1, total)).to(wide.dtype)
-
-
-class _Normalize(torch.autograd.Function):
-    """The function ``(x - mean) / sqrt(variance + eps) * weight + bias``, whose mean and variance depend on all ranks' x.
-
-    Source of the gradient: Ioffe & Szegedy, "Batch normalization", ICML 2015, section 3.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
+    def _batch_norm(
+        self,
         input: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
-        count: int,
-        eps: float,
-        process_set: ProcessSet | None,
+        running_mean: torch.Tensor | None,
+        running_var: torch.Tensor | None,
+        weight: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
     ) -> torch.Tensor:
-        ctx.save_for_backward(input, weight, mean, (variance + eps).rsqrt())
-        ctx.count, ctx.process_set = count, process_set
-        wide_weight, wide_bias = (None if each is None else each.to(mean.dtype) for each in (weight, bias))
-        return torch.nn.functional.batch_norm(input, mean, variance, wide_weight, wide_bias, False, 0.0, eps)
+        layer = self._layer
+        if running_mean is not None and running_mean is not layer.running_mean:  # of another layer inside of this one
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        self.calls += 1
+        if not training:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        SyncBatchNorm._check_input_dim(layer, input)
+        return global_batch_norm(input, running_mean, running_var, weight, bias, momentum, eps, layer.process_set)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight, mean, scale = ctx.saved_tensors
-        samples = _over_samples(input)
-        shape = [-1 if dim == 1 else 1 for dim in range(input.dim())]  # one number per channel, against the input
-        centred = _widened(input) - mean.reshape(shape)
-        upstream = _widened(gradient)
-        along_one, along_centred = upstream.sum(samples), (upstream * centred).sum(samples)
 
-        of_input = of_weight = of_bias = None
-        if ctx.needs_input_grad[0]:
-            # All ranks take this branch alike, because it depends on the model whether an input needs a gradient.
-            both = torch.cat([along_one, along_centred]).double()
-            sums = hvdlite.allreduce(both, hvdlite.Sum, process_set=ctx.process_set)
-            mean_one, mean_centred = (sums / ctx.count).to(mean.dtype).chunk(2)
-            factor = scale if weight is None else scale * weight.to(scale.dtype)
-            centred *= (scale.square() * mean_centred).reshape(shape)
-            of_input = (upstream - mean_one.reshape(shape)).sub_(centred).mul_(factor.reshape(shape)).to(input.dtype)
-        if ctx.needs_input_grad[1]:
-            of_weight = (along_centred * scale).to(weight.dtype)
-        if ctx.needs_input_grad[2]:
-            of_bias = along_one.to(weight.dtype)
-        return of_input, of_weight, of_bias, None, None, None, None, None
+class _WithOwnForward(SyncBatchNorm):
+    """What the class of a converted layer has among its bases, if the layer's class is not torch's own."""
+
+    _plain: type[_BatchNorm]
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """What ``super().forward`` of the layer's class is: torch's forward pass, which calls ``F.batch_norm``."""
+        return _BatchNorm.forward(self, input)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the compiler cannot trace an exchange
+    def _forward_globally(self, *args: Any, **kwargs: Any) -> Any:
+        with _OneBatchNorm(self) as mode:
+            result = self._plain.forward(self, *args, **kwargs)
+        if mode.calls != 1:
+            raise ArgumentError(
+                f"convert_sync_batchnorm: {self._plain.__name__}.forward called F.batch_norm with its own running statistics "
+                f"{mode.calls} times, expected once: so what it normalises by would not be the statistics of all ranks. "
+                "Convert the other layers of the model only, or write its forward pass with super().forward()."
+            )
+        return result
+
+
+def _check_convertible(name: str, layer: _BatchNorm) -> None:
+    found = ""
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+        raise ArgumentError(
+            f"convert_sync_batchnorm: {layer} does not know its num_features yet; pass a batch through the model first."
+        )
+    if "forward" in layer.__dict__:
+        found = "has a forward pass that was put on the object (by accelerate, for example): convert the model before"
+    elif isinstance(layer, torch.nn.SyncBatchNorm) and type(layer) is not torch.nn.SyncBatchNorm:
+        found = "is made for torch.distributed, by torch.nn.SyncBatchNorm: convert the model that has the plain layer"
+    if found:
+        raise ArgumentError(f"convert_sync_batchnorm: the layer {name!r}, a {type(layer).__name__}, {found}.")
+
+
+def _synchronized(layer: _BatchNorm, cls: type[SyncBatchNorm]) -> type[SyncBatchNorm]:
+    """Return the class that a layer has after its conversion to `cls`."""
+    plain: Any = type(layer)
+    if not parametrize.is_parametrized(layer):
+        return cls if plain in _OF_TORCH else _extended(plain)
+    # torch made the class of this object, with properties for what is parametrized, as a subclass of what it was before.
+    before = plain.__bases__[0]
+    base = cls if before in _OF_TORCH else _extended(before)
+    return type(plain.__name__, (base,), dict(plain.__dict__))
+
+
+@functools.cache
+def _extended(plain: Any) -> type[SyncBatchNorm]:
+    """Return a subclass of a class that is not torch's own, whose forward pass normalises over all ranks."""
+
+    @functools.wraps(plain.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_global():
+            return plain.forward(self, *args, **kwargs)
+        return self._forward_globally(*args, **kwargs)
+
+    def reduced(self: Any, protocol: Any) -> Any:  # by the class of the program, because a file cannot name this one
+        _, _, *state = super(made, self).__reduce_ex__(protocol)
+        return _new, (plain,), *state
+
+    body: dict[str, Any] = {
+        "_plain": plain,
+        "forward": forward,
+        "__reduce_ex__": reduced,
+        "__module__": plain.__module__,
+    }
+    made: Any = type(plain.__name__, (plain, _WithOwnForward), body)
+    return made  # type: ignore[no-any-return]
+
+
+def _new(plain: Any) -> SyncBatchNorm:
+    """Return an empty object of the class that layers of the class `plain` are converted to."""
+    made = _extended(plain)
+    return made.__new__(made)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize, prune
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
@@ -303,5 +306,168 @@ def test_running_statistics_in_halves_are_rounded_once(ranks: Any, dtype: torch.
         mean = torch.cat([x[::2], *[x[1::2]] * (hvd.size() - 1)]).double().mean(0)
         expected = 0.9 * before.double() + 0.1 * mean
         assert ((layer.running_mean.double() - expected).abs() <= 0.501 * torch.finfo(dtype).eps * expected).all()
+
+    ranks(check)
+
+
+class Activated(nn.BatchNorm2d):
+    """A subclass that adds to torch's forward pass."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features, dtype=torch.float64)
+        self.act, self.note = nn.Tanh(), "kept"
+
+    def forward(self, input: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        return self.act(super().forward(input)) * factor
+
+
+class Direct(Activated):
+    """A subclass that calls F.batch_norm itself, as timm's BatchNormAct2d does."""
+
+    def forward(self, input: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        of_batch = self.training or self.running_mean is None
+        self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        running = (self.running_mean, self.running_var)
+        return factor * self.act(
+            F.batch_norm(input, *running, self.weight, self.bias, training=of_batch, momentum=0.3, eps=self.eps)
+        )
+
+
+class Frozen(nn.BatchNorm2d):
+    """A subclass that never takes the statistics of the batch."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+
+
+class Ghost(nn.BatchNorm2d):
+    """A subclass with statistics of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return (input - input.mean((0, 2, 3), keepdim=True)) * 2
+
+
+class Named(nn.BatchNorm2d):
+    """A subclass without a forward pass of its own."""
+
+
+def weight_doubled(layer: nn.Module) -> nn.Module:
+    class Double(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return 2 * weight
+
+    parametrize.register_parametrization(layer, "weight", Double())
+    return layer
+
+
+def hooked(layer: nn.Module) -> nn.Module:
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
+    layer.register_forward_hook(lambda module, args, result: result.square())
+    layer.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 3,))
+    return layer
+
+
+KINDS: dict[str, Callable[[], nn.Module]] = {
+    "a forward pass that calls super": lambda: Activated(CHANNELS),
+    "a forward pass that calls F.batch_norm": lambda: Direct(CHANNELS),
+    "a frozen one": lambda: Frozen(CHANNELS),
+    "no forward pass of its own": lambda: Named(CHANNELS),
+    "hooks": lambda: hooked(nn.BatchNorm2d(CHANNELS)),
+    "a parametrization": lambda: weight_doubled(nn.BatchNorm2d(CHANNELS)),
+    "a parametrized subclass": lambda: weight_doubled(Activated(CHANNELS)),
+    "pruned": lambda: prune.random_unstructured(nn.BatchNorm2d(CHANNELS), "weight", amount=1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversion_keeps_what_a_layer_does(ranks: Any, kind: str) -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, CHANNELS, 2), KINDS[kind](), nn.Conv2d(CHANNELS, 1, 1)).double()
+
+    models = [(make(), make()) for _ in range(4)]  # before the threads, which share torch's random state
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        model, joined = models[rank]
+        before = model[1]
+        assert hvd.SyncBatchNorm.convert_sync_batchnorm(model) is model
+        assert model[1] is before and isinstance(before, SyncBatchNorm)
+        model = model if kind == "pruned" else copy.deepcopy(model)  # torch cannot copy what prune() has made
+        everything = torch.randn(4 * size, 2, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        x, own = everything.clone().requires_grad_(), everything[4 * rank : 4 * rank + 4].clone().requires_grad_()
+        expected, output = joined(x), model(own)
+        expected.square().sum().backward()
+        output.square().sum().backward()
+        mine = slice(4 * rank, 4 * rank + 4)
+        assert_close(output, expected[mine], torch.float64)
+        assert_close(own.grad, x.grad[mine], torch.float64)  # type: ignore[index]
+        for (name, ours), theirs in zip(model.named_parameters(), joined.parameters(), strict=True):
+            assert ours.grad is not None, name
+            assert_close(hvd.allreduce(ours.grad, op=hvd.Sum), theirs.grad, torch.float64)
+        for ours, theirs in zip(model.buffers(), joined.buffers(), strict=True):
+            assert_close(ours.double(), theirs.double(), torch.float64)
+        model.eval()
+        joined.eval()
+        assert_close(model(own), joined(x)[mine], torch.float64)
+
+    ranks(check)
+
+
+def test_converted_subclasses_are_saved_and_stay_what_they_were() -> None:
+    layer: Any = SyncBatchNorm.convert_sync_batchnorm(Activated(CHANNELS))
+    assert isinstance(layer, Activated) and layer.note == "kept" and type(layer).__name__ == "Activated"
+    loaded = pickle.loads(pickle.dumps(layer))
+    assert type(loaded) is type(layer) and loaded.note == "kept"
+    doubled = SyncBatchNorm.convert_sync_batchnorm(weight_doubled(nn.BatchNorm2d(2)))
+    parametrize.remove_parametrizations(doubled, "weight")
+    assert type(doubled) is SyncBatchNorm
+
+
+@pytest.mark.ranks(at_least=2)
+def test_what_cannot_be_converted_is_named(ranks: Any) -> None:
+    def check() -> None:
+        ghost = SyncBatchNorm.convert_sync_batchnorm(Ghost(CHANNELS))
+        with pytest.raises(ArgumentError, match="Ghost.forward called F.batch_norm .* 0 times, expected once"):
+            ghost(torch.ones(2, CHANNELS, 1, 1))
+        wrapped = nn.BatchNorm2d(3)
+        wrapped.forward = wrapped.forward  # type: ignore[method-assign]
+        with pytest.raises(ArgumentError, match=r"the layer '0', a BatchNorm2d, has a forward pass that was put on"):
+            SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(wrapped))
+
+        class OfTorch(nn.SyncBatchNorm):
+            pass
+
+        with pytest.raises(ArgumentError, match=r"the layer '0', a OfTorch, is made for torch.distributed"):
+            SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(OfTorch(3)))
+
+    ranks(check)
+
+
+def penalised(critic: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The loss of a critic whose gradient should have length 1 for each row (WGAN-GP), summed over the rows."""
+    x = x.clone().requires_grad_()
+    scores = critic(x)
+    (slopes,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+    return scores.sum() + 10 * (slopes.flatten(1).norm(dim=1) - 1).square().sum()
+
+
+@pytest.mark.parametrize("lengths", ["even", "uneven", "empty on the first rank"])
+def test_gradients_of_gradients_are_those_of_the_joined_batch(ranks: Any, lengths: str) -> None:
+    torch.manual_seed(0)
+    start = nn.Sequential(
+        *(nn.Conv2d(CHANNELS, 4, 2), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten()),
+        *(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Softplus(), nn.Linear(5, 1)),
+    ).double()
+
+    def check() -> None:
+        joined = copy.deepcopy(start)
+        critic = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(start))
+        batches = batches_of(LENGTHS[lengths](hvd.size()), 2, torch.float64, seed=0)
+        penalised(joined, torch.cat(batches)).backward()
+        penalised(critic, batches[hvd.rank()]).backward()
+        for ours, theirs in zip(critic.parameters(), joined.parameters(), strict=True):
+            own = torch.zeros_like(ours) if ours.grad is None else ours.grad
+            assert_close(hvd.allreduce(own, op=hvd.Sum), theirs.grad, torch.float64)
 
     ranks(check)

@@ -239,3 +239,32 @@ def test_bad_use() -> None:
         assert layer(tf.ones((2, 2))).shape == (2, 2)
         with pytest.raises(NotInitializedError):
             layer(tf.ones((2, 2)), training=True)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_of_gradients_are_those_of_the_joined_batch(ranks: Any, graph: bool) -> None:
+    def penalised(layer: Any, kernel: tf.Variable, x: tf.Tensor) -> Any:
+        """The gradients of the loss of a critic whose gradient should have length 1 for each row (WGAN-GP)."""
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                scores = tf.reduce_sum(tf.tanh(layer(x, training=True)) @ kernel)
+            slopes = inner.gradient(scores, x)
+            loss = scores + 10 * tf.reduce_sum(tf.square(tf.norm(slopes, axis=1) - 1))
+        return outer.gradient(loss, [layer.gamma.value, kernel])
+
+    def check() -> None:
+        batches = batches_of(LENGTHS["uneven"](hvd.size()), (CHANNELS,), "float64", seed=0)
+        found = []
+        for kind, x in (
+            (keras.layers.BatchNormalization, np.concatenate(batches)),
+            (hvd.SyncBatchNormalization, batches[hvd.rank()]),
+        ):
+            layer = shuffled(kind(dtype="float64"), CHANNELS)
+            kernel = tf.Variable([[1.0], [-0.5], [0.3]], dtype=tf.float64)
+            step = tf.function(penalised) if graph else penalised
+            found.append([np.asarray(each) for each in step(layer, kernel, tf.constant(x))])
+        for expected, own in zip(*found, strict=True):
+            assert np.allclose(sum(hvd.allgather_object(own)), expected, rtol=1e-9, atol=1e-9)
+
+    ranks(check)
