@@ -64,6 +64,7 @@ def assert_nothing_left(on: Hosts) -> None:
 SPMD = [
     "adasum",
     "join",
+    "message_sizes",
     "operations",
     "overlap",
     "process_sets",

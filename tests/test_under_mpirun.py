@@ -40,7 +40,8 @@ FEW = {
         [
             *MOVES_DATA,
             *ON_DEVICES_AND_SHARDS,
-            *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline", "torch_slicing"),
+            *named("sync_batch_norm", "communicator", "message_sizes"),
+            *named("torch_distributed", "torch_pipeline", "torch_slicing"),
             *named(
                 "torch_checkpoint",
                 "torch_wavefront",

@@ -175,11 +175,11 @@ class Communicator:
 
     def isend(self, data: Array, dest: int, tag: int = 0) -> Request:
         """Begin to send an array; it goes on while the program computes. See `Channel.isend`."""
-        return self._go_on(self._channel.isend(data, dest, tag), data)
+        return self._go_on(self._channel.isend(data, dest, tag))
 
     def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> Request:
         """Begin to receive an array; it goes on while the program computes. See `Channel.irecv`."""
-        return self._go_on(self._channel.irecv(data, source, tag), data)
+        return self._go_on(self._channel.irecv(data, source, tag))
 
     @property
     def channel(self) -> Channel:
@@ -187,9 +187,9 @@ class Communicator:
         self._shared.kinds.add("message")
         return self._channel
 
-    def _go_on(self, request: Request, data: Array) -> Request:
+    def _go_on(self, request: Request) -> Request:
         self._shared.kinds.add("message")
-        return self._shared.progress.begin(request, data.nbytes)
+        return self._shared.progress.begin(request)
 
     @property
     def is_open(self) -> bool:

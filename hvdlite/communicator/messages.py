@@ -8,8 +8,6 @@ from hvdlite.comm.background import Background
 from hvdlite.protocols import Request
 
 _DOZE_SECONDS = 0.05
-_EAGER_BYTES = 2**12
-"""The size of messages that are on their way as soon as they are sent."""
 
 
 class Progress:
@@ -19,18 +17,19 @@ class Progress:
         self._under_way: set[Message] = set()
         self._background = Background(lambda: not self._under_way, self._drive, "hvdlite-messages", _DOZE_SECONDS)
 
-    def begin(self, request: Request, nbytes: int) -> Request:
-        """Return a request that goes on while the program computes. A program that drops it loses nothing.
+    def begin(self, request: Request) -> Request:
+        """Return a request that goes on while the program computes, or waits elsewhere. Who drops it loses nothing.
+
+        Whether MPI sends a message before it is received depends on its size, on MPI's transport and on its settings; the
+        receiver cannot know. So a message of any size goes on here, unless it is over.
 
         Args:
             request: A message that was begun.
-            nbytes: Its size.
         """
-        if nbytes <= _EAGER_BYTES or request.test():
-            return request
         message = Message(request)
-        self._under_way.add(message)
-        self._background.wake()
+        if not message.go_on():
+            self._under_way.add(message)
+            self._background.wake()
         return message
 
     def close(self) -> None:

@@ -158,6 +158,30 @@ def test_sync_with_weights_and_a_scheduler_of_torch(ranks: Any, before: bool) ->
 
 
 @pytest.mark.parametrize("servers", ["sharded", 1])
+def test_messages_of_about_the_size_that_mpi_sends_at_once(ranks: Any, servers: Any) -> None:
+    """4096 bytes in a host, 65,536 between hosts: pushes and values of all ranks cross."""
+
+    def check() -> None:
+        if servers == 1 and hvd.size() == 1:
+            return
+        for length in (1000, 1008, 1016, 1024, 1025, 16_376, 16_384):
+            parameters = [whole(length) for _ in range(hvd.size())]
+            before = parameters[0].detach() - 100 * hvd.rank()
+            optimizer = hvd.AsyncDistributedOptimizer(torch.optim.SGD(parameters, lr=1.0), mode="sync", servers=servers)
+            if optimizer.is_server:
+                optimizer.serve()
+            else:
+                for _ in range(3):
+                    for p in parameters:
+                        p.grad = torch.ones_like(p)
+                    optimizer.step()
+            optimizer.finish()
+            assert all(torch.equal(p, before - 3) for p in parameters)
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("servers", ["sharded", 1])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("push_every", [1, 3])
 def test_the_servers_change_by_what_was_pushed(ranks: Any, mode: str, servers: Any, push_every: int) -> None:

@@ -281,6 +281,14 @@ def test_batches_of_messages_and_coalesced_calls() -> None:
     for work in dist.batch_isend_irecv(batch):
         work.wait()
     assert (got == (rank - 1) % size).all()
+    for length in (0, 1, 256, 900, 1000, 1008, 1016, 1020, 1024, 1025, 1040, 8192, 16_376, 16_384, 16_400, 250_000):
+        works, received = [], torch.zeros(4, length)
+        for number in range(4):  # the sends are awaited first
+            works.append(dist.isend(torch.full((length,), float(10 * number + rank)), (rank + 1) % size, tag=number))
+            works.append(dist.irecv(received[number], (rank - 1) % size, tag=number))
+        for work in sorted(works, key=lambda work: work._receives):
+            work.wait()
+        assert (received == (10 * torch.arange(4) + (rank - 1) % size).unsqueeze(1)).all()
     ones = [torch.ones(n) for n in (3, 4)]
     with dist.distributed_c10d._coalescing_manager():
         for each in ones:

@@ -90,6 +90,27 @@ def test_a_pipeline_trains_as_one_process_does(schedule: str, microbatches: int)
 
 
 @processes
+@pytest.mark.parametrize(("rows", "width"), [(16, 64), (8, 128), (4, 256), (16, 63), (64, 256)])
+def test_activations_of_about_the_size_that_mpi_sends_at_once(rows: int, width: int) -> None:
+    """4096 bytes in a host. Both neighbours of a stage wait for what they have sent before they look at what has come."""
+
+    def model() -> nn.Sequential:
+        torch.manual_seed(3)
+        return nn.Sequential(*[nn.Linear(width, width) for _ in range(2 * hvd.size())])
+
+    x, y = torch.randn(2, 8 * rows, width, generator=torch.Generator().manual_seed(1))
+    reference = model()
+    cuts = [str(2 * stage) for stage in range(1, hvd.size())]
+    pipeline = hvd.Pipeline(model(), loss=loss_of, microbatches=8, cuts=cuts)
+    loss = loss_of(reference(x), y)
+    loss.backward()
+    assert float(pipeline.step(x, y)) == pytest.approx(loss.item(), rel=1e-5)
+    of_all = dict(reference.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        torch.testing.assert_close(parameter.grad, of_all[name].grad)
+
+
+@processes
 def test_a_layer_that_is_there_twice() -> None:
     def model() -> nn.Sequential:
         torch.manual_seed(5)

@@ -48,6 +48,8 @@ class MpiSend:
 
     def test(self) -> bool:
         self._over = self._over or bool(self._request.Test())
+        if not self._over:
+            self._transport.match()
         return self._over
 
     def wait(self) -> None:
@@ -87,25 +89,27 @@ class MpiReceive:
 
     def begin(self, message: MPI.Message, status: MPI.Status) -> None:
         """Receive a message that is there; into memory of its own, if it has another size than the array."""
-        size, source = status.Get_count(MPI.BYTE), status.Get_source()
+        size, self.source = status.Get_count(MPI.BYTE), status.Get_source()
         if size != self._data.nbytes:
-            self._error = wrong_size(f"{self._data.nbytes} bytes", source, f"{size}")
+            self._error = wrong_size(f"{self._data.nbytes} bytes", self.source, f"{size}")
             self._data = np.empty(size, np.uint8)
-        self._request = message.Irecv(as_bytes(self._data))
-        self.source = source
+        self._request = message.Irecv(as_bytes(self._data))  # the last, for another thread may test this meanwhile
 
     def test(self) -> bool:
         if self._over:
             return True
-        if self._request is None:
+        if not self._is_here():
             self._transport.match()
-        if self._request is None or not self._request.Test():
-            return False
+            if not self._is_here():
+                return False
         self._over = True
         if self._error is not None:
             self.source = None
             raise self._error
         return True
+
+    def _is_here(self) -> bool:
+        return self._request is not None and bool(self._request.Test())
 
     def wait(self) -> None:
         wait_until(self.test, self._transport.check)
@@ -200,7 +204,14 @@ class MpiTransport:
         return receive
 
     def match(self) -> None:
-        """Begin each receive whose message is there. A message belongs to the first receive that can take it."""
+        """Begin each receive whose message is there. A message belongs to the first receive that can take it.
+
+        Every test of a message that is not over yet calls this, whichever message that is. MPI sends most messages only when
+        their receives have begun, and the program may wait for any message first: the sender of another one may have to end
+        that before it does what this rank waits for.
+        """
+        if not self._awaited:
+            return
         with self._lock:
             waiting: list[MpiReceive] = []
             for receive in self._awaited:
