@@ -3,7 +3,9 @@
 - `slice_layers`: `slice_layers`: slices what can be sliced, and prints the plan.
 - `rules`: finds the layers of a model that can be sliced, and why others cannot.
 - `state`: the state of the whole model, from the slices.
-- `results`: the results of sliced layers as plain tensors.
+- `results`: what goes into sliced layers and comes out of them, as plain tensors.
+- `whole`: what a program has done to a layer that slices would break.
+- `linear`: linear layers of which each rank has columns or rows.
 - `attention`: an `nn.MultiheadAttention` whose heads are dealt out to ranks.
 - `embedding`: an embedding whose rows or columns are dealt out to ranks.
 - `convolution`: a convolution whose output channels are dealt out to ranks.

@@ -1,4 +1,4 @@
-"""`plain_result`: the result of a sliced layer as a plain tensor, for the layers that follow.
+"""What goes into a sliced layer and comes out of it, as plain tensors.
 
 DTensor returns a tensor that a collective may still write; the first operation on it waits. Results that are not used would
 never be waited for, and each operation on such a tensor takes longer.
@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from hvdlite_torch.tensors.sliced import waited_for
 
@@ -32,6 +31,17 @@ def plain_result(result: DTensor) -> torch.Tensor:
     return local
 
 
-def return_plain(layer: nn.Module) -> None:
-    """Let a layer that torch has sliced return its result after the collective has ended."""
-    layer.register_forward_hook(lambda module, args, result: _Wait.apply(result))  # type: ignore[no-untyped-call]
+def own(parameter: Any) -> Any:
+    """Return this rank's slice of a parameter, through which gradients flow; None for None."""
+    return None if parameter is None else parameter.to_local()
+
+
+def entering(tensor: torch.Tensor, weight: Any) -> torch.Tensor:
+    """Return a whole input for a layer that computes with its slice of `weight`: its gradient is the sum over the slices."""
+    whole = DTensor.from_local(tensor, weight.device_mesh, [Replicate()], run_check=False)
+    return whole.to_local(grad_placements=[Partial()])
+
+
+def summed(tensor: torch.Tensor, weight: Any) -> torch.Tensor:
+    """Return the sum of what the ranks that hold slices of `weight` have computed."""
+    return plain_result(DTensor.from_local(tensor, weight.device_mesh, [Partial()], run_check=False))

@@ -7,16 +7,18 @@ used in two places, or shares a weight with another one, is left alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from hvdlite_torch.slicing import attention, convolution
+from hvdlite_torch.slicing.whole import altered, watched
 
-_POINTWISE = frozenset(
+POINTWISE = frozenset(
     getattr(nn, name)
     for name in (
         *("CELU", "Dropout", "ELU", "GELU", "Hardsigmoid", "Hardswish", "Hardtanh", "Identity", "LeakyReLU", "Mish"),
@@ -25,8 +27,7 @@ _POINTWISE = frozenset(
 )
 """Layers that work on each element by itself, so that they can stand between columns and rows."""
 
-
-_FUNCTIONS = (F.relu, F.gelu, F.silu, torch.relu, torch.tanh, torch.sigmoid)
+FUNCTIONS = (F.relu, F.gelu, F.silu, torch.relu, torch.tanh, torch.sigmoid)
 
 
 class Found(NamedTuple):
@@ -75,21 +76,24 @@ def _shared(model: nn.Module) -> set[int]:
 
 def _in_module(module: nn.Module, dot: str, ranks: int) -> Iterator[Found]:
     """Return what can be sliced in a module: itself, or some of its children."""
-    name, cls = dot.removesuffix("."), type(module)
+    name = dot.removesuffix(".")
+    cls: Any = parametrize.type_before_parametrizations(module)
     if cls.forward is nn.Sequential.forward:
-        yield from _pairs(module, dot, ranks)
-    elif isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
-        if cls.__module__ == nn.TransformerEncoderLayer.__module__:
-            found = _pair(module, dot, "linear1", "linear2", ranks)
-            if type(module.activation) not in _POINTWISE and module.activation not in _FUNCTIONS:
-                found = found._replace(why_not="its activation may look at several elements")
-            yield found
+        if "forward" not in module.__dict__:
+            yield from _pairs(module, dot, ranks)
+    elif cls in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        between = [each for each in (module.activation, module.dropout) if isinstance(each, nn.Module)]
+        found = _pair(module, dot, "linear1", between, "linear2", ranks)
+        if type(module.activation) not in POINTWISE and module.activation not in FUNCTIONS:
+            found = found._replace(why_not="its activation may look at several elements")
+        yield found._replace(why_not=found.why_not or altered(module, ()))
     elif cls is nn.MultiheadAttention:
         what = f"attention of {module.num_heads} heads, width {module.embed_dim}"
         yield Found((name,), "attention", what, attention.can_slice(module, ranks))
     elif cls in convolution.KINDS:
         what = f"{cls.__name__} of {module.in_channels} to {module.out_channels} channels"
-        yield Found((name,), "convolution", what, convolution.can_slice(module, ranks))  # type: ignore[arg-type]
+        why_not = convolution.can_slice(module, ranks) or altered(module)  # type: ignore[arg-type]
+        yield Found((name,), "convolution", what, why_not)
     elif cls is nn.Embedding:
         assert isinstance(module, nn.Embedding)
         yield _embedding(module, name, ranks)
@@ -98,14 +102,18 @@ def _in_module(module: nn.Module, dot: str, ranks: int) -> Iterator[Found]:
 def _pairs(module: nn.Module, dot: str, ranks: int) -> Iterator[Found]:
     """Return the pairs of linear layers in an `nn.Sequential` with only pointwise layers between them."""
     first: str | None = None
+    between: list[nn.Module] = []
     for name, child in module.named_children():
-        if type(child) is nn.Linear:
+        cls = parametrize.type_before_parametrizations(child)
+        if cls is nn.Linear:
             if first is not None and _are_chained(module, first, name):
-                yield _pair(module, dot, first, name, ranks)
+                yield _pair(module, dot, first, between, name, ranks)
                 first = None
             else:
-                first = name
-        elif type(child) not in _POINTWISE:
+                first, between = name, []
+        elif cls in POINTWISE:
+            between.append(child)
+        else:
             first = None
 
 
@@ -114,16 +122,24 @@ def _are_chained(module: nn.Module, first: str, second: str) -> bool:
     return isinstance(one, nn.Linear) and isinstance(other, nn.Linear) and one.out_features == other.in_features
 
 
-def _pair(module: nn.Module, dot: str, first: str, second: str, ranks: int) -> Found:
+def _pair(module: nn.Module, dot: str, first: str, between: Sequence[nn.Module], second: str, ranks: int) -> Found:
     one, other = (module.get_submodule(name) for name in (first, second))
     assert isinstance(one, nn.Linear)
     assert isinstance(other, nn.Linear)
     width = one.out_features
     why_not = f"width {width} is not divisible by {ranks} ranks" if width % ranks else ""
-    if type(one) is not nn.Linear or type(other) is not nn.Linear:
+    if any(parametrize.type_before_parametrizations(each) is not nn.Linear for each in (one, other)):
         why_not = "its layers have forward passes of their own"
     what = f"pair of linear layers {one.in_features}-{width}-{other.out_features}"
-    return Found((dot + first, dot + second), "pair", what, why_not)
+    return Found((dot + first, dot + second), "pair", what, why_not or why_no_pair(one, between, other))
+
+
+def why_no_pair(one: nn.Module, between: Iterable[nn.Module], other: nn.Module) -> str:
+    """Return what a program has done to two layers, or to those between them, that slices would break; or an empty text."""
+    whys = [altered(one), altered(other), watched(one, inputs=False), watched(other, results=False)]
+    for each in between:
+        whys += [altered(each, ()), watched(each)]
+    return next(filter(None, whys), "")
 
 
 def _embedding(module: nn.Embedding, name: str, ranks: int) -> Found:
@@ -135,4 +151,5 @@ def _embedding(module: nn.Embedding, name: str, ranks: int) -> Found:
         why_not = "max_norm, scale_grad_by_freq and sparse need whole rows of all words"
     elif not by_rows and length % ranks:
         why_not = f"width {length} is not divisible by {ranks} ranks"
+    why_not = why_not or altered(module, ["weight"])
     return Found((name,), "embedding by rows" if by_rows else "embedding by columns", what, why_not)

@@ -16,12 +16,13 @@ import hvdlite
 from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.distributed import backend
-from hvdlite_torch.slicing.attention import SlicedAttention
-from hvdlite_torch.slicing.convolution import SlicedConvolution
-from hvdlite_torch.slicing.embedding import SlicedEmbedding
-from hvdlite_torch.slicing.results import return_plain
+from hvdlite_torch.slicing.attention import slice_heads
+from hvdlite_torch.slicing.convolution import slice_channels
+from hvdlite_torch.slicing.embedding import slice_embedding
+from hvdlite_torch.slicing.linear import slice_columns, slice_rows
 from hvdlite_torch.slicing.rules import Found, find
 from hvdlite_torch.slicing.state import full_state_dict
+from hvdlite_torch.slicing.whole import altered, watched
 
 Style = Literal["columns", "rows"] | ParallelStyle | None
 _WORDS: Mapping[str, type[ParallelStyle]] = {"columns": ColwiseParallel, "rows": RowwiseParallel}
@@ -135,6 +136,8 @@ def slice_layers(
     entries = [_Entry(name, "your plan", _word(style), style is not None) for name, style in chosen.items()]
     given = {name: style for name, style in chosen.items() if style is not None}
     if given:
+        for name, style in given.items():
+            _check_given(name, model.get_submodule(name), style, ranks)
         parallelize_module(model, mesh, given)
     for found in list(find(model, len(ranks), smallest)):
         if any(_within(name, chosen) for name in found.names):
@@ -173,6 +176,31 @@ def _chosen(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, ParallelSt
     return chosen
 
 
+def _check_given(name: str, layer: Any, style: ParallelStyle, ranks: Sequence[int]) -> None:
+    """Raise an error if a layer cannot be sliced as the program says."""
+    rows = isinstance(style, RowwiseParallel)
+    if not rows and not isinstance(style, ColwiseParallel):
+        return
+    if isinstance(layer, nn.Linear):
+        width, what = (layer.in_features, "input features") if rows else (layer.out_features, "output features")
+        why_not = watched(layer, inputs=rows, results=not rows)
+    elif isinstance(layer, nn.Embedding):
+        width, what = (layer.num_embeddings, "rows") if rows else (layer.embedding_dim, "columns")
+        why_not = watched(layer)
+    else:
+        raise ArgumentError(
+            f"slice_layers: plan: {name!r} is a {type(layer).__name__}, and {_word(style)} is for nn.Linear and nn.Embedding."
+        )
+    if width % len(ranks):
+        why_not = f"its {width} {what} are not divisible by {len(ranks)}"
+    own_forward = type(layer).forward not in (nn.Linear.forward, nn.Embedding.forward)
+    if why_not := why_not or altered(layer, ["weight"]) or ("it has a forward pass of its own" if own_forward else ""):
+        raise ArgumentError(
+            f"slice_layers: plan: {name!r}, a {type(layer).__name__}, cannot be sliced by {_word(style)} over "
+            f"{ranks_text(ranks)}: {why_not}. Say None for it, to leave it whole."
+        )
+
+
 def _word(style: ParallelStyle | None) -> str:
     return "it is left alone" if style is None else type(style).__name__
 
@@ -193,25 +221,17 @@ def _start_alike(model: nn.Module, ranks: Sequence[int], mesh: DeviceMesh) -> No
 
 
 def _slice(model: nn.Module, found: Found, mesh: DeviceMesh) -> None:
+    layers: list[Any] = [model.get_submodule(name) for name in found.names]
     if found.kind == "pair":
-        parallelize_module(model, mesh, dict(zip(found.names, (ColwiseParallel(), RowwiseParallel()), strict=True)))
-        return_plain(model.get_submodule(found.names[1]))
+        slice_columns(layers[0], mesh)
+        slice_rows(layers[1], mesh)
         owner = model.get_submodule(found.names[0].rpartition(".")[0])
         if isinstance(owner, nn.TransformerEncoderLayer):
             owner.activation_relu_or_gelu = 0  # or the layer reads the weights of its children itself, in eval mode
-        return
-    (name,) = found.names
-    plain: Any = model.get_submodule(name)
-    if not name:
-        raise ArgumentError(
-            f"slice_layers: the model is a single {type(plain).__name__}: put it into an nn.Sequential."
-        )
-    sliced: nn.Module
-    if found.kind.startswith("embedding"):
-        sliced = SlicedEmbedding(plain, mesh, axis=int(found.kind == "embedding by columns"))
+    elif found.kind.startswith("embedding"):
+        slice_embedding(layers[0], mesh, axis=int(found.kind == "embedding by columns"))
     else:
-        sliced = (SlicedAttention if found.kind == "attention" else SlicedConvolution)(plain, mesh)
-    model.set_submodule(name, sliced)
+        (slice_heads if found.kind == "attention" else slice_channels)(layers[0], mesh)
 
 
 def _shortly(names: Sequence[str], most: int = 3) -> str:

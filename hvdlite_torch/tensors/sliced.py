@@ -124,7 +124,9 @@ def _axes_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
     """Return the mesh of a parameter, and the axes of it over which the parameter is sliced."""
     if not is_sliced(parameter):
         return None, ()
-    return parameter.device_mesh, tuple(n for n, placement in enumerate(parameter.placements) if placement.is_shard())
+    return parameter.device_mesh, tuple(
+        n for n, placement in enumerate(parameter.placements) if not placement.is_replicate()
+    )
 
 
 State = dict[Any, dict[str, Any]]

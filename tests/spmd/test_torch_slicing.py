@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.nn.utils import parametrizations, prune
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
@@ -221,6 +222,157 @@ def test_a_distributed_optimizer_needs_ranks_with_equal_slices() -> None:
         hvd.DistributedOptimizer(muon, shard=True, process_set=mine)
 
 
+Seen = list[torch.Tensor]
+
+
+def hooked(layer: nn.Module, seen: Seen) -> nn.Module:
+    """A layer with a hook of each kind, which note what they see and change it."""
+    layer.note = "kept"  # type: ignore[assignment]
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        seen.append(args[0].detach())
+        return (args[0] * 2 if args[0].is_floating_point() else args[0] + 1, *args[1:]), kwargs
+
+    def after(module: nn.Module, args: Any, result: Any) -> Any:
+        first = result[0] if isinstance(result, tuple) else result
+        seen.append(first.detach())
+        return (first * 3, *result[1:]) if isinstance(result, tuple) else first * 3
+
+    def backward(module: nn.Module, of_inputs: Any, of_results: Any) -> Any:
+        seen.extend(each.detach() for each in (*of_inputs, *of_results) if each is not None)
+        return tuple(None if each is None else each * 0.5 for each in of_inputs)
+
+    layer.register_forward_pre_hook(before, with_kwargs=True)
+    layer.register_forward_hook(after)
+    layer.register_full_backward_hook(backward)
+    return layer
+
+
+class Attending(nn.Module):
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.attention(x, x, x)[0]
+        return result
+
+
+class Doubled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * 2
+
+
+def pair(first: nn.Module | None = None, second: nn.Module | None = None, *between: nn.Module) -> nn.Module:
+    return nn.Sequential(
+        first or nn.Linear(WIDTH, 36), *(between or [nn.ReLU()]), second or nn.Linear(36, WIDTH), nn.Tanh()
+    )
+
+
+def weight_normed(layer: Any) -> Any:
+    with pytest.warns(FutureWarning):  # torch has a newer form
+        return nn.utils.weight_norm(layer)
+
+
+def only(kind: str, layer: nn.Module) -> nn.Module:
+    """A layer with one of its hooks."""
+    seen: Seen = []
+    hooked(layer, seen)
+    for attribute in ("_forward_pre_hooks", "_forward_hooks", "_backward_hooks"):
+        if attribute != kind:
+            getattr(layer, attribute).clear()
+    return layer
+
+
+vectors, pictures = lambda: numbers(BATCH, WIDTH), lambda: numbers(BATCH, 3, 8, 8)
+CHANGED: dict[str, tuple[Callable[[Seen], nn.Module], Callable[[], torch.Tensor], str]] = {
+    "hooks of a convolution": (lambda seen: nn.Sequential(hooked(nn.Conv2d(3, 12, 3), seen)), pictures, ""),
+    "hooks of an embedding": (lambda seen: nn.Sequential(hooked(nn.Embedding(50, WIDTH), seen)), words, ""),
+    "hooks of an attention": (
+        lambda seen: Attending(hooked(nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), seen)),
+        lambda: numbers(BATCH, LENGTH, WIDTH),
+        "",
+    ),
+    "what a pair is given": (lambda seen: pair(only("_forward_pre_hooks", nn.Linear(WIDTH, 36))), vectors, ""),
+    "what a pair returns": (lambda seen: pair(None, only("_forward_hooks", nn.Linear(36, WIDTH))), vectors, ""),
+    "hooks inside of a pair": (
+        lambda seen: pair(hooked(nn.Linear(WIDTH, 36), seen)),
+        vectors,
+        "slices would reach its backward hook backward, forward hook after",
+    ),
+    "hooks of an activation": (
+        lambda seen: pair(None, None, hooked(nn.ReLU(), seen)),
+        vectors,
+        "slices would reach its backward hook backward, forward pre-hook before, forward hook after",
+    ),
+    "weight_norm": (
+        lambda seen: nn.Sequential(weight_normed(nn.Conv2d(3, 12, 3))),
+        pictures,
+        "its weight is computed from weight_g, weight_v (WeightNorm)",
+    ),
+    "spectral_norm": (
+        lambda seen: pair(nn.utils.spectral_norm(nn.Linear(WIDTH, 36))),
+        vectors,
+        "its weight is computed from weight_orig, weight_u, weight_v (SpectralNorm)",
+    ),
+    "parametrized": (
+        lambda seen: nn.Sequential(parametrizations.weight_norm(nn.Embedding(48, WIDTH))),
+        words,
+        "parametrized: weight",
+    ),
+    "pruned": (
+        lambda seen: pair(None, prune.l1_unstructured(nn.Linear(36, WIDTH), "weight", 0.5)),
+        vectors,
+        "its weight is computed from weight_orig, weight_mask (L1Unstructured)",
+    ),
+}
+
+
+@processes
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # of an embedding
+@pytest.mark.parametrize("kind", CHANGED)
+def test_what_a_program_has_done_to_a_layer_stays(kind: str) -> None:
+    make, input_of, why_not = CHANGED[kind]
+    ours: Seen = []
+    theirs: Seen = []
+    torch.manual_seed(0)
+    model = make(ours).double()
+    torch.manual_seed(0)
+    plain = make(theirs).double()
+    plan = hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+    assert [entry.how for entry in plan._entries if not entry.sliced] == [why_not] * bool(why_not)
+    assert any(entry.sliced for entry in plan._entries) is not bool(why_not)
+    for mine, wanted in zip(train(model, input_of()), train(plain, input_of()), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+    for mine, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
+    assert [hasattr(each, "note") for each in model.modules()] == [hasattr(each, "note") for each in plain.modules()]
+    state = plan.full_state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=0, atol=1e-12)
+
+
+@processes
+def test_plans_that_cannot_be_are_refused_at_once() -> None:
+    def refused(model: nn.Module, plan: Any, text: str) -> None:
+        before = [type(each) for each in model.modules()]
+        with pytest.raises(ArgumentError, match=text):
+            hvd.slice_layers(model, everybody(), plan, verbose=False)
+        assert [type(each) for each in model.modules()] == before
+        assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+    n = hvd.size()
+    odd = nn.Sequential(nn.Linear(WIDTH, 12 * n + 1), nn.ReLU(), nn.Linear(12 * n + 1, WIDTH), nn.Conv1d(1, 1, 1))
+    text = f"plan: '0', a Linear, cannot be sliced by ColwiseParallel over ranks 0.*: its {12 * n + 1} output features"
+    refused(odd, {"0": "columns", "2": "rows"}, text)
+    refused(odd, {"2": "rows"}, f"plan: '2', a Linear.*its {12 * n + 1} input features are not divisible by {n}")
+    refused(odd, {"3": "columns"}, "'3' is a Conv1d, and ColwiseParallel is for nn.Linear and nn.Embedding")
+    seen: Seen = []
+    refused(nn.Sequential(hooked(nn.Linear(WIDTH, 36), seen)), {"0": "columns"}, "slices would reach its .*hook after")
+    refused(nn.Sequential(Doubled(WIDTH, 36)), {"0": "columns"}, "a Doubled, .*it has a forward pass of its own")
+    refused(pair(prune.identity(nn.Linear(WIDTH, 36), "weight")), {"0": "columns"}, "computed from weight_orig")
+
+
 def found(model: nn.Module, ranks: int = 2) -> list[tuple[tuple[str, ...], str]]:
     return [(each.names, each.why_not) for each in find(model, ranks, 0)]
 
@@ -246,6 +398,23 @@ def test_what_is_left_alone() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, activation=lambda x: x.softmax(-1))
     assert ("linear1", "linear2") in dict(found(layer))
     assert dict(found(layer))["linear1", "linear2"] == "its activation may look at several elements"
+
+
+def test_subclasses_are_not_taken_for_their_bases() -> None:
+    class Convolution(nn.Conv2d):
+        pass
+
+    class Words(nn.Embedding):
+        pass
+
+    class Attention(nn.MultiheadAttention):
+        pass
+
+    assert found(nn.Sequential(Doubled(8, 8), nn.ReLU(), nn.Linear(8, 8))) == []
+    assert found(nn.Sequential(Convolution(4, 4, 1), Words(8, 6), Attention(8, 2))) == []
+    wrapped = nn.Conv2d(4, 4, 1)
+    wrapped.forward = wrapped.forward  # type: ignore[method-assign]
+    assert found(nn.Sequential(wrapped)) == [(("0",), "its forward pass was put on the object")]
 
 
 def test_pairs_do_not_overlap() -> None:
