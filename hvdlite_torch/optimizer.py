@@ -25,7 +25,7 @@ from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.driver import StepDriver
 from hvdlite_torch.step.options import Options, Shard
-from hvdlite_torch.step.shardable import check_shardable
+from hvdlite_torch.step.shardable import check_independent, check_shardable
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.step_guard import guarded
 from hvdlite_torch.step.typed import typed
@@ -36,6 +36,7 @@ from hvdlite_torch.sync.device import DeviceSync
 from hvdlite_torch.sync.host import HostSync
 from hvdlite_torch.sync.local_steps import LocalSync
 from hvdlite_torch.sync.measured import measured
+from hvdlite_torch.tensors import split_norm
 from hvdlite_torch.tensors.device import device_kind
 from hvdlite_torch.tensors.sliced import is_sliced, local_of
 from hvdlite_torch.training.state import broadcast_optimizer_state
@@ -137,6 +138,7 @@ def DistributedOptimizer(
         names={id(local_of(parameter)): name for name, parameter in named},
     )
     _check_sliced(optimizer, options)
+    check_independent(optimizer)
     driver = StepDriver(optimizer, options, _make_sync)
     plain = type(optimizer)
     kind = Sharded if shard else Local if local_steps else Distributed if aggregator is None else Aggregating
@@ -197,6 +199,7 @@ def _check_sliced(optimizer: torch.optim.Optimizer, options: Options) -> None:
     sliced = [p for group in optimizer.param_groups for p in group["params"] if is_sliced(p)]
     if not sliced:
         return
+    split_norm.teach()
     what = f"a parameter of shape {tuple(sliced[0].shape)} is a DTensor, of which this rank has a slice"
     apart = {
         "op=Adasum": options.op is hvdlite.Adasum,

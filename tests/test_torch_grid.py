@@ -10,10 +10,18 @@ from tests.jobs import PROGRAMS, mpirun
 
 GRIDS = {
     4: [
-        *("dp=2,pp=2", "dp=2,pp=2,shard", "dp=2,tp=2", "dp=2,tp=2,clip", "dp=2,tp=2,shard", "dp=2,tp=2,shard,clip"),
-        *("dp=2,tp=2,fsdp", "pp=2,tp=2"),
+        *(
+            "dp=2,pp=2",
+            "dp=2,pp=2,shard",
+            "dp=2,pp=2,clip",
+            "dp=2,tp=2",
+            "dp=2,tp=2,clip",
+            "dp=2,tp=2,shard",
+            "dp=2,tp=2,shard,clip",
+        ),
+        *("dp=2,tp=2,fsdp", "pp=2,tp=2", "pp=2,tp=2,clip"),
     ],
-    8: ["dp=2,pp=2,tp=2", "dp=2,pp=2,tp=2,shard"],
+    8: ["dp=2,pp=2,tp=2", "dp=2,pp=2,tp=2,shard,clip"],
 }
 
 

@@ -8,9 +8,11 @@ import torch
 
 from hvdlite.async_sgd.compensation import DelayCompensation, StalenessRate
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
-from hvdlite_torch.step.shardable import UNSHARDABLE, differs_alone, known_algorithm
+from hvdlite_torch.checks.trial import differs_alone, known_algorithm
+from hvdlite_torch.step.shardable import UNSHARDABLE
 from hvdlite_torch.step.wrapped import Distributed
 from hvdlite_torch.tensors.sliced import is_sliced
+from hvdlite_torch.tensors.split import all_stages
 
 
 def check_optimizer(given: object) -> None:
@@ -38,6 +40,11 @@ def check_optimizer(given: object) -> None:
     if any(is_sliced(p) for p in parameters):
         raise UnsupportedTensorError(
             "a parameter is a DTensor, of which this rank has a slice: use DistributedOptimizer."
+        )
+    for stages in all_stages(parameters):
+        raise ArgumentError(
+            f"the parameters are those of one stage of a {stages.kind}, and servers hold a model that all ranks have whole: "
+            'use DistributedOptimizer(…, process_set=grid["dp"]).'
         )
     if any(p.is_meta for p in parameters):
         raise UnsupportedTensorError("a parameter is on the device meta: give it memory first (model.to_empty).")

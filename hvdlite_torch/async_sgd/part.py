@@ -14,7 +14,7 @@ from hvdlite.protocols import Array
 from hvdlite_torch.async_sgd import settings
 from hvdlite_torch.async_sgd.sparse import tensor_of
 from hvdlite_torch.async_sgd.views import views
-from hvdlite_torch.step.shardable import copy_with
+from hvdlite_torch.checks.trial import copy_with
 
 _MEAN_SQUARE = "delay_mean_square"
 """Where the optimizer's state of a parameter has what `DelayCompensation.corrected` keeps. So it is saved and loaded too."""

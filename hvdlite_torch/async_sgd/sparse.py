@@ -11,7 +11,7 @@ import hvdlite
 from hvdlite.async_sgd.rows import Rows
 from hvdlite.errors import UnsupportedTensorError
 from hvdlite_torch.async_sgd import settings
-from hvdlite_torch.step.shardable import copy_with
+from hvdlite_torch.checks.trial import copy_with
 
 _STEPS = 2  # momentum adds up gradients in the second one
 

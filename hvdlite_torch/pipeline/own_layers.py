@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 import hvdlite
 from hvdlite.adapter.bubble import Bubble
+from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.slicing.state import full_state_dict
+from hvdlite_torch.step.shardable import check_independent
+from hvdlite_torch.step.wrapped import Distributed
+from hvdlite_torch.tensors import split_norm
+from hvdlite_torch.tensors.split import Stages
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.10 has none
@@ -23,11 +30,16 @@ class OwnLayers:
     Args:
         modules: The stages of this rank. Their parameters have the names that they have in the model.
         process_set: The ranks that have the model together.
+        model: The whole model.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], process_set: ProcessSet) -> None:
+    def __init__(self, modules: Sequence[nn.Module], process_set: ProcessSet, model: nn.Module) -> None:
         self._modules, self.process_set = modules, process_set
         self._bubble = Bubble()
+        names = [name for name, _ in model.named_parameters()]
+        self._split = Stages(type(self).__name__, process_set, dict(self.named_parameters()), names)
+        split_norm.teach()
+        self._may_step: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters of this rank's stages, under the names that they have in the model."""
@@ -54,6 +66,25 @@ class OwnLayers:
         """Load this rank's part of the state of the whole model, or its own part."""
         for module in self._modules:
             module.load_state_dict({name: state[name] for name in module.state_dict()})
+
+    def _check_optimizer(self, optimizer: Any) -> None:
+        """Check that an optimizer may step the parameters of a stage. All ranks of the model call this, with the same kind.
+
+        Raises:
+            ArgumentError: It is no optimizer of torch, or looks across the parameters, of which it has those of a stage only.
+                Raised on all ranks.
+        """
+        if optimizer is None or optimizer in self._may_step:
+            return
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ArgumentError(
+                f"{self._split.kind}.step takes an optimizer of torch, plain or distributed; got a {type(optimizer).__name__}. "
+                "What wraps an optimizer may look at all parameters, and here are those of one stage: pass the optimizer "
+                "inside, or call step(x, y) alone and then your own step."
+            )
+        if not isinstance(optimizer, Distributed):  # which was checked when it was made
+            check_independent(optimizer)
+        self._may_step.add(optimizer)
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of this rank's layers, as ``nn.Module.train`` does."""

@@ -99,7 +99,7 @@ class Pipeline(OwnLayers):
         self.stages = list(range(rank, count, size))
         self._loss, self._microbatches, self._schedule = loss, microbatches, schedule
         made = make_stages(model, self.cuts, self.stages, example, backend.group_of(process_set))
-        super().__init__([module for module, _ in made.values()], process_set)
+        super().__init__([module for module, _ in made.values()], process_set, model)
         self._make = {number: make for number, (_, make) in made.items()}
         self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
         self._count, self._last_place = count, size - 1
@@ -122,6 +122,7 @@ class Pipeline(OwnLayers):
             ArgumentError: The batch cannot be cut into equal micro-batches.
             HvdliteError: A rank has left in the middle of the step.
         """
+        self._check_optimizer(optimizer)
         inputs = _as_tuple(x)
         run = self._run_for(inputs, self._loss)
         if optimizer is not None:

@@ -97,7 +97,7 @@ class Wavefront(OwnLayers):
         ends = [0, *map(names.index, self.cuts), len(names)]
         stages = [Chunks(layers_of([parts[name] for name in names[a:b]])) for a, b in pairwise(ends)]
         check_stages(stages, [", ".join(names[a:b]) for a, b in pairwise(ends)])
-        super().__init__([stages[self.stage]], process_set)
+        super().__init__([stages[self.stage]], process_set, model)
         self._loss, self._chunks = loss, chunks
         self._passes = ChunkStage(stages[self.stage], backend.group_of(process_set), self._time, self._bubble)
 
@@ -118,6 +118,7 @@ class Wavefront(OwnLayers):
             ArgumentError: There are fewer time steps than chunks, or other ones in `y`.
             HvdliteError: A rank has left in the middle of the step.
         """
+        self._check_optimizer(optimizer)
         inputs, targets = self._cut(x, "x"), self._cut(y, "y")
         steps = x.shape[self._time]
         if y.shape[:2] != x.shape[:2]:

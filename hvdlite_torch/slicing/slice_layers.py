@@ -23,6 +23,7 @@ from hvdlite_torch.slicing.linear import slice_columns, slice_rows
 from hvdlite_torch.slicing.rules import Found, find
 from hvdlite_torch.slicing.state import full_state_dict
 from hvdlite_torch.slicing.whole import altered, watched
+from hvdlite_torch.tensors import split_norm
 
 Style = Literal["columns", "rows"] | ParallelStyle | None
 _WORDS: Mapping[str, type[ParallelStyle]] = {"columns": ColwiseParallel, "rows": RowwiseParallel}
@@ -154,6 +155,7 @@ def slice_layers(
         for parameter in model.parameters()
         if isinstance(parameter, DTensor) and any(not isinstance(each, Replicate) for each in parameter.placements)
     )
+    split_norm.teach()
     made = SlicePlan(model, mesh, entries, (sliced, total))
     if verbose and hvdlite.rank() == 0:
         print(made, flush=True)

@@ -21,7 +21,8 @@ from hvdlite_torch.checks.same_parameters import check_agreement
 from hvdlite_torch.step.lease import Lease
 from hvdlite_torch.step.options import Options
 from hvdlite_torch.step.pending import PendingStep
-from hvdlite_torch.tensors.sliced import check_apart, local_of
+from hvdlite_torch.tensors.sliced import local_of
+from hvdlite_torch.tensors.split import check_apart
 
 
 class OptimizerContext:

@@ -8,33 +8,15 @@ would see this rank's shard only.
 
 from __future__ import annotations
 
-import copy
-import inspect
-import threading
-from collections import OrderedDict, defaultdict
-from typing import Any
-
 import torch
 
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, ranks_text
+from hvdlite_torch.checks.trial import ELEMENTWISE, PARAMETERWISE, differs_alone, known_algorithm
 from hvdlite_torch.step.options import Options
-
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-    )
-)
-"""The optimizers that step each element by itself."""
-
-PARAMETERWISE = frozenset(getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name))
-"""The optimizers that step each parameter by itself."""
+from hvdlite_torch.tensors.sliced import is_sliced
+from hvdlite_torch.tensors.split import all_stages, optimizer_parameters
 
 UNSHARDABLE = (torch.optim.LBFGS, torch.optim.SparseAdam)
-
-_STEPS = 16
-_TRIED = 2  # the number of parameters of each group that are tried
-_LENGTH = 5  # the largest length of their dimensions
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
@@ -77,121 +59,38 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
     return True
 
 
-def known_algorithm(cls: type) -> type | None:
-    """Return the optimizer class of torch whose step a class inherits unchanged; None if there is none.
+def check_independent(optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error if an optimizer looks across parameters, of a model of which each rank has some, or some slices.
 
-    The user's class may have another constructor, and methods that torch's own methods do not call.
-    """
-    for base in cls.__mro__:
-        if base in ELEMENTWISE or base in PARAMETERWISE:
-            own = {name for each in cls.__mro__[: cls.__mro__.index(base)] for name in vars(each)}
-            called = {name for name in own if hasattr(base, name) and not name.startswith("__") and name != "zero_grad"}
-            return base if all(_bare(cls, name) is _bare(base, name) for name in called) else None
-    return None
-
-
-def _bare(cls: type, name: str) -> Any:
-    """Return a method without the wrappers that torch has put around it."""
-    member = inspect.getattr_static(cls, name)
-    return inspect.unwrap(member) if callable(member) else member
-
-
-# Trying out
-
-
-_generator = threading.Lock()
-"""The threads of a process share torch's random number generator."""
-
-
-def differs_alone(optimizer: torch.optim.Optimizer) -> str:
-    """Return a text that says what changes if an optimizer has only one parameter.
-
-    The text is empty if nothing changes, or if the optimizer cannot be tried out.
-    """
-    chosen = [p for group in optimizer.param_groups for p in [q for q in group["params"] if q.requires_grad][:_TRIED]]
-    with _generator, torch.random.fork_rng(devices=[]):
-        try:
-            together = _steps(optimizer, None)
-        except Exception:
-            return ""  # it needs a closure, for example: then the user's word counts
-        for parameter in chosen:
-            shape = tuple(parameter.shape)
-            try:
-                alone = _steps(optimizer, parameter)
-            except Exception as error:
-                return f"it fails for one of shape {shape} ({type(error).__name__}: {error})"
-            changed, settings = alone[id(parameter)]
-            if not _are_equal(changed, together[id(parameter)][0]):
-                return f"it changes one of shape {shape} in another way"
-            if not _are_equal(settings, together[id(parameter)][1]):
-                return "it comes to other settings (in its groups)"
-    return ""
-
-
-def _steps(
-    optimizer: torch.optim.Optimizer, alone: torch.Tensor | None
-) -> dict[int, tuple[torch.Tensor, dict[str, Any]]]:
-    """Step a copy of an optimizer that has small parameters instead of its own.
+    All ranks of the model call this, with optimizers of one class.
 
     Args:
-        optimizer: The optimizer, which is left alone.
-        alone: The one parameter that the copy has; None if the copy has all.
+        optimizer: The optimizer of this rank's parameters.
 
-    Returns:
-        For each parameter of the copy, by the ``id`` of the original one: its values and the settings of its group, at the end.
+    Raises:
+        ArgumentError: It needs all gradients at once, or does something else if it has one parameter only, or nobody can say,
+            because it cannot be tried out. Raised on all ranks.
     """
-    generator = torch.Generator().manual_seed(0)
-    small: dict[int, Any] = {}
-    gradients = []
-    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        # Numbers are drawn for all parameters, so that each parameter gets the same ones every time.
-        shape = [min(length, _LENGTH) for length in parameter.shape]
-        numbers = [torch.randn(shape, generator=generator).to(parameter) for _ in range(1 + _STEPS)]
-        small[id(parameter)] = None
-        if alone is None or parameter is alone:
-            small[id(parameter)] = torch.nn.Parameter(numbers[0], parameter.requires_grad)
-            gradients.append((number, small[id(parameter)], numbers[1:]))
-    copied = copy_with(optimizer, small)
-    torch.manual_seed(0)
-    for step in range(_STEPS):
-        for number, parameter, numbers in gradients:
-            # Lengths differ by parameter and step, so that a norm over all gradients changes each step.
-            parameter.grad = numbers[step] * 10.0 ** ((step + 2 * number) % 5 - 2) if parameter.requires_grad else None
-        copied.step()
-    return {
-        id(large): (small[id(large)].detach(), {name: value for name, value in its.items() if name != "params"})
-        for group, its in zip(optimizer.param_groups, copied.param_groups, strict=True)
-        for large in group["params"]
-        if small[id(large)] is not None
-    }
-
-
-def copy_with(optimizer: torch.optim.Optimizer, parameters: dict[int, Any]) -> torch.optim.Optimizer:
-    """Return a copy of an optimizer, without its state and hooks.
-
-    Args:
-        optimizer: The optimizer to copy.
-        parameters: The copy's replacement of each parameter, by ``id``; None for a parameter that the copy does not have.
-    """
-    memo: dict[int, Any] = {**parameters, id(optimizer.state): defaultdict(dict)}
-    groups = []
-    for group in optimizer.param_groups:
-        kept = [small for p in group["params"] if (small := parameters[id(p)]) is not None]
-        settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        groups.append({**copy.deepcopy(settings, memo), "params": kept})
-    memo[id(optimizer.param_groups)] = groups
-    copied = type(optimizer).__new__(type(optimizer))
-    for name, value in vars(optimizer).items():
-        copied.__dict__[name] = OrderedDict() if name.endswith("_hooks") else copy.deepcopy(value, memo)
-    return copied
-
-
-def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two values are equal, where NaN equals NaN."""
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_are_equal(value, other[name]) for name, value in one.items())
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_are_equal, one, other))
-    return bool(one == other) or (one != one and other != other)
+    parameters = optimizer_parameters(optimizer)
+    stages = all_stages(parameters)
+    if not stages and not any(map(is_sliced, parameters)):
+        return
+    cls = type(optimizer)
+    if known_algorithm(cls) is not None or isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    found: str | None = "its step needs all gradients at once"
+    if not isinstance(optimizer, torch.optim.LBFGS):
+        difference = differs_alone(optimizer)
+        found = f"tried out on small parameters, {difference} if the others are not there" if difference else difference
+        if difference is None and stages:  # torch computes with slices as with whole parameters
+            found = "it cannot be tried out, so nobody knows whether its step looks at several parameters"
+    has = [f"one stage of a {each.kind} on {ranks_text(list(each.process_set.members))}" for each in stages]
+    for each in stages:
+        told = each.gather(found, "whether the optimizer steps each parameter by itself,")
+        found = found or next(filter(None, told), None)
+    if found:
+        raise ArgumentError(
+            f"{cls.__name__} does not step each parameter by itself ({found}), and this rank's parameters are those of "
+            f"{has[0] if has else 'its slices'}. Use an optimizer of torch that does, such as Adam or Muon; or train with "
+            "data parallelism, where each rank has all parameters."
+        )

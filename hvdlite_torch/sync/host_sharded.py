@@ -36,7 +36,7 @@ from hvdlite_torch.sync.host_gradients import HostGradients
 from hvdlite_torch.sync.slot import Slot, Where, as_tensor
 from hvdlite_torch.tensors.gradient import gradient_dtype
 from hvdlite_torch.tensors.runs import Member, Run
-from hvdlite_torch.tensors.sliced import joint_squares
+from hvdlite_torch.tensors.split import joint_squares
 
 
 class HostShards:

@@ -8,7 +8,8 @@ import torch
 
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.shards import clip_factor, squared_norm
-from hvdlite_torch.tensors.sliced import is_sliced, joint_squares, local_of
+from hvdlite_torch.tensors.sliced import local_of
+from hvdlite_torch.tensors.split import is_split, joint_squares
 
 
 class WholeResults:
@@ -30,10 +31,10 @@ class WholeResults:
     def clip(self, max_norm: float) -> None:
         """Scale the gradients to a norm of at most `max_norm`. All ranks have the same gradients.
 
-        If parameters are sliced, all ranks of their meshes call this, and add up the norms of their slices.
+        If the model is split, all ranks that have slices or stages of it call this, and add up their norms.
         """
         parameters = self._context.given()
-        if not any(map(is_sliced, parameters)):
+        if not is_split(parameters):
             torch.nn.utils.clip_grad_norm_(parameters, max_norm)
             return
         of = [None if parameter.grad is None else local_of(parameter.grad) for parameter in parameters]

@@ -19,7 +19,8 @@ from hvdlite.adapter.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.ops.broadcast import broadcast_
 from hvdlite_torch.step.wrapped import Distributed, Sharded
-from hvdlite_torch.tensors.sliced import check_apart, local_of, local_state, program_state
+from hvdlite_torch.tensors.sliced import local_of, local_state, program_state
+from hvdlite_torch.tensors.split import check_apart, optimizer_parameters
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ def broadcast_parameters(
         process_set: The ranks that take part; all ranks by default.
 
     Raises:
-        ArgumentError: `params` contains something else.
+        ArgumentError: `params` contains something else; or the ranks have different slices or stages of a model.
         MismatchError: The ranks' tensors or their names differ. All ranks raise it.
 
     Examples:
@@ -76,7 +77,7 @@ def broadcast_parameters(
     check_same(
         [*(repr(name) for name, _ in [*items, *extra]), f"no more than these {len(items) + len(extra)}"],
         "the tensors that broadcast_parameters is given",
-        hvdlite.global_process_set.members if process_set is None else process_set.members,
+        _ranks_of(process_set),
         functools.partial(hvdlite.allgather_object, process_set=process_set),
     )
     _broadcast(tensors, root_rank, process_set)
@@ -104,7 +105,7 @@ def _check_extra_states(extra: Sequence[tuple[str, Any]], process_set: ProcessSe
     check_same(
         [f"{name!r} with checksum {zlib.crc32(pickle.dumps(value)):08x}" for name, value in extra],
         "extra states, which can be set in a model only: use hvd.broadcast_parameters(model), for it",
-        hvdlite.global_process_set.ranks if process_set is None else process_set.ranks,
+        _ranks_of(process_set),
         functools.partial(hvdlite.allgather_object, process_set=process_set),
     )
 
@@ -128,7 +129,7 @@ def broadcast_optimizer_state(
         process_set: The ranks that take part; all ranks by default.
 
     Raises:
-        ArgumentError: `optimizer` is not an optimizer.
+        ArgumentError: `optimizer` is not an optimizer; or the ranks have different slices or stages of its model.
 
     Examples:
         >>> def start():
@@ -149,6 +150,7 @@ def broadcast_optimizer_state(
             "Leave out this call, or make it with the plain optimizer, before."
         )
     rank, root = rank_in(process_set), root_within(process_set, root_rank)
+    check_apart(optimizer_parameters(optimizer), _ranks_of(process_set), hvdlite.rank())
     tensors: list[torch.Tensor] = []
     message = None
     if isinstance(optimizer, Sharded):
@@ -198,12 +200,16 @@ def _with_dtypes_of(sent: Any, loaded: Any) -> Any:
     return loaded
 
 
+def _ranks_of(process_set: ProcessSet | None) -> list[int]:
+    return (hvdlite.global_process_set if process_set is None else process_set).ranks
+
+
 def _broadcast(tensors: list[torch.Tensor], root_rank: int, process_set: ProcessSet) -> None:
     """Broadcast the tensors in host memory, then the tensors on the GPU.
 
     A model may have both, and an optimizer on the GPU has its step counts in host memory.
     """
-    check_apart(tensors, hvdlite.global_process_set.ranks if process_set is None else process_set.ranks, hvdlite.rank())
+    check_apart(tensors, _ranks_of(process_set), hvdlite.rank())
     tensors = list(map(local_of, tensors))
     for on_host in (True, False):
         some = [tensor for tensor in tensors if tensor.is_cpu is on_host]

@@ -141,6 +141,25 @@ def test_a_sliced_model_trains_as_a_whole_one_does(name: str) -> None:
 
 
 @processes
+def test_torch_clips_slices_and_plain_parameters_together() -> None:
+    torch.manual_seed(0)
+    plain = perceptron().double()
+    model = copy.deepcopy(plain)
+    hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+    for each in (model, plain):
+        each(numbers(BATCH, WIDTH)).square().sum().backward()
+    for norm in (2.0, float("inf")):
+        joint, wanted = (float(nn.utils.clip_grad_norm_(each.parameters(), 0.1, norm)) for each in (model, plain))
+        assert joint == pytest.approx(wanted, abs=1e-12)
+    for parameter, whole in zip(model.parameters(), plain.parameters(), strict=True):
+        gradient: Any = parameter.grad
+        gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        torch.testing.assert_close(gradient, whole.grad, rtol=0, atol=1e-12)
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+    assert all(parameter.grad.abs().max() <= 1e-4 for parameter in model.parameters() if parameter.grad is not None)
+
+
+@processes
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("average", [False, True])
 def test_masks_and_weights_of_attention(batch_first: bool, average: bool) -> None:

@@ -1,0 +1,220 @@
+"""What looks across the parameters of a model that is split over ranks sees all of them: norms, infinities, states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import hvdlite_torch as hvd
+from hvdlite.errors import ArgumentError
+from tests.conftest import UNDER_MPI
+
+pytestmark = pytest.mark.skipif(
+    not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
+)
+DTYPE = torch.float64
+ROWS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group() -> Iterator[None]:
+    if UNDER_MPI:
+        hvd.init()
+    yield
+    if UNDER_MPI:
+        hvd.barrier()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def chain() -> nn.Sequential:
+    """A model with a layer of weights for each rank, and one more."""
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, dtype=DTYPE), nn.Tanh()) for _ in range(hvd.size() + 1)))
+
+
+def cuts() -> list[str]:
+    return [str(number) for number in range(1, hvd.size())]
+
+
+def batch(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x, y = torch.randn(2, ROWS, 4, generator=generator, dtype=DTYPE)
+    return x, y
+
+
+def own_grid() -> hvd.ProcessGrid:
+    return hvd.ProcessGrid(dp=1, pp=hvd.size())
+
+
+def staged(grid: hvd.ProcessGrid, loss: Any = F.mse_loss) -> hvd.Pipeline:
+    return hvd.Pipeline(chain(), grid["pp"], loss=loss, microbatches=2, cuts=cuts())
+
+
+def distance(found: dict[str, torch.Tensor], model: nn.Module) -> float:
+    expected = model.state_dict()
+    assert found.keys() == expected.keys()
+    return max((found[name] - value).abs().max().item() for name, value in expected.items())
+
+
+def alone(clip: Callable[[list[nn.Parameter]], object], freeze: Callable[[str], bool] = lambda name: False) -> Any:
+    """Train a whole model, and clip its gradients."""
+    model = chain()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not freeze(name))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        clip(list(model.parameters()))
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
+def test_max_grad_norm_is_over_all_stages(options: dict[str, Any]) -> None:
+    grid = own_grid()
+    pipeline = staged(grid)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(pipeline.parameters(), lr=1.0, momentum=0.5),
+        pipeline.named_parameters(),
+        process_set=grid["dp"],
+        max_grad_norm=0.05,
+        **options,
+    )
+    for step in range(3):
+        pipeline.step(*batch(step), optimizer)
+    expected = alone(lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05))
+    assert distance(pipeline.full_state_dict(), expected) <= 1e-12
+
+
+def test_max_grad_norm_of_a_wavefront() -> None:
+    def model() -> nn.Sequential:
+        torch.manual_seed(1)
+        stack = nn.RNN(3, 3, num_layers=hvd.size(), batch_first=True, dtype=DTYPE)
+        return nn.Sequential(stack, nn.Linear(3, 3, dtype=DTYPE))
+
+    grid, whole = own_grid(), model()
+    names = [f"0.{layer}" for layer in range(1, hvd.size())]
+    wavefront = hvd.Wavefront(model(), grid["pp"], loss=F.mse_loss, chunks=2, cuts=names)
+    sgd = torch.optim.SGD(wavefront.parameters(), lr=1.0)
+    optimizer = hvd.DistributedOptimizer(sgd, process_set=grid["dp"], max_grad_norm=0.05)
+    x, y = torch.randn(2, 4, 6, 3, generator=torch.Generator().manual_seed(0), dtype=DTYPE)
+    wavefront.step(x, y, optimizer)
+    F.mse_loss(whole[1](whole[0](x)[0]), y).backward()
+    nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+    torch.optim.SGD(whole.parameters(), lr=1.0).step()
+    assert distance(wavefront.full_state_dict(), whole) <= 1e-12
+
+
+@pytest.mark.parametrize("norm", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("frozen", ["", "0."], ids=["all", "a stage is frozen"])
+def test_torch_clips_by_the_norm_over_all_stages(norm: float, frozen: str) -> None:
+    """`clip_grad_norm_` returns that norm too, on a rank without gradients as well."""
+    norms: list[float] = []
+    expected = alone(
+        lambda parameters: norms.append(float(nn.utils.clip_grad_norm_(parameters, 0.05, norm))),
+        lambda name: bool(frozen) and name.startswith(frozen),
+    )
+    pipeline = staged(own_grid())
+    for name, parameter in pipeline.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=1.0, momentum=0.5)
+    found = []
+    for step in range(3):
+        optimizer.zero_grad()
+        pipeline.step(*batch(step))
+        gradients = [p.grad for p in pipeline.parameters() if p.grad is not None]
+        if not frozen:
+            found.append(float(nn.utils.get_total_norm(gradients, norm)))
+        found.append(float(nn.utils.clip_grad_norm_(pipeline.parameters(), 0.05, norm)))
+        optimizer.step()
+    assert distance(pipeline.full_state_dict(), expected) <= 1e-12
+    expected_norms = norms if frozen else [norm for norm in norms for _ in range(2)]
+    assert found == pytest.approx(expected_norms, rel=1e-6 if frozen else 1e-12)  # torch: float32 without gradients
+
+
+def test_a_norm_that_is_not_finite_is_told_on_all_ranks() -> None:
+    pipeline = staged(own_grid())
+    pipeline.step(*batch())
+    if hvd.rank() == 0:
+        next(pipeline.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0, error_if_nonfinite=True)
+
+
+class ByAllGradients(torch.optim.Optimizer):
+    """An optimizer whose step depends on the norm of all gradients, as those of Prodigy and D-Adaptation do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum((gradient.square().sum() for gradient in gradients), torch.zeros(())).sqrt()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / norm
+
+
+class ByEachParameter(ByAllGradients):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / p.grad.norm()
+
+
+class NeedsClosure(ByEachParameter):
+    def step(self, closure: Any = None) -> None:
+        closure()
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_optimizers_that_look_across_stages_are_refused(distributed: bool) -> None:
+    grid = own_grid()
+    pipeline = staged(grid)
+
+    def step(optimizer: Any) -> None:
+        if distributed:
+            optimizer = hvd.DistributedOptimizer(optimizer, process_set=grid["dp"])
+        pipeline.step(*batch(), optimizer)
+
+    for make, text in (
+        (torch.optim.LBFGS, "LBFGS does not step each parameter by itself .its step needs all gradients at once."),
+        (ByAllGradients, "ByAllGradients .* it changes one of shape .* one stage of a Pipeline on ranks 0"),
+        (lambda parameters: ByAllGradients(list(parameters)[:1]), "does not step each parameter by itself"),
+        (NeedsClosure, "cannot be tried out"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            step(make(pipeline.parameters()))
+    step(ByEachParameter(pipeline.parameters()))
+    with pytest.raises(ArgumentError, match="takes an optimizer of torch, plain or distributed; got a object"):
+        pipeline.step(*batch(), object())  # type: ignore[arg-type]
+
+
+def test_ranks_of_different_stages_exchange_nothing() -> None:
+    """With the default process set, stages of equal shapes would be mixed up without a word."""
+    pipeline = staged(own_grid())
+    adam = torch.optim.Adam(list(pipeline.parameters())[:2])
+    weight = next(pipeline.parameters())
+    for call in (
+        lambda: hvd.DistributedOptimizer(adam),
+        lambda: hvd.broadcast_parameters(list(pipeline.parameters())[:2]),
+        lambda: hvd.broadcast_parameters([("0.weight", weight.detach())]),  # what is in a state dict
+        lambda: hvd.broadcast_optimizer_state(adam),
+    ):
+        with pytest.raises(ArgumentError, match=r"of a stage of a Pipeline .* process_set=grid\[\"dp\"\]"):
+            call()
+    with pytest.raises(ArgumentError, match="one stage of a Pipeline, and servers hold a model that all ranks have"):
+        hvd.AsyncDistributedOptimizer(adam, nn.ParameterList(list(pipeline.parameters())[:2]))
