@@ -11,11 +11,13 @@ import pytest
 import hvdlite as hvd
 from hvdlite.api import world
 from hvdlite.comm.local import LocalFabric, LocalTransport, Network
+from hvdlite.comm.mailbox import LocalSend
 from hvdlite.communicator.channel import WatchedChannel
 from hvdlite.config import Config
 from hvdlite.errors import CommunicationError, HvdliteError, PeerLeftError
 from hvdlite.protocols import ANY, Request, WaitKind
 from hvdlite.testing import on_ranks
+from hvdlite.watchdog.letters import Letter, Letters
 from tests.jobs import PROGRAMS, mpirun
 
 
@@ -106,6 +108,50 @@ def test_a_message_that_never_comes_is_reported_and_given_up_on_all_ranks(caplog
     assert "the limit for one wait is 1.5 s" in own
     assert "rank 0 has given up" in other
     assert "has waited" in caplog.text
+
+
+def test_a_report_knows_a_message_that_was_sent_and_not_received() -> None:
+    """MPI's part in it fails: it says that the message has gone, and it never arrives."""
+    over = threading.Event()
+
+    def check() -> str:
+        channel = open_channel()
+        if hvd.rank() == 1:
+            channel._transport.isend = lambda *_: LocalSend(lambda: None)  # type: ignore[method-assign]
+            channel.isend(np.ones(1), 0, 3).wait()
+            assert over.wait(20)
+            return ""
+        request = channel.irecv(np.zeros(1), 1, 3)
+        try:
+            with pytest.raises(CommunicationError) as raised:
+                request.wait()
+        finally:
+            over.set()
+        return str(raised.value)
+
+    settings = Config(stall_check_time_seconds=0.3, stall_shutdown_time_seconds=1.5)
+    told = on_ranks(2, check, config=settings, timeout=30)[0]
+    assert (
+        "rank 1 has done its part: the message was sent, and its receive was begun, but MPI has not carried it." in told
+    )
+    assert "assert over.wait(20)" in told
+    assert "is missing" not in told
+
+
+def test_what_is_known_of_a_message() -> None:
+    link = (0, 1)
+    sender, receiver = Letters(link, 0), Letters(link, 1)
+    first, second = (sender.begin(0, 1, 5) for _ in range(2))
+    assert first == Letter(link, 0, 1, 5, 0) and second == Letter(link, 0, 1, 5, 1)
+    assert not receiver.did_its_part(first)
+    awaited = receiver.begin(0, 1, 5)
+    assert awaited == first
+    assert receiver.did_its_part(first) and sender.did_its_part(awaited)
+    assert not receiver.did_its_part(second)
+    assert sender.begin(0, 0, 5) is None  # to itself
+    receiver.cancelled(awaited)
+    assert receiver.did_its_part(second) is None and receiver.begin(0, 1, 5) is None
+    assert receiver.begin(0, 1, 6) is not None and receiver.begin(ANY, 1, 6) is None and receiver.begin(0, 1, 6) is None
 
 
 def test_a_server_is_never_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -15,6 +15,7 @@ from hvdlite.errors import HvdliteError
 from hvdlite.process.own_core import yield_core
 from hvdlite.protocols import ANY, Array, Request, Transport, WaitKind
 from hvdlite.topology import Members
+from hvdlite.watchdog.letters import Letter, Letters
 from hvdlite.watchdog.waits import Wait
 from hvdlite.watchdog.watchdog import Watchdog
 
@@ -51,6 +52,7 @@ class WatchedChannel:
         self._transport, self._members, self._watch, self._limit = transport, members, watch, limit
         self._link = watch.link(members, watch.new_channel(members), lambda error: None)
         self._guard = _Guard()
+        self._letters = self._link.letters = Letters(self._link.id, self.rank)
 
     def isend(self, data: Array, dest: int, tag: int = 0) -> Request:
         """See `Channel.isend`."""
@@ -61,6 +63,7 @@ class WatchedChannel:
             request,
             [dest],
             lambda: f"rank {self._members.ranks[dest]} to take a message with tag {tag} of {self._name()}",
+            self._letters.begin(self.rank, dest, tag),
         )
 
     def irecv(self, data: Array, source: int = ANY, tag: int = 0) -> Request:
@@ -73,7 +76,7 @@ class WatchedChannel:
             sender = "any rank" if source == ANY else f"rank {self._members.ranks[source]}"
             return f"a message with tag {tag} from {sender} to {self._name()}"
 
-        return _WatchedRequest(self, request, senders, what)
+        return _WatchedRequest(self, request, senders, what, self._letters.begin(source, self.rank, tag))
 
     def _name(self) -> str:
         return f"rank {self._members.ranks[self.rank]}"
@@ -91,13 +94,14 @@ class WatchedChannel:
         finally:
             guard.what, guard.kind, guard.beside_threads, guard.asks_all = before
 
-    def wait(self, request: Request, peers: Sequence[int], what: Callable[[], str]) -> None:
+    def wait(self, request: Request, peers: Sequence[int], what: Callable[[], str], letter: Letter | None) -> None:
         """Wait for a request of the transport.
 
         Args:
             request: The request of the transport.
             peers: Ranks of the group. One of them is enough to end the wait.
             what: A function that says in words what the request waits for. A text given to `guarded` replaces it.
+            letter: The message, if it can be told from others.
 
         Raises:
             HvdliteError: The watchdog has failed the wait, or the channel is broken or closed.
@@ -118,6 +122,7 @@ class WatchedChannel:
             kind=kind,
             one_of=tuple(self._members.ranks[rank] for rank in peers),
             limit=self._limit,
+            letter=letter,
         )
 
         def check() -> None:
@@ -133,6 +138,10 @@ class WatchedChannel:
             wait_until(request.test, check, offers_seconds=offers_seconds, longest_nap=longest_nap)
         finally:
             self._watch.end(number)
+
+    def cancelled(self, letter: Letter) -> None:
+        """Note that a receive was given up."""
+        self._letters.cancelled(letter)
 
     def check(self) -> None:
         """Raise the error that has broken this channel, if there is one."""
@@ -154,13 +163,18 @@ class _WatchedRequest:
     Args:
         channel: The channel that waits for the request.
         request: The request of the transport.
-        peers, what: See `WatchedChannel.wait`.
+        peers, what, letter: See `WatchedChannel.wait`.
     """
 
     def __init__(
-        self, channel: WatchedChannel, request: Request, peers: Sequence[int], what: Callable[[], str]
+        self,
+        channel: WatchedChannel,
+        request: Request,
+        peers: Sequence[int],
+        what: Callable[[], str],
+        letter: Letter | None,
     ) -> None:
-        self._channel, self._request, self._peers, self._what = channel, request, peers, what
+        self._channel, self._request, self._peers, self._what, self._letter = channel, request, peers, what, letter
 
     @property
     def source(self) -> int | None:
@@ -173,7 +187,10 @@ class _WatchedRequest:
         return False
 
     def wait(self) -> None:
-        self._channel.wait(self._request, self._peers, self._what)
+        self._channel.wait(self._request, self._peers, self._what, self._letter)
 
     def cancel(self) -> bool:
-        return self._request.cancel()
+        cancelled = self._request.cancel()
+        if cancelled and self._letter is not None:
+            self._channel.cancelled(self._letter)
+        return cancelled

@@ -2,6 +2,7 @@
 
 - `watchdog`: the thread that looks at the waits of this rank.
 - `waits`: the record of one wait.
+- `letters`: what a rank has sent and received, for reports.
 - `links`: sequences of matching calls. If one rank gets out of step in such a sequence, all of its ranks are told.
 - `departures`: the ranks that have left the job.
 - `losses`: ranks without which the job goes on, and what this rank saves before the job is ended, as the launcher says.

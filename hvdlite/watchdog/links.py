@@ -7,9 +7,7 @@ from weakref import WeakValueDictionary
 
 from hvdlite.errors import CommunicationError, HvdliteError, PeerLeftError
 from hvdlite.topology import Members
-
-LinkId = tuple[int, int]
-"""The number of a group, and the number of a channel within the group: the ranks' common name of a link."""
+from hvdlite.watchdog.letters import Letter, Letters, LinkId
 
 
 class Link:
@@ -23,11 +21,13 @@ class Link:
 
     Attributes:
         failure: The error with which the link has failed; None while all is well.
+        letters: What this rank has sent and received there, if messages of one rank to another go through the link.
     """
 
     def __init__(self, links: Links, members: Members, channel: int, interrupt: Callable[[HvdliteError], None]) -> None:
         self._links, self.members, self.channel, self._interrupt = links, members, channel, interrupt
         self.failure: HvdliteError | None = None
+        self.letters: Letters | None = None
 
     @property
     def id(self) -> LinkId:
@@ -100,6 +100,11 @@ class Links:
             self._failures[link_id] = text
         else:
             link.fail(PeerLeftError(text))
+
+    def did_its_part(self, letter: Letter | None) -> bool | None:
+        """Return whether this rank has begun to send or to receive a message; None if that is not known."""
+        link = None if letter is None else self._links.get(letter.link)
+        return None if letter is None or link is None or link.letters is None else link.letters.did_its_part(letter)
 
     def fail_all(self, error: HvdliteError) -> None:
         """Let every link fail: whoever begins something in a link gets `error`. Nothing is interrupted."""

@@ -29,11 +29,14 @@ class Answer:
         stack: The stack of the rank's main thread, as text.
         last: A description of the operation that the rank has completed last, and how many seconds ago that was; None if
             it has completed none.
+        did_its_part: For a wait for a message: whether the rank has begun to send it, or to receive it; None if that is not
+            known.
     """
 
     waits: tuple[tuple[str, float], ...]
     stack: str
     last: tuple[str, float] | None
+    did_its_part: bool | None = None
 
     def seconds(self, what: str) -> float | None:
         """Return for how many seconds the rank has waited for `what`; None if it does not wait for that."""
@@ -83,6 +86,12 @@ def report(
 
 
 def _absent(rank: int, answer: Answer) -> list[str]:
+    if answer.did_its_part:
+        return [
+            f"  rank {rank} has done its part: the message was sent, and its receive was begun, but MPI has not carried it.",
+            "  So the program lacks nothing. Is a network between the hosts closed, or is a rank stopped? It is here:",
+            answer.stack.rstrip("\n"),
+        ]
     if answer.waits:
         awaited, seconds = answer.waits[0]
         first = f"  rank {rank} waits for something else, {awaited}, for {seconds:.0f} s; it is here:"

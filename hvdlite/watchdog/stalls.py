@@ -51,7 +51,7 @@ class Stalls:
             number = next(self._numbers)
             self._questions[number] = _Question(wait, now)
             for rank in wait.members.ranks:
-                self._tell(rank, "where", number)
+                self._tell(rank, "where", number, wait.letter)
 
     def _limit(self, wait: Wait) -> float:
         return self._end_after if wait.limit is None else wait.limit

@@ -11,6 +11,7 @@ from hvdlite.errors import HvdliteError
 from hvdlite.protocols import WaitKind
 from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import Need
+from hvdlite.watchdog.letters import Letter
 from hvdlite.watchdog.links import Link
 
 
@@ -39,6 +40,8 @@ class Wait:
     kind: WaitKind = WaitKind.PEER
     one_of: tuple[int, ...] = ()
     """The world ranks of which any one can end the wait; empty if all of `members` must take part."""
+    letter: Letter | None = None
+    """The message for which the rank waits; None if it is none, or cannot be told from others."""
     limit: float | None = None
     """The longest time of the wait in seconds; None for the setting `stall_shutdown_time_seconds`."""
     failed: tuple[float, HvdliteError] | None = None

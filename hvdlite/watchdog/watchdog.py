@@ -23,6 +23,7 @@ from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 from hvdlite.watchdog.departures import Departures
 from hvdlite.watchdog.launched import LaunchWatch
+from hvdlite.watchdog.letters import Letter
 from hvdlite.watchdog.links import Link, Links
 from hvdlite.watchdog.losses import Losses
 from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, stack_of
@@ -276,7 +277,7 @@ class Watchdog:
             elif kind == "failed":
                 self._links.hear_failure(sender, *content)
             elif kind == "where":
-                self._tell(sender, "here", content[0], self._where())
+                self._tell(sender, "here", content[0], self._where(content[1]))
             elif kind == "here":
                 self._stalls.hear(sender, *content)
             elif kind in DeadlockDetector.KINDS:
@@ -309,10 +310,10 @@ class Watchdog:
         lacks = self.lacks.get(need.members.id)
         return lacks is not None and lacks(need.operation, need.number)
 
-    def _where(self) -> Answer:
+    def _where(self, letter: Letter | None) -> Answer:
         now = time.monotonic()
         waits = tuple((wait.what(), now - wait.since) for wait in of_program(self._waits, self._main_thread))
-        return Answer(waits, stack_of(self._main_thread), self._last())
+        return Answer(waits, stack_of(self._main_thread), self._last(), self._links.did_its_part(letter))
 
     def _last(self) -> tuple[str, float] | None:
         completed = self._completed
