@@ -12,12 +12,18 @@ _KINDS = {
 }
 
 
-def hooks_of(module: nn.Module) -> list[str]:
-    """Return the hooks that run when a module itself is called, or in its backward pass: each as its kind and its name."""
+def hooks_of(module: nn.Module, but: tuple[type, ...] = ()) -> list[str]:
+    """Return the hooks that run when a module itself is called, or in its backward pass: each as its kind and its name.
+
+    Args:
+        module: The module.
+        but: The types of hooks that do not count.
+    """
     return [
         f"{kind} {getattr(hook, '__qualname__', type(hook).__name__)}"
         for attribute, kind in _KINDS.items()
         for hook in (getattr(module, attribute) or {}).values()
+        if not isinstance(hook, but)
     ]
 
 

@@ -15,7 +15,6 @@ from hvdlite.adapter.arguments import Everybody, rank_in, size_of
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
-from hvdlite_torch.checks.plain import is_plain_sequential
 from hvdlite_torch.distributed import backend
 from hvdlite_torch.pipeline.bubble import watch
 from hvdlite_torch.pipeline.own_layers import OwnLayers
@@ -103,7 +102,6 @@ class Pipeline(OwnLayers):
         self._make = {number: make for number, (_, make) in made.items()}
         self._is_first, self._is_last = 0 in self.stages, count - 1 in self.stages
         self._count, self._last_place = count, size - 1
-        self._takes_any_shape = is_plain_sequential(model)
         self._runs: dict[tuple[Any, ...], Any] = {}
 
     def step(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
@@ -173,12 +171,6 @@ class Pipeline(OwnLayers):
         goes_back = loss is not None
         key = (goes_back, *((tensor.dtype, tuple(tensor.shape)) for tensor in inputs))
         if key not in self._runs:
-            if not self._takes_any_shape and any(other[0] == goes_back for other in self._runs):
-                raise ArgumentError(
-                    f"inputs of {[tuple(tensor.shape) for tensor in inputs]}: torch.export has traced this model for the shape "
-                    "of `example` times `microbatches`. Drop a last batch that is smaller, or write the model as an "
-                    "nn.Sequential."
-                )
             stages = [self._make[number]() for number in self.stages]
             if goes_back:
                 for stage in stages:

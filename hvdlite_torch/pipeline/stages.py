@@ -10,12 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
+from torch.distributed.pipelining import PipelineStage
 
 import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.checks.plain import hooks_of, is_plain_sequential
 from hvdlite_torch.pipeline.costs import balance, measure
+from hvdlite_torch.pipeline.faithful import refuse_hooks_within
+from hvdlite_torch.pipeline.traced import Inputs, trace
 
 CPU = torch.device("cpu")
 
@@ -135,18 +137,22 @@ def make_stages(
         refuse_hooks(model)
         names = list(candidates(model))
         ends = [0, *map(names.index, cuts), len(names)]
-        modules = [Layers({name: model.get_submodule(name) for name in names[a:b]}) for a, b in pairwise(ends)]
+        modules: list[nn.Module] = [
+            Layers({name: model.get_submodule(name) for name in names[a:b]}) for a, b in pairwise(ends)
+        ]
         for number in own:
             make = partial(PipelineStage, modules[number], number, count, CPU, group=group)
             made[number] = modules[number], make
         described = [", ".join(names[a:b]) for a, b in pairwise(ends)]
     else:
-        pipe = _trace(model, cuts, example)
-        modules = [pipe.get_stage_module(number) for number in range(count)]
+        if example is None:
+            raise ArgumentError(
+                f"{type(model).__name__} is no plain nn.Sequential, so torch.export cuts it: give `example`, the inputs of a "
+                "micro-batch."
+            )
+        modules = [*traced_stages(model, cuts, Inputs(example, {}))]
         for number in own:
-            # One to train and one to predict, made now, because `pipe` holds the layers of all ranks.
-            both = iter([pipe.build_stage(number, CPU, group) for _ in range(2)])
-            made[number] = modules[number], partial(next, both)
+            made[number] = modules[number], partial(PipelineStage, modules[number], number, count, CPU, group=group)
         described = [f"from {cut}" for cut in ("the beginning", *cuts)]
     check_stages(modules, described)
     return made
@@ -190,14 +196,17 @@ def check_stages(modules: Sequence[nn.Module], described: Sequence[str]) -> None
             )
 
 
-def _trace(model: nn.Module, cuts: Sequence[str], example: tuple[Any, ...] | None) -> Any:
-    if example is None:
-        raise ArgumentError(
-            f"{type(model).__name__} is no plain nn.Sequential, so torch.export cuts it: give `example`, the inputs of a "
-            "micro-batch."
-        )
+def traced_stages(model: nn.Module, cuts: Sequence[str], example: Inputs) -> Sequence[nn.Module]:
+    """Return the stages of a model that torch.export cuts.
+
+    Raises:
+        ArgumentError: It cannot, or would leave out something.
+    """
+    refuse_hooks_within(model)
     try:
-        return pipeline(model, example, split_spec=dict.fromkeys(cuts, SplitPoint.BEGINNING))
+        return trace(model, cuts, example)
+    except ArgumentError:
+        raise
     except Exception as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ArgumentError(

@@ -138,3 +138,34 @@ def test_hooks() -> None:
     stack.register_forward_hook(ten_times)
     with pytest.raises(ArgumentError, match="the layer '0' has hooks .forward hook .*ten_times"):
         hvd.Wavefront(recurrent, **options)
+
+
+class Residual(nn.Module):
+    """No Sequential: values cross several stages, an integer too, and layers do different things in the two modes."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inlet = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(2 * hvd.size())
+        )
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor | None = None) -> torch.Tensor:
+        first = x = self.inlet(x)
+        for block in self.blocks:
+            x = nn.functional.dropout(block(x), self.dropout, self.training)
+        return x + first if scale is None else x * scale + first
+
+
+@processes
+def test_a_recorded_model_in_both_modes() -> None:
+    x, y = numbers(8, 4), torch.zeros(8, 4)
+    assert_trains_alike(Residual(), x, y, cuts=cuts("blocks."), example=x[:4])
+    pipeline = hvd.Pipeline(Residual(1.0), loss=mse, microbatches=2, cuts=cuts("blocks."), example=x[:4])
+    alone = Residual(1.0)
+    outputs = [pipeline.train(mode).predict(x) for mode in (True, False, True)]  # all is dropped in training
+    assert [torch.equal(output, outputs[0]) for output in outputs] == [True, False, True]
+    for mode, output in zip((True, False), outputs, strict=False):
+        torch.testing.assert_close(output, alone.train(mode)(x), rtol=0, atol=TOLERANCE)

@@ -1,0 +1,94 @@
+"""What torch.export would leave out of a model without a word is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.checkpoint import CheckpointFunction
+
+from hvdlite.errors import ArgumentError
+from hvdlite_torch.checks.plain import hooks_of
+
+_RECORDED = (WeightNorm, SpectralNorm)
+"""Hooks that compute tensors from tensors and do nothing else: torch.export records that."""
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise for what a model does and torch.export does not record."""
+    raise ArgumentError(
+        f"{what}, which torch.export would leave out of the stages. Remove it, or write the model as an nn.Sequential of "
+        "layers, which is cut without torch.export."
+    )
+
+
+@contextlib.contextmanager
+def faithfully(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Refuse what a model does while it is recorded, and what would be left out.
+
+    Yields:
+        A function that is called at the end of the forward pass. (torch.export takes back what the pass does to the model.)
+
+    Raises:
+        ArgumentError: It has hooks, gradients of its own, numbers that a forward pass changes, or random numbers of Python.
+    """
+    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def own_gradient(function: type, *args: Any, **kwargs: Any) -> Any:
+        # A checkpoint only saves memory; its gradients are those of what it computes.
+        if function is not CheckpointFunction:
+            refuse(f"the forward pass uses {function.__name__}, an autograd.Function with a gradient of its own")
+        return apply(function, *args, **kwargs)
+
+    def own_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
+        refuse(f"the forward pass registers the hook {getattr(hook, '__qualname__', hook)} for a tensor")
+
+    numbers, drawn = _numbers(model), _random_states()
+
+    def check() -> None:
+        if _random_states() != drawn:
+            refuse("the forward pass draws random numbers of Python or NumPy")
+        for name, found in _numbers(model).items():
+            for attribute, value in found.items():
+                if value != numbers.get(name, {}).get(attribute, value):
+                    refuse(f"the forward pass changes {f'{name}.{attribute}'.lstrip('.')!r}")
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(own_gradient)),
+        mock.patch.object(torch.Tensor, "register_hook", own_hook),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "The tensor attributes?.*assigned during export")
+        yield check
+
+
+def refuse_hooks_within(model: nn.Module) -> None:
+    """Raise for hooks of the modules of a model that is recorded.
+
+    Raises:
+        ArgumentError: There are some.
+    """
+    for name, module in model.named_modules():
+        if hooks := hooks_of(module, but=_RECORDED):
+            refuse(f"the {f'layer {name!r}' if name else type(module).__name__} has hooks ({', '.join(hooks)})")
+
+
+def _numbers(model: nn.Module) -> dict[str, dict[str, str]]:
+    return {
+        name: {key: repr(value) for key, value in vars(module).items() if type(value) in (bool, int, float, str)}
+        for name, module in model.named_modules()
+    }
+
+
+def _random_states() -> tuple[Any, ...]:
+    kind, keys, *rest = np.random.get_state()
+    return random.getstate(), kind, bytes(memoryview(keys)), *rest  # type: ignore[arg-type]
