@@ -47,10 +47,10 @@ def is_variable(value: Any) -> bool:
 
 
 def times(gradient: Any, factor: Any) -> Any:
-    """Return a gradient, dense or sparse, multiplied by a number."""
+    """Return a gradient, dense or sparse, multiplied by a number, which may be a tensor of another dtype."""
     if is_slices(gradient):
-        return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * factor
+        return type(gradient)(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
+    return gradient * (factor if isinstance(factor, int | float) else keras.ops.cast(factor, gradient.dtype))
 
 
 def plain_variable(variable: Any) -> Any:
