@@ -105,19 +105,18 @@ class Advice:
                 "the weight of the next step. Call it before optimizer.step() of the batch that it belongs to."
             )
 
-    def clipped_alone(self, called: str, how: str, can_synchronize: bool) -> None:
+    def clipped_alone(self, called: str, how: str) -> None:
         """Warn that the program clips gradients before they are combined.
 
         Args:
             called: The name of the function that clips.
             how: The way in which it clips, in words.
-            can_synchronize: Whether ``optimizer.synchronize()`` would combine the gradients before.
         """
         if hvdlite.rank() == 0:
-            way = "; or call optimizer.synchronize() before you clip" if can_synchronize else ""
             _say(
                 f"{called}() clips {how}, for they are combined by optimizer.step(): that is not what one process does with "
-                f"the joined batch. Pass max_grad_norm to DistributedOptimizer instead{way}."
+                "the joined batch. Pass max_grad_norm to DistributedOptimizer instead; or call optimizer.synchronize() before "
+                "you clip."
             )
 
     def _check_order(self, parameters: Sequence[torch.Tensor], everybody: Sequence[tuple[int, ...]]) -> None:

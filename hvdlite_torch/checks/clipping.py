@@ -1,5 +1,7 @@
 """A warning for programs that clip gradients before they are combined: each rank then clips by its own gradients alone.
 
+Where the optimizer is sharded, they never can, so that is an error.
+
 torch has no hook for clipping, so its functions are wrapped here. The wrapped functions clip as before.
 """
 
@@ -23,7 +25,11 @@ class Advised(Protocol):
         """Return whether it trains some of these parameters, which are given by their ``id``."""
 
     def advise_on_clipping(self, called: str, how: str) -> bool:
-        """Warn that the function `called` is clipping gradients, if they are not combined yet. Return whether it warned."""
+        """Warn that the function `called` is clipping gradients, if they are not combined yet. Return whether it warned.
+
+        Raises:
+            ArgumentError: Gradients cannot be clipped by a function: the text says how else.
+        """
 
 
 _watched: weakref.WeakSet[Advised] = weakref.WeakSet()

@@ -76,7 +76,8 @@ class StepDriver:
         self.guard.attach(self.optimizer)
         # A program whose optimizer steps with its own gradients clips these on purpose.
         combines_gradients = self._steps_with is not StepsWith.OWN
-        if combines_gradients and self._context.config.advice and len(self._context.ranks) > 1:
+        says_so = self._context.config.advice or self.sharding is not None
+        if combines_gradients and says_so and len(self._context.ranks) > 1:
             clipping.watch(self)
 
     @property
@@ -151,11 +152,16 @@ class StepDriver:
 
         Args:
             called: The function that clips.
-            how: What to do instead, for the warning.
+            how: What it clips by then, for the text.
+
+        Raises:
+            ArgumentError: The optimizer is sharded, so no moment is right: a rank never has all combined gradients.
         """
-        local = self.sharding is not None or not (self._step.combined or self.guard.inside)
+        if self.sharding is not None:
+            refuse_synchronize(f"{called}()")
+        local = not (self._step.combined or self.guard.inside)
         if local:
-            self._context.advice.clipped_alone(called, how, can_synchronize=self.sharding is None)
+            self._context.advice.clipped_alone(called, how)
         return local
 
     def before_unscale(self) -> None:
