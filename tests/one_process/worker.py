@@ -1,0 +1,85 @@
+"""A rank of a job that runs pairs: `python -m tests.one_process.worker FRAMEWORK RESULTS SECONDS PAIRS`, on every rank."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import json
+import re
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import hvdlite
+from hvdlite.errors import HvdliteError
+from tests.one_process.rows import Inapplicable
+
+LIMIT = 60.0  # seconds for a pair: only a hang takes that long
+
+
+def main(framework: str, results: str, seconds: str, pairs: str) -> None:
+    kind = importlib.import_module(f"tests.one_process.{framework}_ways")
+    warnings.simplefilter("ignore")  # advice
+    hvdlite.init()
+    end = time.monotonic() + float(seconds)
+    with Path(results).open("a") as file:
+        for program, way in json.loads(pairs):
+            if hvdlite.broadcast_object(time.monotonic() > end):
+                break
+            _say(file, program, way, "hangs, or ends the job", "")
+            faulthandler.dump_traceback_later(LIMIT, exit=True)
+            outcome, detail = _outcome(kind, tuple(program), way)
+            if outcome != "right":
+                kind.clean_up()
+            everybody = hvdlite.allgather_object((outcome, detail))
+            faulthandler.cancel_dump_traceback_later()
+            _say(file, program, way, *_together(everybody))
+
+
+def _say(file: Any, *what: Any) -> None:
+    if hvdlite.rank() == 0:
+        print(json.dumps(what), file=file, flush=True)
+
+
+@functools.cache
+def _alone(kind: Any, program: tuple[str, ...]) -> Any:
+    return kind.results(kind.Run, program)
+
+
+def _outcome(kind: Any, program: tuple[str, ...], way: str) -> tuple[str, str]:
+    column = kind.WAYS[way]
+    wanted = _alone(kind, program)
+    try:
+        off = kind.distance(kind.results(column, program), wanted)
+    except Inapplicable as error:
+        return "excused", str(error)
+    except HvdliteError as error:
+        text = str(error)
+        words = [kind.PROGRAMS[name].words for name in program] + [column.words]
+        lacking = [pattern for pattern in words if pattern and not re.search(pattern, text)]
+        if lacking:
+            return "refused in other words", f"{type(error).__name__}: {text} (no word of {', '.join(lacking)})"
+        return "refused", text
+    except Exception as error:
+        return "fails", "".join(traceback.format_exception(error)[-3:])
+    return ("right", "") if off <= column.tolerance else ("wrong", f"off by {off:.2g}")
+
+
+_WORST = ("hangs, or ends the job", "wrong", "fails", "refused in other words", "refused", "excused", "right")
+
+
+def _together(everybody: list[tuple[str, str]]) -> tuple[str, str]:
+    """Return the outcome of all ranks: the worst, and whether they differ."""
+    worst = min(everybody, key=lambda each: _WORST.index(each[0]))
+    kinds = {outcome for outcome, _ in everybody}
+    if "refused" in kinds and "right" in kinds:
+        return "wrong", f"refused on some ranks only: {everybody}"
+    return worst
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
