@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.constants import default_pg_timeout
 
+from hvdlite import api
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.communicator.calls import Call
 from hvdlite.communicator.communicator import Communicator
@@ -36,6 +40,36 @@ def on_any_device(method: Method) -> Method:
         return getattr(self.on_gpu, name)(*args, **kwargs)
 
     return chosen  # type: ignore[return-value]
+
+
+def also_bare(tensors: int, *options: str) -> Callable[[Method], Method]:
+    """Let a method that takes lists of tensors and options take tensors too, and the options one by one, as torch's own do.
+
+    Args:
+        tensors: How many of the arguments are tensors.
+        options: The options that may follow, by their names in torch's class for them.
+    """
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def chosen(self: GroupAndBackend, *given: Any, **named: Any) -> dist.Work:
+            lists, others = list(given[:tensors]), given[tensors:]
+            if any(isinstance(each, torch.Tensor) for each in lists):
+                lists = [[each] for each in lists]
+            if others and type(others[0]).__name__.endswith("Options"):
+                return method(self, *lists, *others, **named)  # type: ignore[no-any-return]
+            chosen = dict(zip(options, others, strict=False)) | {
+                _OPTIONS.get(name, name): value for name, value in named.items() if name != "opts"
+            }
+            opts = named.get("opts") or SimpleNamespace(**{"reduceOp": dist.ReduceOp.SUM, **chosen})
+            return method(self, *lists, opts)  # type: ignore[no-any-return]
+
+        return chosen  # type: ignore[return-value]
+
+    return decorate
+
+
+_OPTIONS = {"op": "reduceOp", "root": "rootRank"}
 
 
 def _first_tensor(given: Any) -> Any:
@@ -70,7 +104,7 @@ class GroupAndBackend(dist.ProcessGroup):
         self.communicator = communicator
         self._rank, self._size = communicator.rank, communicator.size
         self._coalesced: list[dist.Work] | None = None
-        self._begun = 0
+        self._begun = self._splits = 0
 
     # What torch asks of a group and of a backend
 
@@ -168,15 +202,50 @@ class GroupAndBackend(dist.ProcessGroup):
             "the time limit of a group is that of init_process_group(timeout=...) or new_group(timeout=...)."
         )
 
-    def _operands(self, tensors: Tensors) -> list[Operand]:
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> dist.ProcessGroup | None:
+        """Make a group of some ranks of this one, as `torch.distributed.split_group` asks for. All ranks of this group call it.
+
+        Args:
+            ranks: Ranks of this group, ascending: those with which this rank is to be, or any others if it is to be in none.
+            timeout: The longest time of one call; None for the setting `stall_shutdown_time_seconds`.
+            opts, device_types: Not used.
+            group_name, group_desc: The name and the description in torch.
+
+        Returns:
+            The group; None on other ranks.
+        """
+        self._splits += 1
+        if self._rank not in ranks:
+            return None
+        name = group_name or f"{self._name}:split:{self._splits}:{','.join(map(str, ranks))}"
+        limit = None if timeout in (None, default_pg_timeout) else timeout.total_seconds()
+        members = [self.communicator.members.ranks[rank] for rank in ranks]
+        communicator = api.world().communicators.new(members, f"the torch group {name}", limit)
+        made = type(self)(PrefixStore(f"{name}/", self._store), name, communicator)
+        made.setGroupDesc(group_desc or "")
+        return made
+
+    def _operands(self, tensors: Tensors, are_written: bool = False) -> list[Operand]:
         if isinstance(tensors, torch.Tensor):
             raise NotYetError(
-                "methods of a group take lists of tensors here: call torch.distributed's functions, with group=."
+                "send and recv of a group take lists of tensors: call torch.distributed's functions, with group=."
             )
         for tensor in tensors:
             if not tensor.is_cpu:
                 raise UnsupportedTensorError(f"expected tensors in host memory; got one on {tensor.device}.")
-        return [Operand(tensor) for tensor in tensors]
+        return [Operand(tensor, are_written) for tensor in tensors]
+
+    def _outputs(self, tensors: Tensors) -> list[Operand]:
+        """The operands to which a collective writes."""
+        return self._operands(tensors, True)
 
     def _begin(self, text: str, run: Run, results: Tensors, opts: Any) -> dist.Work:
         self._begun += 1

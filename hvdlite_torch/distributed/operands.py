@@ -13,7 +13,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, NotYetError, UnsupportedTensorError
 from hvdlite.protocols import Array, ReduceOp
 from hvdlite.tensors.reduction import Reduction, reduction
-from hvdlite_torch.tensors.adapter import array_of
+from hvdlite_torch.tensors.adapter import array_of, check_writable
 from hvdlite_torch.tensors.device import DTYPES
 
 _Op: Any = dist.ReduceOp.RedOpType
@@ -34,6 +34,10 @@ class Operand:
 
     Args:
         tensor: A dense tensor in host memory, of any dtype and shape.
+        is_written: Whether the collective writes to the tensor. If not, elements may share memory (torch.expand).
+
+    Raises:
+        UnsupportedTensorError: The tensor is not dense, or cannot be written to. Nothing was sent.
 
     Attributes:
         values: The array, of shape ``(n,)``: bfloat16 as bits in uint16, bool as uint8, and dtypes that NumPy lacks as bytes.
@@ -41,9 +45,11 @@ class Operand:
 
     __slots__ = ("_copied_from", "_flat", "values")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, is_written: bool) -> None:
         if tensor.layout is not torch.strided:
             raise UnsupportedTensorError(f"expected a dense tensor; got layout {tensor.layout}. Use tensor.to_dense().")
+        if is_written:
+            check_writable(tensor)
         plain = tensor.detach()
         self._copied_from: torch.Tensor | None = None
         if not tensor.is_contiguous() or tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):

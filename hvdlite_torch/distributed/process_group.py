@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.protocols import ANY, Array
-from hvdlite_torch.distributed.group_and_backend import GroupAndBackend, Tensors, on_any_device
+from hvdlite_torch.distributed.group_and_backend import GroupAndBackend, Tensors, also_bare, on_any_device
 from hvdlite_torch.distributed.operands import Operand, TorchReduction, check_equal, describe, name_of
 from hvdlite_torch.distributed.work import MessageWork
 
@@ -27,6 +27,7 @@ class HvdliteProcessGroup(GroupAndBackend):
     # Reductions
 
     @on_any_device
+    @also_bare(1, "reduceOp")
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         return self._reduce_all("all_reduce", tensors, opts)
 
@@ -35,7 +36,7 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._reduce_all("all_reduce_coalesced", tensors, opts)
 
     def _reduce_all(self, name: str, tensors: Tensors, opts: Any) -> dist.Work:
-        operands = self._operands(tensors)
+        operands = self._outputs(tensors)
         hows = [TorchReduction(_op(opts), tensor.dtype, self._size) for tensor in tensors]
 
         def run(collectives: HierarchicalCollectives) -> None:
@@ -46,10 +47,11 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._begin(f"{name}({_texts(tensors)}, {hows[0].name})", run, tensors, opts)
 
     @on_any_device
+    @also_bare(1, "rootRank", "reduceOp")
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
-        (operand,) = self._operands(tensors)
-        how = TorchReduction(opts.reduceOp, tensors[0].dtype, self._size)
         root = opts.rootRank
+        (operand,) = self._operands(tensors, self._rank == root)
+        how = TorchReduction(_op(opts), tensors[0].dtype, self._size)
 
         def run(collectives: HierarchicalCollectives) -> None:
             values = operand.values if self._rank == root else operand.values.copy()
@@ -60,8 +62,9 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._begin(f"reduce({_texts(tensors)}, {how.name}, group_dst={root})", run, tensors, opts)
 
     @on_any_device
+    @also_bare(2, "reduceOp")
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
-        (out,) = self._operands(outputs)
+        (out,) = self._outputs(outputs)
         (sources,) = (self._operands(tensors) for tensors in inputs)
         how = TorchReduction(_op(opts), outputs[0].dtype, self._size)
         counts = _sizes(sources)
@@ -82,7 +85,7 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._reduce_scatter_tensors("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
 
     def _reduce_scatter_tensors(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
-        outs, sources = self._operands(outputs), self._operands(inputs)
+        outs, sources = self._outputs(outputs), self._operands(inputs)
         hows = [TorchReduction(_op(opts), tensor.dtype, self._size) for tensor in outputs]
         for out, source in zip(outs, sources, strict=True):
             check_equal(f"the input of {name}", source.values.size, out.values.size * self._size)
@@ -97,9 +100,10 @@ class HvdliteProcessGroup(GroupAndBackend):
     # Moves
 
     @on_any_device
+    @also_bare(1, "rootRank")
     def broadcast(self, tensors: Tensors, opts: Any) -> dist.Work:
-        (operand,) = self._operands(tensors)
         root = opts.rootRank
+        (operand,) = self._operands(tensors, self._rank != root)
 
         def run(collectives: HierarchicalCollectives) -> None:
             collectives.broadcast(operand.values, root)
@@ -109,6 +113,7 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._begin(f"broadcast({_texts(tensors)}, group_src={root})", run, tensors, opts)
 
     @on_any_device
+    @also_bare(2)
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         return self._gather_all("all_gather", outputs, inputs, opts)
 
@@ -117,7 +122,7 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._gather_all("all_gather_coalesced", list(zip(*outputs, strict=True)), inputs, opts)
 
     def _gather_all(self, name: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
-        outs, sources = [self._operands(tensors) for tensors in outputs], self._operands(inputs)
+        outs, sources = [self._outputs(tensors) for tensors in outputs], self._operands(inputs)
         for out, source in zip(outs, sources, strict=True):
             check_equal("the list of outputs", len(out), self._size)
             check_equal(f"the input of {name}", source.values.size, out[self._rank].values.size)
@@ -139,7 +144,7 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._gather_into_tensors("all_gather_into_tensor_coalesced", outputs, inputs, opts)
 
     def _gather_into_tensors(self, name: str, outputs: Tensors, inputs: Tensors, opts: Any) -> dist.Work:
-        outs, sources = self._operands(outputs), self._operands(inputs)
+        outs, sources = self._outputs(outputs), self._operands(inputs)
         for out, source in zip(outs, sources, strict=True):
             check_equal(f"the output of {name}", out.values.size, source.values.size * self._size)
 
@@ -151,10 +156,11 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._begin(f"{name}({_texts(inputs)})", run, outputs, opts)
 
     @on_any_device
+    @also_bare(2, "rootRank")
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         (source,) = self._operands(inputs)
         root, count = opts.rootRank, source.values.size
-        outs = self._operands(outputs[0]) if self._rank == root else []
+        outs = self._outputs(outputs[0]) if self._rank == root else []
         if self._rank == root:
             _check_list("gather", outs, self._size, count)
 
@@ -167,8 +173,9 @@ class HvdliteProcessGroup(GroupAndBackend):
         return self._begin(text, run, outputs[0] if self._rank == root else [], opts)
 
     @on_any_device
+    @also_bare(2, "rootRank")
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
-        (out,) = self._operands(outputs)
+        (out,) = self._outputs(outputs)
         root, count = opts.rootRank, out.values.size
         sources = self._operands(inputs[0]) if self._rank == root else []
         if self._rank == root:
@@ -185,7 +192,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
     @on_any_device
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
-        outs, sources = self._operands(outputs), self._operands(inputs)
+        outs, sources = self._outputs(outputs), self._operands(inputs)
         check_equal("the list of outputs", len(outs), self._size)
         check_equal("the list of inputs", len(sources), self._size)
 
@@ -205,7 +212,7 @@ class HvdliteProcessGroup(GroupAndBackend):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        out, source = self._operands([output, input])
+        (out,), (source,) = self._outputs([output]), self._operands([input])
         sends = _splits(input, source, input_split_sizes, self._size)
         receives = _splits(output, out, output_split_sizes, self._size)
 
@@ -215,7 +222,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
         return self._begin(f"all_to_all_single({name_of(input.dtype)})", run, [output], opts)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> dist.Work:
         # The ranks meet before every call, to compare what they call.
         return self._begin("barrier()", lambda collectives: None, [], opts)
 
@@ -229,7 +236,7 @@ class HvdliteProcessGroup(GroupAndBackend):
 
     @on_any_device
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> dist.Work:
-        (operand,) = self._operands(tensors)
+        (operand,) = self._outputs(tensors)
         request = self.communicator.irecv(operand.values.view(np.uint8), src, tag)
         return self._note(MessageWork(request, operand, receives=True))
 

@@ -42,6 +42,16 @@ def array_of(tensor: torch.Tensor) -> Array:
     return np.asarray(_Memory(tensor))
 
 
+def check_writable(tensor: torch.Tensor) -> None:
+    """Raise UnsupportedTensorError if several elements are the same memory, as torch.expand makes them."""
+    if not tensor.is_contiguous() and any(
+        length > 1 and stride == 0 for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise UnsupportedTensorError(
+            "an expanded tensor cannot be changed in place: its elements share memory; use .clone()."
+        )
+
+
 class TorchAdapter:
     """The adapter for dense torch tensors, in host memory or on a GPU. See `hvdlite.protocols.DeviceAdapter`."""
 
@@ -78,13 +88,7 @@ class TorchAdapter:
         return tensor.to(TORCH[dtype])
 
     def check_writable(self, tensor: torch.Tensor) -> None:
-        if tensor.is_contiguous():
-            return
-        for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            if length > 1 and stride == 0:
-                raise UnsupportedTensorError(
-                    "an expanded tensor cannot be changed in place: its elements share memory; use .clone()."
-                )
+        check_writable(tensor)
 
     def device_kind(self, tensor: torch.Tensor) -> str | None:
         return device_kind(tensor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite_torch as hvd
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from tests.conftest import UNDER_MPI
 
 pytestmark = [
@@ -294,6 +296,100 @@ def test_batches_of_messages_and_coalesced_calls() -> None:
         for each in ones:
             dist.all_reduce(each)
     assert all((each == size).all() for each in ones)
+
+
+def test_methods_of_a_group_take_tensors_too() -> None:
+    """As those of torch's own backends: DDP calls some of them so."""
+    rank, size, group = hvd.rank(), hvd.size(), dist.group.WORLD
+    one, total = torch.tensor([rank + 1.0]), size * (size + 1) / 2
+    for given in ((), (dist.ReduceOp.SUM,)):
+        x = one.clone()
+        group.allreduce(x, *given).wait()
+        assert x.item() == total
+    x = one.clone()
+    group.allreduce([x], op=dist.ReduceOp.MAX).wait()
+    assert x.item() == size
+    x = one.clone()
+    group.broadcast(x, size - 1).wait()
+    assert x.item() == size
+    x = one.clone()
+    group.reduce(x, 0, dist.ReduceOp.SUM).wait()
+    assert x.item() == (total if rank == 0 else rank + 1)
+    outs = [torch.zeros(1) for _ in range(size)]
+    group.allgather(outs, one).wait()
+    assert [out.item() for out in outs] == [r + 1 for r in range(size)]
+    group.scatter(x, [torch.tensor([10.0 * r]) for r in range(size)] if rank == 0 else [], 0).wait()
+    assert x.item() == 10 * rank
+    group.reduce_scatter(x, [one + r for r in range(size)], dist.ReduceOp.SUM).wait()
+    assert x.item() == total + size * rank
+    group.barrier(timeout=timedelta(seconds=60)).wait()
+
+
+@pytest.mark.filterwarnings("ignore")  # join and find_unused_parameters warn of what they cost
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_join_of_ddp(unused: bool) -> None:
+    """Rank r makes 2 + r steps with gradients 2 (r + 1); torch divides by the number of all ranks."""
+    rank, size = hvd.rank(), hvd.size()
+    layers = nn.ModuleList([nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in range(2)])
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.zero_()
+    layers.forward = lambda x: layers[0](x)  # type: ignore[method-assign]
+    model = DistributedDataParallel(layers if unused else layers[0], find_unused_parameters=unused)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with model.join():
+        for _ in range(2 + rank):
+            optimizer.zero_grad()
+            (2 * (rank + 1) * model(torch.ones(1, 1, dtype=torch.float64))).sum().backward()
+            optimizer.step()
+    gradients = sum(2 * (r + 1) * (2 + r) for r in range(size))
+    assert layers[0].weight.item() == pytest.approx(-gradients / size)
+    assert layers[1].weight.item() == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*all_reduce_coalesced")
+def test_an_expanded_result_is_refused_before_it_is_sent() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    expanded, plain = torch.ones(1).expand(4), torch.ones(4)
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(expanded),
+        lambda: dist.all_reduce_coalesced([plain, expanded]),
+        lambda: dist.all_gather([expanded] * size, plain),
+        lambda: dist.all_gather_into_tensor(torch.ones(1).expand(4 * size), plain),
+        lambda: dist.reduce_scatter(expanded, [plain] * size),
+        lambda: dist.reduce_scatter_tensor(expanded, torch.ones(4 * size)),
+        lambda: dist.all_to_all([expanded] * size, [plain] * size),
+        lambda: dist.all_to_all_single(torch.ones(1).expand(size), torch.ones(size)),
+        lambda: dist.scatter(expanded, [plain] * size if rank == 0 else None),
+        lambda: dist.recv(expanded, (rank - 1) % size),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedTensorError, match="an expanded tensor cannot be changed in place"):
+            call()
+    dist.broadcast(expanded if rank == 0 else plain, 0)  # what is only read may share memory
+    out = torch.zeros(4 * size)
+    dist.all_gather_into_tensor(out, expanded)
+    assert (out == 1).all()
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    assert (total == size).all()
+
+
+def test_a_group_is_split() -> None:
+    """torch.distributed.split_group asks its own groups for this, and says so itself where there is no accelerator."""
+    rank, size = hvd.rank(), hvd.size()
+    ours = [r for r in range(size) if r % 2 == rank % 2]
+    made = dist.group.WORLD.split_group(ours, group_name="even" if rank % 2 == 0 else "odd")
+    assert (made.rank(), made.size(), made.group_name) == (ours.index(rank), len(ours), ("even", "odd")[rank % 2])
+    x = torch.tensor([float(rank)])
+    made.allreduce(x).wait()
+    assert x.item() == sum(ours)
+    again = made.split_group([0])
+    assert (again is None) == (made.rank() != 0)
+    for group in filter(None, (again, made)):
+        group.shutdown()
+    with pytest.raises(RuntimeError, match="No device associated"):
+        dist.split_group(split_ranks=[[0]])
 
 
 def test_groups_and_meshes() -> None:
