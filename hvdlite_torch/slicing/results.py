@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from hvdlite.errors import UnsupportedTensorError
 from hvdlite_torch.tensors.sliced import waited_for
 
 
@@ -21,6 +22,12 @@ class _Wait(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():  # DTensor would leave the second derivative out without a word
+            raise UnsupportedTensorError(
+                "the gradient of a gradient (create_graph=True, for a penalty of gradients) goes through a sliced layer, "
+                "and torch's DTensor cannot be differentiated twice. Leave the layers that it goes through whole: "
+                "slice_layers(model, ranks, plan={name: None})."
+            )
         (gradient,) = gradients
         return gradient
 

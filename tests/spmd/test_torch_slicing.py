@@ -439,3 +439,12 @@ def test_subclasses_are_not_taken_for_their_bases() -> None:
 def test_pairs_do_not_overlap() -> None:
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
     assert [names for names, _ in found(model)] == [("0", "1"), ("2", "3")]
+
+
+@processes
+def test_the_gradient_of_a_gradient_is_refused() -> None:
+    model = perceptron().double()
+    hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+    x = numbers(BATCH, WIDTH).requires_grad_()
+    with pytest.raises(UnsupportedTensorError, match="create_graph=True"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
