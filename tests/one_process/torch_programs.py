@@ -392,7 +392,7 @@ class WeightNorm(Program):
         return layers
 
 
-@program("penalizes gradients", "loss|input")
+@program("penalizes gradients", "loss|input|gradient")
 class Penalizes(Program):
     """The second derivative: the loss has the gradient of the output with respect to the input in it."""
 

@@ -221,8 +221,8 @@ class DataParallel(Run):
 
     def finish(self) -> None:
         if any(row.name == "a rank runs out of data" for row in self.rows):
-            last = hvd.join()
-            hvd.broadcast_parameters(self.model, last)
+            last = hvd.join(process_set=self.process_set)
+            hvd.broadcast_parameters(self.named(), last, process_set=self.process_set)
 
     def state_holder(self) -> Any:
         """Return what a checkpoint has as the model."""
