@@ -21,7 +21,7 @@ import numpy as np
 from hvdlite.adapter.advice import Advice, Values, say, see
 from hvdlite.adapter.buckets import Buckets
 from hvdlite.adapter.gradient_memory import Registry
-from hvdlite.adapter.identity import Identity, check_rates
+from hvdlite.adapter.identity import Identity, meet
 from hvdlite.api import Adasum, Average, Sum, allgather, allgather_object, allreduce, world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 from hvdlite.gradients.aggregator import Aggregator
@@ -171,7 +171,8 @@ class ArraySync:
 
         Raises:
             NewLayout: Some rank refuses. Raised on all ranks; nothing is changed.
-            MismatchError: The learning rates of the ranks differ. Raised on all ranks; nothing is changed.
+            MismatchError: The ranks have different learning rates, or exchange gradients of different optimizers. Raised on all
+                ranks; nothing is changed.
             HvdliteError: The weights of all ranks are 0. Raised on all ranks.
         """
         registry = self.enter()
@@ -181,7 +182,7 @@ class ArraySync:
             return _adasum(self._infos, own, list(there), name, self._process_set)
         infos = [_known(info, gradient) for info, gradient in zip(self._infos, own, strict=True)]
         looks = values is not None and self._advice is not None and self._advice.is_due()
-        rates = self._identity.rates() if self._identity is not None else ()
+        rates, first = (self._identity.rates(), self._identity.first) if self._identity is not None else ((), None)
         while True:
             dense = [i for i in range(len(own)) if i not in self._tables]
             new = [i for i in dense if isinstance(own[i], Rows)]
@@ -190,15 +191,18 @@ class ArraySync:
                     registry,
                     self._layout(registry, dense, [infos[i] for i in dense], device),
                     [None if i in new else own[i] for i in dense],
-                    Header(weight, news=bool(new) or looks or refuse, state=digest(rates, self.origin)),
+                    Header(weight, news=bool(new) or looks or refuse, state=digest(rates, self.origin, first)),
                     device,
                 )
                 break
             except Postponed as stop:
-                if not stop.told.news:
-                    self._refuse(rates)
-                self._hear_news(new, looks, refuse, own, values)
-                looks = False
+                if stop.told.news:
+                    self._hear_news(new, looks, refuse, own, values)
+                    looks = False
+                elif self._identity is None or not meet(self._identity, rates, self.gather, self._process_set):
+                    self._refuse()
+                else:
+                    first = self._identity.first
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
         tables = sorted(self._tables)
         rows = [own[i] if device is None else _in_host_memory(own[i], device) for i in tables]
@@ -227,11 +231,8 @@ class ArraySync:
             if world("the exchange of gradients").engine(self._process_set).rank == 0:
                 say(seen)
 
-    def _refuse(self, rates: tuple[float, ...]) -> None:
-        """Raise MismatchError with the learning rates of the ranks if they differ. Every rank that has data calls this."""
-        here = world("the exchange of gradients")
-        own = here.ranks(self._process_set)[here.engine(self._process_set).rank], rates
-        check_rates("in this step", dict(self.gather(own)))
+    def _refuse(self) -> None:
+        """Raise an error on all ranks because the origins of their states differ. Every rank that has data calls this."""
 
     def gather_by_source(self, values: Sequence[T]) -> list[tuple[T, ...]]:
         """Return for each source the values of all ranks that have data.

@@ -54,8 +54,8 @@ class Buckets(abc.ABC):
 
     @property
     def last(self) -> Hashable:
-        """A key of the last exchange, which is the same on all ranks."""
-        return self._layout, self._reducer.exchanges
+        """A key of the last exchange, which is the same on all ranks, and which no other exchange of the group has."""
+        return self._reducer.number, self._reducer.exchanges
 
     @property
     def joined(self) -> bool:

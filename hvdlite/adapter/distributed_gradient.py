@@ -115,7 +115,7 @@ class DistributedGradient:
         )
         self._inplace = inplace
         here = world("DistributedGradient()")
-        self._identity = Identity(here)
+        self._identity = Identity(here.group(process_set))
         self._sync = EagerSync(self._options, self._identity)
         self._registry()  # a rank may join before it has any gradient
 
@@ -226,7 +226,8 @@ class DistributedGradient:
                         "(or sum) of the gradients over their samples."
                     )
         place = _joint_place(layout.place for _, layout in told)
-        agreed = registry.layouts[self._identity.number] = Layout(wanted.kinds, wanted.paths, tuple(infos), place)
+        agreed = Layout(wanted.kinds, wanted.paths, tuple(infos), place)
+        registry.agree_on_layout(self._identity.number, agreed)
         return agreed
 
 

@@ -12,7 +12,6 @@ gradients of the other ranks stay unchanged. An adapter copies the results if it
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,13 +19,13 @@ from hvdlite.adapter.advice import Advice
 from hvdlite.adapter.agreement import check_same, gather_from_all
 from hvdlite.adapter.buckets import Buckets, DeviceBuckets, HostBuckets
 from hvdlite.adapter.few_bytes.aggregating import Aggregating
-from hvdlite.adapter.identity import Identity, follow
+from hvdlite.adapter.identity import Identity, members
+from hvdlite.adapter.joining.follow import follow, tell
 from hvdlite.adapter.options import Options
 from hvdlite.api import allgather_object, broadcast, broadcast_object, global_process_set, world
 from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.gradients.shared_reducers import Layout
 from hvdlite.process_set import ProcessSet
-from hvdlite.tensors.registry import adapter_for
 from hvdlite.world import World
 
 LAYOUTS = 16
@@ -54,12 +53,11 @@ class Registry:
         self._process_set = process_set
         self._buckets: dict[Layout, Buckets] = {}
         self._aggregating: dict[int, Aggregating] = {}
-        self._entered = 0
+        self._entered = self._together = 0
         self._channels = 0
         self._tables: dict[Hashable, set[int]] = {}
-        self._known: dict[Hashable, tuple[str | None, str]] = {}
+        self._known: dict[tuple[Hashable, int], tuple[str | None, str]] = {}
         self._advice: dict[Hashable, Advice] = {}
-        self._optimizers: weakref.WeakSet[Identity] = weakref.WeakSet()
         self.layouts: dict[int, Any] = {}
         """The layouts that the ranks have agreed on, by the number of the `Identity`; the same on all ranks."""
         self._group = here.group(process_set)
@@ -155,14 +153,14 @@ class Registry:
         """Return the `Advice` for the sources of a key."""
         return _remember(self._advice, key, Advice(self._here.config.advice))
 
-    def known(self, key: Hashable) -> tuple[str | None, str] | None:
+    def known(self, key: tuple[Hashable, int]) -> tuple[str | None, str] | None:
         """Return the arguments of `learn` for a key; None if no rank has called it.
 
         The first element is None if only other ranks have called `learn`, and this rank has caught up with them.
         """
         return self._known.get(key)
 
-    def learn(self, key: Hashable, own: str, union: str) -> None:
+    def learn(self, key: tuple[Hashable, int], own: str, union: str) -> None:
         """Keep which gradients there are. Every rank that has data calls this.
 
         Args:
@@ -174,8 +172,18 @@ class Registry:
 
     def add(self, identity: Identity) -> None:
         """Let `catch_up` broadcast the variables of an optimizer. The optimizer keeps `identity` alive."""
-        identity.enter(self._here)
-        self._optimizers.add(identity)
+        identity.enter(self._group)
+
+    def made_together(self, identity: Identity) -> None:
+        """Note that all ranks make this optimizer now, as they have found out in a call that they made together."""
+        identity.enter(self._group)
+        self._together += 1
+        identity.first = identity.first or f"made together, number {self._together}"
+
+    def agree_on_layout(self, number: int, layout: Any) -> None:
+        """Keep the layout that the ranks have agreed on for an optimizer, and forget those of optimizers that were dropped."""
+        there = {each.number for each in members(self._group)}
+        self.layouts = {each: known for each, known in self.layouts.items() if each in there} | {number: layout}
 
     def stand_in(self) -> None:
         """Do nothing: the group also has the buckets in its list, and the buckets take part themselves."""
@@ -188,7 +196,7 @@ class Registry:
     @property
     def passes(self) -> Mapping[Hashable, int]:
         """The number of backward passes of each optimizer with variables, by its first exchange; by its number before that."""
-        found = {each.first or each.number: each.optimizer for each in self._optimizers}
+        found = {each.first or each.number: each.optimizer for each in members(self._group)}
         made = {key: optimizer.hvdlite_passes() for key, optimizer in found.items() if optimizer is not None}
         return {key: passes for key, passes in made.items() if passes is not None}
 
@@ -204,40 +212,41 @@ class Registry:
         for layout in list(self._group.reducers.shared.late):
             self._make(layout)
         root = self._group.ranks.index(last)
-        firsts = {each.first: each.number for each in self._optimizers if each.first is not None}
-        known, tables, self.layouts, firsts = broadcast_object(
-            (self._known, self._tables, self.layouts, firsts), root, process_set=self._process_set
+        identities = members(self._group)
+        # Each rank may drop an optimizer at any time.
+        held = [(identity, identity.optimizer) for identity in identities]
+        everybody = allgather_object(tell(self._group), process_set=self._process_set)
+        followed = follow(self._group, identities, everybody, root)
+        # The keys contain numbers, which may belong to other optimizers now.
+        self._known = {
+            (function, followed.numbers.get(number, 0)): value
+            for (function, number), value in self._known.items()
+            if not number or number in followed.numbers
+        }
+        known, tables, self.layouts = broadcast_object(
+            (self._known, self._tables, self.layouts), root, process_set=self._process_set
         )
-        if follow(self._here, self._optimizers, firsts):
-            self._known.clear()  # the keys contain numbers that belong to other optimizers now
         for key, (_, union) in known.items():
             self._known.setdefault(key, (None, union))
-        for key, rows in tables.items():
-            self._tables.setdefault(key, set()).update(rows)  # exchanges hold references to these sets
+        for sources, rows in tables.items():
+            self._tables.setdefault(sources, set()).update(rows)  # exchanges hold references to these sets
         # A rank that had joined has not seen in which order the others used the buckets.
-        for key in sorted(self._buckets, key=lambda key: self._group.exchanges.index(self._buckets[key])):
-            self._buckets[key] = self._buckets.pop(key)
+        for layout in sorted(self._buckets, key=lambda each: self._group.exchanges.index(self._buckets[each])):
+            self._buckets[layout] = self._buckets.pop(layout)
         self._close_oldest()
-        found = {identity.number: identity.optimizer for identity in self._optimizers}
-        # Each rank may drop an optimizer at any time, and variables have no values if the trace that made them has failed.
-        variables = {
-            number: each.hvdlite_variables()
-            for number, each in found.items()
-            if each is not None and each.hvdlite_passes() is not None
-        }
-        about = {number: [adapter_for(v).info(v) for v in each] for number, each in variables.items()}
-        rounds = {number: each.hvdlite_rounds() for number, each in found.items() if each is not None}
-        made = {number: each.made for number, each in rounds.items() if each is not None}
-        everybody = allgather_object((about, made), process_set=self._process_set)
-        # Ranks that have made as many steps by themselves have missed nothing, and keep their own states.
-        same = {number for number, own in made.items() if all(other.get(number) == own for _, other in everybody)}
-        for number, what in sorted(about.items()):
-            if what and number not in same and all(other.get(number) == what for other, _ in everybody):
-                broadcast(variables[number], root, inplace=True, process_set=self._process_set)
-        for number in sorted(set(made) - same):
-            each = rounds[number]
-            if each is not None and all(number in other for _, other in everybody):
-                each.load(broadcast_object(each.state(), root, process_set=self._process_set))
+        # If so, equal numbers mean the same optimizer, also before its first exchange.
+        alike = len({tuple((each.number, each.infos) for each in own) for _, own in everybody}) == 1
+        optimizers = {identity.number: optimizer for identity, optimizer in held}
+        for number, told in followed.together.items():
+            optimizer = optimizers[number]
+            # Variables have no values if the trace that made them has failed.
+            if optimizer is None or not told[root].infos or len({each.infos for each in told}) > 1:
+                continue
+            missed = len({each.passes for each in told}) > 1
+            if missed and (told[root].first is not None or told[root].alone or alike):
+                broadcast(optimizer.hvdlite_variables(), root, inplace=True, process_set=self._process_set)
+                if (rounds := optimizer.hvdlite_rounds()) is not None:
+                    rounds.load(broadcast_object(rounds.state(), root, process_set=self._process_set))
 
 
 def numbers_of(options: Options, sources: Sequence[Any]) -> tuple[int, ...] | None:

@@ -1,12 +1,15 @@
-"""`Identity`: the number by which the ranks match their optimizers.
+"""`Identity`: what the ranks match their optimizers by.
 
-Optimizers are numbered in the order in which they are made, and optimizers with the same number belong together. But a rank may
-make one more optimizer for itself (it loads a model to evaluate it), and then its numbers differ. So `fit` lets the ranks agree
-on numbers before its first step. In a program's own loop the ranks agree when all have joined: they recognize their optimizers
-by the exchanges that they made together::
+Optimizers are numbered in the order in which they are made, for each group of ranks apart, and optimizers with the same number
+belong together. But a rank may make one more optimizer for itself (it loads a model to evaluate it), and then its numbers
+differ. So `fit` lets the ranks agree on numbers before its first step. In a program's own loop the ranks agree when all have
+joined: they recognize their optimizers by the exchanges that they made together::
 
     rank 0 made 1, 2 and trains 2 ┐                ┌ fit: both train 3, and count on from there
     rank 1 made 1    and trains 1 ┴─▶ they agree ──┴ join, which rank 0 called last: both train 2
+
+An exchange has a key that no other one of the group has, on all ranks alike. Ranks whose optimizers have exchanged something
+before say its key in each exchange, so two optimizers of equal layout cannot be taken for each other.
 
 A world that begins after `shutdown` knows no optimizers. An older optimizer gets a number there when it is first used.
 """
@@ -15,16 +18,35 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 from hvdlite.adapter.few_bytes.local_steps import Rounds
-from hvdlite.api import allgather_object
+from hvdlite.api import allgather_object, world
 from hvdlite.errors import MismatchError
+from hvdlite.group import Group
 from hvdlite.process_set import ProcessSet
-from hvdlite.world import World
 
-_counts: weakref.WeakKeyDictionary[World, Iterator[int]] = weakref.WeakKeyDictionary()
+
+class Numbers:
+    """The numbers of the optimizers of one group of ranks, on one rank."""
+
+    def __init__(self) -> None:
+        self.next = 1
+        self.taken: weakref.WeakSet[Identity] = weakref.WeakSet()
+
+    def take(self, identity: Identity) -> int:
+        self.taken.add(identity)
+        self.next += 1
+        return self.next - 1
+
+
+_numbers: weakref.WeakKeyDictionary[Group, Numbers] = weakref.WeakKeyDictionary()
+
+
+def numbers_in(group: Group) -> Numbers:
+    """Return the numbers of the optimizers of a group."""
+    return _numbers.setdefault(group, Numbers())
 
 
 class Trained(Protocol):
@@ -47,28 +69,31 @@ class Identity:
     """The identity of one optimizer, by which the ranks know it.
 
     Args:
-        here: The world.
+        group: The ranks that take part.
 
     Attributes:
         number: The number of the optimizer: the next number of this rank, until the ranks agree on another one.
         rates: A function that returns the present learning rates of the optimizer; empty if it is too slow to get them.
-        first: A key of the first exchange of the optimizer's gradients, the same on all ranks; None before that exchange.
+        first: A key of the first exchange of the optimizer's gradients, or of another call that all ranks have made for it; the
+            same on all ranks, and of no other optimizer. None before that.
+        settled: Whether a join has come since the first exchange.
     """
 
-    def __init__(self, here: World) -> None:
+    def __init__(self, group: Group) -> None:
         self.rates: Callable[[], tuple[float, ...]] = tuple
         self._optimizer: Callable[[], Trained | None] = lambda: None
-        self._count_in(here)
+        self._count_in(group)
 
-    def _count_in(self, here: World) -> None:
-        self._world = weakref.ref(here)
-        self.number = next(_counts.setdefault(here, itertools.count(1)))
+    def _count_in(self, group: Group) -> None:
+        self._group = weakref.ref(group)
+        self.number = numbers_in(group).take(self)
         self.first: Hashable = None
+        self.settled = False
 
-    def enter(self, here: World) -> None:
-        """Get a number in this world, if the present number is from another world."""
-        if self._world() is not here:
-            self._count_in(here)
+    def enter(self, group: Group) -> None:
+        """Get a number in this group, if the present number is from another one, such as that of an earlier world."""
+        if self._group() is not group:
+            self._count_in(group)
 
     @property
     def optimizer(self) -> Trained | None:
@@ -81,43 +106,68 @@ class Identity:
         self._optimizer = weakref.ref(optimizer)
 
 
-def agree(here: World, identities: Sequence[Identity], process_set: ProcessSet | None) -> None:
+def members(group: Group) -> list[Identity]:
+    """Return the identities of this rank's optimizers of a group, in the order of their numbers."""
+    found = [each for each in list(numbers_in(group).taken) if each._group() is group]
+    return sorted(found, key=lambda each: each.number)
+
+
+def agree(group: Group, identities: Sequence[Identity], process_set: ProcessSet | None) -> None:
     """Give the same numbers to the same optimizers on all ranks. Every rank of the set calls this.
 
     Args:
-        here: The world.
+        group: The group of the ranks of the set.
         identities: The identities of this rank's optimizers. All ranks pass the same optimizers in the same order.
         process_set: The ranks that participate; all if None.
     """
     for identity in identities:
-        identity.enter(here)
+        identity.enter(group)
     mine = [identity.number for identity in identities]
-    everybody = allgather_object((Identity(here).number, mine), "numbers of optimizers", process_set=process_set)
-    if all(numbers == mine for _, numbers in everybody):
+    numbers = numbers_in(group)
+    everybody = allgather_object((numbers.next, mine), "numbers of optimizers", process_set=process_set)
+    if all(told == mine for _, told in everybody):
         return
-    start = 1 + max(count for count, _ in everybody)
+    start = max(count for count, _ in everybody)
     for identity, number in zip(identities, itertools.count(start), strict=False):
         identity.number = number
-    _counts[here] = itertools.count(start + max(len(numbers) for _, numbers in everybody))
+    numbers.next = start + max(len(told) for _, told in everybody)
 
 
-def follow(here: World, identities: Iterable[Identity], told: Mapping[Hashable, int]) -> bool:
-    """Take over the numbers that another rank has for the same optimizers.
+def meet(
+    identity: Identity,
+    rates: tuple[float, ...],
+    gather: Callable[[Any], list[Any]],
+    process_set: ProcessSet | None,
+) -> bool:
+    """Compare the optimizers with which the ranks make a step. Every rank that has data calls this.
 
     Args:
-        here: The world.
-        identities: The identities of this rank's optimizers.
-        told: The numbers of the other rank's optimizers, by `Identity.first`.
+        identity: The identity of this rank's optimizer.
+        rates: Its present learning rates.
+        gather: Returns the objects of all ranks that have data.
+        process_set: The ranks that participate; all if None.
 
     Returns:
-        Whether any number has changed.
+        Whether some ranks have now learned which optimizer it is, because they had not made an exchange with it.
+
+    Raises:
+        MismatchError: The learning rates differ, or the ranks make a step of different optimizers.
     """
-    others = [each for each in identities if told.get(each.first, each.number) != each.number]
-    for identity in others:
-        identity.number = told[identity.first]
-    if others:
-        _counts[here] = itertools.count(1 + max(Identity(here).number, *told.values()))
-    return bool(others)
+    here = world("the exchange of gradients")
+    rank = here.ranks(process_set)[here.engine(process_set).rank]
+    told = {each: (first, given) for each, first, given in gather((rank, identity.first, rates))}
+    check_rates("in this step", {each: given for each, (_, given) in told.items()})
+    known = {first: each for each, (first, _) in told.items() if first is not None}
+    if len(known) > 1:
+        some, others, *_ = sorted(known.values())
+        raise MismatchError(
+            f"rank {some} and rank {others} make a step of different optimizers, which have variables of equal shapes. Step "
+            "the optimizers of a program in the same order on all ranks, and in one thread; threads that train at the same "
+            "time need a process set each."
+        )
+    learns = any(first is None for first, _ in told.values())
+    identity.first = next(iter(known), None)
+    return bool(known) and learns
 
 
 def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:

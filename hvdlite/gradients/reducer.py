@@ -78,6 +78,7 @@ class Reducer:
         waiting: For a with statement, while another thread of this rank exchanges.
         told: The sum of the headers of the last bucket, in the last exchange.
         stood_in: In how many exchanges of other ranks this rank has taken part without data.
+        number: A number that no other reducer of the group has, the same on all ranks. Who makes the reducer sets it.
 
     Raises:
         ArgumentError: `op` is neither SUM nor AVERAGE.
@@ -109,6 +110,7 @@ class Reducer:
         self._about = f"{self._count} tensors with {sum(math.prod(info.shape) for info in infos):,} values"
         self.told = HeaderSum([], 1.0)
         self.stood_in = 0
+        self.number = 0
         self._spare = plan.spare
         self.buckets = self._make_buckets(infos, plan)
         self._bucket_of = {index: bucket for bucket in self.buckets for index in bucket.tensors}

@@ -44,6 +44,7 @@ class Reducers:
     ) -> None:
         self._run, self._context, self.plan, self._devices = run, context, plan, devices
         self._open: list[Reducer] = []
+        self._made = 0
         self.shared = SharedReducers(run, self._make_shared)
         self.aggregator_of: Callable[[Layout], Aggregator | None] = lambda layout: None
 
@@ -128,20 +129,24 @@ class Reducers:
             ("layout", digest_of(([tuple(info) for info in infos], plan))),
         ]
         reducer: R = self._run(
-            Agreement("gradient buckets", arguments, lambda collectives: make(collectives.duplicate()))
+            Agreement("gradient buckets", arguments, lambda collectives: self._enter(make(collectives.duplicate())))
         )
+        return reducer
+
+    def _enter(self, reducer: R) -> R:
+        """Number a reducer and keep it. All ranks do this in the order of their agreements."""
+        self._made += 1
+        reducer.number = self._made
         self._open.append(reducer)
         return reducer
 
     def _make_shared(self, layout: Layout, plan: Plan, collectives: HierarchicalCollectives) -> Reducer:
         own, infos, op = collectives.duplicate(), layout.infos, layout.op
-        reducer = (
+        return self._enter(
             AnnouncedReducer(infos, own, op, plan, self._context, layout.device, self._devices)
             if layout.device
             else Reducer(infos, own, op, plan, self._context, self.aggregator_of(layout))
         )
-        self._open.append(reducer)
-        return reducer
 
     @property
     def stood_in(self) -> int:

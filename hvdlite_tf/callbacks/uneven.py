@@ -68,7 +68,7 @@ class UnevenDataCallback(Callback):
         refuse_servers(self.model, self)
         here = world("fit()")
         registry = Registry.of(here, self._process_set)
-        agree(here, identities_in(self.model), self._process_set)
+        agree(here.group(self._process_set), identities_in(self.model), self._process_set)
         for identity in identities_in(self.model):
             if identity.optimizer is not None and identity.optimizer.hvdlite_rounds() is not None:
                 registry.add(identity)  # no exchange of gradients would add it

@@ -78,7 +78,7 @@ class State(OptimizerSync):
 
     def __init__(self, options: Options, passes: int, average_passes: bool, scale_local_gradients: bool) -> None:
         backend = backends.current()
-        identity = Identity(world("DistributedOptimizer"))
+        identity = Identity(world("DistributedOptimizer").group(options.process_set))
         alone = options.local_steps is not None
         exchange = OwnGradients(options) if alone else backend.exchange(options, identity)
         super().__init__(exchange, scale_local_gradients and not alone, identity)
@@ -301,8 +301,8 @@ def wrap(optimizer: Any, state: State) -> None:
     backends.current().shield(optimizer)
     state.identity.rates = rates_of_variables(optimizer)
     state.identity.optimizer = optimizer
-    if state.steps is not None:  # there is no exchange that would enter it
-        Registry.of(world("DistributedOptimizer"), state.options.process_set).add(state.identity)
+    if state.steps is not None:  # there is no exchange that would tell the ranks which one it is
+        Registry.of(world("DistributedOptimizer"), state.options.process_set).made_together(state.identity)
     inner = optimizer
     while isinstance(inner, keras.optimizers.LossScaleOptimizer):
         inner = inner.inner_optimizer

@@ -87,7 +87,9 @@ class _State(SummedPasses):
     identity: Identity
 
     def __init__(self, options: Options, passes: int, average: bool, scale_local: bool) -> None:
-        super().__init__(options, passes, average, scale_local, Identity(world("DistributedOptimizer")))
+        super().__init__(
+            options, passes, average, scale_local, Identity(world("DistributedOptimizer").group(options.process_set))
+        )
         self.counts_passes = False
         """Whether the optimizer's `iterations` count all passes, as in Horovod. If not, they count only the updates, which is
         right for Adam's bias correction and learning rate schedules."""

@@ -146,8 +146,7 @@ class ShardedSync(ArraySync):
         total: Array = allreduce(values, Sum, "sums of a sharded optimizer", process_set=self._process_set)
         return total
 
-    def _refuse(self, rates: tuple[float, ...]) -> None:
-        super()._refuse(rates)
+    def _refuse(self) -> None:
         here = world("the exchange of gradients")
         everybody = self.gather(self.origin)
         raise MismatchError(
