@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvdlite.adapter.few_bytes.resumed import share_of
+from hvdlite.api import Sum
 from hvdlite.checkpoint import Loaded, load, save
 from hvdlite.checkpoint.states import Snapshot, StateDict, Stateful
 from hvdlite.checkpoint.structure import Own
 from hvdlite.errors import ArgumentError
 from hvdlite.tensors.registry import adapter_for
 from hvdlite_tf.gradients import optimizer_parts
+from hvdlite_tf.gradients.own_variables import has_own_sums, load_sums, local_variables_of, saved_sums, sums_of, without
 from hvdlite_tf.variables import plain_variable
 
 __all__ = ["Loaded", "load", "save"]
@@ -44,7 +46,7 @@ def stateful(value: Any) -> Stateful | None:
 def has_own_state(optimizer: Any) -> bool:
     """Return whether each rank has a state of its own of an optimizer, besides what all have."""
     exchange = getattr(optimizer, "exchange_state", dict)
-    return optimizer_parts.local_steps_of(optimizer) is not None or bool(exchange())
+    return optimizer_parts.local_steps_of(optimizer) is not None or has_own_sums(optimizer) or bool(exchange())
 
 
 class _OptimizerState:
@@ -60,21 +62,25 @@ class _OptimizerState:
     def value(self, whole: bool) -> dict[str, Any]:
         """Return the state; if not `whole`, only what this rank has for itself."""
         optimizer = self.optimizer
-        built = _is_built(optimizer)
-        whole = optimizer.hvdlite_whole() if built and optimizer_parts.is_sharded(optimizer) else optimizer
-        variables = _values_of(optimizer_parts.state_of(whole)) if built else None
-        found: dict[str, Any] = {"class": type(optimizer_parts.innermost(optimizer)).__name__, "variables": variables}
-        exchange = optimizer.exchange_state() if hasattr(optimizer, "exchange_state") else {}
         steps = optimizer_parts.local_steps_of(optimizer)
         if steps is not None and steps.rounds.pending:
             raise ArgumentError(
                 "with local_steps= the ranks have different weights between two meetings: call "
                 "optimizer.average_parameters() on all ranks before you save."
             )
-        if steps is not None:  # its slots are this rank's own
-            found["variables"] = Own(variables)
-        elif not whole:
-            found = {}
+        found: dict[str, Any] = {}
+        exchange = optimizer.exchange_state() if hasattr(optimizer, "exchange_state") else {}
+        built = _is_built(optimizer)
+        plain = optimizer.hvdlite_whole() if built and optimizer_parts.is_sharded(optimizer) else optimizer
+        if whole or steps is not None:
+            values = _values_of(without(optimizer_parts.state_of(plain), sums_of(plain))) if built else None
+            found = {"class": type(optimizer_parts.innermost(optimizer)).__name__}
+            found["variables"] = values if steps is None else Own(values)  # its slots are this rank's own
+        if built and sums_of(plain):
+            options = optimizer_parts.options_of(optimizer)
+            found["summed"] = options is not None and options.op is Sum
+            sums = saved_sums(plain, optimizer)
+            found["sums"] = Own(sums) if has_own_sums(optimizer) else [sums]
         return {**found, "exchange": Own(exchange)} if exchange else found
 
     def restore(self, value: Any, rank: int, ranks: int) -> None:
@@ -89,7 +95,8 @@ class _OptimizerState:
                     "compiled model, which has it."
                 )
             whole = optimizer.hvdlite_plain() if optimizer_parts.is_sharded(optimizer) else optimizer
-            _assign(optimizer_parts.state_of(whole), variables, f"the {value['class']}")
+            _assign(without(optimizer_parts.state_of(whole), sums_of(whole)), variables, f"the {value['class']}")
+            load_sums(whole, optimizer, value.get("sums", [None]), value.get("summed", False), rank, ranks)
             if whole is not optimizer:
                 optimizer.hvdlite_load(whole)
         if "exchange" in value and hasattr(optimizer, "load_exchange_state") and optimizer.exchange_state():
@@ -113,7 +120,7 @@ class _ModelState:
 
     def snapshot(self, rank: int) -> Snapshot:
         _check_built(self._model)
-        if optimizer_parts.local_state_of(self._model):
+        if any(local_variables_of(each.optimizer) for each in self._optimizers):
             raise ArgumentError(
                 "this model has local variables, which each rank has for itself, and a checkpoint of Keras holds one model for "
                 "all: save them by allgather_object, as a value."

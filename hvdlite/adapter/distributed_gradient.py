@@ -114,8 +114,8 @@ class DistributedGradient:
             op, process_set, compressor, gradient_predivide_factor=gradient_predivide_factor, aggregator=aggregator
         )
         self._inplace = inplace
-        here = world("DistributedGradient()")
-        self._identity = Identity(here.group(process_set))
+        world("DistributedGradient()")
+        self._identity = Identity(process_set)
         self._sync = EagerSync(self._options, self._identity)
         self._registry()  # a rank may join before it has any gradient
 

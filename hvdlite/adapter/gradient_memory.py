@@ -245,6 +245,7 @@ class Registry:
             missed = len({each.passes for each in told}) > 1
             if missed and (told[root].first is not None or told[root].alone or alike):
                 broadcast(optimizer.hvdlite_variables(), root, inplace=True, process_set=self._process_set)
+                optimizer.hvdlite_settle([each.passes for each in told], root)
                 if (rounds := optimizer.hvdlite_rounds()) is not None:
                     rounds.load(broadcast_object(rounds.state(), root, process_set=self._process_set))
 

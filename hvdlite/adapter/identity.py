@@ -16,6 +16,7 @@ A world that begins after `shutdown` knows no optimizers. An older optimizer get
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 
 from hvdlite.adapter.few_bytes.local_steps import Rounds
 from hvdlite.api import allgather_object, world
-from hvdlite.errors import MismatchError
+from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.group import Group
 from hvdlite.process_set import ProcessSet
 
@@ -60,6 +61,15 @@ class Trained(Protocol):
         """Return how many backward passes the optimizer has had; None while its variables have no values."""
         ...
 
+    def hvdlite_settle(self, passes: Sequence[int], root: int) -> None:
+        """Let what each rank has added up for the next step count, after some have missed passes. Every rank calls this.
+
+        Args:
+            passes: What `hvdlite_passes` returned on each rank.
+            root: The rank, by its number, whose variables all ranks have now.
+        """
+        ...
+
     def hvdlite_rounds(self) -> Rounds | None:
         """Return the rounds of an optimizer whose ranks have states of their own; None if all ranks have the same state."""
         ...
@@ -69,31 +79,32 @@ class Identity:
     """The identity of one optimizer, by which the ranks know it.
 
     Args:
-        group: The ranks that take part.
+        process_set: The ranks that take part; all if None. This rank may not be one of them, and then does not use it.
 
     Attributes:
-        number: The number of the optimizer: the next number of this rank, until the ranks agree on another one.
+        number: The number of the optimizer: the next number of this rank, until the ranks agree on another one; 0 before its
+            first use if its process set was not in effect when it was made.
         rates: A function that returns the present learning rates of the optimizer; empty if it is too slow to get them.
         first: A key of the first exchange of the optimizer's gradients, or of another call that all ranks have made for it; the
             same on all ranks, and of no other optimizer. None before that.
         settled: Whether a join has come since the first exchange.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, process_set: ProcessSet | None) -> None:
         self.rates: Callable[[], tuple[float, ...]] = tuple
-        self._optimizer: Callable[[], Trained | None] = lambda: None
-        self._count_in(group)
-
-    def _count_in(self, group: Group) -> None:
-        self._group = weakref.ref(group)
-        self.number = numbers_in(group).take(self)
+        self.number, self.settled = 0, False
         self.first: Hashable = None
-        self.settled = False
+        self._optimizer: Callable[[], Trained | None] = lambda: None
+        self._group: Callable[[], Group | None] = lambda: None
+        here = world("DistributedOptimizer()")
+        with contextlib.suppress(ArgumentError):
+            self.enter(here.group(process_set))
 
     def enter(self, group: Group) -> None:
         """Get a number in this group, if the present number is from another one, such as that of an earlier world."""
         if self._group() is not group:
-            self._count_in(group)
+            self._group = weakref.ref(group)
+            self.number, self.first, self.settled = numbers_in(group).take(self), None, False
 
     @property
     def optimizer(self) -> Trained | None:

@@ -11,6 +11,7 @@ from hvdlite.adapter.arguments import root_within
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite_tf.callbacks.base import Callback
 from hvdlite_tf.gradients import optimizer_parts as optimizers
+from hvdlite_tf.gradients.own_variables import own_of, without
 from hvdlite_tf.variables import plain_variable
 
 
@@ -90,8 +91,7 @@ def share_state(
     build_alike(model, process_set)
     for steps in optimizers.local_steps_in(model):
         steps.begin()
-    left_out = set(map(id, local))
-    shared = [variable for variable in state_of(model) if id(variable) not in left_out]
+    shared = without(state_of(model), list(local))
     root = root_within(process_set, root_rank)
     hvdlite.broadcast(shared, root, inplace=True, process_set=process_set)
     for each in filter(optimizers.is_sharded, optimizers.optimizers_in(model)):
@@ -99,13 +99,15 @@ def share_state(
 
 
 def state_of(model: Any) -> list[Any]:
-    """Return the backend's variables of a model's weights and of its built optimizers.
+    """Return the backend's variables of a model's weights and of its built optimizers, without those that are a rank's own.
 
     These are not ``model.variables``, which include the states of random number generators: dropout would be the same on all
     ranks.
     """
-    state = [variable for each in optimizers.optimizers_in(model) for variable in optimizers.state_of(each)]
-    return [plain_variable(variable) for variable in [*model.weights, *state]]
+    built = optimizers.optimizers_in(model)
+    state = [variable for each in built for variable in optimizers.state_of(each)]
+    own = [variable for each in built for variable in own_of(each)]
+    return [plain_variable(variable) for variable in without([*model.weights, *state], own)]
 
 
 def build_alike(model: Any, process_set: ProcessSet | None) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import hvdlite
@@ -15,14 +14,14 @@ from hvdlite_tf.callbacks.base import Callback, ranks_of
 from hvdlite_tf.callbacks.checks import refuse_servers
 from hvdlite_tf.callbacks.start import build_alike, state_of
 from hvdlite_tf.gradients.optimizer_parts import (
-    accumulated,
     identities_in,
-    local_state_of,
     local_steps_in,
     local_steps_of,
+    optimizers_in,
     passes_of,
     rates_of,
 )
+from hvdlite_tf.gradients.own_variables import has_own_sums, own_of, settle, without
 from hvdlite_tf.variables import plain_variable
 
 
@@ -57,7 +56,7 @@ class UnevenDataCallback(Callback):
         self._process_set = process_set
         self._local = [plain_variable(variable) for variable in local_variables or ()]
         self._training = False
-        self._steps = self._epoch = self._rest = 0
+        self._steps = self._epoch = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Make what a rank without data needs to take part: the registry of gradients, and equal numbers of the optimizers.
@@ -77,7 +76,7 @@ class UnevenDataCallback(Callback):
         """Note the number of steps at the beginning of the epoch."""
         self._training, self._epoch = True, epoch
         # Keras may count one step too many if it does not know the number of batches.
-        self._steps, self._rest = self._count(), accumulated(getattr(self.model, "optimizer", None))
+        self._steps = self._count()
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Join, if this is the validation of an epoch, which has no more batches then.
@@ -108,38 +107,30 @@ class UnevenDataCallback(Callback):
         optimizer = getattr(self.model, "optimizer", None)
         for steps in local_steps_in(self.model):
             steps.average()
-        rest = accumulated(optimizer)
-        mine = self._count() - self._steps, rates_of(optimizer), rest not in (0, self._rest)
+        mine = self._count() - self._steps, rates_of(optimizer)
         last = hvdlite.join(self._process_set)
         told = hvdlite.allgather_object(mine, process_set=self._process_set)
         by_rank = dict(zip(ranks_of(self._process_set), told, strict=True))
-        for steps in {steps for steps, *_ in told}:  # a schedule by batches has another rate after fewer batches
-            rates = {rank: rates for rank, (made, rates, _) in by_rank.items() if made == steps}
+        for steps in {steps for steps, _ in told}:  # a schedule by batches has another rate after fewer batches
+            rates = {rank: rates for rank, (made, rates) in by_rank.items() if made == steps}
             check_rates(f"after epoch {self._epoch + 1}", rates)
-        self._tell_of_rests([rest for *_, rest in told])
-        missed = len({steps for steps, *_ in told}) > 1 or any(world("join()").group(self._process_set).missed)
+        missed = len({steps for steps, _ in told}) > 1 or any(world("join()").group(self._process_set).missed)
         if missed:
             build_alike(self.model, self._process_set)
-        found = state_of(self.model) if missed else map(plain_variable, self.model.non_trainable_weights)
-        local = {id(variable) for variable in [*self._local, *local_state_of(self.model)]}
-        shared = [variable for variable in found if id(variable) not in local]
-        if shared:
+            self._settle(last)
+            shared = state_of(self.model)
+        else:
+            own = [variable for each in optimizers_in(self.model) for variable in own_of(each)]
+            shared = [plain_variable(each) for each in without(self.model.non_trainable_weights, own)]
+        if shared := without(shared, self._local):
             hvdlite.broadcast(shared, last, inplace=True, process_set=self._process_set)
 
-    def _tell_of_rests(self, has_rest: Sequence[bool]) -> None:
-        """Warn of accumulated batches of a rank that joined before the update for which they were accumulated."""
-        here = world("fit()").group(self._process_set)
-        missed = here.missed or [0] * len(has_rest)
-        told = zip(ranks_of(self._process_set), has_rest, missed, strict=True)
-        lost = [str(rank) for rank, rest, updates in told if rest and updates]
-        if lost and here.rank == 0:
-            warnings.warn(
-                f"hvdlite: rank{'s' * (len(lost) > 1)} {', '.join(lost)} ran out of data between two updates, with "
-                "gradient_accumulation_steps: the batches since the last update do not count. Give each rank a number of "
-                "batches that is a multiple of it, or the same number to all.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+    def _settle(self, last: int) -> None:
+        """Let the gradients that ranks have added up count, where `join` could not: some rank had no variables for them."""
+        for optimizer in filter(has_own_sums, optimizers_in(self.model)):
+            passes = hvdlite.allgather_object(passes_of(optimizer), process_set=self._process_set)
+            if len(set(passes)) > 1:
+                settle(optimizer, passes, last)
 
     def _count(self) -> int:
         """Return the number of steps of this rank so far."""

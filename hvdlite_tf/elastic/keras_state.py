@@ -12,6 +12,7 @@ from hvdlite.errors import CommitError, HvdliteError
 from hvdlite_tf.callbacks.start import share_state
 from hvdlite_tf.checkpoint import has_own_state, stateful
 from hvdlite_tf.gradients import optimizer_parts
+from hvdlite_tf.gradients.own_variables import own_of, without
 from hvdlite_tf.variables import plain_variable
 
 
@@ -85,9 +86,8 @@ class TensorFlowKerasState(ObjectState):
         optimizers = optimizer_parts.optimizers_in(self.model)
         if self.optimizer is not None and all(self.optimizer is not each for each in optimizers):
             optimizer_parts.build(self.optimizer, self.model.trainable_variables)
-            hvdlite.broadcast(
-                [plain_variable(each) for each in optimizer_parts.state_of(self.optimizer)], 0, inplace=True
-            )
+            shared = without(optimizer_parts.state_of(self.optimizer), own_of(self.optimizer))
+            hvdlite.broadcast([plain_variable(each) for each in shared], 0, inplace=True)
             if optimizer_parts.is_sharded(self.optimizer):
                 self.optimizer.hvdlite_share(0)
             optimizers = [*optimizers, self.optimizer]

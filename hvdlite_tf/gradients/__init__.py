@@ -7,6 +7,7 @@
   for itself.
 - `optimizer_sync`: the part that all distributed optimizers have.
 - `optimizer_parts`: the parts of an optimizer that the versions of Keras name differently.
+- `own_variables`: which variables of an optimizer no rank gets from another one.
 - `copies`: optimizers of the same class and settings for other variables; `stepped_alone`: whether such a one does the same.
 
 `hvdlite.adapter.array_sync` exchanges the arrays of these gradients.

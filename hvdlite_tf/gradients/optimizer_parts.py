@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,13 @@ def innermost(optimizer: Any) -> Any:
     while hasattr(optimizer, "inner_optimizer"):
         optimizer = optimizer.inner_optimizer
     return optimizer
+
+
+def parts_inside(optimizer: Any) -> list[Any]:
+    """Return an optimizer and the built optimizers inside it."""
+    inside = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", [])]
+    built = [each for each in inside if each is not None and each.built]
+    return [optimizer, *(part for each in built for part in parts_inside(each))]
 
 
 def optimizers_in(model: Any) -> list[Any]:
@@ -133,19 +139,6 @@ def shared_of(optimizer: Any) -> list[Any]:
     return [variable for variable in optimizer.variables if id(variable) not in apart]
 
 
-def local_state_of(model: Any) -> list[Any]:
-    """Return the backend's variables that each rank has for itself: the local variables of a model, and their slots."""
-    found: list[Any] = []
-    for optimizer in optimizers_in(model):
-        if is_sharded(optimizer):  # it refuses local variables
-            continue
-        if hasattr(optimizer, "hvdlite_variables") and getattr(optimizer, "built", False):
-            shared = {id(variable) for variable in optimizer.hvdlite_variables()}
-            own = map(plain_variable, [*optimizer._trainable_variables, *optimizer.variables])
-            found += [variable for variable in own if id(variable) not in shared]
-    return found
-
-
 def learning_rate_of(optimizer: Any) -> Any:
     """Return the variable that holds the learning rate.
 
@@ -204,13 +197,6 @@ def passes_of(optimizer: Any) -> int:
     """
     inner = innermost(optimizer)
     return int(getattr(inner, "_iterations", inner.iterations).numpy())
-
-
-def accumulated(optimizer: Any) -> int:
-    """Return a checksum of the gradients that an optimizer of Keras 3 has accumulated for its next update; 0 without any."""
-    found = [] if optimizer is None else getattr(innermost(optimizer), "_accumulated_gradients", None) or []
-    arrays = [each.numpy() for each in found if each is not None]
-    return zlib.crc32(b"".join(array.tobytes() for array in arrays)) if any(array.any() for array in arrays) else 0
 
 
 def _learning_rate(optimizer: Any) -> Any:

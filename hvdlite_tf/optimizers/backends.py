@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import weakref
@@ -63,6 +64,13 @@ class Backend(Protocol):
         """
         ...
 
+    def after(self, tensors: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Return a context manager: what its body does to variables is not done without these tensors, also in a function.
+
+        (See `after` of `call`: Keras would count a step without a batch.)
+        """
+        ...
+
     def shield(self, optimizer: Any) -> None:
         """Let the backend's compiler call the `apply` of a distributed optimizer, and not rewrite it."""
         ...
@@ -95,6 +103,9 @@ class _Torch:
         after: Sequence[Any] = (),
     ) -> list[Any]:
         return [*map(keras.ops.convert_to_tensor, function(*map(keras.ops.convert_to_numpy, tensors)))]
+
+    def after(self, tensors: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
     def shield(self, optimizer: Any) -> None:
         """Give the object an `apply` of its own.

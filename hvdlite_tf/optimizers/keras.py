@@ -22,12 +22,13 @@ from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options, check_passes
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
-from hvdlite_tf.gradients.optimizer_parts import has_servers, passes_of, rates_of_variables, slots_of
+from hvdlite_tf.gradients.optimizer_parts import has_servers, passes_of, rates_of_variables
 from hvdlite_tf.gradients.optimizer_sync import OptimizerSync
+from hvdlite_tf.gradients.own_variables import own_of, settle, without
 from hvdlite_tf.optimizers import backends
 from hvdlite_tf.optimizers.local_steps import LocalSteps, OwnGradients
 from hvdlite_tf.optimizers.plain_class import named_like
-from hvdlite_tf.variables import has_value, plain_variable, times
+from hvdlite_tf.variables import has_value, is_slices, plain_variable, times
 
 
 def distribute_keras(
@@ -78,7 +79,7 @@ class State(OptimizerSync):
 
     def __init__(self, options: Options, passes: int, average_passes: bool, scale_local_gradients: bool) -> None:
         backend = backends.current()
-        identity = Identity(world("DistributedOptimizer").group(options.process_set))
+        identity = Identity(options.process_set)
         alone = options.local_steps is not None
         exchange = OwnGradients(options) if alone else backend.exchange(options, identity)
         super().__init__(exchange, scale_local_gradients and not alone, identity)
@@ -89,6 +90,8 @@ class State(OptimizerSync):
         """A factor for the gradients. Keras divides the sum of several passes by their number; this makes it a sum again."""
         self.accumulated: list[Any] = []
         """The variables whose accumulated gradients are being applied."""
+        self.joint: int | None = None
+        """A checksum of what the ranks had added up when a join has last let them share it."""
         self.weight = backend.weight() if options.op is hvdlite.Average else None
 
     @property
@@ -191,13 +194,9 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
 
     def hvdlite_variables(self) -> list[Any]:
         """Return the backend's variables that are equal on all ranks: the model's trainable ones and the optimizer's."""
-        apart = set()
-        for part in parts_inside(self):
-            local = [variable in self._hvdlite.local for variable in part._trainable_variables]
-            for slots in (part._trainable_variables, *slots_of(part).values()):
-                apart |= {id(slot) for slot, own in zip(slots, local, strict=True) if own}
         outer = [] if self._hvdlite.steps is None else self._hvdlite.steps.outer_variables
-        return [plain_variable(v) for v in [*self._trainable_variables, *self.variables, *outer] if id(v) not in apart]
+        found = without([*self._trainable_variables, *self.variables, *outer], own_of(self))
+        return [plain_variable(variable) for variable in found]
 
     def hvdlite_passes(self) -> int | None:
         """Return how many backward passes the optimizer has had; None while its variables have no values."""
@@ -218,9 +217,16 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         steps = self._hvdlite.steps if gradients else None
         if steps is not None:
             steps.before()
-        super().apply(gradients, given)
+        with backends.current().after(
+            [each.values if is_slices(each) else each for each in gradients if each is not None]
+        ):
+            super().apply(gradients, given)
         if steps is not None:
             steps.after(gradients)
+
+    def hvdlite_settle(self, passes: Sequence[int], root: int) -> None:
+        """Let what the ranks have added up count, after some have missed passes. See `hvdlite_tf.gradients.own_variables`."""
+        settle(self, passes, root)
 
     def hvdlite_rounds(self) -> Rounds | None:
         """Return the rounds of an optimizer whose ranks have states of their own; None if all ranks have the same state."""
@@ -284,13 +290,6 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         # Pickles and copies are plain optimizers, because the exchange belongs to this process.
         _, arguments = super().__reduce__()
         return self.__class__._unpickle_model, arguments
-
-
-def parts_inside(optimizer: Any) -> list[Any]:
-    """Return an optimizer and the built optimizers inside it."""
-    inside = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "_inner_optimizers", [])]
-    built = [each for each in inside if each is not None and each.built]
-    return [optimizer, *(part for each in built for part in parts_inside(each))]
 
 
 def wrap(optimizer: Any, state: State) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ class TensorFlow:
         ]
         with tf.control_dependencies(list(after)):
             return ordered(function, [tf.convert_to_tensor(each) for each in tensors], specs)
+
+    def after(self, tensors: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if tf.executing_eagerly() else tf.control_dependencies(list(tensors))
 
     def shield(self, optimizer: Any) -> None:
         kind = type(optimizer)  # the class of this object alone

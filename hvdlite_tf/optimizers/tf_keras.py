@@ -12,7 +12,6 @@ from typing import Any
 
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
-from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite_tf.gradients.optimizer_parts import rates_of_variables
 from hvdlite_tf.optimizers.summed_passes import SummedPasses
@@ -87,9 +86,7 @@ class _State(SummedPasses):
     identity: Identity
 
     def __init__(self, options: Options, passes: int, average: bool, scale_local: bool) -> None:
-        super().__init__(
-            options, passes, average, scale_local, Identity(world("DistributedOptimizer").group(options.process_set))
-        )
+        super().__init__(options, passes, average, scale_local, Identity(options.process_set))
         self.counts_passes = False
         """Whether the optimizer's `iterations` count all passes, as in Horovod. If not, they count only the updates, which is
         right for Adam's bias correction and learning rate schedules."""

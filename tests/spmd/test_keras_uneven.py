@@ -14,7 +14,7 @@ import tensorflow as tf
 import hvdlite_tf as hvd
 from hvdlite.negotiation.engine import Engine
 from hvdlite.negotiation.handle import Handle
-from hvdlite_tf.callbacks import uneven
+from hvdlite_tf.gradients import own_variables
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:
@@ -149,7 +149,7 @@ def test_optimizers_where_a_rank_has_fewer_batches(
     # An update of two batches that a rank has only the first of.
     loses = kind.startswith("accumulating") and counts != (0, 3)
     warned: list[str] = []
-    monkeypatch.setattr(uneven.warnings, "warn", lambda text, *_, **__: warned.append(text))
+    monkeypatch.setattr(own_variables.warnings, "warn", lambda text, *_, **__: warned.append(text))
 
     def check() -> None:
         rank = hvd.rank()
