@@ -39,7 +39,7 @@ from hvdlite_torch.sync.measured import measured
 from hvdlite_torch.tensors import split_norm
 from hvdlite_torch.tensors.device import device_kind
 from hvdlite_torch.tensors.sliced import is_sliced, local_of
-from hvdlite_torch.training.state import broadcast_optimizer_state
+from hvdlite_torch.training.state import share_state
 
 
 @typed
@@ -151,7 +151,7 @@ def DistributedOptimizer(
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     optimizer._hvdlite_aggregator = aggregator  # type: ignore[attr-defined]
     driver.attach()
-    world().group(process_set).add(OptimizerMember(driver, not shard, broadcast_optimizer_state))
+    world().group(process_set).add(OptimizerMember(driver, not shard, share_state))
     teach_grad_scaler()
     return optimizer
 

@@ -18,8 +18,8 @@ class OptimizerMember:
     Args:
         driver: The driver of the optimizer.
         falls_behind: Whether a rank that has joined makes no steps, so that it must catch up.
-        broadcast_state: Gives the optimizer of every rank the state of one rank's, as
-            `hvdlite_torch.training.state.broadcast_optimizer_state` does.
+        broadcast_state: Gives the optimizer of every rank the state of one rank's, but what is a rank's own, as
+            `hvdlite_torch.training.state.share_state` does.
 
     Attributes:
         process_set: The ranks that take part.

@@ -17,8 +17,9 @@ from hvdlite import ProcessSet
 from hvdlite.adapter.agreement import check_same
 from hvdlite.adapter.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
+from hvdlite.gradients.lossy.names import LOSSY
 from hvdlite_torch.ops.broadcast import broadcast_
-from hvdlite_torch.step.wrapped import Distributed, Sharded
+from hvdlite_torch.step.wrapped import Aggregating, Distributed, Sharded
 from hvdlite_torch.tensors.sliced import local_of, local_state, program_state
 from hvdlite_torch.tensors.split import check_apart, optimizer_parameters
 
@@ -119,8 +120,9 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank's optimizer the state and the settings (learning rate, …) of the root's optimizer.
 
-    A program may call this at any time. The function makes no step in order to create missing state, and does not change the
-    root's optimizer.
+    Each rank keeps what is its own: the errors that `Compression.powersgd` and `Compression.topk` remember for it, and the
+    gradients in ``p.grad``. A program may call this at any time. The function makes no step in order to create missing state,
+    and does not change the root's optimizer.
 
     Args:
         optimizer: An optimizer of the same parameters on every rank.
@@ -149,6 +151,23 @@ def broadcast_optimizer_state(
             "broadcast_optimizer_state: the servers of AsyncDistributedOptimizer have the state, which is one for all ranks. "
             "Leave out this call, or make it with the plain optimizer, before."
         )
+    _broadcast_state(optimizer, root_rank, process_set)
+
+
+def share_state(optimizer: torch.optim.Optimizer, root_rank: int, *, process_set: ProcessSet) -> None:
+    """Give every rank's optimizer the state of the root's, but not the state of its aggregator.
+
+    A rank that has joined has taken part in the steps of the others with its own aggregator.
+
+    Args:
+        optimizer, root_rank, process_set: See `broadcast_optimizer_state`.
+    """
+    _broadcast_state(optimizer, root_rank, process_set, left_out="aggregator")
+
+
+def _broadcast_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, process_set: ProcessSet, left_out: str = ""
+) -> None:
     rank, root = rank_in(process_set), root_within(process_set, root_rank)
     check_apart(optimizer_parameters(optimizer), _ranks_of(process_set), hvdlite.rank())
     tensors: list[torch.Tensor] = []
@@ -159,6 +178,8 @@ def broadcast_optimizer_state(
             state = super(Sharded, optimizer).state_dict()  # type: ignore[misc]
     else:
         state = optimizer.state_dict() if rank == root else None
+    if state is not None:
+        state.pop(left_out, None)
     if rank == root:
         buffer = io.BytesIO()
         _Pickler(buffer, tensors).dump(state)
@@ -172,7 +193,14 @@ def broadcast_optimizer_state(
         tensors = [torch.empty(shape, dtype=dtype, device=kind) for shape, dtype, kind in layout]
     _broadcast(tensors, root_rank, process_set)
     if rank != root or isinstance(optimizer, Sharded):
-        load_optimizer_state(optimizer, _Unpickler(io.BytesIO(skeleton), tensors).load())
+        found = _Unpickler(io.BytesIO(skeleton), tensors).load()
+        if (
+            isinstance(optimizer, Aggregating)
+            and isinstance(optimizer._hvdlite_aggregator, LOSSY)
+            and "aggregator" in found
+        ):
+            found["aggregator"]["errors"] = optimizer._hvdlite_aggregator.state_dict()["errors"]
+        load_optimizer_state(optimizer, found)
     if isinstance(optimizer, Distributed):
         optimizer._hvdlite_driver.have_same_state()
 

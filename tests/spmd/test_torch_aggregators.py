@@ -170,6 +170,28 @@ def test_a_rank_that_has_joined(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(at_least=2)
+def test_a_join_leaves_each_rank_its_own_errors(ranks: Any) -> None:
+    """A rank that has joined takes part with its own aggregator, so it needs no other rank's errors."""
+
+    def check() -> None:
+        aggregator, given = Sign(), parameters()
+        optimizer = sgd(given, aggregator)
+        lost: list[Any] = [np.zeros(shape) for shape in SHAPES]
+        steps = 2 if hvd.rank() == 0 else 4
+        for step in range(4):
+            for number in range(len(SHAPES)):
+                own = gradient_of(hvd.rank(), step, number).numpy() if step < steps else 0.0
+                lost[number] = sign(own + lost[number])[1]
+            if step < steps:
+                run(given, optimizer, step)
+        hvd.join()
+        for number, expected in enumerate(lost):
+            np.testing.assert_allclose(aggregator.lost[number], expected, rtol=0, atol=1e-12)
+
+    ranks(check)
+
+
 def test_sparse_gradients_are_put_aside_before(ranks: Any) -> None:
     """The exchange is put off when the first sparse gradient is met: the aggregator does not see that."""
 
