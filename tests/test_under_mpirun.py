@@ -44,6 +44,7 @@ FEW = {
             *named("torch_distributed", "torch_pipeline", "torch_slicing"),
             *named(
                 "torch_checkpoint",
+                "torch_pipeline_steps",
                 "torch_wavefront",
                 "torch_few_bytes",
                 "torch_local_steps",

@@ -5,7 +5,7 @@
 - `distributed_gradient`, `tree`: `hvdlite.DistributedGradient`, for NumPy, JAX and programs without a framework.
 - `plain`: the names of `hvdlite` itself.
 - `rows`: which rows belong to which rank, for the gradients of allgather and reducescatter.
-- `bubble`: how much of a step the stages of a pipeline wait for each other.
+- `pipeline`: schedules, messages and weights of micro-batches, in a folder of its own.
 - `options`: the options of a gradient exchange.
 - `array_sync`, `eager_sync`: exchange gradients as arrays of any framework; `buckets`: the exchange in host memory and on a
   device; `gradient_memory`: keeps the buckets of each layout.

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite.adapter.arguments import Everybody, rank_in, size_of
-from hvdlite.adapter.bubble import Bubble
+from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.api import world
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError, ranks_text

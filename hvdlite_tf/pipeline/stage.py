@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from hvdlite.adapter.bubble import Bubble
+from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite_tf.pipeline.checks import check_no_mask
 from hvdlite_tf.pipeline.messages import Messages
 

@@ -32,13 +32,18 @@ class Cost(NamedTuple):
     nbytes: float
 
 
-def measure(model: nn.Module, layers: Mapping[str, nn.Module], example: tuple[Any, ...]) -> dict[str, Cost]:
+def measure(
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    example: tuple[Any, ...],
+    keywords: Mapping[str, Any] | None = None,
+) -> dict[str, Cost]:
     """Run a model, and return the cost of each of its layers in the order in which they run.
 
     Args:
-        model: The model, which is called as ``model(*example)`` without gradients.
+        model: The model, which is called as ``model(*example, **keywords)`` without gradients.
         layers: The layers by name.
-        example: A micro-batch.
+        example, keywords: A micro-batch.
 
     Raises:
         ArgumentError: A layer does not run, or runs several times.
@@ -55,7 +60,7 @@ def measure(model: nn.Module, layers: Mapping[str, nn.Module], example: tuple[An
         outputs[name] = _nbytes(output)
 
     def one_by_one() -> None:  # a Sequential may have a layer twice, such as an activation
-        given = example if len(example) == 1 else (example,)
+        given = example
         for name, layer in layers.items():
             before(name)
             output = layer(*given)
@@ -70,7 +75,7 @@ def measure(model: nn.Module, layers: Mapping[str, nn.Module], example: tuple[An
     try:
         with torch.no_grad():
             for _ in range(_RUNS):
-                one_by_one() if in_sequence else model(*example)
+                one_by_one() if in_sequence else model(*example, **(keywords or {}))
     finally:
         for hook in hooks:
             hook.remove()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hvdlite
-from hvdlite.adapter.bubble import Bubble
+from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.slicing.state import full_state_dict

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.checks.plain import hooks_of, is_plain_sequential
 from hvdlite_torch.pipeline.costs import balance, measure
 from hvdlite_torch.pipeline.faithful import refuse_hooks_within
+from hvdlite_torch.pipeline.passes import Call, call_of
 from hvdlite_torch.pipeline.traced import Inputs, trace
-
-CPU = torch.device("cpu")
 
 
 class Layers(nn.Module):
@@ -30,9 +25,10 @@ class Layers(nn.Module):
         for name, layer in layers.items():
             self.add_module(name, layer)
 
-    def forward(self, *x: Any) -> Any:
-        value = x if len(x) > 1 else x[0]  # layers pass on tuples as they are, and messages are flat
-        for layer in children(self).values():
+    def forward(self, *inputs: Any) -> Any:
+        first, *others = children(self).values()
+        value = first(*inputs)
+        for layer in others:  # they pass on tuples as they are
             value = layer(value)
         return value
 
@@ -60,6 +56,7 @@ def settle_cuts(
     count: int,
     cuts: Sequence[str] | None,
     example: tuple[Any, ...] | None,
+    keywords: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Return the names of the layers with which the stages but the first begin, the same on all ranks.
 
@@ -69,19 +66,23 @@ def settle_cuts(
         count: The number of stages.
         cuts: What the program has given, which is checked; None measures the layers. Then all ranks of the job call this, and
             rank 0's times decide.
-        example: The inputs by which the layers are measured.
+        example, keywords: The inputs by which the layers are measured.
 
     Raises:
         ArgumentError: The cuts are wrong, or cannot be measured. Raised on all ranks alike.
     """
     if cuts is None:
-        cuts = hvdlite.broadcast_object(_measured_cuts(model, layers, count, example), 0)
+        cuts = hvdlite.broadcast_object(_measured_cuts(model, layers, count, example, keywords or {}), 0)
     _check_cuts(list(layers), cuts, count)
     return list(cuts)
 
 
 def _measured_cuts(
-    model: nn.Module, layers: Mapping[str, nn.Module], count: int, example: tuple[Any, ...] | None
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    count: int,
+    example: tuple[Any, ...] | None,
+    keywords: Mapping[str, Any],
 ) -> list[str]:
     if example is None:
         raise ArgumentError(
@@ -95,7 +96,7 @@ def _measured_cuts(
         )
     if count == 1:
         return []
-    costs = measure(model, layers, example)
+    costs = measure(model, layers, example, keywords)
     names = list(costs)
     has_parameters = [any(True for _ in layers[name].parameters()) for name in names]
     if sum(has_parameters) < count:
@@ -117,32 +118,32 @@ def _check_cuts(layers: Sequence[str], cuts: Sequence[str], count: int) -> None:
 
 
 def make_stages(
-    model: nn.Module, cuts: Sequence[str], own: Sequence[int], example: tuple[Any, ...] | None, group: dist.ProcessGroup
-) -> dict[int, tuple[nn.Module, Callable[[], Any]]]:
-    """Return the modules of this rank's stages, and functions that make the stages of torch for them.
+    model: nn.Module,
+    cuts: Sequence[str],
+    own: Sequence[int],
+    example: tuple[Any, ...] | None,
+    keywords: Mapping[str, Any],
+) -> dict[int, tuple[nn.Module, Call]]:
+    """Return the modules of this rank's stages, and functions that call them.
 
     Args:
         model: The whole model. The layers of other ranks are not kept.
         cuts: The names of the layers with which the stages but the first begin.
         own: The numbers of this rank's stages.
         example: A micro-batch, with which torch traces a model that is not an ``nn.Sequential``.
-        group: The group of the pipeline.
+        keywords: The keyword arguments of the model for that.
 
     Raises:
         ArgumentError: The model cannot be traced, or a stage has no parameters.
     """
-    count = len(cuts) + 1
-    made: dict[int, tuple[nn.Module, Callable[[], Any]]] = {}
-    if is_plain_sequential(model):
+    in_sequence = is_plain_sequential(model)
+    if in_sequence:
         refuse_hooks(model)
         names = list(candidates(model))
         ends = [0, *map(names.index, cuts), len(names)]
         modules: list[nn.Module] = [
             Layers({name: model.get_submodule(name) for name in names[a:b]}) for a, b in pairwise(ends)
         ]
-        for number in own:
-            make = partial(PipelineStage, modules[number], number, count, CPU, group=group)
-            made[number] = modules[number], make
         described = [", ".join(names[a:b]) for a, b in pairwise(ends)]
     else:
         if example is None:
@@ -150,12 +151,10 @@ def make_stages(
                 f"{type(model).__name__} is no plain nn.Sequential, so torch.export cuts it: give `example`, the inputs of a "
                 "micro-batch."
             )
-        modules = [*traced_stages(model, cuts, Inputs(example, {}))]
-        for number in own:
-            made[number] = modules[number], partial(PipelineStage, modules[number], number, count, CPU, group=group)
+        modules = [*traced_stages(model, cuts, Inputs(example, keywords))]
         described = [f"from {cut}" for cut in ("the beginning", *cuts)]
     check_stages(modules, described)
-    return made
+    return {number: (modules[number], call_of(modules[number], number == 0, spread=not in_sequence)) for number in own}
 
 
 def refuse_hooks(model: nn.Module) -> None:

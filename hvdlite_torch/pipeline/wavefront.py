@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
-import hvdlite
 from hvdlite.adapter.arguments import Everybody, rank_in, size_of
+from hvdlite.adapter.pipeline.relay import Relay
+from hvdlite.adapter.pipeline.schedules import there_and_back
+from hvdlite.api import world
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
-from hvdlite_torch.distributed import backend
-from hvdlite_torch.pipeline.chunk_stage import ChunkStage
+from hvdlite_torch.pipeline.batch import Batch
+from hvdlite_torch.pipeline.losses import Losses
 from hvdlite_torch.pipeline.own_layers import OwnLayers
-from hvdlite_torch.pipeline.recurrent import Alone, Chunks, layers_of, time_dimension, units
+from hvdlite_torch.pipeline.passes import StagePasses
+from hvdlite_torch.pipeline.recurrent import Alone, Chunks, State, layers_of, time_dimension, units
 from hvdlite_torch.pipeline.stages import check_stages, refuse_hooks, settle_cuts
+from hvdlite_torch.pipeline.steps import Steps
+from hvdlite_torch.pipeline.values import TensorCodec
+from hvdlite_torch.tensors.malloc import keep_freed_memory
 
 
 class Wavefront(OwnLayers):
@@ -45,13 +50,15 @@ class Wavefront(OwnLayers):
             layers that compute each time step alone: ``nn.Embedding``, ``nn.Linear``, dropout, activations. Each layer passes
             on its output to the next. The recurrent layers begin each batch with a state of zeros.
         process_set: The ranks. The ascending ranks have the stages in order.
-        loss: ``loss(output, target)`` returns the mean loss of a chunk over its time steps.
+        loss: ``loss(output, target)`` returns the loss of a chunk, a mean over its time steps; or a pair (sum, count): see
+            `Pipeline`.
         chunks: How many parts of nearly equal length a sequence is cut into; 1 means that the stages take turns.
         cuts: The names of the layers with which the stages but the first begin: "2" is a child of the model, "1.3" layer 3 of
             the stack "1". None measures the layers with `example`, and balances time, then memory. Then all ranks of the job
             make wavefronts of this model, and rank 0's times decide.
         example: An input, such as a batch. The values do not matter.
         stepwise: Further types of layers that compute each time step from that time step alone.
+        reduction: "sum" says that the loss of a sequence is the sum of those of its chunks.
 
     Attributes:
         cuts: The names of the layers with which the stages but the first begin.
@@ -62,17 +69,16 @@ class Wavefront(OwnLayers):
             ranks.
 
     Examples:
-        >>> def trained():  # of one stage, because torch.distributed is one for a process, and ranks are threads here
-        ...     model = torch.nn.Sequential(torch.nn.RNN(1, 1, nonlinearity="relu", bias=False, batch_first=True))
+        >>> def trained():
+        ...     stack = torch.nn.RNN(1, 1, num_layers=2, nonlinearity="relu", bias=False, batch_first=True)
+        ...     model = torch.nn.Sequential(stack)
         ...     for weight in model.parameters():
         ...         torch.nn.init.ones_(weight)
-        ...     wavefront = hvd.Wavefront(model, loss=torch.nn.functional.mse_loss, chunks=2, cuts=[])
+        ...     wavefront = hvd.Wavefront(model, loss=torch.nn.functional.mse_loss, chunks=2, cuts=["0.1"])
         ...     optimizer = torch.optim.SGD(wavefront.parameters(), lr=0.0)
-        ...     loss = wavefront.step(torch.ones(1, 4, 1), torch.zeros(1, 4, 1), optimizer)
-        ...     torch.distributed.destroy_process_group()
-        ...     return loss.item()
-        >>> on_ranks(1, trained)  # the outputs are 1, 2, 3 and 4: their mean square is 7.5
-        [7.5]
+        ...     return wavefront.step(torch.ones(1, 4, 1), torch.zeros(1, 4, 1), optimizer).item()
+        >>> on_ranks(2, trained)  # the outputs are 1, 3, 6 and 10: their mean square is 36.5
+        [36.5, 36.5]
     """
 
     def __init__(
@@ -80,11 +86,12 @@ class Wavefront(OwnLayers):
         model: nn.Module,
         process_set: ProcessSet = Everybody,
         *,
-        loss: Callable[[Any, Any], torch.Tensor],
+        loss: Callable[[Any, Any], Any],
         chunks: int = 8,
         cuts: Sequence[str] | None = None,
         example: torch.Tensor | None = None,
         stepwise: Sequence[type[nn.Module]] = (),
+        reduction: str = "mean",
     ) -> None:
         check_count("chunks", chunks)
         self.stage, self._places = rank_in(process_set), size_of(process_set)
@@ -98,8 +105,20 @@ class Wavefront(OwnLayers):
         stages = [Chunks(layers_of([parts[name] for name in names[a:b]])) for a, b in pairwise(ends)]
         check_stages(stages, [", ".join(names[a:b]) for a, b in pairwise(ends)])
         super().__init__([stages[self.stage]], process_set, model)
-        self._loss, self._chunks = loss, chunks
-        self._passes = ChunkStage(stages[self.stage], backend.group_of(process_set), self._time, self._bubble)
+        self._chunks = chunks
+        keep_freed_memory(world("Wavefront()").config)
+        own = stages[self.stage]
+
+        def call(come: Any, inputs: tuple[Any, ...], keywords: Mapping[str, Any], state: State) -> tuple[Any, State]:
+            found: tuple[Any, State] = own(inputs[0] if come is None else come, state)
+            return found
+
+        passes = StagePasses(call, self.stage, self._places, self._bubble, "chunk")
+        codec = TensorCodec(next(self.parameters()).device)
+        relay = Relay(process_set, self.stage, self._places, there_and_back, 1, codec, "wavefront")
+        losses = Losses(loss, reduction, self._time, "time steps")
+        is_last = self.stage == self._places - 1
+        self._steps = Steps({self.stage: passes}, relay, losses, is_last, process_set, self._bubble)
 
     def step(self, x: torch.Tensor, y: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
         """Train on one batch of sequences. Every rank of the wavefront calls this with the same batch.
@@ -115,37 +134,16 @@ class Wavefront(OwnLayers):
             The loss, the same on all ranks of the wavefront: shape ``()``.
 
         Raises:
-            ArgumentError: There are fewer time steps than chunks, or other ones in `y`.
-            HvdliteError: A rank has left in the middle of the step.
+            ArgumentError: There are fewer time steps than chunks, or other ones in `y`; or the loss is no mean over them and
+                does not say so.
+            Exception: See `Pipeline.step`.
         """
-        self._check_optimizer(optimizer)
-        inputs, targets = self._cut(x, "x"), self._cut(y, "y")
-        steps = x.shape[self._time]
-        if y.shape[:2] != x.shape[:2]:
-            raise ArgumentError(
-                f"x has the shape {tuple(x.shape)}, and y {tuple(y.shape)}: expected the same samples and time steps."
-            )
-        if optimizer is not None:
-            optimizer.zero_grad()
-        begin = time.perf_counter()
-        self._passes.begin()
-        total = torch.zeros((), dtype=torch.float64)
-        for number, (part, target) in enumerate(zip(inputs, targets, strict=True)):
-            share = part.shape[self._time] / steps
 
-            def loss_of(output: Any, target: torch.Tensor = target, share: float = share) -> torch.Tensor:
-                return self._loss(output, target) * share
+        def batch() -> Batch:
+            self._check_optimizer(optimizer)
+            return self._batch(x, y)
 
-            found = self._passes.forward(number, part, loss_of)
-            if self._passes.is_last:
-                total += found
-        self._passes.backward()
-        self._passes.finish()
-        self._bubble.total += time.perf_counter() - begin
-        loss: torch.Tensor = hvdlite.broadcast(total, self._places - 1, process_set=self.process_set)
-        if optimizer is not None:
-            optimizer.step()
-        return loss
+        return self._steps.train(batch, optimizer, self.parameters())
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output for a batch of sequences, on all ranks of the wavefront, without gradients. Every rank calls this.
@@ -154,18 +152,23 @@ class Wavefront(OwnLayers):
 
         Raises:
             ArgumentError: There are fewer time steps than chunks.
+            Exception: See `Pipeline.step`.
         """
-        parts = self._cut(x, "x")
-        self._passes.begin()
-        with torch.no_grad():
-            outputs = [self._passes.forward(number, part, None) for number, part in enumerate(parts)]
-        self._passes.finish()
-        whole: Any = torch.cat(outputs, self._time) if self._passes.is_last else None
-        found: torch.Tensor = hvdlite.broadcast_object(whole, self._places - 1, process_set=self.process_set)
+        found: torch.Tensor = self._steps.predict(lambda: self._batch(x, None), self._time)
         return found
 
-    def _cut(self, sequences: Any, name: str) -> tuple[torch.Tensor, ...]:
-        """Return a batch of sequences in chunks of nearly equal length."""
+    def _batch(self, x: Any, y: Any) -> Batch:
+        """Return a batch of sequences in chunks."""
+        self._check(x, "x")
+        if y is not None:
+            self._check(y, "y")
+            if y.shape[:2] != x.shape[:2]:
+                raise ArgumentError(
+                    f"x has the shape {tuple(x.shape)}, and y {tuple(y.shape)}: expected the same samples and time steps."
+                )
+        return Batch((x,), {}, y, self._chunks, self._time, trains=y is not None)
+
+    def _check(self, sequences: Any, name: str) -> None:
         if not isinstance(sequences, torch.Tensor) or sequences.dim() <= 1:
             found = tuple(sequences.shape) if isinstance(sequences, torch.Tensor) else type(sequences).__name__
             kind = "(samples, time steps, ...)" if self._time else "(time steps, samples, ...)"
@@ -176,7 +179,6 @@ class Wavefront(OwnLayers):
                 f"{name}: {steps} time steps cannot be cut into {self._chunks} chunks (shape {tuple(sequences.shape)}, time "
                 f"steps in dimension {self._time}). Choose fewer `chunks`, or longer sequences."
             )
-        return sequences.tensor_split(self._chunks, self._time)
 
     def report(self) -> str:
         """Return the share of the bubble in the steps so far, and the theoretical one. All ranks of the wavefront call this."""

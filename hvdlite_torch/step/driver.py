@@ -101,9 +101,11 @@ class StepDriver:
 
     # Calls of the program
 
-    def set_weight(self, weight: float) -> None:
+    def set_weight(self, weight: float, unless_set: bool = False) -> None:
         """Set the number of samples in this rank's batch of the next step: see `BatchWeight.set`."""
         batch = self._step.weight
+        if unless_set and (batch.is_set or self._context.options.op is not hvdlite.Average):
+            return
         batch.set(weight, self._context.options.op)
         if self._context.in_step.steps == 1 and not batch.first_was_set and not self._step.passes:
             self._context.advice.late_weight()

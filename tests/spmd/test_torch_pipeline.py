@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hvdlite_torch as hvd
-from hvdlite.adapter.bubble import theoretical
+from hvdlite.adapter.pipeline.bubble import theoretical
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.pipeline.costs import Cost, balance, measure
 from tests.conftest import UNDER_MPI
@@ -184,13 +184,8 @@ def test_a_model_that_torch_traces() -> None:
 
 @processes
 def test_wrong_arguments() -> None:
-    x, y = batch(DTYPE)
+    x, _ = batch(DTYPE)
     model, cuts = make_model(DTYPE), CUTS[hvd.size()]
-    pipeline = hvd.Pipeline(model, loss=loss_of, microbatches=5, cuts=cuts)
-    with pytest.raises(
-        ArgumentError, match="a batch of 24 samples cannot be cut into 5 equal micro-batches.*20 would do"
-    ):
-        pipeline.step(x, y)
     refused: list[tuple[str, dict[str, Any]]] = [
         ("schedule='zigzag': expected one of '1f1b'", {"schedule": "zigzag", "cuts": cuts}),
         ("microbatches=0", {"microbatches": 0, "cuts": cuts}),

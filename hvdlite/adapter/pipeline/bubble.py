@@ -26,7 +26,9 @@ class Bubble:
         self.busy = self.total = 0.0
 
     @contextlib.contextmanager
-    def computing(self, category: str, number: int, stage: int, part: str = "micro-batch") -> Iterator[None]:
+    def computing(
+        self, category: str, number: int, stage: int, part: str = "micro-batch", in_step: bool = True
+    ) -> Iterator[None]:
         """Return a context manager that measures one pass of a micro-batch through a stage, and shows it in the timeline.
 
         Args:
@@ -34,13 +36,14 @@ class Bubble:
             number: The number of the micro-batch.
             stage: The number of the stage.
             part: What the schedule calls a micro-batch.
+            in_step: Whether it is part of a training step; the timeline shows others too.
         """
         begin = time.perf_counter()
         try:
             with api.world().timeline.span(Row.PROGRAM, category, f"{part} {number}, stage {stage}"):
                 yield
         finally:
-            self.busy += time.perf_counter() - begin
+            self.busy += in_step * (time.perf_counter() - begin)
 
     def share(self, process_set: ProcessSet) -> float:
         """Return the share of the steps' time in which the ranks wait: a mean over the ranks. All ranks call this."""
