@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.api import world
+from hvdlite.errors import HvdliteError
 from hvdlite_torch.sync import catch_up
 from tests.spmd.test_torch_training import MODEL, OPTIMIZERS, X, Y, assert_equal_everywhere, distance, every_way, flat
 
@@ -185,5 +186,29 @@ def test_a_join_sends_the_model_only_if_a_step_was_missed(
             hvd.join()
         assert sent[hvd.rank()] == expected
         assert_equal_everywhere(flat(model))
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_what_needs_all_ranks_after_one_has_joined(ranks: Any, shard: bool) -> None:
+    """It raises which rank has joined, and the ranks can go on."""
+
+    def check() -> None:
+        weight = torch.zeros(2, requires_grad=True)
+        if hvd.rank() == 0 < hvd.size() - 1:
+            hvd.join()
+        elif hvd.size() > 1:
+            with pytest.raises(
+                HvdliteError, match=r"rank 0 called join\(\) before .* what DistributedOptimizer is given"
+            ):
+                hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), shard=shard)
+            with pytest.raises(HvdliteError, match=r"rank 0 called join\(\) before .* broadcast_parameters is given"):
+                hvd.broadcast_parameters({"weight": weight.detach()})
+            hvd.join()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), shard=shard)
+        weight.sum().backward()
+        optimizer.step()
+        assert weight.tolist() == [-1.0, -1.0]
 
     ranks(check)
