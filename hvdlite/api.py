@@ -73,6 +73,7 @@ class _GlobalProcessSet(ProcessSet):
     """The set of all ranks of the world that the caller is in."""
 
     communicator = None
+    mpi_comm = None  # no property, because ``init(comm)`` of Horovod's modules sets it
 
     def __init__(self) -> None:
         self.process_set_id = 0
@@ -92,6 +93,9 @@ class _GlobalProcessSet(ProcessSet):
 
     def __repr__(self) -> str:
         return "global_process_set"
+
+    def __str__(self) -> str:
+        return super().__str__() if is_initialized() else repr(self)
 
 
 global_process_set: ProcessSet = _GlobalProcessSet()

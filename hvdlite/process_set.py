@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,6 +49,11 @@ class ProcessSet:
         """The world ranks, ascending, as a new list (Horovod's form of `members`)."""
         return list(self.members)
 
+    @property
+    def mpi_comm(self) -> Any:
+        """The communicator that was given, or None (Horovod's name of `communicator`)."""
+        return self.communicator
+
     def take_ranks(self, ranks: Iterable[int]) -> None:
         """Set the ranks of the set. Only `World` and `api` call this.
 
@@ -84,3 +90,8 @@ class ProcessSet:
 
     def __repr__(self) -> str:
         return f"ProcessSet({list(self.members)}, id={self.process_set_id})"
+
+    def __str__(self) -> str:
+        if "horovod" in sys.modules:  # programs for Horovod look for Horovod's words
+            return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        return repr(self)

@@ -75,20 +75,23 @@ class Groups:
             )
         return self._groups[number]
 
+    def sets(self) -> dict[int, tuple[int, ...]]:
+        """Return the world ranks of all process sets in effect, by their numbers. The set of all ranks has the number 0."""
+        return {0: self.everybody.ranks} | {number: each.members for number, each in self._sets.items()}
+
     def ranks_of(self, process_set_id: int) -> tuple[int, ...]:
         """Return the world ranks of the process set with this number; the set of all ranks has the number 0.
 
         Raises:
             ArgumentError: No process set in effect has this number.
         """
-        if process_set_id == 0:
-            return self.everybody.ranks
-        if process_set_id not in self._sets:
+        sets = self.sets()
+        if process_set_id not in sets:
             raise ArgumentError(
                 f"process_set_id={process_set_id!r}: expected the number of a process set that is in effect, one of "
-                f"{', '.join(map(str, [0, *self._sets]))}."
+                f"{', '.join(map(str, sets))}."
             )
-        return self._sets[process_set_id].members
+        return sets[process_set_id]
 
     def add(self, process_set: ProcessSet | Iterable[int]) -> ProcessSet:
         """Put a process set into effect and return it. All ranks of the job call this, for the same ranks.

@@ -381,7 +381,8 @@ def test_keras_modules(horovod: ModuleType) -> None:
         assert hvd.elastic.KerasState is hvdlite_tf.elastic.KerasState
     hvd = importlib.import_module("horovod.tensorflow")
     assert inspect.unwrap(hvd.DistributedOptimizer) is hvdlite_tf.DistributedOptimizer
-    assert hvd.allreduce is hvdlite_tf.allreduce is hvd.mpi_ops.allreduce
+    assert inspect.unwrap(hvd.allreduce) is inspect.unwrap(hvdlite_tf.allreduce)
+    assert hvd.allreduce is hvd.mpi_ops.allreduce
     assert hvd.rank is hvdlite_tf.rank
     with pytest.raises(ModuleNotFoundError, match=r"horovod\._keras.* is not in hvdlite: .*hvd\.callbacks"):
         importlib.import_module("horovod._keras.callbacks")
@@ -468,6 +469,10 @@ def test_helpers_of_tensorflow(horovod: ModuleType) -> None:
         hvd._DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
     with pytest.raises(NotYetError, match=r"Differentiate hvd\.alltoall"):
         hvd.mpi_ops._alltoall_grad(None, None, None)
+    assert (
+        hvd.gpu_available is hvd.mpi_ops.gpu_available is importlib.import_module("horovod.common.util").gpu_available
+    )
+    assert hvd.mpi_ops._basics.mpi_built() is True
 
     def exchange() -> list[list[float]]:
         rank, size = float(hvd.rank()), hvd.size()
@@ -561,6 +566,31 @@ def test_basics(horovod: ModuleType) -> None:
     assert basics.mpi_built() is True and basics.gloo_built() is False
 
 
+def test_init_whose_process_sets_are_refused(horovod: ModuleType) -> None:
+    """The job has begun all the same, and the next `init` may add others."""
+    hvd, basics = importlib.import_module("horovod.torch"), importlib.import_module("horovod.torch.mpi_ops")._basics
+    assert basics.init is hvd.init is hvd.mpi_ops.init is importlib.import_module("horovod.tensorflow.mpi_ops").init
+
+    def begin() -> None:
+        everybody = [0, 1, 2]
+        for wrong in ([[0], [1, 2], [0]], [[0], everybody], [[0], [7]]):
+            with pytest.raises(ValueError, match=r"ProcessSet\(process_set_id=None, ranks=.*, mpi_comm=None\)"):
+                hvd.init(process_sets=[hvd.ProcessSet(each) for each in wrong])
+            assert hvd.size() == 3 and basics._get_process_set_ids_and_ranks() == {0: everybody}
+        pair = hvd.ProcessSet([2, 1])
+        hvd.init(process_sets=[hvd.ProcessSet([0]), pair])
+        hvd.init(process_sets=[pair])  # it is in effect
+        assert sorted(basics._get_process_set_ids_and_ranks().values()) == [[0], everybody, [1, 2]]
+        assert str(pair) == f"ProcessSet(process_set_id={pair.process_set_id}, ranks=[1, 2], mpi_comm=None)"
+        assert str(hvd.global_process_set) == "ProcessSet(process_set_id=0, ranks=[0, 1, 2], mpi_comm=None)"
+        if pair.included():
+            assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() == 2
+
+    import torch
+
+    on_ranks(3, begin)
+
+
 def test_exceptions(horovod: ModuleType) -> None:
     exceptions = importlib.import_module("horovod.common.exceptions")
     assert exceptions.HostsUpdatedInterrupt(True).skip_sync is True
@@ -649,6 +679,8 @@ def test_arguments_of_run_that_do_not_fit() -> None:
 def test_status_of_names(horovod: ModuleType) -> None:
     assert status.of_name("horovod.torch.allreduce") == status.SUPPORTED
     assert status.of_name("horovod.torch.nosuch").kind == "missing"
+    more = status.of_name("horovod.torch.join")
+    assert more.kind == "supported" and "works with every operation" in more.note
     assert status.of_name("horovod.torch.Compression.fp16") == status.SUPPORTED
     assert status.of_name("horovod.torch.Compression.fp8").kind == "missing"
     assert status.of_name("horovod.run").kind == "changed"

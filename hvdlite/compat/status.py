@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hvdlite.compat.modules import contents, note_on
 from hvdlite.compat.settings_table import FLAGS, VARIABLES
-from hvdlite.compat.table import MODULES, NOTES, RESULTS
+from hvdlite.compat.table import MODULES, NOTES, RESULTS, Note
 from hvdlite.config import Config
 from hvdlite.errors import MissingPackageError
 from hvdlite.launch import parser
@@ -30,7 +30,7 @@ class Status:
     Attributes:
         kind: "supported": it works as in Horovod. "changed": it works in another way, or has no effect. "missing": hvdlite
             does not have it.
-        note: How it differs, or what to do instead; empty if supported.
+        note: How it differs, or what to do instead. If supported: what it does more than Horovod's, or empty.
     """
 
     kind: Kind
@@ -54,7 +54,11 @@ def of_name(name: str) -> Status:
     except AttributeError:
         return Status("missing", note.text if note is not None and note.status == "missing" else "hvdlite has none")
     exact = NOTES.get(name)
-    return Status("changed", exact.text) if exact is not None and exact.status == "changed" else SUPPORTED
+    return SUPPORTED if exact is None or exact.status == "missing" else _as_noted(exact)
+
+
+def _as_noted(note: Note) -> Status:
+    return Status("supported" if note.status == "more" else note.status, note.text)
 
 
 def _module_of(name: str) -> str:
@@ -109,8 +113,7 @@ def of_variable(name: str) -> Status:
         return SUPPORTED
     if name not in VARIABLES:
         return Status("changed", "no effect: unknown to hvdlite, and to Horovod's documentation")
-    note = VARIABLES[name]
-    return Status(note.status, note.text)
+    return _as_noted(VARIABLES[name])
 
 
 def of_flag(flag: str) -> Status:
@@ -119,4 +122,4 @@ def of_flag(flag: str) -> Status:
         return SUPPORTED
     if flag not in FLAGS:
         return Status("missing", "unknown to hvdliterun, and to horovodrun")
-    return Status(FLAGS[flag].note.status, FLAGS[flag].note.text)
+    return _as_noted(FLAGS[flag].note)

@@ -33,12 +33,12 @@ class Note:
     """A note for the users of one thing of Horovod.
 
     Attributes:
-        status: "changed": it works in another way in hvdlite, or has no effect. "missing": the note holds only if hvdlite
-            does not have it.
+        status: "changed": it works in another way in hvdlite, or has no effect. "more": it also does what Horovod's does not.
+            "missing": the note holds only if hvdlite does not have it.
         text: How it differs, or what to do instead.
     """
 
-    status: Literal["changed", "missing"]
+    status: Literal["changed", "more", "missing"]
     text: str
 
 
@@ -100,6 +100,7 @@ _UTIL = words("""
     is_version_greater_equal_than mpi_built gloo_built nccl_built ddl_built ccl_built _cache
 """)
 _HERE = "hvdlite.compat"
+_BEGIN = f"{_HERE}.common.basics"
 HOROVOD_VERSION = __version__ = "0.28.1"
 """The release of Horovod whose API this is. Programs read it as ``horovod.__version__``."""
 
@@ -121,7 +122,7 @@ MODULES: dict[str, Module] = {
     ),
     "horovod.common.elastic": Module((f"{_HERE}.common.elastic",), words("State ObjectState run_fn")),
     "horovod.torch": Module(
-        ("hvdlite_torch.horovod", "hvdlite_torch.horovod.operations", "hvdlite_torch"),
+        (_BEGIN, "hvdlite_torch.horovod", "hvdlite_torch.horovod.operations", "hvdlite_torch"),
         (
             *_COMMON,
             *_TORCH_OPERATIONS,
@@ -132,7 +133,7 @@ MODULES: dict[str, Module] = {
         loads=("compression", "elastic", "functions", "mpi_ops", "optimizer", "sync_batch_norm"),
     ),
     "horovod.torch.mpi_ops": Module(
-        ("hvdlite_torch.horovod.operations", "hvdlite_torch.horovod.names", "hvdlite_torch"),
+        (_BEGIN, "hvdlite_torch.horovod.operations", "hvdlite_torch.horovod.names", "hvdlite_torch"),
         (*_COMMON, *_TORCH_OPERATIONS, *words("HorovodInternalError handle_average_backwards_compatibility _basics")),
     ),
     "horovod.torch.compression": Module(
@@ -151,7 +152,7 @@ MODULES: dict[str, Module] = {
     "horovod.torch.elastic.state": Module(("hvdlite_torch.elastic",), _TORCH_STATE),
     "horovod.torch.elastic.sampler": Module(("hvdlite_torch.elastic",), ("ElasticSampler",)),
     "horovod.tensorflow": Module(
-        ("hvdlite_tf.horovod", "hvdlite_tf.horovod.names", "hvdlite_tf"),
+        (_BEGIN, "hvdlite_tf.horovod", "hvdlite_tf.horovod.names", "hvdlite_tf", f"{_HERE}.common.util"),
         (
             *_COMMON,
             *_TF_OPERATIONS,
@@ -161,13 +162,14 @@ MODULES: dict[str, Module] = {
             *_TF_WRAPPERS,
             *_TF_PRIVATE,
             *_TF_INNER,
+            "gpu_available",
         ),
         whole=True,
         loads=words("compression elastic functions gradient_aggregation mpi_ops sync_batch_norm util"),
     ),
     "horovod.tensorflow.mpi_ops": Module(
-        ("hvdlite_tf.horovod.operations", "hvdlite_tf.horovod.names", "hvdlite_tf"),
-        (*_COMMON, *_TF_OPERATIONS, *_TF_HELPERS[:3], *words("_allreduce _alltoall_grad")),
+        (_BEGIN, "hvdlite_tf.horovod.operations", "hvdlite_tf.horovod.names", "hvdlite_tf", f"{_HERE}.common.util"),
+        (*_COMMON, *_TF_OPERATIONS, *_TF_HELPERS[:3], *words("_allreduce _alltoall_grad _basics gpu_available")),
     ),
     "horovod.tensorflow.functions": Module(("hvdlite_tf",), _TF_FUNCTIONS),
     "horovod.tensorflow.compression": Module(
@@ -186,7 +188,7 @@ MODULES: dict[str, Module] = {
         for package in ("horovod.tensorflow.keras", "horovod.keras")
         for name, module in {
             package: Module(
-                ("hvdlite_tf.horovod.keras", "hvdlite_tf.keras"),
+                (_BEGIN, "hvdlite_tf.horovod.keras", "hvdlite_tf.keras"),
                 (*_COMMON, *_KERAS),
                 whole=True,
                 loads=("callbacks", "elastic"),
@@ -219,6 +221,17 @@ RESULTS: dict[str, tuple[str, tuple[str, ...]]] = {
 """For each function of Horovod, the class of hvdlite that it returns, and the names that Horovod adds to the result."""
 
 NOTES: dict[str, Note] = {
+    **{
+        f"{module}.{name}": Note("more", text)
+        for module, entry in MODULES.items()
+        for name, text in (
+            ("join", "more than in Horovod: works with every operation, and not only with allreduce"),
+            ("Adasum", "more than in Horovod: any number of ranks, and process sets"),
+            ("add_process_set", "more than in Horovod: at any time, without HOROVOD_DYNAMIC_PROCESS_SETS"),
+            ("remove_process_set", "more than in Horovod: at any time, without HOROVOD_DYNAMIC_PROCESS_SETS"),
+        )
+        if name in entry.names
+    },
     "horovod.common.elastic.run_fn": Note("changed", "reset is not called: hvdliterun starts the program again"),
     **{
         f"horovod.{module}.elastic.UpdateBatchStateCallback": Note(

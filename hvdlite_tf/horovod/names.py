@@ -11,6 +11,7 @@ import hvdlite
 from hvdlite import ProcessSet, ReduceOp
 from hvdlite.adapter.inner_class import InnerClass, refuse
 from hvdlite.adapter.options import Options
+from hvdlite.compat.common.basics import HorovodBasics
 from hvdlite.errors import ArgumentError
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.gradients.exchange import GradientExchange
@@ -22,6 +23,7 @@ _ADVICE = (
     "Wrap an optimizer with hvd.DistributedOptimizer(optimizer), or a tape with hvd.DistributedGradientTape(tape)."
 )
 
+_basics = HorovodBasics(__file__)
 _LegacyOptimizer = tf.compat.v1.train.Optimizer
 
 

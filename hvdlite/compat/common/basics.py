@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hvdlite import api
 from hvdlite.adapter import capabilities
+from hvdlite.process_set import ProcessSet
+
+__all__ = ["init"]
+
+
+def init(
+    comm: Sequence[int] | Any | None = None, process_sets: Iterable[ProcessSet | Iterable[int]] | str | None = None
+) -> None:
+    """Join the job, and add process sets. See `hvdlite.init` for the arguments.
+
+    As with Horovod, the job has begun even if the process sets are refused: ``size()`` works, and the next `init` adds the sets
+    that it is given. Sets that are in effect already stay so.
+
+    Raises:
+        ArgumentError: A set is refused. Then none of the sets of this call is added.
+        HvdliteError: See `hvdlite.init`.
+    """
+    api.init(comm, process_sets if isinstance(process_sets, str) else None)
+    if hasattr(comm, "Get_group"):
+        api.global_process_set.mpi_comm = comm  # type: ignore[misc]  # it is no property of this set
+    added: list[ProcessSet] = []
+    try:
+        for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+            if not isinstance(each, ProcessSet) or each.process_set_id is None:
+                added.append(api.add_process_set(each))
+    except BaseException:  # on all ranks alike
+        for process_set in added:
+            api.remove_process_set(process_set)
+        raise
 
 
 class HorovodBasics:
@@ -18,7 +48,7 @@ class HorovodBasics:
     def __init__(self, pkg_path: str, *args: Any) -> None:
         self.pkg_path = pkg_path
 
-    init = staticmethod(api.init)
+    init = staticmethod(init)
     shutdown = staticmethod(api.shutdown)
     is_initialized = staticmethod(api.is_initialized)
     start_timeline = staticmethod(api.start_timeline)
@@ -40,3 +70,7 @@ class HorovodBasics:
     ccl_built = staticmethod(capabilities.ccl_built)
     cuda_built = staticmethod(capabilities.cuda_built)
     rocm_built = staticmethod(capabilities.rocm_built)
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        """Return the ranks of each process set in effect, by the number of the set."""
+        return {number: list(ranks) for number, ranks in api.world().groups.sets().items()}
