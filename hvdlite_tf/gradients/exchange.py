@@ -33,6 +33,7 @@ from hvdlite.gradients.aggregator import name_of
 from hvdlite.protocols import Array, Device
 from hvdlite_tf.gradients import on_device
 from hvdlite_tf.gradients.encoded import DENSE, NONE, SPARSE, Wire, arrays_of, as_dense, take, taken
+from hvdlite_tf.ops import failures
 from hvdlite_tf.ops.ordered import is_built_for_a_session, ordered
 from hvdlite_tf.ops.rank_ops import check_still_alone
 from hvdlite_tf.variables import has_value, plain_variable, read
@@ -81,7 +82,8 @@ class GradientExchange:
         call = self._call(sources, gradients, 1.0 if weight is None else weight)
         if isinstance(call, list):
             return call
-        return call.eagerly() if tf.executing_eagerly() else call.in_graph()
+        with failures.as_shown():
+            return call.eagerly() if tf.executing_eagerly() else call.in_graph()
 
     def fill(self, sources: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """Return this rank's gradients, with zeros for a gradient that only other ranks have, so that passes can be summed.

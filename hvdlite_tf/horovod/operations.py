@@ -1,22 +1,27 @@
-"""The operations of ``horovod.tensorflow`` whose gradients are not those of the sum of all ranks' losses.
+"""The operations of ``horovod.tensorflow``, which differ from those of `hvdlite_tf` in their gradients and errors.
 
 With n ranks, the gradients of Horovod's `allgather` and `broadcast` are the gradients of `hvdlite_tf` divided by n, and the
 gradients of Horovod's `reducescatter` are n times as large. The learning rates of programs that differentiate these operations
-were chosen for that.
+were chosen for that. All errors are also those of TensorFlow: see `hvdlite_tf.horovod.errors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import tensorflow as tf
 
 import hvdlite_tf as own
 from hvdlite.adapter.arguments import divided, with_scaled_input
+from hvdlite.errors import ArgumentError, NotYetError
+from hvdlite_tf.horovod.errors import with_tensorflow_errors
 from hvdlite_tf.keras import values
 from hvdlite_tf.ops.arguments import as_tensor, is_group
 from hvdlite_tf.ops.ordered import as_written
+from hvdlite_tf.ops.sparse import refuse_slices
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -40,18 +45,57 @@ def _scaled(given: Any, factor: float) -> Any:
 
 
 def _with_gradient(function: Callable[P, R], factor: Callable[[int], float]) -> Callable[P, R]:
-    return as_written(with_scaled_input(function, _scaled, factor))
+    return _plain(with_scaled_input(function, _scaled, factor))
 
 
+def _plain(function: Callable[P, R]) -> Callable[P, R]:
+    return as_written(with_tensorflow_errors(function))
+
+
+def _allreducing(function: Callable[P, R]) -> Callable[P, R]:
+    """Return an allreduce that raises NotImplementedError for what tf.IndexedSlices cannot do, as Horovod does."""
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters))
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments[first]
+        if isinstance(given, Iterator):
+            given = bound.arguments[first] = list(given)
+        if any(isinstance(each, tf.IndexedSlices) for each in (given if isinstance(given, list | tuple) else [given])):
+            asked = {name: bound.arguments.get(name, 1.0) for name in ("prescale_factor", "postscale_factor")}
+            try:
+                refuse_slices(bound.arguments.get("op") or own.Average, **asked)
+            except ArgumentError as error:
+                raise NotYetError(str(error)) from None
+        return function(*bound.args, **bound.kwargs)
+
+    return _plain(wrapped)
+
+
+allreduce, grouped_allreduce = _allreducing(own.allreduce), _allreducing(own.grouped_allreduce)
+alltoall, broadcast_ = _plain(own.alltoall), _plain(own.broadcast_)
 allgather = _with_gradient(own.allgather, divided)
 grouped_allgather = _with_gradient(own.grouped_allgather, divided)
 broadcast = _with_gradient(own.broadcast, divided)
 reducescatter = _with_gradient(own.reducescatter, float)
 grouped_reducescatter = _with_gradient(own.grouped_reducescatter, float)
 
+keras_allreduce = _plain(values.allreduce)
 keras_allgather = _with_gradient(values.allgather, divided)
 keras_broadcast = _with_gradient(values.broadcast, divided)
 keras_reducescatter = _with_gradient(values.reducescatter, float)
 """The operations of Horovod's Keras modules, which have fewer arguments."""
 
-__all__ = ["allgather", "broadcast", "grouped_allgather", "grouped_reducescatter", "reducescatter"]
+__all__ = [
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_reducescatter",
+    "reducescatter",
+]

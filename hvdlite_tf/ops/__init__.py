@@ -4,6 +4,7 @@
 - `arguments`: what programs pass to the operations, as tensors.
 - `differentiable`: the gradients of the operations.
 - `ordered`: operations in graphs, in one order on all ranks.
+- `failures`: exceptions of calls of Python, on their way to the program.
 - `rank_ops`: ranks and sizes as tensors.
 
 The core describes what each operation does: see the function of the same name in `hvdlite`. The functions here differ from it

@@ -14,7 +14,7 @@ from hvdlite.protocols import Array
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_tf.ops.differentiable import Tensors, differentiable
 from hvdlite_tf.ops.ordered import as_written
-from hvdlite_tf.ops.sparse import allreduce_slices
+from hvdlite_tf.ops.sparse import allreduce_slices, refuse_slices
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ def allreduce(
 
     Args:
         tensor: See `hvdlite.allreduce`. The tensor may also be a tf.IndexedSlices, such as the gradient of an embedding, with
-            any number of rows: the result has the rows of all ranks, divided by the number of ranks for Average.
+            any number of rows: the result has the rows of all ranks, for Average divided by the number of ranks (integers
+            become floats, because rounded rows would not add up to the average).
         average: The old spelling of `op`: True means Average, False means Sum.
         device_dense, device_sparse, ignore_name_scope: Horovod's arguments, which have no effect.
         compression: The dtype in which the ranks exchange the tensor, and its gradient; see `Compression`.
@@ -94,6 +95,8 @@ def grouped_allreduce(
     group = group_of(tensors)
     sparse = [place for place, tensor in enumerate(group) if isinstance(tensor, tf.IndexedSlices)]
     dense = [place for place in range(len(group)) if place not in sparse]
+    if sparse:
+        refuse_slices(chosen, prescale_factor, postscale_factor)  # before the dense tensors are reduced
     reduced = _reduce([group[place] for place in dense], chosen, name, compression, options)
     slices: list[Any] = []
     if sparse:

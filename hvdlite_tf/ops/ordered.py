@@ -35,6 +35,7 @@ from tensorflow.python.ops.while_v2 import _WhileBodyGradFuncGraph
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
 from hvdlite.watchdog.threads import waits_in
+from hvdlite_tf.ops import failures
 
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Sequence[Array]]
@@ -73,7 +74,8 @@ def ordered(
         Exception: In eager code, any exception of `function`. A graph raises a TensorFlow error with the text of it instead.
     """
     if tf.executing_eagerly():
-        arrays = function(*(_read_only(tensor.numpy()) for tensor in inputs))
+        with failures.as_shown():
+            arrays = function(*(_read_only(tensor.numpy()) for tensor in inputs))
         return [tf.convert_to_tensor(array, spec.dtype) for array, spec in zip(arrays, outputs, strict=True)]
     graph = tf.compat.v1.get_default_graph()
     if GraphOrParentsInXlaContext(graph):
@@ -84,7 +86,8 @@ def ordered(
     context = contextvars.copy_context()  # TensorFlow's threads do not have the context of the program's thread
 
     def call(token: Array, *arrays: Array) -> list[Array]:
-        results = context.copy().run(function, *map(_read_only, arrays))
+        with failures.remembered():
+            results = context.copy().run(function, *map(_read_only, arrays))
         return [np.asarray(token + 1), *results]
 
     if is_built_for_a_session():

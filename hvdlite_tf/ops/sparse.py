@@ -43,13 +43,7 @@ def allreduce_slices(
     Raises:
         ArgumentError: `op` is neither Sum nor Average, or a factor or an algorithm is given.
     """
-    if op not in (hvdlite.Sum, hvdlite.Average):
-        raise ArgumentError(f"op={op!r}: tf.IndexedSlices are reduced by Sum or Average; use tf.convert_to_tensor(x).")
-    if (prescale_factor, postscale_factor, algorithm) != (1.0, 1.0, None):
-        raise ArgumentError(
-            f"prescale_factor={prescale_factor}, postscale_factor={postscale_factor}, algorithm={algorithm!r}: "
-            "tf.IndexedSlices are gathered as they are; scale their values, or use tf.convert_to_tensor(x)."
-        )
+    refuse_slices(op, prescale_factor, postscale_factor, algorithm)
     pairs = [compression.compress(each.values) for each in slices]
     gathered = allgather(
         [*(values for values, _ in pairs), *(each.indices for each in slices)], name, process_set=process_set
@@ -63,7 +57,22 @@ def allreduce_slices(
     ]
 
 
+def refuse_slices(op: ReduceOp, prescale_factor: float, postscale_factor: float, algorithm: Any = None) -> None:
+    """Raise ArgumentError unless tf.IndexedSlices can be reduced with these arguments of `allreduce_slices`."""
+    if op not in (hvdlite.Sum, hvdlite.Average):
+        raise ArgumentError(f"op={op!r}: tf.IndexedSlices are reduced by Sum or Average; use tf.convert_to_tensor(x).")
+    if (prescale_factor, postscale_factor, algorithm) != (1.0, 1.0, None):
+        raise ArgumentError(
+            f"prescale_factor={prescale_factor}, postscale_factor={postscale_factor}, algorithm={algorithm!r}: "
+            "tf.IndexedSlices are gathered as they are; scale their values, or use tf.convert_to_tensor(x)."
+        )
+
+
 def _divide(values: tf.Tensor, size: Any) -> tf.Tensor:
-    """Divide values by a number of ranks; averages of integers are rounded down, like those of dense tensors."""
-    divisor = tf.cast(size, values.dtype)
-    return values // divisor if values.dtype.is_integer else values / divisor
+    """Divide values by a number of ranks. The quotients of integers are floats.
+
+    Rows of equal index are added up later, so rounded quotients would give a wrong sum.
+    """
+    if values.dtype.is_integer:
+        values = tf.cast(values, tf.float64 if values.dtype.size > 2 else tf.float32)  # the dtypes of TensorFlow's `/`
+    return values / tf.cast(size, values.dtype)
