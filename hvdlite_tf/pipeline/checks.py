@@ -11,8 +11,6 @@ import hvdlite
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.process_set import ProcessSet
 
-_MEANS = ("sum_over_batch_size", "mean")
-
 
 def own_stage(stages: Sequence[Any], place: int, places: int, process_set: ProcessSet) -> keras.Model:
     """Return this rank's stage, built. All ranks of the pipeline call this.
@@ -61,26 +59,12 @@ def _wrong_with(stage: Any, place: int) -> str:
     return ""
 
 
-def check_compiled(model: keras.Model) -> float:
-    """Return 1 if the loss of a batch is the sum of its micro-batches', and 0 if it is the mean.
-
-    Raises:
-        ArgumentError: It is neither, or another argument of `compile` does not fit.
-    """
-    if isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer):
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ArgumentError if the optimizer scales losses."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise ArgumentError(
             "Pipeline: scaled losses (LossScaleOptimizer, mixed_float16) are not supported. Use bfloat16."
         )
-    losses = [loss for loss in keras.tree.flatten(model.loss) if loss is not None]
-    reductions = {getattr(loss, "reduction", _MEANS[0]) for loss in losses}
-    if reductions <= set(_MEANS):
-        return 0.0
-    if reductions == {"sum"}:
-        return 1.0
-    raise ArgumentError(
-        f"Pipeline: a loss with reduction {', '.join(sorted(map(repr, reductions)))}: the loss of a batch must be the mean or "
-        "the sum of those of its micro-batches, so expected sum_over_batch_size, mean, or sum for all losses."
-    )
 
 
 def check_no_mask(output: Any) -> None:
@@ -91,19 +75,3 @@ def check_no_mask(output: Any) -> None:
                 "Pipeline: the output of a stage has a Keras mask (from an Embedding with mask_zero=True, or Masking), which "
                 "does not travel. Pass a sample_weight, or use masks within one stage."
             )
-
-
-def rows_of(batch: Any, microbatches: int) -> int:
-    """Return the number of samples of a batch.
-
-    Raises:
-        ArgumentError: The batch cannot be cut into equal micro-batches.
-    """
-    rows = int(keras.tree.flatten(batch)[0].shape[0])
-    if rows == 0 or rows % microbatches:
-        fits = rows - rows % microbatches
-        raise ArgumentError(
-            f"a batch of {rows} samples cannot be cut into {microbatches} equal micro-batches. Leave out the last samples "
-            f"({fits} would do; drop_remainder=True in a tf.data pipeline), or choose `microbatches` that divides {rows}."
-        )
-    return rows

@@ -13,13 +13,16 @@ import tensorflow as tf
 import hvdlite
 from hvdlite.adapter.arguments import Everybody, rank_in, size_of
 from hvdlite.adapter.pipeline.bubble import Bubble
-from hvdlite.api import world
+from hvdlite.adapter.pipeline.relay import Relay
+from hvdlite.adapter.pipeline.schedules import one_forward_one_backward
 from hvdlite.checks import check_count
-from hvdlite.errors import ArgumentError, ranks_text
+from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
-from hvdlite_tf.pipeline.checks import check_compiled, own_stage, rows_of
-from hvdlite_tf.pipeline.messages import Messages
-from hvdlite_tf.pipeline.stage import Stage, one_forward_one_backward
+from hvdlite_tf.pipeline.batch import cut, length_of
+from hvdlite_tf.pipeline.checks import check_optimizer, own_stage
+from hvdlite_tf.pipeline.losses import Shares
+from hvdlite_tf.pipeline.stage import StagePasses
+from hvdlite_tf.pipeline.values import TensorCodec
 
 
 class Pipeline(keras.Model):  # type: ignore[misc]
@@ -39,7 +42,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]
     Args:
         stages: One for each rank, in order: a built Keras model or layer, or a function that makes it, so that each rank makes
             its own only. Make the weights equal on ranks of equal stages: ``keras.utils.set_random_seed``.
-        microbatches: How many equal parts of a batch go through the stages one after the other; 1 means that the stages take
+        microbatches: How many parts of a batch go through the stages one after the other; 1 means that the stages take
             turns.
         process_set: The ranks of the pipeline. The ascending ranks have the stages in order.
 
@@ -71,12 +74,11 @@ class Pipeline(keras.Model):  # type: ignore[misc]
         check_count("microbatches", microbatches)
         place, places = rank_in(process_set), size_of(process_set)
         self.stage = own_stage(stages, place, places, process_set)
-        ranks = list(process_set.members)
-        name = f"the pipeline of {ranks_text(ranks)}"
-        messages = Messages(world("Pipeline()").communicators.new(ranks, name))
         self._place, self._places, self._microbatches, self._process_set = place, places, microbatches, process_set
         self._bubble = Bubble()
-        self._passes = Stage(self.stage, messages, self._bubble, place, places)
+        self._relay = Relay(process_set, place, places, one_forward_one_backward, 1, TensorCodec())
+        self._passes = StagePasses(self.stage, self._bubble, place, places)
+        self._shares: Shares | None = None
         self._counts_here = False
         self.built = True
 
@@ -93,58 +95,69 @@ class Pipeline(keras.Model):  # type: ignore[misc]
             )
         kwargs |= {"run_eagerly": True, "jit_compile": False}
         super().compile(*args, **kwargs)
+        self._shares = None
 
     # Keras calls these for each batch
 
     def train_step(self, data: Any) -> dict[str, Any]:
         """Train on one batch, and return the metrics so far. All ranks of the pipeline are called with the same batch."""
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        is_sum = check_compiled(self)
-        rows_of(x, self._microbatches)
-        parts = _cut((x, y, weights), self._microbatches)
         begin = time.perf_counter()
-        stage, share = self._passes, is_sum or 1 / self._microbatches
-        stage.begin()
-        for is_forward, number in one_forward_one_backward(self._place, self._places, self._microbatches):
-            if is_forward:
-                self._forward(number, parts[number], share)
-            else:
-                stage.backward(number)
-        stage.finish()
+        count = self._run(data, trains=True)
         self._bubble.total += time.perf_counter() - begin
-        self.optimizer.apply(stage.gradients, self.trainable_variables)
+        if count is not None and getattr(getattr(self.optimizer, "_hvdlite", None), "weight", None) is not None:
+            self.optimizer.set_batch_weight(count)  # so that pipelines side by side count alike
+        self.optimizer.apply(self._passes.gradients, self.trainable_variables)
         return self.get_metrics_result()
-
-    def _forward(self, number: int, part: Any, share: float) -> None:
-        x, y, weights = part
-
-        def loss(output: Any) -> Any:
-            return self.compute_loss(x=x, y=y, y_pred=output, sample_weight=weights, training=True)
-
-        found = self._passes.forward(number, x, loss, share)
-        if found is not None:
-            self._count(part, *found)
 
     def test_step(self, data: Any) -> dict[str, Any]:
         """Evaluate one batch, and return the metrics so far."""
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-        for part in _cut((x, y, weights), self._microbatches):
-            output, extra = self._passes.evaluate(part[0])
-            if self._passes.is_last:
-                loss = self.compute_loss(x=part[0], y=part[1], y_pred=output, sample_weight=part[2], training=False)
-                self._count(part, output, loss + tf.cast(extra, loss.dtype))
-        self._passes.finish()
+        self._run(data, trains=False)
         return self.get_metrics_result()
 
-    def _count(self, part: Any, output: Any, loss: Any) -> None:
-        """Update the metrics by a micro-batch, on the rank of the last stage."""
+    def _run(self, data: Any, trains: bool) -> float | None:
+        """Make the passes of a batch, and count its loss and metrics. If a rank fails, all raise.
+
+        Returns:
+            What the loss of the batch is a mean over, if that is not its samples.
+        """
+        parts: list[Any] = []
+        error, counted = None, None
+        try:
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+            if trains:
+                check_optimizer(self.optimizer)
+            parts = cut((x, y, weights), self._microbatches)
+            shares = self._shares = self._shares or Shares(self, self._microbatches)
+            rows, whole = length_of(x), shares.count(y, weights, length_of(x))
+            counted = whole if shares.is_counted else None
+
+            def loss(number: int, output: Any) -> tuple[Any, float]:
+                return self._loss_of(parts[number], output, shares, whole, trains)
+
+            self._passes.begin([part[0] for part in parts], [length_of(part[0]) / rows for part in parts], loss, trains)
+        except Exception as failure:
+            error = failure
+        error = self._relay.run({self._place: self._passes}, len(parts) or 1, trains, error)
+        self._relay.settle(error, [])
+        if self._passes.is_last:
+            self._loss_tracker.update_state(self._passes.total, sample_weight=rows)
+        return counted
+
+    def _loss_of(self, part: Any, output: Any, shares: Shares, whole: float, trains: bool) -> tuple[Any, float]:
+        """Return the loss of a micro-batch and its share in the batch's, and count its metrics. The last stage calls this."""
         x, y, weights = part
-        self._loss_tracker.update_state(loss, sample_weight=keras.tree.flatten(x)[0].shape[0])
+
+        def loss(y: Any, output: Any, weights: Any) -> Any:
+            return self.compute_loss(x=x, y=y, y_pred=output, sample_weight=weights, training=trains)
+
+        value = loss(y, output, weights)
+        shares.look(loss, y, output, weights)
         self._counts_here = True
         try:
             self.compute_metrics(x, y, output, weights)
         finally:
             self._counts_here = False
+        return value, 1.0 if shares.is_sum else shares.count(y, weights, length_of(x)) / whole if whole else 0.0
 
     def get_metrics_result(self) -> dict[str, Any]:
         """Return the metrics that the rank of the last stage has counted. All ranks of the pipeline call this."""
@@ -169,11 +182,23 @@ class Pipeline(keras.Model):  # type: ignore[misc]
             raise ArgumentError(
                 "a pipeline is trained by fit() or train_on_batch(): gradients do not go through its call."
             )
-        outputs = [self._passes.evaluate(part)[0] for part in _cut(x, self._microbatches)]
-        self._passes.finish()
-        whole = None
-        if self._passes.is_last:
-            whole = keras.tree.map_structure(lambda *parts: np.concatenate([part.numpy() for part in parts]), *outputs)
+        parts: list[Any] = []
+        error, whole = None, None
+        try:
+            parts = cut(x, self._microbatches)
+            self._passes.begin(parts, [0.0] * len(parts), None, False)
+        except Exception as failure:
+            error = failure
+        error = self._relay.run({self._place: self._passes}, len(parts) or 1, False, error)
+        if self._passes.is_last and error is None:
+            try:
+                outputs = self._passes.outputs
+                whole = keras.tree.map_structure(
+                    lambda *each: np.concatenate([part.numpy() for part in each]), *outputs
+                )
+            except Exception as failure:
+                error = failure
+        self._relay.settle(error, [])
         found = hvdlite.broadcast_object(whole, self._places - 1, process_set=self._process_set)
         return keras.tree.map_structure(tf.convert_to_tensor, found)
 
@@ -195,18 +220,3 @@ class Pipeline(keras.Model):  # type: ignore[misc]
     def report(self) -> str:
         """Return the share of the bubble in the steps so far, and the theoretical one. All ranks of the pipeline call this."""
         return self._bubble.report(self._process_set, self._places, self._microbatches, 1, "1f1b")
-
-
-def _cut(nested: Any, count: int) -> list[Any]:
-    """Return a batch cut along the first axis of its tensors into at most `count` parts of nearly equal size."""
-    rows = int(keras.tree.flatten(nested)[0].shape[0])
-    count = max(1, min(count, rows))
-    bounds = [rows * number // count for number in range(count + 1)]
-
-    def part(number: int) -> Any:
-        rows = slice(bounds[number], bounds[number + 1])
-        return keras.tree.map_structure(
-            lambda tensor: None if tensor is None else tf.convert_to_tensor(tensor[rows]), nested, none_is_leaf=True
-        )
-
-    return [part(number) for number in range(count)]

@@ -6,18 +6,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import hypothesis
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import strategies as st
 from keras import layers
 
 import hvdlite
 import hvdlite_tf as hvd
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite_tf.pipeline.stage import one_forward_one_backward
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:
@@ -74,12 +71,12 @@ def assert_equal(found: list[Any], model: keras.Model) -> None:
 
 
 @pytest.mark.ranks(at_least=2)
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, 5])
 def test_fit_evaluate_and_predict(ranks: Any, microbatches: int) -> None:
     def check() -> None:
         size = hvd.size()
         model = compiled(whole(size))
-        options = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0, "sample_weight": IMPORTANCE}
+        options = {"batch_size": 20, "epochs": 3, "shuffle": False, "verbose": 0, "sample_weight": IMPORTANCE}
         expected = model.fit(X, Y, validation_data=(X[:7], Y[:7]), **options).history
         stages = [lambda part=part: keras.Sequential(part) for part in parts(size)]
         pipeline = compiled(hvd.Pipeline(stages, microbatches))
@@ -143,17 +140,87 @@ def test_several_tensors_cross_a_cut(ranks: Any) -> None:
     ranks(check)
 
 
-def test_sums_of_losses(ranks: Any) -> None:
+LABELS = _rng.integers(0, 3, ROWS)
+LABELS[:9] = LABELS[13:20] = LABELS[30:] = 1  # of which some are ignored
+LOSSES: dict[str, tuple[Any, Any]] = {
+    "sum": (lambda: keras.losses.MeanSquaredError("sum"), Y),
+    "a function that returns a sum": (lambda: lambda y, p: tf.reduce_sum((y - p) ** 2), Y),
+    "a function that returns a mean": (lambda: lambda y, p: tf.reduce_mean((y - p) ** 2), Y),
+    "a mean by weights": (lambda: keras.losses.MeanSquaredError("mean_with_sample_weight"), Y),
+    "ignored classes": (lambda: keras.losses.SparseCategoricalCrossentropy(True, ignore_class=1), LABELS),
+}
+
+
+@pytest.mark.ranks(at_least=2)
+def test_what_a_loss_counts(ranks: Any) -> None:
+    """Weights and the log are those of the whole batch; regularization counts once."""
+
     def check() -> None:
-        plain = [keras.Input((WIDTH,)), *(dense(WIDTH, seed) for seed in range(hvd.size())), dense(3, 9)]
-        stages = [[keras.Input((WIDTH,)), dense(WIDTH, seed)] for seed in range(hvd.size())]
-        stages[-1].append(dense(3, 9))
-        pipeline = compiled(hvd.Pipeline([keras.Sequential(stage) for stage in stages], 2))
-        model = compiled(keras.Sequential(plain))
-        for each in (pipeline, model):
-            compiled(each, loss=keras.losses.MeanSquaredError("sum"), optimizer=keras.optimizers.SGD(1e-3))
-            each.fit(X, Y, batch_size=BATCH, epochs=1, shuffle=False, verbose=0)
-        assert_equal(pipeline.full_weights(), model)
+        size = hvd.size()
+        for make, y in LOSSES.values():
+            pipeline = hvd.Pipeline([keras.Sequential(part) for part in parts(size)], 5)
+            model = whole(size)
+            options = {"batch_size": 20, "epochs": 1, "shuffle": False, "verbose": 0}
+            if y is Y and getattr(make(), "reduction", "").startswith("mean"):
+                options["sample_weight"] = IMPORTANCE[:35]
+            logs = [
+                compiled(each, loss=make(), optimizer=keras.optimizers.SGD(2e-3), metrics=[]).fit(
+                    X[:35], y[:35], validation_data=(X[:15], y[:15]), **options
+                )
+                for each in (pipeline, model)
+            ]
+            assert_equal(pipeline.full_weights(), model)
+            for name, values in logs[1].history.items():
+                np.testing.assert_allclose(logs[0].history[name], values, rtol=1e-5)
+        compiled(pipeline, loss=lambda y, p: tf.reduce_sum((y - p) ** 2) / tf.reduce_sum(tf.abs(y)))
+        with pytest.raises(ArgumentError, match="the loss is no mean over samples.*Return one number for each sample"):
+            pipeline.fit(X, Y, batch_size=20, verbose=0)
+
+    ranks(check)
+
+
+class Breaks(layers.Layer):  # type: ignore[misc]
+    """Raises if its rank says so."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.place, self.fails = place, False
+
+    def call(self, x: Any) -> Any:
+        return tf.ensure_shape(tf.py_function(self._maybe, [x], x.dtype), x.shape)
+
+    def _maybe(self, x: Any) -> Any:
+        if self.fails:
+            raise KeyError("too hot")
+        return x
+
+
+@pytest.mark.ranks(at_least=2)
+def test_an_error_on_one_rank_is_raised_on_all(ranks: Any) -> None:
+    def check() -> None:
+        size = hvd.size()
+        breaks = [Breaks(place) for place in range(size)]
+        stages = [keras.Sequential([*part, breaks[place]]) for place, part in enumerate(parts(size))]
+        pipeline = compiled(hvd.Pipeline(stages, 3), optimizer=keras.optimizers.SGD(0.0), metrics=[])
+        options = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
+        expected = pipeline.evaluate(X, Y, batch_size=BATCH, verbose=0)
+        for place in range(size):
+            breaks[place].fails = hvd.rank() == place
+            own = hvd.rank() == place
+            for call in (
+                lambda: pipeline.fit(X, Y, **options),
+                lambda: pipeline.evaluate(X, Y, batch_size=BATCH, verbose=0),
+                lambda: pipeline.predict_on_batch(X),
+            ):
+                with pytest.raises(
+                    Exception if own else hvdlite.errors.HvdliteError,
+                    match="too hot" if own else f"(?s)rank {place} could not make this step.*too hot",
+                ):
+                    call()
+            breaks[place].fails = False
+        with pytest.raises(hvdlite.errors.HvdliteError, match="called with different batches"):
+            pipeline.train_on_batch(X[: 2 if hvd.rank() else 9], Y[: 2 if hvd.rank() else 9])
+        np.testing.assert_allclose(pipeline.evaluate(X, Y, batch_size=BATCH, verbose=0), expected, rtol=1e-6)
 
     ranks(check)
 
@@ -177,8 +244,6 @@ def test_wrong_arguments(ranks: Any) -> None:
             with pytest.raises(ArgumentError, match=text):
                 call()
         pipeline = compiled(hvd.Pipeline(made, 5))
-        with pytest.raises(ArgumentError, match="24 samples cannot be cut into 5 equal micro-batches.*20 would do"):
-            pipeline.fit(X, Y, batch_size=BATCH, verbose=0)
         with pytest.raises(ArgumentError, match="leave out jit_compile"):
             compiled(pipeline, jit_compile=True)
         with pytest.raises(ArgumentError, match="full_weights"):
@@ -186,9 +251,11 @@ def test_wrong_arguments(ranks: Any) -> None:
         with pytest.raises(ArgumentError, match=r"trained by fit\(\)"):
             pipeline(X, training=True)
         pipeline = hvd.Pipeline(made, 2)
-        compiled(pipeline, loss=keras.losses.MeanSquaredError("mean_with_sample_weight"))
-        with pytest.raises(ArgumentError, match="mean_with_sample_weight"):
+        compiled(pipeline, loss=keras.losses.MeanSquaredError(None))
+        with pytest.raises(ArgumentError, match="a loss with reduction None"):
             pipeline.fit(X, Y, verbose=0)
+        with pytest.raises(ArgumentError, match="there are no samples"):
+            pipeline.predict_on_batch(X[:0])
 
     ranks(check)
 
@@ -221,15 +288,3 @@ def test_pipelines_side_by_side(ranks: Any) -> None:
             assert np.array_equal(copies[0], copies[1])
 
     ranks(check)
-
-
-@hypothesis.given(st.integers(1, 6), st.integers(1, 9))
-def test_every_stage_makes_every_pass(places: int, microbatches: int) -> None:
-    for place in range(places):
-        passes = one_forward_one_backward(place, places, microbatches)
-        assert sorted(passes) == sorted((kind, n) for kind in (False, True) for n in range(microbatches))
-        held = list(itertools.accumulate(1 if kind else -1 for kind, _ in passes))
-        assert max(held) == min(places - place, microbatches)
-        assert min(held) >= 0
-        for kind in (False, True):
-            assert [n for each, n in passes if each is kind] == list(range(microbatches))
