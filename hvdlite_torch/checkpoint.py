@@ -14,40 +14,34 @@ from hvdlite.errors import ArgumentError
 from hvdlite.gradients.layout import Piece as Extent
 from hvdlite_torch.step.shard_state import cut
 from hvdlite_torch.step.wrapped import Aggregating, Distributed, Local, Sharded
-from hvdlite_torch.tensors.sliced import is_sliced, local_of
+from hvdlite_torch.tensors.sliced import full_state_dict, is_sliced, load_full_state_dict, local_of
+from hvdlite_torch.tensors.split import all_stages, is_split, optimizer_parameters
 from hvdlite_torch.training.state import load_optimizer_state
+from hvdlite_torch.training.whole_state import NAMES, load_whole_state, part_of_whole_state
 
 __all__ = ["Loaded", "load", "save"]
 
 
 def stateful(value: Any) -> Stateful | None:
-    """Return what saves and sets the state of an object of torch; None if it has none, as a tensor.
-
-    Raises:
-        ArgumentError: The object's state is of slices, of which each rank has its own.
-    """
+    """Return what saves and sets the state of an object of torch; None if it has none, as a tensor."""
     if isinstance(value, type) or not callable(getattr(value, "load_state_dict", None)):
         return None
     if callable(getattr(value, "gathered", None)):
         return _GatheredState(value)
+    if callable(getattr(value, "full_optimizer_state_dict", None)):
+        return _StagesState(value)
     if isinstance(value, torch.nn.Module):
-        _check_whole(value.state_dict().values(), "full_state_dict() of what slice_layers or Pipeline returned")
-        return StateDict(value)
+        tensors = [tensor for tensor in value.state_dict().values() if isinstance(tensor, torch.Tensor)]
+        return _SlicedState(value) if any(map(is_sliced, tensors)) else StateDict(value)
     if not isinstance(value, torch.optim.Optimizer) or hasattr(value, "_hvdlite_training"):
         return StateDict(value)
-    _check_whole((p for group in value.param_groups for p in group["params"]), "torch.distributed.checkpoint")
+    if is_split(optimizer_parameters(value)):
+        return _SplitState(value)
     if isinstance(value, Sharded):
         return _ShardedState(value)
     if isinstance(value, Local):
         return _LocalState(value)
     return _AggregatingState(value) if isinstance(value, Aggregating) else _OptimizerState(value)
-
-
-def _check_whole(tensors: Any, way_out: str) -> None:
-    if any(is_sliced(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)):
-        raise ArgumentError(
-            f"this state has DTensors, of which each rank has a slice: save what is whole ({way_out}) in its place."
-        )
 
 
 class _GatheredState(StateDict):
@@ -57,23 +51,71 @@ class _GatheredState(StateDict):
         return Snapshot(self._target.gathered())
 
 
+class _StagesState(StateDict):
+    """The state of a model in stages, such as a `Pipeline`. It is saved as that of the whole model, in one file."""
+
+    @property
+    def parts_of(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self._target.process_set.members)
+
+    def snapshot(self, rank: int) -> Snapshot:
+        return Snapshot(self._target.full_state_dict())
+
+
+class _SlicedState(StateDict):
+    """The state of a module that is sliced over ranks."""
+
+    def snapshot(self, rank: int) -> Snapshot:
+        return Snapshot(full_state_dict(self._target))
+
+    def restore(self, value: Any, rank: int, ranks: int) -> None:
+        load_full_state_dict(self._target, value)
+
+
 class _OptimizerState:
     """The state of an optimizer that is the same on all ranks."""
+
+    parts_of: tuple[int, ...] = ()
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
     def snapshot(self, rank: int) -> Snapshot:
-        return Snapshot(self.optimizer.state_dict())
+        return Snapshot(self.optimizer.state_dict(), trained_by=self._trained_by)
 
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         if isinstance(value, list):  # of the ranks that saved, each had a state of its own
             value = value[rank % len(value)]
-        load_optimizer_state(self.optimizer, value)
+        # A model in stages has saved the names, because its order may be another one.
+        groups = value.get("param_groups")
+        if groups and all(NAMES in group for group in groups):
+            load_whole_state(self.optimizer, value)
+        else:
+            load_optimizer_state(self.optimizer, value)
+
+    @property
+    def _trained_by(self) -> tuple[int, ...] | None:
+        optimizer = self.optimizer
+        return tuple(optimizer._hvdlite_driver.process_set.members) if isinstance(optimizer, Distributed) else None
 
     def have_same_state(self) -> None:
         if isinstance(self.optimizer, Distributed):
             self.optimizer._hvdlite_driver.have_same_state()
+
+
+class _SplitState(_OptimizerState):
+    """The state of an optimizer whose model is split, in stages or slices: each rank has a part of that of the whole model."""
+
+    def snapshot(self, rank: int) -> Snapshot:
+        return Snapshot(part_of_whole_state(self.optimizer), on_each_rank=True)
+
+    @property
+    def parts_of(self) -> tuple[int, ...]:  # type: ignore[override]
+        stages = all_stages(optimizer_parameters(self.optimizer))
+        return tuple(rank for each in stages for rank in each.process_set.members)
+
+    def restore(self, value: Any, rank: int, ranks: int) -> None:
+        load_whole_state(self.optimizer, value)
 
 
 class _ShardedState(_OptimizerState):
@@ -96,7 +138,7 @@ class _ShardedState(_OptimizerState):
                     for name, (value, _) in values.items()
                 }
             )
-        return Snapshot({**found, "state": states}, on_each_rank=True)
+        return Snapshot({**found, "state": states}, on_each_rank=True, trained_by=self._trained_by)
 
 
 class _LocalState(_OptimizerState):
@@ -109,7 +151,7 @@ class _LocalState(_OptimizerState):
                 "with local_steps= the ranks have different parameters between two meetings: call "
                 "optimizer.average_parameters() on all ranks before you save."
             )
-        return Snapshot(Own(state), on_each_rank=True)
+        return Snapshot(Own(state), on_each_rank=True, trained_by=self._trained_by)
 
 
 class _AggregatingState(_OptimizerState):
@@ -118,9 +160,9 @@ class _AggregatingState(_OptimizerState):
     def snapshot(self, rank: int) -> Snapshot:
         state = self.optimizer.state_dict()
         if "aggregator" not in state:
-            return Snapshot(state)
+            return Snapshot(state, trained_by=self._trained_by)
         own = {"aggregator": Own(state["aggregator"])}
-        return Snapshot({**state, **own} if rank == 0 else own, on_each_rank=True)
+        return Snapshot({**state, **own} if rank == 0 else own, on_each_rank=True, trained_by=self._trained_by)
 
     def restore(self, value: dict[str, Any], rank: int, ranks: int) -> None:
         if "aggregator" in value and isinstance(value["aggregator"], list):

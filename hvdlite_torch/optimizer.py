@@ -149,6 +149,7 @@ def DistributedOptimizer(
         torch.optim.Optimizer.__setstate__(optimizer, {})
     optimizer._hvdlite_driver = driver  # type: ignore[attr-defined]
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
+    optimizer._hvdlite_names = options.names  # type: ignore[attr-defined]
     optimizer._hvdlite_aggregator = aggregator  # type: ignore[attr-defined]
     driver.attach()
     world().group(process_set).add(OptimizerMember(driver, not shard, share_state))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdlite.api import allgather_object, rank, size
-from hvdlite.checkpoint.parts import merge, what_is_missing
+from hvdlite.checkpoint.parts import merge, own_part, tensor_keys, what_is_missing
 from hvdlite.checkpoint.states import Stateful
 from hvdlite.checkpoint.structure import Reader, Tree, Writer
 from hvdlite.checkpoint.tensor_file import Stored, info_of
@@ -40,8 +40,14 @@ def copy_of(name: str, target: Stateful) -> Copy:
         CheckpointError: Some ranks lack their part of the state. All ranks raise it.
     """
     snapshot = target.snapshot(rank())
+    value = snapshot.value
+    if snapshot.on_each_rank and size() > 1:
+        keys = allgather_object(
+            tensor_keys(value), f"what there is of the state of {name}, which is saved on every rank"
+        )
+        value = own_part(value, [each for before in keys[: rank()] for each in before])
     writer = Writer(f"rank {rank()}", allow_pickle=True)
-    tree = writer.tree_of(snapshot.value, name)
+    tree = writer.tree_of(value, name)
     arrays = {each: _copied(tensor) for each, tensor in writer.tensors.items()}
     if not snapshot.on_each_rank or size() == 1:
         return Copy(tree, {writer.file: arrays})

@@ -1,13 +1,15 @@
-"""One tree from the trees of all ranks, each of which has a part of the state."""
+"""One tree from the trees of all ranks, each of which has a part of the state; and no tensor twice."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from hvdlite.checkpoint.structure import Tree
+
+Keys = tuple[Any, ...]
 
 
 def merge(trees: Sequence[Tree]) -> Tree:
@@ -34,6 +36,32 @@ def merge(trees: Sequence[Tree]) -> Tree:
         return first
     keys = dict.fromkeys(key for tree in trees for key in tree)
     return {key: merge([tree[key] for tree in trees if key in tree]) for key in keys}
+
+
+def own_part(value: Any, keys_before: Collection[Keys]) -> Any:
+    """Return a value without the tensors that ranks before this one have, such as those of another replica of the model.
+
+    Args:
+        value: What a rank has.
+        keys_before: `tensor_keys` of what the ranks before it have.
+    """
+    if not keys_before:
+        return value
+
+    def rest(value: Any, keys: Keys) -> Any:
+        if type(value) is not dict:
+            return value
+        return {key: rest(each, (*keys, key)) for key, each in value.items() if (*keys, key) not in before}
+
+    before = set(keys_before)
+    return rest(value, ())
+
+
+def tensor_keys(value: Any, keys: Keys = ()) -> list[Keys]:
+    """Return the ways, from dictionary to dictionary, to the tensors in a value."""
+    if type(value) is dict:
+        return [found for key, each in value.items() for found in tensor_keys(each, (*keys, key))]
+    return [keys] if hasattr(value, "shape") and hasattr(value, "dtype") else []
 
 
 def what_is_missing(tree: Tree, name: str) -> str:

@@ -26,6 +26,7 @@ class Ranks:
     Attributes:
         rank: The number of this rank among them.
         size: How many there are.
+        world_ranks: Their ranks in the job.
     """
 
     def __init__(self, call: str, process_set: ProcessSet | None) -> None:
@@ -33,7 +34,7 @@ class Ranks:
         self._process_set = process_set
         here = world(call).group(process_set)
         self.rank, self.size = here.rank, here.size
-        self._world_ranks = world(call).ranks(process_set)
+        self.world_ranks = world(call).ranks(process_set)
 
     @property
     def is_first(self) -> bool:
@@ -60,7 +61,7 @@ class Ranks:
         told: list[Any] = allgather_object(mine, f"{self._call} {what}", process_set=self._process_set)
         failed: dict[str, list[int]] = {}
         by_argument = True
-        for rank, each in zip(self._world_ranks, told, strict=True):
+        for rank, each in zip(self.world_ranks, told, strict=True):
             _, text, is_argument = each or (None, "it has called join()", False)
             if text:
                 failed.setdefault(text, []).append(rank)
@@ -68,7 +69,7 @@ class Ranks:
         if not failed:
             return [each[0] for each in told]
         texts = [
-            text if len(ranks) == len(self._world_ranks) else f"{ranks_text(ranks)}: {text}"
+            text if len(ranks) == len(self.world_ranks) else f"{ranks_text(ranks)}: {text}"
             for text, ranks in failed.items()
         ]
         kind = ArgumentError if by_argument else CheckpointError
@@ -83,7 +84,7 @@ class Ranks:
         """Raise MismatchError on all ranks unless all have an equal value."""
         told = self.all_do(what, lambda: own)
         if any(each != told[0] for each in told):
-            lines = [f"rank {rank}: {each}" for rank, each in zip(self._world_ranks, told, strict=True)]
+            lines = [f"rank {rank}: {each}" for rank, each in zip(self.world_ranks, told, strict=True)]
             raise MismatchError(f"{self._call}: the ranks have different {what}:\n" + "\n".join(lines))
 
     def send(self, content: Array | None, length: int, sender: int) -> Array:

@@ -13,12 +13,12 @@ from hvdlite.checkpoint import disk, manifest
 from hvdlite.checkpoint.disk import FileRecord
 from hvdlite.checkpoint.folder import Folder, Unfinished, is_seen
 from hvdlite.checkpoint.manifest import Manifest
-from hvdlite.checkpoint.parts import merge, what_is_missing
+from hvdlite.checkpoint.parts import merge, own_part, tensor_keys, what_is_missing
 from hvdlite.checkpoint.ranks import Ranks
 from hvdlite.checkpoint.states import Snapshot, stateful
 from hvdlite.checkpoint.structure import Tree, Writer
 from hvdlite.checkpoint.tensor_file import chunks_of
-from hvdlite.errors import ArgumentError, CheckpointError
+from hvdlite.errors import ArgumentError, CheckpointError, ranks_text
 from hvdlite.process_set import ProcessSet
 
 _VALUES = "other-values"
@@ -74,10 +74,11 @@ def save(
     def look() -> None:
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             raise ArgumentError(f"keep={keep!r}: expected how many checkpoints to keep, 1 or more.")
-        snapshots.update(_snapshots_of(state, ranks.rank))
+        snapshots.update(_snapshots_of(state, ranks))
 
     snapshots: dict[str, Snapshot] = {}
     ranks.all_do("looking at what to save", look)
+    _leave_out_copies(snapshots, ranks)
     values = {name: value for name, value in state.items() if name not in snapshots}
     with contextlib.ExitStack() as stack:
         begun: list[Unfinished] = []  # on the first rank
@@ -106,10 +107,45 @@ def save(
     return saved
 
 
-def _snapshots_of(state: Mapping[str, Any], rank: int) -> dict[str, Snapshot]:
-    """Return the states of the objects that have one."""
-    found = {name: stateful(value) for name, value in state.items()}
-    return {name: each.snapshot(rank) for name, each in found.items() if each is not None}
+def _snapshots_of(state: Mapping[str, Any], ranks: Ranks) -> dict[str, Snapshot]:
+    """Return the states of the objects that have one.
+
+    Raises:
+        ArgumentError: Ranks that have a part of an object are not among those that save.
+    """
+    found = {name: each for name, value in state.items() if (each := stateful(value)) is not None}
+    for name, each in found.items():
+        if others := sorted(set(each.parts_of) - set(ranks.world_ranks)):
+            raise ArgumentError(
+                f"parts of {name} are on {ranks_text(sorted(each.parts_of))}, and {ranks_text(others)} of them do not save: "
+                "leave out process_set=, or pass one with all stages."
+            )
+    return {name: each.snapshot(ranks.rank) for name, each in found.items()}
+
+
+def _leave_out_copies(snapshots: dict[str, Snapshot], ranks: Ranks) -> None:
+    """Leave out of the parts of this rank what a rank before it has. Every rank calls this.
+
+    Raises:
+        ArgumentError: The ranks train an object in different groups, so that each group has another one.
+    """
+    told = ranks.all_do(
+        "looking at what to save",
+        lambda: {
+            name: (each.trained_by, tensor_keys(each.value) if each.on_each_rank else [])
+            for name, each in snapshots.items()
+        },
+    )
+    for name, snapshot in snapshots.items():
+        groups = sorted({group for each in told if (group := each[name][0]) is not None})
+        if len(groups) > 1:
+            apart = " and, apart, by ".join(ranks_text(list(each)) for each in groups)
+            raise ArgumentError(
+                f"checkpoint.save(): {name} is trained by {apart}, and a checkpoint has one: pass process_set=, that of "
+                "this rank's optimizer, and a folder for each."
+            )
+        before = [keys for each in told[: ranks.rank] for keys in each[name][1]]
+        snapshots[name] = snapshot._replace(value=own_part(snapshot.value, before))
 
 
 class _Written(NamedTuple):

@@ -9,7 +9,10 @@ from __future__ import annotations
 import importlib
 from typing import Any, NamedTuple, Protocol
 
-_ADAPTERS = {"torch": "hvdlite_torch.checkpoint", "keras": "hvdlite_tf.checkpoint", "tf_keras": "hvdlite_tf.checkpoint"}
+_ADAPTERS = {
+    **dict.fromkeys(("torch", "hvdlite_torch"), "hvdlite_torch.checkpoint"),
+    **dict.fromkeys(("keras", "tf_keras"), "hvdlite_tf.checkpoint"),
+}
 """The module whose ``stateful`` knows the objects of a framework, by the top-level package of their class or of a base."""
 
 
@@ -20,14 +23,23 @@ class Snapshot(NamedTuple):
         value: The state, with tensors in it that may share memory with the object. It may have `Piece` and `Own` in it.
         on_each_rank: Whether each rank has a part of the value, and these are merged. If not, each rank has all of it, and the
             first rank's is saved.
+        trained_by: The world ranks that train the object together, if it knows; then those that save must be among the same.
     """
 
     value: Any
     on_each_rank: bool = False
+    trained_by: tuple[int, ...] | None = None
 
 
 class Stateful(Protocol):
-    """An object whose state is saved and set again. All ranks call these methods, with equal objects."""
+    """An object whose state is saved and set again. All ranks call these methods, with equal objects.
+
+    Attributes:
+        parts_of: The world ranks that have the parts of one replica, if each has a part; then all of them save together.
+    """
+
+    @property
+    def parts_of(self) -> tuple[int, ...]: ...
 
     def snapshot(self, rank: int) -> Snapshot:
         """Return the object's state.
@@ -58,6 +70,8 @@ class StateDict:
     Args:
         target: The object.
     """
+
+    parts_of: tuple[int, ...] = ()
 
     def __init__(self, target: Any) -> None:
         self._target = target

@@ -12,7 +12,10 @@ from hvdlite.checkpoint.states import StateDict, Stateful
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.checkpoint import stateful
 from hvdlite_torch.elastic.sampler import ElasticSampler
+from hvdlite_torch.pipeline.own_layers import OwnLayers
 from hvdlite_torch.step.wrapped import Aggregating, Local
+from hvdlite_torch.tensors.sliced import is_sliced
+from hvdlite_torch.tensors.split import is_split, optimizer_parameters
 from hvdlite_torch.training.state import broadcast_optimizer_state, broadcast_parameters
 
 
@@ -91,25 +94,50 @@ class StateDictHandler(StateHandler):
     def __init__(self, value: Any) -> None:
         super().__init__(value)
         self._saved: Copy | None = None
+        self._is_restored = False
 
     def save(self) -> None:
         self._saved = copy_of(type(self.value).__name__, self._stateful())
+        self._is_restored = False
 
     def restore(self) -> None:
         if self._saved is not None:
             restore(self._saved, self._stateful())
+            self._is_restored = True
+
+    def saved(self) -> dict[str, Any]:
+        return {"_saved": self._saved}
 
     def sync(self) -> None:
         state = hvdlite.broadcast_object(self.value.state_dict(), 0, f"the state of a {type(self.value).__name__}")
         if hvdlite.rank() != 0:
             self.value.load_state_dict(state)
 
+    def _sync_parts(self, whole: bool) -> bool:
+        """Give all ranks what rank 0 has brought back, of a state of which ranks have parts. Every rank calls this.
+
+        Args:
+            whole: Whether all ranks together have the whole state. If so, they get it if rank 0 has brought nothing back.
+
+        Returns:
+            Whether they have been given a state.
+        """
+        what = f"the state of a {type(self.value).__name__}"
+        saved = hvdlite.broadcast_object(self._saved if self._is_restored else None, 0, what)
+        if saved is None and whole:
+            saved = copy_of(type(self.value).__name__, self._stateful())
+        if saved is not None:
+            restore(saved, self._stateful())
+        if saved is not None and whole:
+            self._stateful().have_same_state()
+        return saved is not None
+
     def _stateful(self) -> Stateful:
         return stateful(self.value) or StateDict(self.value)
 
 
 class ModelStateHandler(StateDictHandler):
-    """A handler of a module.
+    """A handler of a module, or of a model in stages, such as a `Pipeline`.
 
     Args:
         model: The module.
@@ -124,11 +152,14 @@ class ModelStateHandler(StateDictHandler):
         [5.0, 5.0]
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module | OwnLayers) -> None:
         super().__init__(model)
 
     def sync(self) -> None:
-        broadcast_parameters(self.value)
+        if isinstance(self.value, OwnLayers) or any(map(is_sliced, self.value.parameters())):
+            self._sync_parts(whole=True)
+        else:
+            broadcast_parameters(self.value)
 
 
 class OptimizerStateHandler(StateDictHandler):
@@ -148,27 +179,15 @@ class OptimizerStateHandler(StateDictHandler):
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        self._is_restored = False
-
-    def save(self) -> None:
-        super().save()
-        self._is_restored = False
-
-    def restore(self) -> None:
-        super().restore()
-        self._is_restored = self._saved is not None
 
     def sync(self) -> None:
+        if is_split(optimizer_parameters(self.value)):
+            self._sync_parts(whole=True)
+            return
         # Ranks whose aggregators remember something of their own get theirs back, as rank 0 has it in what was saved.
-        if isinstance(self.value, Aggregating | Local):
-            saved = hvdlite.broadcast_object(self._saved if self._is_restored else None, 0, "the state of an optimizer")
-            if saved is not None:
-                restore(saved, self._stateful())
-                return
+        if isinstance(self.value, Aggregating | Local) and self._sync_parts(whole=False):
+            return
         broadcast_optimizer_state(self.value)
-
-    def saved(self) -> dict[str, Any]:
-        return {"_saved": self._saved}
 
 
 class SamplerStateHandler(StateHandler):
@@ -209,6 +228,7 @@ Registry = list[tuple[type[Any], type[StateHandler]]]
 
 _registry: Registry = [
     (torch.nn.Module, ModelStateHandler),
+    (OwnLayers, ModelStateHandler),
     (torch.optim.Optimizer, OptimizerStateHandler),
     (ElasticSampler, SamplerStateHandler),
     (torch.optim.lr_scheduler.LRScheduler, StateDictHandler),

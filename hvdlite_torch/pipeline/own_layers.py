@@ -14,11 +14,12 @@ import hvdlite
 from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
-from hvdlite_torch.slicing.state import full_state_dict
 from hvdlite_torch.step.shardable import check_independent
 from hvdlite_torch.step.wrapped import Distributed
 from hvdlite_torch.tensors import split_norm
+from hvdlite_torch.tensors.sliced import full_state_dict, load_full_state_dict
 from hvdlite_torch.tensors.split import Stages
+from hvdlite_torch.training.whole_state import load_whole_state, whole_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.10 has none
@@ -50,7 +51,10 @@ class OwnLayers:
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank's stages, under the names of the model."""
+        """Return the state of this rank's stages, under the names of the model.
+
+        A file of it has this rank's stages only: see `full_state_dict`, and ``hvd.checkpoint.save``.
+        """
         return {name: value for module in self._modules for name, value in module.state_dict().items()}
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -63,9 +67,40 @@ class OwnLayers:
         return {name: value for part in parts for name, value in part.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of the state of the whole model, or its own part."""
+        """Load this rank's part of the state of the whole model, or its own part.
+
+        Raises:
+            ArgumentError: `state` lacks a tensor of this rank's stages, or has another shape of it.
+        """
         for module in self._modules:
-            module.load_state_dict({name: state[name] for name in module.state_dict()})
+            load_full_state_dict(module, state)
+
+    def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of the optimizers of all stages, on every rank, as one process with the whole model has it.
+
+        All ranks call this: of the pipeline, and of the axes of slices and of data parallelism.
+
+        Args:
+            optimizer: The optimizer of this rank's parameters, plain or distributed.
+
+        Raises:
+            ArgumentError: The state cannot be put together. The text says why.
+        """
+        return whole_state(optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of what `full_optimizer_state_dict` has returned, with any cuts, or of one process's state.
+
+        All ranks call this.
+
+        Args:
+            optimizer: The optimizer of this rank's parameters, plain or distributed.
+            state: The state of the optimizer of the whole model.
+
+        Raises:
+            ArgumentError: It is the state of other parameters.
+        """
+        load_whole_state(optimizer, state)
 
     def _check_optimizer(self, optimizer: Any) -> None:
         """Check that an optimizer may step the parameters of a stage. All ranks of the model call this, with the same kind.

@@ -2,7 +2,6 @@
 
 - `slice_layers`: `slice_layers`: slices what can be sliced, and prints the plan.
 - `rules`: finds the layers of a model that can be sliced, and why others cannot.
-- `state`: the state of the whole model, from the slices.
 - `results`: what goes into sliced layers and comes out of them, as plain tensors.
 - `whole`: what a program has done to a layer that slices would break.
 - `linear`: linear layers of which each rank has columns or rows.

@@ -21,9 +21,9 @@ from hvdlite_torch.slicing.convolution import slice_channels
 from hvdlite_torch.slicing.embedding import slice_embedding
 from hvdlite_torch.slicing.linear import slice_columns, slice_rows
 from hvdlite_torch.slicing.rules import Found, find
-from hvdlite_torch.slicing.state import full_state_dict
 from hvdlite_torch.slicing.whole import altered, watched
 from hvdlite_torch.tensors import split_norm
+from hvdlite_torch.tensors.sliced import full_state_dict, load_full_state_dict
 
 Style = Literal["columns", "rows"] | ParallelStyle | None
 _WORDS: Mapping[str, type[ParallelStyle]] = {"columns": ColwiseParallel, "rows": RowwiseParallel}
@@ -62,6 +62,14 @@ class SlicePlan:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the state of the whole model, under the names that it had before. All ranks of the axis call this."""
         return full_state_dict(self._model)
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state of the whole model, such as `full_state_dict` has returned. All ranks of the axis call this.
+
+        Raises:
+            ArgumentError: `state` lacks a tensor, or has another shape of it.
+        """
+        load_full_state_dict(self._model, state)
 
     def __str__(self) -> str:
         sliced, total = self._parameters

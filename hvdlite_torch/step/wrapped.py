@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +35,7 @@ class Distributed:
 
     _hvdlite_driver: StepDriver
     _hvdlite_plain: type[torch.optim.Optimizer]
+    _hvdlite_names: Mapping[int, str]
 
     def set_batch_weight(self, weight: float) -> None:
         """Set the number of samples in this rank's batch, for the next step only; 1 if it is not set.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,3 +174,61 @@ def program_state(state: State, parameters: Sequence[torch.Tensor]) -> State:
         )
         for key, values in state.items()
     }
+
+
+# Whole tensors, as one process has them
+
+
+def full_tensor(value: Any) -> Any:
+    """Return the whole tensor of slices, of which all ranks call this; anything else itself."""
+    return value.full_tensor() if isinstance(value, torch.Tensor) and is_sliced(value) else value  # type: ignore[attr-defined]
+
+
+def cut_like(whole: Any, like: Any, name: str) -> Any:
+    """Return a whole tensor, sliced as `like` is, if that is sliced.
+
+    Args:
+        whole: A tensor, which all ranks of the mesh have; or anything else, which is returned.
+        like: A tensor, sliced or not.
+        name: What it is, for the error.
+
+    Raises:
+        ArgumentError: The whole tensors have different shapes.
+    """
+    if not isinstance(like, torch.Tensor) or not is_sliced(like) or is_sliced(whole):
+        return whole
+    if whole.shape != like.shape:
+        raise ArgumentError(f"{name} has the shape {tuple(whole.shape)}, and here {tuple(like.shape)}.")
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole.to(local_of(like).device), mesh, placements, src_data_rank=None)
+
+
+def full_state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the state of a model with whole tensors, under the names that it had before it was sliced.
+
+    All ranks that hold slices call this. Without slices it is ``model.state_dict()``.
+    """
+    return {name: full_tensor(value) for name, value in model.state_dict().items()}
+
+
+def load_full_state_dict(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Load a state with whole tensors, as `full_state_dict` has returned it, into a model that may be sliced.
+
+    Args:
+        model: The model, or a stage of one.
+        state: The state of the model, or of more than that.
+
+    Raises:
+        ArgumentError: A tensor of the model is not in `state`, or has another shape there.
+    """
+    own = model.state_dict()
+    missing = [name for name in own if name not in state]
+    if missing:
+        raise ArgumentError(
+            f"this state lacks {', '.join(map(repr, missing[:3]))} and {len(missing)} in all of the {len(own)} tensors here. A "
+            "model in stages takes the state of the whole model, or one of the same stages: each rank's state_dict() has its "
+            "own stage only, so save full_state_dict(), or use hvd.checkpoint.save(…), from all ranks of the pipeline axis."
+        )
+    model.load_state_dict({name: cut_like(state[name], value, name) for name, value in own.items()})

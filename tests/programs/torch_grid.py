@@ -2,10 +2,13 @@
 
 Sliced layers are torch's, the pipeline and the data-parallel axis are ours; with "fsdp" FSDP has that axis. "shard" shards the
 optimizer, and "clip" clips gradients. For each grid, each rank prints the largest distance of its weights, and whether replicas
-are equal, bit for bit. In the middle of the training the optimizer's state is saved and loaded.
+are equal, bit for bit. In the middle of the training the optimizer's state is saved and loaded; in the end a checkpoint is
+saved, which a whole model loads.
 """
 
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterable
 
@@ -40,8 +43,16 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def train(axes: dict[str, int], how: set[str]) -> dict[str, torch.Tensor]:
-    """Train on a grid, print the comparison of replicas, and return this rank's part of the weights."""
+Trained = tuple[dict[str, torch.Tensor], list[torch.Tensor]]
+"""Weights by name, and the state of the optimizer."""
+
+
+def state_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for its in optimizer.state_dict()["state"].values() for value in its.values()]
+
+
+def train(axes: dict[str, int], how: set[str]) -> list[Trained]:
+    """Train on a grid, print the comparison of replicas, and return this rank's part of the weights, and a whole model."""
     grid = hvd.ProcessGrid(**{"pp": 1, "dp": 1, **axes})
     model = make_model()
     if "tp" in axes:
@@ -71,6 +82,8 @@ def train(axes: dict[str, int], how: set[str]) -> dict[str, torch.Tensor]:
             hvd.broadcast_optimizer_state(optimizer, root, process_set=grid["dp"])
             hvd.broadcast_parameters(pipeline.state_dict(), root, process_set=grid["dp"])
             hvd.assert_in_sync(pipeline.named_parameters(), process_set=grid["dp"])
+            hvd.checkpoint.save(folder, model=pipeline, optimizer=optimizer)
+            hvd.checkpoint.load(folder, model=pipeline, optimizer=optimizer)
     trained = pipeline.state_dict()
     equal = True
     for name, value in trained.items():
@@ -80,7 +93,13 @@ def train(axes: dict[str, int], how: set[str]) -> dict[str, torch.Tensor]:
             copies = hvd.allgather(own.reshape(1, -1), name=name, process_set=grid["tp" if sliced else "dp"])
             equal = equal and all(torch.equal(copy, copies[0]) for copy in copies)
     print(f"replicas {'equal' if equal else 'DIFFERENT'}", flush=True)
-    return trained
+    if "fsdp" in how:
+        return [(trained, [])]
+    hvd.checkpoint.save(folder, model=pipeline, optimizer=optimizer)
+    one = make_model()
+    plain = make_optimizer(one.parameters(), "clip" in how)
+    hvd.checkpoint.load(folder, model=one, optimizer=plain)
+    return [(trained, []), (one.state_dict(), state_of(plain))]
 
 
 torch.set_num_threads(1)
@@ -90,7 +109,7 @@ generator = torch.Generator().manual_seed(1)
 x, y = torch.randn(BATCH, 48, generator=generator), torch.randn(BATCH, 48, generator=generator)
 
 
-def train_alone(clip: bool) -> dict[str, torch.Tensor]:
+def train_alone(clip: bool) -> Trained:
     reference = make_model()
     optimizer = make_optimizer(reference.parameters(), clip)
     for _ in range(STEPS):
@@ -99,13 +118,20 @@ def train_alone(clip: bool) -> dict[str, torch.Tensor]:
         if clip:
             assert nn.utils.clip_grad_norm_(reference.parameters(), CLIP) > CLIP
         optimizer.step()
-    return reference.state_dict()
+    return reference.state_dict(), state_of(optimizer)
 
+
+folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0)
 
 for argument in sys.argv[1:]:
     words = argument.split(",")
     how = {word for word in words if "=" not in word}
     found = train({name: int(size) for name, size in (word.split("=") for word in words if "=" in word)}, how)
-    expected = train_alone("clip" in how)
-    distance = max((whole(value) - expected[name]).abs().max().item() for name, value in found.items())
-    print(f"distance {distance}", flush=True)
+    expected, state = train_alone("clip" in how)
+    distances = [(whole(value) - expected[name]).abs().max() for weights, _ in found for name, value in weights.items()]
+    distances += [(a - b).abs().max() for _, loaded in found if loaded for a, b in zip(loaded, state, strict=True)]
+    print(f"distance {max(map(float, distances))}", flush=True)
+
+hvd.barrier()
+if hvd.rank() == 0:
+    shutil.rmtree(folder)

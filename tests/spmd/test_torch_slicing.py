@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,42 @@ def test_torch_clips_slices_and_plain_parameters_together() -> None:
         torch.testing.assert_close(gradient, whole.grad, rtol=0, atol=1e-12)
     nn.utils.clip_grad_value_(model.parameters(), 1e-4)
     assert all(parameter.grad.abs().max() <= 1e-4 for parameter in model.parameters() if parameter.grad is not None)
+
+
+@processes
+@pytest.mark.parametrize("name", ["encoder", "convolutions"])
+def test_a_checkpoint_of_slices_is_whole(name: str, tmp_path: Path) -> None:
+    """One process loads it; a sliced model loads it, and that of one process."""
+    make, input_of, _ = MODELS[name]
+    folder = Path(hvd.broadcast_object(str(tmp_path)))
+
+    def start(sliced: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = make().double()
+        if sliced:
+            hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+        return model, torch.optim.Adam(model.parameters(), 0.01, eps=1e-2)  # or it magnifies rounding
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(input_of()).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = start(True)
+    steps(model, optimizer)
+    plain, adam = start(False)
+    steps(plain, adam)
+    hvd.checkpoint.save(folder / "slices", model=model, optimizer=optimizer)
+    hvd.checkpoint.save(folder / "whole", model=plain, optimizer=adam)
+    steps(plain, adam)
+    for sliced, where in ((False, "slices"), (True, "slices"), (True, "whole")):
+        model, optimizer = start(sliced)
+        hvd.checkpoint.load(folder / where, model=model, optimizer=optimizer)
+        steps(model, optimizer)
+        for parameter, wanted in zip(model.parameters(), plain.parameters(), strict=True):
+            ours = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
 
 
 @processes

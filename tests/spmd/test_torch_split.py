@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
@@ -218,3 +220,135 @@ def test_ranks_of_different_stages_exchange_nothing() -> None:
             call()
     with pytest.raises(ArgumentError, match="one stage of a Pipeline, and servers hold a model that all ranks have"):
         hvd.AsyncDistributedOptimizer(adam, nn.ParameterList(list(pipeline.parameters())[:2]))
+
+
+def groups_of(model: Any) -> list[dict[str, Any]]:
+    """Weights and biases in groups of their own, so that the order of the optimizer is not that of the model."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if name.endswith("bias")], "weight_decay": 0.0},
+        {"params": [p for name, p in named if name.endswith("weight")]},
+    ]
+
+
+def adam(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups_of(model), lr=0.05, weight_decay=0.1)
+
+
+def train_alone(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+
+def train(pipeline: hvd.Pipeline, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        pipeline.step(*batch(step), optimizer)
+
+
+def test_a_checkpoint_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    """What a model in stages saves, one process loads, and other cuts; and the other way round."""
+    folder, grid = Path(hvd.broadcast_object(str(tmp_path))), own_grid()
+    whole = chain()
+    alone = adam(whole)
+    train_alone(whole, alone, 0, 3)
+
+    for number, options in enumerate(({}, {"shard": True})):
+        pipeline = staged(grid)
+        optimizer = hvd.DistributedOptimizer(
+            adam(pipeline), pipeline.named_parameters(), process_set=grid["dp"], **options
+        )
+        train(pipeline, optimizer, 0, 3)
+        path = hvd.checkpoint.save(folder / str(number), model=pipeline, optimizer=optimizer, step=3)
+        if hvd.rank() == 0:
+            assert load_file(path / "model.safetensors").keys() == whole.state_dict().keys()
+        hvd.barrier()
+
+        # one process
+        model = chain()
+        one = adam(model)
+        found = hvd.checkpoint.load(folder / str(number), model=model, optimizer=one)
+        assert found is not None
+        assert found["step"] == 3
+        assert distance(model.state_dict(), whole) <= 1e-12
+        for ours, wanted in zip(one.state_dict()["state"].values(), alone.state_dict()["state"].values(), strict=True):
+            assert (ours["exp_avg"] - wanted["exp_avg"]).abs().max().item() <= 1e-12
+        assert one.state_dict()["param_groups"] == alone.state_dict()["param_groups"]
+        train_alone(model, one, 3, 5)
+
+        # other cuts, and the same ones
+        later = [*cuts()[:-1], str(hvd.size())]
+        for where in (cuts(), later):
+            again = hvd.Pipeline(chain(), grid["pp"], loss=F.mse_loss, microbatches=4, cuts=where)
+            resumed = hvd.DistributedOptimizer(adam(again), process_set=grid["dp"], **options)
+            hvd.checkpoint.load(folder / str(number), model=again, optimizer=resumed)
+            train(again, resumed, 3, 5)
+            assert distance(again.full_state_dict(), model) <= 1e-12
+
+        # the state of one process, in stages
+        hvd.checkpoint.save(folder / f"one {number}", model=whole, optimizer=alone)
+        hvd.checkpoint.load(folder / f"one {number}", model=again, optimizer=resumed)
+        train(again, resumed, 3, 5)
+        assert distance(again.full_state_dict(), model) <= 1e-12
+
+        # by hand
+        state, moments = pipeline.full_state_dict(), pipeline.full_optimizer_state_dict(optimizer)
+        again.load_state_dict(state)
+        again.load_optimizer_state_dict(resumed, moments)
+        train(again, resumed, 3, 5)
+        assert distance(again.full_state_dict(), model) <= 1e-12
+
+
+def test_states_of_other_models_are_refused(tmp_path: Path) -> None:
+    folder, grid = Path(hvd.broadcast_object(str(tmp_path))), own_grid()
+    pipeline = staged(grid)
+    optimizer = adam(pipeline)
+    own = pipeline.state_dict()
+    last = hvd.broadcast_object(own, hvd.size() - 1)
+    if hvd.rank() == 0:
+        with pytest.raises(ArgumentError, match="this state lacks '0.0.weight'.*its own stage only"):
+            pipeline.load_state_dict(last)
+    with pytest.raises(ArgumentError, match=r"groups have \[1, 1\] parameters, and here are"):
+        pipeline.load_optimizer_state_dict(optimizer, adam(chain()[:1]).state_dict())
+    alone = [hvd.new_group([rank]) for rank in range(hvd.size())][hvd.rank()]
+    for objects in ({"model": pipeline}, {"optimizer": optimizer}):
+        with pytest.raises(ArgumentError, match="parts of .* are on ranks 0"):
+            hvd.checkpoint.save(folder, process_set=alone, **objects)
+    weight = nn.Parameter(torch.ones(2))
+    apart = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), process_set=alone)
+    with pytest.raises(ArgumentError, match="optimizer is trained by rank 0 and, apart, by rank 1"):
+        hvd.checkpoint.save(folder, optimizer=apart)
+
+
+def test_an_elastic_state_has_all_stages() -> None:
+    grid = own_grid()
+
+    def make() -> tuple[hvd.Pipeline, Any, Any]:
+        pipeline = staged(grid)
+        optimizer = hvd.DistributedOptimizer(adam(pipeline), process_set=grid["dp"])
+        return pipeline, optimizer, hvd.elastic.TorchState(pipeline, optimizer, step=0)
+
+    pipeline, optimizer, state = make()
+    train(pipeline, optimizer, 0, 2)
+    state.sync()  # which changes nothing
+    train(pipeline, optimizer, 2, 3)
+    state.step = 3
+    state.save()
+    train(pipeline, optimizer, 3, 4)
+    state.restore()
+    train(pipeline, optimizer, 3, 5)
+    whole = chain()
+    train_alone(whole, alone := adam(whole), 0, 5)
+    assert distance(pipeline.full_state_dict(), whole) <= 1e-12
+    # ranks that are new get the stages that rank 0 has saved, which are those of all
+    again, resumed, other = make()
+    if hvd.rank() == 0:
+        other.set_saved(state.saved())
+        other.restore()
+    other.sync()
+    assert other.step == 3
+    train(again, resumed, 3, 5)
+    assert distance(again.full_state_dict(), whole) <= 1e-12
+    del alone
