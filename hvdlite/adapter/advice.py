@@ -97,6 +97,18 @@ def say(everybody: Sequence[Seen]) -> None:
         )
 
 
+def say_rates(told: str) -> None:
+    """Warn that the learning rates of the ranks differ before the ranks were given the same state.
+
+    Args:
+        told: The rates of each rank, in words.
+    """
+    _warn(
+        f"the learning rates of the ranks differ: {told}. So their weights come apart until the optimizer's variables are "
+        "broadcast, by hvd.callbacks.BroadcastGlobalVariablesCallback(0) or hvd.broadcast_variables(optimizer.variables, 0)."
+    )
+
+
 def _samples(values: Sequence[Any] | None) -> list[Array] | None:
     if values is None:
         return None

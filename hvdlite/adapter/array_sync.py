@@ -202,7 +202,9 @@ class ArraySync:
                 elif self._identity is None or not meet(self._identity, rates, self.gather, self._process_set):
                     self._refuse()
                 else:
-                    first = self._identity.first
+                    first, rates = self._identity.first, () if self._identity.apart else rates
+        if rates and self._identity is not None:
+            self._identity.may_differ = False  # they were the same
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
         tables = sorted(self._tables)
         rows = [own[i] if device is None else _in_host_memory(own[i], device) for i in tables]

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
+from hvdlite.adapter.advice import say_rates
 from hvdlite.adapter.few_bytes.local_steps import Rounds
 from hvdlite.api import allgather_object, world
 from hvdlite.errors import ArgumentError, MismatchError
@@ -88,11 +89,15 @@ class Identity:
         first: A key of the first exchange of the optimizer's gradients, or of another call that all ranks have made for it; the
             same on all ranks, and of no other optimizer. None before that.
         settled: Whether a join has come since the first exchange.
+        may_differ: Whether learning rates that differ are told and not raised, until they have been the same once. Programs
+            for Horovod make a step to fill the state, and only then give all ranks the state of one rank.
+        apart: Whether they differ in this step, and may.
     """
 
     def __init__(self, process_set: ProcessSet | None) -> None:
         self.rates: Callable[[], tuple[float, ...]] = tuple
         self.number, self.settled = 0, False
+        self.may_differ = self.apart = False
         self.first: Hashable = None
         self._optimizer: Callable[[], Trained | None] = lambda: None
         self._group: Callable[[], Group | None] = lambda: None
@@ -159,15 +164,21 @@ def meet(
         process_set: The ranks that participate; all if None.
 
     Returns:
-        Whether some ranks have now learned which optimizer it is, because they had not made an exchange with it.
+        Whether to try again, because some ranks, which had not made an exchange with it, have now learned which optimizer it
+        is; or because the learning rates differ, and may.
 
     Raises:
-        MismatchError: The learning rates differ, or the ranks make a step of different optimizers.
+        MismatchError: The learning rates differ and may not, or the ranks make a step of different optimizers.
     """
     here = world("the exchange of gradients")
     rank = here.ranks(process_set)[here.engine(process_set).rank]
     told = {each: (first, given) for each, first, given in gather((rank, identity.first, rates))}
-    check_rates("in this step", {each: given for each, (_, given) in told.items()})
+    everybody = {each: given for each, (_, given) in told.items()}
+    identity.apart = identity.may_differ and len(set(everybody.values())) > 1
+    if not identity.apart:
+        check_rates("in this step", everybody)
+    elif here.config.advice and rank == min(everybody):
+        say_rates(rates_text(everybody))
     known = {first: each for each, (first, _) in told.items() if first is not None}
     if len(known) > 1:
         some, others, *_ = sorted(known.values())
@@ -178,7 +189,7 @@ def meet(
         )
     learns = any(first is None for first, _ in told.values())
     identity.first = next(iter(known), None)
-    return bool(known) and learns
+    return identity.apart or (bool(known) and learns)
 
 
 def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:
@@ -192,11 +203,14 @@ def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:
         MismatchError: The learning rates differ.
     """
     if len(set(rates.values())) > 1:
-        told = ", ".join(
-            f"{' and '.join(format(rate, 'g') for rate in own)} on rank {rank}" for rank, own in rates.items()
-        )
+        told = rates_text(rates)
         raise MismatchError(
             f"{when} the learning rates of the ranks differ: {told}. A callback or the program has changed them by what only "
             "its own rank knows: let it use the metrics of all ranks (put it after hvd.callbacks.Distributed()), or numbers "
             "that are the same on all of them."
         )
+
+
+def rates_text(rates: Mapping[int, tuple[float, ...]]) -> str:
+    """Write the learning rates of each rank in words."""
+    return ", ".join(f"{' and '.join(format(rate, 'g') for rate in own)} on rank {rank}" for rank, own in rates.items())

@@ -2,7 +2,7 @@
 
 Programs for Horovod rely on behaviour of Horovod that hvdlite does not have.
 
-- `operations`: the operations with Horovod's gradients.
+- `operations`: the operations with Horovod's gradients and errors; `errors`: errors that are TensorFlow's too.
 - `names`: the names that programs import from modules inside Horovod.
 - `keras`, `keras_callbacks`: the names of ``horovod.keras`` that differ from `hvdlite_tf.keras`.
 - `keras_habits`: the behaviour of the Keras versions of Horovod's time.
@@ -16,11 +16,16 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from hvdlite_tf.horovod.errors import let_tensorflow_raise
 from hvdlite_tf.horovod.keras_habits import KerasHabits, gradients_of, is_known, let_keras_take
 from hvdlite_tf.horovod.operations import (
     allgather,
+    allreduce,
+    alltoall,
     broadcast,
+    broadcast_,
     grouped_allgather,
+    grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
 )
@@ -32,8 +37,12 @@ from hvdlite_tf.optimizers.v1 import DistributedV1
 __all__ = [
     "DistributedOptimizer",
     "allgather",
+    "allreduce",
+    "alltoall",
     "broadcast",
+    "broadcast_",
     "grouped_allgather",
+    "grouped_allreduce",
     "grouped_reducescatter",
     "reducescatter",
 ]
@@ -48,8 +57,10 @@ def with_habits(wrap: Wrap) -> Wrap:
     def wrapped(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         distributed = wrap(optimizer, *args, **kwargs)
         if isinstance(distributed, Distributed):
+            distributed._hvdlite.identity.may_differ = True
             _add_to_class(distributed, KerasHabits)
         elif isinstance(distributed, DistributedTfKeras):
+            distributed._hvdlite_state.identity.may_differ = True
             _add_to_class(distributed, _TfKerasHabits)
             distributed._hvdlite_state.counts_passes = True
         elif isinstance(distributed, DistributedV1):
@@ -133,3 +144,4 @@ def _add_to_class(optimizer: Any, mixin: type) -> None:
 
 DistributedOptimizer = with_habits(own.DistributedOptimizer)
 let_keras_take()
+let_tensorflow_raise()

@@ -64,18 +64,18 @@ class Advice:
         if len(everybody) == 1 or hvdlite.rank() != 0:
             return
         if len({weights for weights, _ in everybody}) > 1:
-            _say(
+            say(
                 "the ranks start with different parameters, so they will stay different: call "
                 "hvd.broadcast_parameters(model.state_dict()) before training."
             )
         elif len({gradients for _, gradients in everybody}) == 1 and everybody[0][1] is not None:
-            _say(
+            say(
                 f"the first gradients are the same, bit for bit, on all {len(everybody)} ranks: they read the same data with "
                 "the same seed, and more ranks teach nothing more. Give each its share, for example by "
                 "DistributedSampler(data, hvd.size(), hvd.rank())."
             )
         if self._op is hvdlite.Average and self._has_default_lr():
-            _say(
+            say(
                 f"the learning rate is {type(self._optimizer).__name__}'s default, and a step now averages the batches of "
                 f"{len(everybody)} ranks. hvd.scale_lr(optimizer) scales it for that."
             )
@@ -87,7 +87,7 @@ class Advice:
         self._odd_passes_given = True
         everybody = [[f"{each}"] for each in self._gather(passes)]
         if hvdlite.rank() == 0:
-            _say(
+            say(
                 "the ranks have made different numbers of backward passes for this step:\n"
                 f"{variants_text(self._ranks, everybody)}\n"
                 "Has a rank left out a step? From there on its batches are combined with those of another step of the others, "
@@ -100,7 +100,7 @@ class Advice:
             return
         self._late_weight_given = True
         if hvdlite.rank() == 0:
-            _say(
+            say(
                 "set_batch_weight() was called between the first step, which had no weight, and the next backward pass: it is "
                 "the weight of the next step. Call it before optimizer.step() of the batch that it belongs to."
             )
@@ -113,7 +113,7 @@ class Advice:
             how: The way in which it clips, in words.
         """
         if hvdlite.rank() == 0:
-            _say(
+            say(
                 f"{called}() clips {how}, for they are combined by optimizer.step(): that is not what one process does with "
                 "the joined batch. Pass max_grad_norm to DistributedOptimizer instead; or call optimizer.synchronize() before "
                 "you clip."
@@ -151,7 +151,8 @@ def _checksum(tensors: Sequence[torch.Tensor]) -> int:
     return checksum
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Warn the program, at its own line."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back

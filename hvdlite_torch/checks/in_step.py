@@ -11,9 +11,12 @@ from typing import Any, NoReturn
 
 import torch
 
+import hvdlite
+from hvdlite.api import world
 from hvdlite.errors import MismatchError
 from hvdlite.gradients.header import digest
 from hvdlite.negotiation.mismatch import variants_text
+from hvdlite_torch.checks.advice import say
 
 
 class InStep:
@@ -44,6 +47,9 @@ class InStep:
         self.ranks = ranks
         self._gather = gather
         self._owns_state = owns_state
+        self._compares = True
+        self._has_looked = False
+        """Whether `allow_differences` has nothing more to do."""
 
     def digest(self, rates_only: bool = False, changed: bool | None = None) -> int:
         """Return the digest of all values that are compared.
@@ -53,6 +59,8 @@ class InStep:
             changed: Whether the program has changed parameters in place since the last step, if the ranks of a host share their
                 parameters' memory; otherwise None.
         """
+        if not self._compares:
+            return 0
         rates = [_number(group.get("lr")) for group in self._optimizer.param_groups]
         if rates_only:
             return digest(rates, self.origin)
@@ -74,15 +82,7 @@ class InStep:
         Raises:
             MismatchError: Always; the text has each rank's values.
         """
-        lines = [
-            f"the learning rate of group {number} is {_number(group.get('lr'))}"
-            for number, group in enumerate(self._optimizer.param_groups)
-        ]
-        step = self._state_step()
-        lines.append("the optimizer has no state yet" if step is None else f"the optimizer's state is of step {step}")
-        if self._owns_state:
-            lines.append(f"its state is {self.origin}")
-        lines.append(f"the optimizer has made {self.steps} steps since it was made distributed")
+        lines = self._lines()
         if changed is not None:
             lines.append(f"the program has {'' if changed else 'not '}changed parameters in place since the last step")
         text = variants_text(self.ranks, self._gather(lines))
@@ -94,6 +94,42 @@ class InStep:
             "step: let all do."
             f"{_SHARED if changed is not None else ''}"
         )
+
+    def have_same_state(self) -> None:
+        """Note that all ranks have been given the same state. Every rank calls this."""
+        self.steps = 0
+        self._compares = self._has_looked = True
+
+    def allow_differences(self) -> None:
+        """Warn before the first step, instead of raising, if the ranks are not in the same state. Every rank calls this.
+
+        Programs for Horovod make a step to fill the state, and only then give all ranks the state of one rank. If the ranks
+        differ, their steps are not compared until they have been given the same state. Only the first call looks, and no call
+        after that.
+        """
+        if self._has_looked:
+            return
+        self._has_looked = True
+        there = [(rank, lines) for rank, lines in zip(self.ranks, self._gather(self._lines()), strict=True) if lines]
+        ranks, everybody = zip(*there, strict=True)
+        self._compares = all(lines == everybody[0] for lines in everybody)
+        if not self._compares and hvdlite.rank() == 0 and world().config.advice:
+            say(
+                "the optimizers of the ranks are not in the same state, so their parameters come apart until "
+                f"hvd.broadcast_optimizer_state(optimizer, root_rank=0) is called:\n{variants_text(ranks, everybody)}\n"
+            )
+
+    def _lines(self) -> list[str]:
+        lines = [
+            f"the learning rate of group {number} is {_number(group.get('lr'))}"
+            for number, group in enumerate(self._optimizer.param_groups)
+        ]
+        step = self._state_step()
+        lines.append("the optimizer has no state yet" if step is None else f"the optimizer's state is of step {step}")
+        if self._owns_state:
+            lines.append(f"its state is {self.origin}")
+        lines.append(f"the optimizer has made {self.steps} steps since it was made distributed")
+        return lines
 
     def refuse_weights(self, weight: float | None) -> NoReturn:
         """Raise an error because only some ranks have set a batch weight. Every rank calls this.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hvdlite_torch import optimizer as own
+from hvdlite_torch.step.driver import StepDriver
 from hvdlite_torch.step.step_guard import hooked
 from hvdlite_torch.step.wrapped import add_to_class
 
@@ -39,9 +40,10 @@ class _Habits:
     """Horovod's behaviour of a wrapped optimizer.
 
     `zero_grad` makes gradients zeros, as old versions of torch did, and not None. A step after `synchronize` warns unless it is
-    within `skip_synchronize`.
+    within `skip_synchronize`. Learning rates that differ before the first broadcast are told, and no error.
     """
 
+    _hvdlite_driver: StepDriver
     _horovod_synchronized = False
     _horovod_skips = False
 
@@ -51,6 +53,7 @@ class _Habits:
 
     def synchronize(self) -> None:
         """Exchange the gradients now."""
+        self._hvdlite_driver.in_step.allow_differences()
         super().synchronize()  # type: ignore[misc]
         self._horovod_synchronized = True
 
@@ -67,6 +70,7 @@ class _Habits:
     @hooked
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Exchange the gradients, unless `synchronize` has done so, and step."""
+        self._hvdlite_driver.in_step.allow_differences()
         if self._horovod_synchronized and not self._horovod_skips:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(): Horovod "

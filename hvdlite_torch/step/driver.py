@@ -43,7 +43,8 @@ class StepDriver:
         lease: The lease of the resources that can outlive this object.
         guard: Finds the outermost of nested steps.
         sync: Combines gradients.
-        sharding: The shard that this rank steps; None if this rank steps all parameters.
+        in_step: Compares the state that must be equal on all ranks.
+        sharding: The shard that this rank steps, or None.
 
     Raises:
         ArgumentError, MismatchError: See `OptimizerContext.enter` and `GradientSync.begin`; or the arguments do not fit.
@@ -53,7 +54,7 @@ class StepDriver:
         self.optimizer = optimizer
         self.lease = Lease(self)
         self._context = OptimizerContext(optimizer, options, self.lease)
-        self._step = self._context.step
+        self._step, self.in_step = self._context.step, self._context.in_step
         self._steps_with = options.steps_with
         self.sharding = Sharding(self._context) if self._steps_with is StepsWith.SHARD else None
         self.sync = make_sync(self._context, self.sharding)
@@ -75,9 +76,8 @@ class StepDriver:
         """Register the step hooks, and watch for gradients that are clipped too early."""
         self.guard.attach(self.optimizer)
         # A program whose optimizer steps with its own gradients clips these on purpose.
-        combines_gradients = self._steps_with is not StepsWith.OWN
         says_so = self._context.config.advice or self.sharding is not None
-        if combines_gradients and says_so and len(self._context.ranks) > 1:
+        if self._steps_with is not StepsWith.OWN and says_so and len(self._context.ranks) > 1:
             clipping.watch(self)
 
     @property
@@ -107,7 +107,7 @@ class StepDriver:
         if unless_set and (batch.is_set or self._context.options.op is not hvdlite.Average):
             return
         batch.set(weight, self._context.options.op)
-        if self._context.in_step.steps == 1 and not batch.first_was_set and not self._step.passes:
+        if self.in_step.steps == 1 and not batch.first_was_set and not self._step.passes:
             self._context.advice.late_weight()
 
     def set_passes(self, passes: int) -> None:
@@ -253,7 +253,7 @@ class StepDriver:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._back()
         self._step.combined = False
-        self._context.in_step.steps += 1
+        self.in_step.steps += 1
         if self.sharding is not None:
             self.sharding.after_step()
         self.sync.after_step()
@@ -266,7 +266,7 @@ class StepDriver:
 
     def have_same_state(self) -> None:
         """Note that all ranks have been given the same parameters and state. Every rank calls this."""
-        self._context.in_step.steps = 0
+        self.in_step.have_same_state()
         self.sync.have_same_state()
         if self.sharding is not None:
             self.sharding.have_same_state()

@@ -11,6 +11,9 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as own
+from hvdlite.config import Config
+from hvdlite.errors import MismatchError
+from hvdlite.testing import on_ranks
 from hvdlite_tf import horovod as theirs
 from hvdlite_tf.horovod import keras as theirs_keras
 from tests.conftest import UNDER_MPI
@@ -134,6 +137,53 @@ def test_passes_are_added_up(ranks: Any, kind: str) -> None:
             assert variable.numpy() == pytest.approx([-total * expected])
 
     ranks(check)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("graph", [False, True])
+def test_rates_that_differ_before_the_first_broadcast_are_told(ranks: Any, kind: str, graph: bool) -> None:
+    """A first step fills the state, each rank by its own rate; then all ranks get the state of one."""
+
+    def check() -> None:
+        rank, size = own.rank(), own.size()
+        mean = (size + 1) / 2
+        optimizer = theirs.DistributedOptimizer(optimizers()[kind]())
+        optimizer.learning_rate = 0.1 * (1 + rank)
+        variable = tf.Variable([0.0])
+
+        def step() -> None:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable) * (1.0 + rank)
+            optimizer.apply_gradients([(tape.gradient(loss, variable), variable)])
+
+        run = tf.function(step) if graph else step
+        for number in (1, 2):
+            run()
+            assert variable.numpy() == pytest.approx([-number * 0.1 * (1 + rank) * mean])
+        optimizer.learning_rate = 0.1
+        variable.assign([0.0])
+        run()
+        assert variable.numpy() == pytest.approx([-0.1 * mean])
+        optimizer.learning_rate = 0.1 * (1 + rank)
+        if size > 1:
+            with pytest.raises(
+                (MismatchError, tf.errors.UnknownError), match="the learning rates of the ranks differ: 0.1 on"
+            ):
+                run()
+
+    ranks(check)
+
+
+@pytest.mark.skipif(UNDER_MPI, reason="the test chooses the setting of its threads")
+def test_rank_0_tells_which_rates_differ() -> None:
+    def check() -> None:
+        optimizer = theirs.DistributedOptimizer(keras.optimizers.SGD(0.1 * (1 + own.rank())))
+        variable = tf.Variable([0.0])
+        optimizer.apply_gradients([(tf.constant([1.0 + own.rank()]), variable)])
+
+    with pytest.warns(RuntimeWarning, match="learning rates of the ranks differ: 0.1 on rank 0, 0.2 on rank 1") as told:
+        on_ranks(2, check, config=Config(advice=True))
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
