@@ -7,8 +7,8 @@
 - `rows`: which rows belong to which rank, for the gradients of allgather and reducescatter.
 - `pipeline`: schedules, messages and weights of micro-batches, in a folder of its own.
 - `options`: the options of a gradient exchange.
-- `array_sync`, `eager_sync`: exchange gradients as arrays of any framework; `buckets`: the exchange in host memory and on a
-  device; `gradient_memory`: keeps the buckets of each layout.
+- `array_sync`, `eager_sync`: exchange gradients as arrays of any framework; `tables`: those that are rows of a table;
+  `buckets`: the exchange in host memory and on a device; `gradient_memory`: keeps the buckets of each layout.
 - `sharded`: each rank steps its shard of the parameters, in a folder of its own.
 - `few_bytes`: what sends fewer bytes, in a folder of its own.
 - `identity`: matches the optimizers of different ranks; `agreement`: checks that the ranks are given the same.

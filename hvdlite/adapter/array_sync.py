@@ -13,8 +13,8 @@ Dense gradients that lie on a device stay there: they are then tensors of a `Dev
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Collection, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,7 +22,8 @@ from hvdlite.adapter.advice import Advice, Values, say, see
 from hvdlite.adapter.buckets import Buckets
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity, meet
-from hvdlite.api import Adasum, Average, Sum, allgather, allgather_object, allreduce, world
+from hvdlite.adapter.tables import Rows, exchange_rows
+from hvdlite.api import Adasum, allgather_object, allreduce, world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.header import Header, digest
@@ -39,18 +40,6 @@ UNKNOWN = -1
 
 Gradient = Any
 """An array, a tensor of a `Device`, `Rows`, or None."""
-
-
-class Rows(NamedTuple):
-    """Some rows of the gradient of a table.
-
-    Attributes:
-        indices: The numbers of the rows; int64 of shape (n,). If a number occurs more than once, its values are summed.
-        values: The rows; shape (n, …), where … is the shape of a row of the table.
-    """
-
-    indices: Array
-    values: Array
 
 
 class NewLayout(Exception):
@@ -71,6 +60,7 @@ class ArraySync:
         identity: The identity of the optimizer whose gradients these are; None without an optimizer.
         aggregator: Combines the gradients; None for their (weighted) sum.
         numbers: The number by which the aggregator knows each source; the places of `infos` by default.
+        kept: The places of tables whose rows of equal index stay apart. See `exchange_rows`.
     """
 
     def __init__(
@@ -83,8 +73,10 @@ class ArraySync:
         identity: Identity | None = None,
         aggregator: Aggregator | None = None,
         numbers: Sequence[int] | None = None,
+        kept: Collection[int] = (),
     ) -> None:
         self._infos = infos
+        self._kept = kept
         self._aggregator = aggregator
         self._numbers = range(len(infos)) if numbers is None else numbers
         self._op = op
@@ -208,7 +200,11 @@ class ArraySync:
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))
         tables = sorted(self._tables)
         rows = [own[i] if device is None else _in_host_memory(own[i], device) for i in tables]
-        results.update(zip(tables, self._exchange_rows(tables, rows, weight), strict=True))
+        kept = [place for place, i in enumerate(tables) if i in self._kept]
+        name = f"rows{self._channel and ' of '}{self._channel}"
+        table_infos = [self._infos[i] for i in tables]
+        gathered = exchange_rows(table_infos, rows, weight, self._op, kept, name, self._process_set)
+        results.update(zip(tables, gathered, strict=True))
         return [results[i] for i in range(len(own))]
 
     def _hear_news(
@@ -287,27 +283,6 @@ class ArraySync:
             self._identity.first = buckets.last
         return found
 
-    def _exchange_rows(self, tables: Sequence[int], own: Sequence[Gradient], weight: float) -> list[Rows | None]:
-        if not tables:
-            return []
-        name = f"rows{self._channel and ' of '}{self._channel}"
-        about = np.array([weight, *(gradient is not None for gradient in own)], np.float64)
-        counts = allreduce(about, Sum, name, process_set=self._process_set)
-        total, anywhere = float(counts[0]), counts[1:] > 0
-        factor = 1.0
-        if self._op is Average:
-            if total <= 0 and anywhere.any():
-                raise HvdliteError("the weights of all ranks add up to 0, so their sparse gradients have no average.")
-            factor = weight / total if total else 0.0
-        mine: list[Array] = []
-        for i, gradient in zip(tables, own, strict=True):
-            indices, values = as_rows(self._infos[i], gradient)
-            mine += [indices, values if factor == 1.0 else values * np.asarray(factor, values.dtype)]
-        # This cannot be one operation with the allreduce, because `factor` needs the sum of the weights.
-        gathered = iter(allgather(mine, f"all {name}", process_set=self._process_set))
-        pairs = zip(gathered, gathered, strict=True)
-        return [Rows(*pair) if there else None for pair, there in zip(pairs, anywhere, strict=True)]
-
 
 def _adasum(
     infos: Sequence[TensorInfo],
@@ -330,15 +305,6 @@ def zeros(info: TensorInfo) -> Array:
     """Return a gradient of zeros for a source whose shape is known."""
     info = _known(info, None)
     return np.zeros(info.shape, dtype_of(info))
-
-
-def as_rows(info: TensorInfo, gradient: Gradient) -> Rows:
-    """Return any gradient of a table as `Rows`. `info` is the table's dtype and shape."""
-    if isinstance(gradient, Rows):
-        return gradient
-    if gradient is None:
-        return Rows(np.zeros(0, np.int64), np.zeros((0, *info.shape[1:]), dtype_of(info)))
-    return Rows(np.arange(len(gradient)), gradient)
 
 
 def as_array(info: TensorInfo, gradient: Gradient) -> Array:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.adapter.array_sync import UNKNOWN, Gradient, Rows
+from hvdlite.adapter.array_sync import UNKNOWN, Gradient
+from hvdlite.adapter.tables import Rows
 from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.compression import Compression, Compressor

@@ -23,10 +23,11 @@ import numpy as np
 import tensorflow as tf
 
 import hvdlite
-from hvdlite.adapter.array_sync import ArraySync, Rows, as_array, as_rows
+from hvdlite.adapter.array_sync import ArraySync, as_array
 from hvdlite.adapter.gradient_memory import Registry, enter_aggregator, numbers_of
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
+from hvdlite.adapter.tables import Rows, as_rows
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.gradients.aggregator import name_of
@@ -108,7 +109,8 @@ class GradientExchange:
         if here.engine(options.process_set).size == 1 and options.aggregator is None:
             check_still_alone(options.process_set)
             return list(gradients)
-        return _Call(options, plain, gradients, weight, self._identity, numbers)
+        kept = [place for place, source in enumerate(sources) if _looks_up(source)]
+        return _Call(options, plain, gradients, weight, self._identity, numbers, kept)
 
 
 class _Call:
@@ -122,6 +124,7 @@ class _Call:
         weight: Any,
         identity: Identity | None,
         numbers: Sequence[int] | None,
+        kept: Sequence[int],
     ) -> None:
         self._options = options
         self._gradients = gradients
@@ -142,7 +145,7 @@ class _Call:
         infos = [wire.info for wire in self._wires]
         sparse = not options.sparse_as_dense
         self._sync = ArraySync(
-            infos, options.op, options.process_set, self._channel, sparse, identity, options.aggregator, numbers
+            infos, options.op, options.process_set, self._channel, sparse, identity, options.aggregator, numbers, kept
         )
         self._key = tuple(infos), options.op, sparse, self._channel
         self._sources = [] if in_session else [wire.source for wire in self._wires]
@@ -286,6 +289,15 @@ class Agreed:
                 "this function was traced before hvdlite.shutdown(), and the ranks that there are now have gradients of other "
                 "variables than those that there were: make the tf.function (or compile the model) anew after init()."
             )
+
+
+def _looks_up(source: Any) -> bool:
+    """Return whether this is the table of an embedding of Keras 3: its gradient has a row for each place that is looked up.
+
+    Keras 3 does not add up rows that come twice, so one process with the batches of all ranks has them twice too. tf_keras, and
+    the optimizers of TensorFlow, add them up.
+    """
+    return str(getattr(source, "path", "")).endswith("embeddings")
 
 
 def _together(kinds: Sequence[str]) -> str:

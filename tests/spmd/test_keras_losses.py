@@ -89,6 +89,11 @@ CASES = {
     "a regularizer": Case(regularizer="l2"),
     "a synchronized normalization": Case(after=normalization),
     "an embedding": Case(before=lambda: [keras.layers.Embedding(7, 2), keras.layers.Flatten()], x=TOKENS),
+    "an embedding and Adam": Case(
+        before=lambda: [keras.layers.Embedding(7, 2), keras.layers.Flatten()],
+        optimizer=lambda: keras.optimizers.Adam(0.05),
+        x=TOKENS,
+    ),
     "an adapter": Case(lora=True, optimizer=lambda: keras.optimizers.Adam(0.05)),
     "float64": Case(dtype="float64", optimizer=lambda: keras.optimizers.Adam(0.05)),
     "NaN": Case(x=not_finite()),
@@ -191,5 +196,30 @@ def test_fit_of_a_process_set(ranks: Any) -> None:
             assert_alike(fit(case, model), truth, False)
         hvd.barrier()
         hvd.remove_process_set(pair)
+
+    ranks(check)
+
+
+def fit_sparse(wrap: Callable[[Any], Any], rank: int = 0, size: int = 1, **options: Any) -> np.ndarray:
+    """Train a dense layer on sparse rows, whose gradient has each row of its kernel once."""
+    rows = np.where(np.random.default_rng(6).random((32, 9)) > 0.7, 1.5, 0.0).astype("float32")[rank::size]
+    layer = keras.layers.Dense(3, kernel_initializer=keras.initializers.Constant(0.2))
+    model = keras.Sequential([keras.layers.Input((9,), sparse=True), layer])
+    model.compile(wrap(keras.optimizers.Adam(0.02)), "mse")
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(rows), np.ones((len(rows), 3), "float32")))
+    model.fit(data.batch(8 // size), epochs=2, shuffle=False, verbose=0, **options)
+    kernel: np.ndarray = model.get_weights()[0]
+    return kernel
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_come_once_on_each_rank_are_added_up(ranks: Any) -> None:
+    """Adam squares rows one by one, and in one process each comes once."""
+    truth = fit_sparse(same)
+
+    def check() -> None:
+        callbacks = [hvd.callbacks.Distributed()]
+        found = fit_sparse(hvd.DistributedOptimizer, hvd.rank(), hvd.size(), callbacks=callbacks)
+        assert found == pytest.approx(truth, abs=1e-5)
 
     ranks(check)
