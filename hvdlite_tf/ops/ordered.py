@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import re
+import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar, cast
@@ -46,9 +48,19 @@ waits_in(quick_execute.__code__)
 
 _TOKEN = tf.TensorSpec((), tf.int64)
 _one_token = threading.Lock()
+_NODE = "hvdlite_exchange_which_XLA_cannot_compile"
+"""The name of the call in a graph. A function that was traced before, and then is called in one that XLA compiles, is not
+traced again: the error is TensorFlow's, and all that it says of the call is this name."""
+_PARALLEL = re.compile("Parallel|MapAndBatch")
+"""What the names of TensorFlow's datasets have that call their function in several threads."""
 _LATEST, _NAMES = object(), object()
 """The keys of two collections of a graph: a dict with the latest token of each channel, and the names given so far. TensorFlow
 does not write these collections to a file, because the keys are not texts."""
+
+
+def as_written(function: F) -> F:
+    """Return the function with a mark that keeps AutoGraph from translating it, and all functions that it calls."""
+    return cast(F, tf.autograph.experimental.do_not_convert(function))
 
 
 def ordered(
@@ -83,6 +95,11 @@ def ordered(
             "XLA cannot compile a function that exchanges tensors with other ranks: pass jit_compile=False to "
             "model.compile() (or to your tf.function)."
         )
+    if (dataset := _parallel_dataset()) is not None:
+        raise ArgumentError(
+            f"an exchange with other ranks in a function of tf.data that runs in parallel ({dataset}): its calls have no order "
+            "that is the same on every rank. Leave out num_parallel_calls there, or exchange outside of the dataset."
+        )
     context = contextvars.copy_context()  # TensorFlow's threads do not have the context of the program's thread
 
     def call(token: Array, *arrays: Array) -> list[Array]:
@@ -103,6 +120,22 @@ def ordered(
     for result, spec in zip(results[1:], outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results[1:])
+
+
+@as_written
+def _parallel_dataset() -> str | None:
+    """Return the class of the dataset whose function is being traced, if several threads will run it; None otherwise.
+
+    A function does not know what it is traced for, so this looks for the constructor of the dataset among the callers.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("tensorflow.python.data") and "self" in frame.f_locals:
+            name = type(frame.f_locals["self"]).__name__
+            if _PARALLEL.search(name) and frame.f_locals.get("num_parallel_calls") not in (None, 1):
+                return name
+        frame = frame.f_back
+    return None
 
 
 def is_built_for_a_session() -> bool:
@@ -140,11 +173,6 @@ def operation_of(results: Sequence[tf.Tensor]) -> tf.Operation | None:
         already, and in functions, which run all calls.
     """
     return None if tf.executing_eagerly() or tf.inside_function() else tf.group(*results)
-
-
-def as_written(function: F) -> F:
-    """Return the function with a mark that keeps AutoGraph from translating it, and all functions that it calls."""
-    return cast(F, tf.autograph.experimental.do_not_convert(function))
 
 
 def _read_only(given: Any) -> Array:
@@ -205,7 +233,7 @@ def _in_thread_of_tensorflow(
     call: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
 ) -> Sequence[tf.Tensor]:
     """Call `tf.numpy_function`, which runs in one of the few threads that TensorFlow has for operations."""
-    results: Sequence[tf.Tensor] = tf.numpy_function(call, inputs, [spec.dtype for spec in outputs])
+    results: Sequence[tf.Tensor] = tf.numpy_function(call, inputs, [spec.dtype for spec in outputs], name=_NODE)
     return results
 
 
@@ -223,7 +251,7 @@ def _in_own_thread(
 
     @tf.function(input_signature=signature, autograph=False)  # type: ignore[untyped-decorator]
     def body(*tensors: tf.Tensor) -> Any:
-        return tf.numpy_function(call, tensors, dtypes)
+        return tf.numpy_function(call, tensors, dtypes, name=_NODE)
 
     elements = tf.raw_ops.TensorDataset(components=list(inputs), output_shapes=[spec.shape for spec in signature])
     mapped = tf.raw_ops.MapDataset(

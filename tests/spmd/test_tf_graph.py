@@ -344,3 +344,47 @@ def test_functions_that_wait_for_each_other(ranks: Any) -> None:
         return
     with pytest.raises((HvdliteError, tf.errors.OpError), match="two ranks wait for each other"):
         ranks(check)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functions_of_datasets_that_run_in_parallel_are_refused(ranks: Any) -> None:
+    """Their calls have no order. This looks at the frames of TensorFlow's constructors, whose names may change."""
+
+    def check() -> None:
+        numbers = tf.data.Dataset.range(8)
+
+        def summed(number: Any) -> Any:
+            return hvd.allreduce(tf.cast(number, tf.float32), op=hvd.Sum)
+
+        def nested(number: Any) -> Any:
+            return tf.function(summed)(number)
+
+        def dataset(number: Any) -> Any:
+            return tf.data.Dataset.from_tensors(summed(number))
+
+        for wrong in (
+            lambda: numbers.map(summed, num_parallel_calls=4),
+            lambda: numbers.map(nested, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True),
+            lambda: numbers.interleave(dataset, num_parallel_calls=2),
+            lambda: numbers.apply(tf.data.experimental.map_and_batch(summed, 2, num_parallel_calls=2)),
+        ):
+            with pytest.raises(ArgumentError, match="tf.data that runs in parallel.*Leave out num_parallel_calls"):
+                wrong()
+        for right in (numbers.map(summed), numbers.map(summed, num_parallel_calls=1), numbers.interleave(dataset)):
+            assert [each.numpy() for each in right] == [hvd.size() * number for number in range(8)]
+
+    ranks(check)
+
+
+@pytest.mark.ranks(2)
+def test_a_function_that_was_traced_before_says_that_xla_cannot_compile_it(ranks: Any) -> None:
+    """TensorFlow does not trace it again; its error has the name of our call."""
+
+    def check() -> None:
+        summed = tf.function(lambda value: hvd.allreduce(value, op=hvd.Sum))
+        summed(tf.ones(2))
+        compiled = tf.function(lambda value: summed(value) + 1, jit_compile=True)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="hvdlite_exchange_which_XLA_cannot_compile"):
+            compiled(tf.ones(2))
+
+    ranks(check)
