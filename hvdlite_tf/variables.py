@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -78,3 +80,15 @@ def need_tensorflow(what: str) -> None:
         raise ArgumentError(
             f"{what} needs Keras on TensorFlow; its backend is {name}. Set KERAS_BACKEND=tensorflow before Keras is imported."
         )
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Let an object of Keras have another attribute while the body runs. Keras' own `__setattr__` would track it."""
+    missing = object()
+    before = vars(owner).get(name, missing)
+    object.__setattr__(owner, name, value)
+    try:
+        yield
+    finally:
+        object.__delattr__(owner, name) if before is missing else object.__setattr__(owner, name, before)

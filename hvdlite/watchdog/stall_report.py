@@ -112,7 +112,7 @@ def left_text(rank: int, what: str, farewell: str) -> str:
     if what.startswith("gradient"):
         hint = (
             "Every rank must take the same number of steps. Different numbers of batches? Call hvd.join() at the end of an "
-            "epoch; in torch, write `with hvd.uneven():` around it."
+            "epoch; in torch, write `with hvd.uneven():` around it; with shard=True, give all the same number."
         )
     else:
         hint = (

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
@@ -59,6 +63,19 @@ def problem_of(model: Any, process_set: ProcessSet | None) -> str:
             f"callback is for ranks {list(here.ranks(process_set))}: pass the same process_set to both."
         )
     return ""
+
+
+def problem_of_backups(callbacks: Sequence[Any], process_set: ProcessSet | None) -> str:
+    """Return the reason why ranks would overwrite each other's backups; "" if there is none. Every rank calls this."""
+    own = [os.path.realpath(each.backup_dir) for each in callbacks if type(each).__name__ == "BackupAndRestore"]
+    everybody = hvdlite.allgather_object(own, process_set=process_set)
+    used = Counter(folder for folders in everybody for folder in set(folders))
+    if not (several := [folder for folder, ranks in used.items() if ranks > 1]):
+        return ""
+    return (
+        f"several ranks give BackupAndRestore the folder {several[0]}, where each would overwrite the other's files: give each "
+        'rank a folder of its own (f"backup/{hvd.rank()}"), or use hvd.checkpoint, which saves once for all ranks.'
+    )
 
 
 def _is_kerases(thing: Any) -> bool:

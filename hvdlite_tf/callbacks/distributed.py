@@ -12,7 +12,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite_tf.callbacks.agreement import AgreementCallback
 from hvdlite_tf.callbacks.base import Callback, list_with, refuse_together
-from hvdlite_tf.callbacks.checks import problem_of, refuse_servers
+from hvdlite_tf.callbacks.checks import problem_of, problem_of_backups, refuse_servers
 from hvdlite_tf.callbacks.elements import SameElementsCallback
 from hvdlite_tf.callbacks.metrics import MetricAverageCallback
 from hvdlite_tf.callbacks.start import BroadcastGlobalVariablesCallback
@@ -69,6 +69,7 @@ class Distributed(Callback):
         self._root_rank = root_rank
         hvdlite.rank()  # raises before `init`
         self._problem = ""
+        self._callbacks: list[Any] = []
         local = list(local_variables or ())
         self._on_all: list[Any] = [
             BroadcastGlobalVariablesCallback(root_rank, local_variables=local, process_set=process_set),
@@ -96,6 +97,7 @@ class Distributed(Callback):
         refuse_servers(model, self)
         super().set_model(model)
         callbacks = list_with(self)
+        self._callbacks = list(callbacks or ())
         if callbacks is not None:
             self._problem = (
                 f"hvd.callbacks.Distributed comes after {type(callbacks[0]).__name__} in the list of callbacks: put it first, "
@@ -121,10 +123,11 @@ class Distributed(Callback):
 
         Raises:
             ArgumentError: On some rank this callback is not the first in the list, or the optimizer is not a distributed one of
-                the same process set, or the model is not built. All ranks raise it.
+                the same process set, or the model is not built; or ranks make backups in one folder. All ranks raise it.
             MismatchError: The ranks have different models. All ranks raise it.
         """
-        refuse_together(self._problem or problem_of(self.model, self._process_set), self._process_set)
+        backups = problem_of_backups(self._callbacks, self._process_set)
+        refuse_together(self._problem or problem_of(self.model, self._process_set) or backups, self._process_set)
         for part in self._parts:
             part.on_train_begin(logs)
 

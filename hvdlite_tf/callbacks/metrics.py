@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite_tf.callbacks.base import Callback, list_with, refuse_together
+from hvdlite.adapter.arguments import rank_in
+from hvdlite.protocols import Array
+from hvdlite_tf.callbacks.base import Callback, list_with, ranks_of, refuse_together
+from hvdlite_tf.variables import replaced
+
+
+class Counts(NamedTuple):
+    """What the metrics of a model have counted since their reset.
+
+    Attributes:
+        values: The values of the variables of metrics that count sums.
+        results: The results that these metrics give for them, by the names of the logs.
+    """
+
+    values: list[Array]
+    results: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: Any) -> Counts:
+        """Read the metrics of a model. They are empty under a strategy, whose metrics are those of all ranks already."""
+        if getattr(getattr(model, "distribute_strategy", None), "hvdlite_combines_gradients", False):
+            return cls([], {})
+        results = _results_of(model)  # empty on a rank without data, which has not built them
+        return cls([np.array(each.numpy()) for each in _counting(model)] if results else [], results)
 
 
 class MetricAverageCallback(Callback):
-    """Replaces the metrics of each epoch by their averages over the ranks, for the callbacks after it and for the history.
+    """Replaces the metrics of each epoch by those of all ranks' data, for the callbacks after it and for the history.
 
-    Each rank is weighted by the number of its samples, so the average of a mean over samples (a loss, an accuracy) is the mean
-    over all ranks' data. Training data and validation data have weights of their own. A metric that is not a mean over samples,
-    such as an AUC, is averaged in the same way. If the model's `train_step` does not update Keras' loss metric, the number of
-    samples is not known, and all ranks have the same weight. A metric that only some ranks have is averaged over these.
+    The metrics of Keras, and classes that are made of them, count sums: of values and weights, of right answers, of confusions.
+    The ranks' counts are added up, and the metric gives its result for the sum, as it would in one process. All other logs (of
+    a direct subclass of `Metric`, or a number that a `train_step` computes) are averaged over the ranks, each weighted by the
+    number of its samples; if the model does not update Keras' loss metric, all ranks have the same weight. Training data and
+    validation data count apart. A log that only some ranks have is averaged over these.
 
     A callback cannot change what `model.evaluate` returns: it is about the rank's own data.
 
@@ -42,6 +68,7 @@ class MetricAverageCallback(Callback):
         self._process_set = process_set
         self._problem = ""
         self._samples: dict[str, float] = {}
+        self._counts: dict[str, Counts] = {}
 
     def set_model(self, model: Any) -> None:
         """Take the model, and check the position in the list of callbacks."""
@@ -65,26 +92,32 @@ class MetricAverageCallback(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Reset the numbers of samples."""
-        self._samples = {}
+        self._samples, self._counts = {}, {}
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Note the number of training samples, because Keras resets its metrics after this."""
-        self._samples.setdefault("", _samples_of(self.model))
+        """Note what the metrics have counted in training, because Keras resets them after this."""
+        self._note("")
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Note the number of validation samples."""
-        self._samples["val_"] = _samples_of(self.model)
+        """Note what the metrics have counted in the validation."""
+        self._note("val_")
+
+    def _note(self, prefix: str) -> None:
+        self._samples[prefix] = _samples_of(self.model)
+        self._counts[prefix] = Counts.of(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Replace this rank's metrics by the averages.
+        """Replace this rank's metrics by those of all ranks.
 
         Args:
             epoch: The number of the epoch.
             logs: The metrics, numbers or arrays by name, which are changed in place.
         """
-        self._samples.setdefault("", _samples_of(self.model))
+        if "" not in self._counts:
+            self._note("")
         if logs is not None:
-            logs.update(average(logs, self._samples, self._process_set))
+            averages = average(logs, self._samples, self._process_set)
+            logs.update(averages | over_all_counts(self.model, logs, self._counts, self._process_set))
 
 
 def average(logs: Mapping[str, Any], samples: Mapping[str, float], process_set: ProcessSet | None) -> dict[str, Any]:
@@ -113,6 +146,95 @@ def average(logs: Mapping[str, Any], samples: Mapping[str, float], process_set: 
         mean = sum(value * count for value, count in parts) / sum(count for _, count in parts)
         averages[name] = float(mean) if np.ndim(mean) == 0 else mean
     return averages
+
+
+def over_all_counts(
+    model: Any, logs: Mapping[str, Any], own: Mapping[str, Counts], process_set: ProcessSet | None
+) -> dict[str, Any]:
+    """Return the results of metrics for what all ranks have counted. Every rank calls this, and all get the same results.
+
+    Args:
+        model: The model.
+        logs: This rank's logs.
+        own: What this rank has counted: "val_" in the validation, "" in the training.
+        process_set: The ranks that take part; None means all ranks.
+
+    Returns:
+        The logs that are results of metrics on every rank that has them, by their names.
+    """
+    found: dict[str, Any] = {}
+    for prefix in ("", "val_"):
+        counts = own.get(prefix, Counts([], {}))
+        # A log of the same name may be something else: then it is not what the metric says.
+        names = {name for name, result in counts.results.items() if _is_same(logs.get(prefix + name), result)}
+        others = {name.removeprefix(prefix) for name in logs if name.startswith(prefix)} - names
+        everybody = hvdlite.allgather_object((counts.values, names, others), process_set=process_set)
+        told = [values for values, *_ in everybody if values]
+        shapes = {tuple(value.shape for value in values) for values in told}
+        if len(shapes) != 1:  # nobody counts, or the ranks have different metrics
+            continue
+        first = next(rank for rank, (values, *_) in enumerate(everybody) if values)
+        results: dict[str, Any] = {}
+        if rank_in(process_set) == first:
+            results = _results_for(model, [sum(each) for each in zip(*told, strict=True)])
+        alike = set().union(*(names for _, names, _ in everybody)) - set().union(*(rest for *_, rest in everybody))
+        shared = hvdlite.broadcast_object(results, ranks_of(process_set)[first], process_set=process_set)
+        found |= {prefix + name: value for name, value in shared.items() if name in alike}
+    return found
+
+
+def _is_same(logged: Any, result: Any) -> bool:
+    return logged is not None and np.shape(logged) == np.shape(result) and np.allclose(logged, result, equal_nan=True)
+
+
+def _metrics_in(model: Any) -> list[Any]:
+    """Return the metrics of a model; those of `compile` one by one, which Keras 3 has in one object."""
+    return [one for each in model.metrics for one in (getattr(each, "metrics", None) or [each])]
+
+
+def _counts_sums(metric: Any) -> bool:
+    """Return whether the variables of a metric are sums over samples: whether it is of Keras, or made of one that is."""
+    return any(
+        kind.__module__.startswith(("keras.src.metrics.", "tf_keras.src.metrics.")) and kind.__name__ != "Metric"
+        for kind in type(metric).__mro__
+    )
+
+
+def _counting(model: Any) -> list[Any]:
+    return [variable for metric in _metrics_in(model) if _counts_sums(metric) for variable in metric.variables]
+
+
+_UNKNOWN = object()
+
+
+def _results_of(model: Any) -> dict[str, Any]:
+    """Return the results of the metrics that count sums, by the names of the logs."""
+    if not hasattr(model, "get_metrics_result"):  # the program's own, not Keras'
+        return {}
+    others = [metric for metric in _metrics_in(model) if not _counts_sums(metric)]
+    with contextlib.ExitStack() as stack:
+        for metric in others:  # they may be slow, or not built
+            stack.enter_context(replaced(metric, "result", lambda: _UNKNOWN))
+        try:
+            results = model.get_metrics_result()
+        except ValueError:  # they are not built
+            return {}
+    known = {name: value for name, value in results.items() if value is not _UNKNOWN}
+    return {name: np.asarray(keras.ops.convert_to_numpy(value)) for name, value in known.items()}
+
+
+def _results_for(model: Any, values: Sequence[Any]) -> dict[str, Any]:
+    """Return the results of metrics for other values of their variables."""
+    variables = _counting(model)
+    before = [np.array(each.numpy()) for each in variables]
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    try:
+        results = _results_of(model)
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+    return {name: float(value) if value.ndim == 0 else value for name, value in results.items()}
 
 
 def _samples_of(model: Any) -> float:

@@ -555,6 +555,18 @@ def test_the_wrong_order_is_refused_on_every_rank(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(2, 3)
+def test_backups_in_one_folder_are_refused(ranks: Any, tmp_path: Path) -> None:
+    def check() -> None:
+        folder = Path(hvd.broadcast_object(str(tmp_path), 0))
+        ours, backups = hvd.callbacks.Distributed(), keras.callbacks.BackupAndRestore(folder / "all")
+        with pytest.raises(ArgumentError, match="BackupAndRestore the folder .* a folder of its own"):
+            fit_with(ours, backups)
+        fit_with(ours, keras.callbacks.BackupAndRestore(folder / str(hvd.rank())))
+
+    ranks(check)
+
+
 def test_learning_rates_that_differ(ranks: Any) -> None:
     class Own(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
