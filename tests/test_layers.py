@@ -44,7 +44,7 @@ FLOORS = {
         {"__init__", "horovod"},
     ),
     "hvdlite_tf": (
-        {"variables", "tensor", "data", "servable"},
+        {"variables", "private", "tensor", "data", "servable"},
         {"ops"},
         {"gradients", "training", "pipeline"},
         {"optimizers", "callbacks", "checkpoint"},
