@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 import hvdlite
@@ -17,16 +18,19 @@ class Share(NamedTuple):
         rows: The number of this rank's rows, a float32 scalar.
         scale: `rows` divided by the ranks' mean number of rows, a float32 scalar; 1 if all ranks have equally many. If each
             rank's mean over its rows is multiplied by `scale`, the average over the ranks is the mean over the global batch.
+        everybody: The number of rows of all ranks, a float32 scalar.
     """
 
     rows: tf.Tensor
     scale: tf.Tensor
+    everybody: tf.Tensor
 
     @classmethod
-    def of(cls, batch: Any) -> Share:
+    def of(cls, batch: Any, size: int) -> Share:
         """Make the share of a batch, which is nested tensors. All ranks call this together."""
         rows = tf.cast(rows_of(batch), tf.float32)
-        return cls(rows, tf.math.divide_no_nan(rows, allreduce(rows, op=hvdlite.Average)))
+        everybody = allreduce(rows, op=hvdlite.Sum)
+        return cls(rows, tf.math.divide_no_nan(rows, everybody / size), everybody)
 
 
 def rows_of(batch: Any) -> Any:
@@ -38,6 +42,8 @@ def rows_of(batch: Any) -> Any:
             return leaf.dense_shape[0]
         if tf.is_tensor(leaf) and leaf.shape.rank != 0:
             return tf.shape(leaf)[0]
+        if isinstance(leaf, np.ndarray) and leaf.ndim:  # of `train_on_batch` in an eager model
+            return len(leaf)
     return 1
 
 
@@ -91,3 +97,9 @@ class Replica(tf.distribute.ReplicaContext):  # type: ignore[misc]  # mypy does 
             return extended.over_ranks(reduce_op, list(tensors)), backward
 
         return tf.nest.pack_sequence_as(value, reduced(*flat))
+
+
+def share_here() -> Share | None:
+    """Return this rank's share of the batch if the running code is a step of Keras under a `Strategy`; else None."""
+    context = tf.distribute.get_replica_context()
+    return context.share if isinstance(context, Replica) else None

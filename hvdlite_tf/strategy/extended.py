@@ -45,6 +45,9 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
         self._rank = rank
         self._size = size
         self._share: Share | None = None
+        self._model: Any = None
+        self._as_one_process = False
+        self._updates = False
         super().__init__(strategy, "/cpu:0")
 
     def check_world(self) -> None:
@@ -64,7 +67,16 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
 
     @property
     def _num_replicas_in_sync(self) -> int:
-        return self._size
+        return 1 if self._as_one_process else self._size
+
+    @contextmanager
+    def as_one_process(self) -> Iterator[None]:
+        """Let TensorFlow and Keras see one replica while the body runs, so that they do not scale losses."""
+        before, self._as_one_process = self._as_one_process, True
+        try:
+            yield
+        finally:
+            self._as_one_process = before
 
     def _in_multi_worker_mode(self) -> bool:
         return True
@@ -92,13 +104,13 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
         return False
 
     @contextmanager
-    def step_of(self, share: Share) -> Iterator[None]:
-        """Let replicas know this rank's share of the batch while the body runs."""
-        self._share = share
+    def step_of(self, share: Share, model: Any) -> Iterator[None]:
+        """Let replicas know this rank's share of the batch while the body runs, which is a step of this model."""
+        self._share, self._model = share, model
         try:
             yield
         finally:
-            self._share = None
+            self._share = self._model = None
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
         with tf.device(self._device), Replica(self._container_strategy(), self._rank, self._share):
@@ -106,6 +118,29 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
 
     def _replica_ctx_update(self, var: Any, fn: Any, args: Any = (), kwargs: Any = None, group: bool = True) -> Any:
         return self._update(var, fn, args, kwargs or {}, group)
+
+    def _update_non_slot(self, colocate_with: Any, fn: Any, args: Any, kwargs: Any, group: bool) -> Any:
+        before, self._updates = self._updates, True
+        try:
+            return super()._update_non_slot(colocate_with, fn, args, kwargs, group)
+        finally:
+            self._updates = before
+
+    @property
+    def updates(self) -> bool:
+        """Whether the running code assigns what is that of all ranks already: an optimizer's step, or `update`."""
+        context = tf.distribute.get_replica_context()
+        return self._updates or (isinstance(context, Replica) and context.optimizes)
+
+    def is_exact(self, variable: tf.Variable) -> bool:
+        """Return whether a metric of the step counts a loss that is that of all ranks already, one for each output."""
+        loss = getattr(self._model, "_compile_loss", None)
+        return loss is not None and any(each.value is variable for each in loss.variables)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._rank
 
     # Across ranks
 

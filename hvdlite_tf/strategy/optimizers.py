@@ -82,7 +82,7 @@ def _apply_alone(optimizer: Any, strategy: tf.distribute.Strategy) -> None:
         context = tf.distribute.get_replica_context()
         if not isinstance(context, Replica):
             raise ArgumentError("apply_gradients() of an optimizer under a strategy: call it within strategy.run().")
-        with Replica(strategy, strategy.extended._rank, context.share, optimizes=True):
+        with Replica(strategy, strategy.extended.rank, context.share, optimizes=True):
             return plain_apply(*args, **kwargs)
 
     # A plain assignment would make Keras look for variables in it.

@@ -50,8 +50,8 @@ def step_of(function: Callable[..., Any]) -> Step | None:
 
 
 def check_model(model: Any, strategy: tf.distribute.Strategy) -> None:
-    """Raise ArgumentError if the model has a trainable variable that was made outside of the strategy's scope."""
-    for variable in model.trainable_variables:
+    """Raise ArgumentError if the model has a trainable variable, or a metric, that was made outside of the strategy's scope."""
+    for variable in [*model.trainable_variables, *(each for metric in model.metrics for each in metric.variables)]:
         plain = variable.value if isinstance(variable, keras.Variable) else variable
         if plain._distribute_strategy is not strategy:
             raise ArgumentError(

@@ -14,6 +14,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.strategy.context import Replica, Share
 from hvdlite_tf.strategy.extended import Extended, op_over_ranks
+from hvdlite_tf.strategy.losses import losses_of_all_rows
 from hvdlite_tf.strategy.optimizers import prepare
 from hvdlite_tf.strategy.steps import check_model, of_all_rows, over_batch, step_of
 from hvdlite_tf.variables import need_tensorflow
@@ -128,8 +129,8 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
             return of_all_rows(super().run(fn, args, kwargs, options))
         if step.kind == "train" and getattr(step.model, "optimizer", None) is not None:
             prepare(step.model.optimizer, self)
-        share = Share.of((args, kwargs))
-        with self.extended.step_of(share):
+        share = Share.of((args, kwargs), hvdlite.size())
+        with self.extended.step_of(share, step.model), losses_of_all_rows(step.model, share):
             outputs = super().run(fn, args, kwargs, options)
         return over_batch(outputs, share)
 

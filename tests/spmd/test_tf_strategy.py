@@ -422,6 +422,53 @@ def test_variables(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_what_replicas_assign_is_aggregated(ranks: Any, graph: bool) -> None:
+    """As MirroredStrategy does it, with a replica for each rank."""
+    kinds = tf.VariableAggregation
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        strategy = Strategy()
+        with strategy.scope():
+            made = {
+                kind: tf.Variable(1.0, aggregation=kind) for kind in (kinds.SUM, kinds.MEAN, kinds.ONLY_FIRST_REPLICA)
+            }
+            counted = {
+                kind: tf.Variable(0.0, False, aggregation=kind, synchronization=tf.VariableSynchronization.ON_READ)
+                for kind in made
+            }
+        own = np.arange(1.0, size + 1)  # what the ranks give
+        together = {kinds.SUM: own.sum(), kinds.MEAN: own.mean(), kinds.ONLY_FIRST_REPLICA: own[0]}
+
+        def step() -> None:
+            for each in made.values():
+                each.assign_add(rank + 1.0)
+                each.assign_sub(2 * (rank + 1.0))
+            for each in counted.values():
+                each.assign_add(rank + 1.0)
+
+        def assign() -> None:
+            for each in made.values():
+                each.assign(rank + 1.0)
+            made[kinds.SUM].scatter_add(tf.IndexedSlices(tf.zeros(1), [0], [1]))
+
+        strategy.run(tf.function(step) if graph else step)
+        for kind, value in together.items():
+            assert made[kind].numpy() == 1 - value
+            assert tf.convert_to_tensor(counted[kind]) == value
+            counted[kind].assign(7.0)  # of all ranks
+            assert tf.convert_to_tensor(counted[kind]) == 7
+            made[kind].assign(8.0)
+            assert made[kind].numpy() == 8
+        with pytest.raises(ArgumentError, match="scatter_add.. of the variable .*use assign"):
+            strategy.run(tf.function(assign) if graph else assign)
+        if not graph:
+            assert [made[kind].numpy() for kind in together] == list(together.values())
+
+    ranks(check)
+
+
 def test_data_that_ranks_shuffle_differently_is_refused(ranks: Any) -> None:
     def check() -> None:
         rank, size = hvd.rank(), hvd.size()
@@ -512,11 +559,15 @@ def test_bad_use(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             with pytest.raises(ArgumentError, match="do not nest"):
                 Strategy()
             twice = make_model(keras, hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+            compiled_outside = make_model(keras, keras.optimizers.SGD(0.1))
+        compiled_outside.compile("sgd", "sparse_categorical_crossentropy")
         outside = make_model(keras, keras.optimizers.SGD(0.1))
         with pytest.raises(ArgumentError, match="exchanges gradients by itself"):
             twice.fit(X, Y, batch_size=ROWS, verbose=0)
         with strategy.scope(), pytest.raises(ArgumentError, match="was made outside of this strategy"):
             outside.fit(X, Y, batch_size=ROWS, verbose=0)
+        with pytest.raises(ArgumentError, match="loss/total was made outside .* build and compile the model within"):
+            compiled_outside.fit(X, Y, batch_size=ROWS, verbose=0)
         with strategy.scope(), pytest.raises(ArgumentError, match="made in a tf.function, of a value"):
             tf.function(lambda: tf.Variable(tf.ones(3)), autograph=False)()
         with pytest.raises(ArgumentError, match="call it within strategy.run"):
