@@ -3,6 +3,7 @@
 - `pipeline`: `Pipeline`: a training step in one call, and evaluation.
 - `stages`: cuts a model into stages, by hand or by measurement, and keeps those of this rank.
 - `traced`: cuts a model that is no plain `nn.Sequential` by torch.export; `faithful`: refuses what that would leave out.
+- `tied`: parameters that stages on several ranks have.
 - `costs`: measures the layers, and finds the cuts that balance the stages.
 - `wavefront`: `Wavefront`: recurrent layers, which take a sequence in chunks.
 - `recurrent`: cuts stacks of recurrent layers.

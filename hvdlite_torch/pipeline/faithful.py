@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ from hvdlite_torch.checks.plain import hooks_of
 
 _RECORDED = (WeightNorm, SpectralNorm)
 """Hooks that compute tensors from tensors and do nothing else: torch.export records that."""
+_one_model = threading.Lock()  # ranks may be threads, and torch.export changes torch while it records
 
 
 def refuse(what: str) -> NoReturn:
@@ -41,34 +43,39 @@ def faithfully(model: nn.Module) -> Iterator[Callable[[], None]]:
     Raises:
         ArgumentError: It has hooks, gradients of its own, numbers that a forward pass changes, or random numbers of Python.
     """
-    apply = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    with _one_model:
+        apply, register = torch.autograd.Function.apply.__func__, torch.Tensor.register_hook  # type: ignore[attr-defined]
+        thread = threading.get_ident()
 
-    def own_gradient(function: type, *args: Any, **kwargs: Any) -> Any:
-        # A checkpoint only saves memory; its gradients are those of what it computes.
-        if function is not CheckpointFunction:
-            refuse(f"the forward pass uses {function.__name__}, an autograd.Function with a gradient of its own")
-        return apply(function, *args, **kwargs)
+        def own_gradient(function: type, *args: Any, **kwargs: Any) -> Any:
+            # A checkpoint only saves memory; its gradients are those of what it computes.
+            if function is not CheckpointFunction and threading.get_ident() == thread:
+                refuse(f"the forward pass uses {function.__name__}, an autograd.Function with a gradient of its own")
+            return apply(function, *args, **kwargs)
 
-    def own_hook(tensor: torch.Tensor, hook: Any) -> NoReturn:
-        refuse(f"the forward pass registers the hook {getattr(hook, '__qualname__', hook)} for a tensor")
+        def own_hook(tensor: torch.Tensor, hook: Any) -> Any:
+            if threading.get_ident() == thread:
+                refuse(f"the forward pass registers the hook {getattr(hook, '__qualname__', hook)} for a tensor")
+            return register(tensor, hook)  # type: ignore[no-untyped-call]
 
-    numbers, drawn = _numbers(model), _random_states()
+        numbers, drawn = _numbers(model), _random_states()
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(own_gradient)),
+            mock.patch.object(torch.Tensor, "register_hook", own_hook),
+            warnings.catch_warnings(),
+        ):
+            warnings.filterwarnings("ignore", "The tensor attributes?.*assigned during export")
+            yield lambda: _check(model, numbers, drawn)
 
-    def check() -> None:
-        if _random_states() != drawn:
-            refuse("the forward pass draws random numbers of Python or NumPy")
-        for name, found in _numbers(model).items():
-            for attribute, value in found.items():
-                if value != numbers.get(name, {}).get(attribute, value):
-                    refuse(f"the forward pass changes {f'{name}.{attribute}'.lstrip('.')!r}")
 
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(own_gradient)),
-        mock.patch.object(torch.Tensor, "register_hook", own_hook),
-        warnings.catch_warnings(),
-    ):
-        warnings.filterwarnings("ignore", "The tensor attributes?.*assigned during export")
-        yield check
+def _check(model: nn.Module, numbers: dict[str, dict[str, str]], drawn: tuple[Any, ...]) -> None:
+    """Raise if a model has changed numbers since, or if random numbers were drawn."""
+    if _random_states() != drawn:
+        refuse("the forward pass draws random numbers of Python or NumPy")
+    for name, found in _numbers(model).items():
+        for attribute, value in found.items():
+            if value != numbers.get(name, {}).get(attribute, value):
+                refuse(f"the forward pass changes {f'{name}.{attribute}'.lstrip('.')!r}")
 
 
 def refuse_hooks_within(model: nn.Module) -> None:

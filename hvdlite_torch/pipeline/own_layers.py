@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import hvdlite
 from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
+from hvdlite_torch.pipeline.tied import Tied
 from hvdlite_torch.step.shardable import check_independent
 from hvdlite_torch.step.wrapped import Distributed
 from hvdlite_torch.tensors import split_norm
@@ -32,19 +32,26 @@ class OwnLayers:
         modules: The stages of this rank. Their parameters have the names that they have in the model.
         process_set: The ranks that have the model together.
         model: The whole model.
+        tied: The parameters that several ranks have.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], process_set: ProcessSet, model: nn.Module) -> None:
-        self._modules, self.process_set = modules, process_set
+    def __init__(self, modules: Sequence[nn.Module], process_set: ProcessSet, model: nn.Module, tied: Tied) -> None:
+        self._modules, self.process_set, self._tied = modules, process_set, tied
         self._bubble = Bubble()
-        names = [name for name, _ in model.named_parameters()]
-        self._split = Stages(type(self).__name__, process_set, dict(self.named_parameters()), names)
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._first = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+        own = dict(self.named_parameters())
+        self._split = Stages(type(self).__name__, process_set, own, first.values(), tied.copies)
         split_norm.teach()
         self._may_step: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters of this rank's stages, under the names that they have in the model."""
-        return itertools.chain(*(module.named_parameters() for module in self._modules))
+        """Return the parameters of this rank's stages, under the names that they have in the model.
+
+        A tied parameter has its first name, on all ranks that have it.
+        """
+        named = (pair for module in self._modules for pair in module.named_parameters())
+        return iter({self._first[name]: parameter for name, parameter in named}.items())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return the parameters of this rank's stages."""

@@ -14,6 +14,7 @@ from hvdlite_torch.checks.plain import hooks_of, is_plain_sequential
 from hvdlite_torch.pipeline.costs import balance, measure
 from hvdlite_torch.pipeline.faithful import refuse_hooks_within
 from hvdlite_torch.pipeline.passes import Call, call_of
+from hvdlite_torch.pipeline.tied import Shared, shared_parameters
 from hvdlite_torch.pipeline.traced import Inputs, trace
 
 
@@ -123,8 +124,8 @@ def make_stages(
     own: Sequence[int],
     example: tuple[Any, ...] | None,
     keywords: Mapping[str, Any],
-) -> dict[int, tuple[nn.Module, Call]]:
-    """Return the modules of this rank's stages, and functions that call them.
+) -> tuple[dict[int, tuple[nn.Module, Call]], list[Shared]]:
+    """Return the modules of this rank's stages with functions that call them, and the parameters that stages share.
 
     Args:
         model: The whole model. The layers of other ranks are not kept.
@@ -154,7 +155,8 @@ def make_stages(
         modules = [*traced_stages(model, cuts, Inputs(example, keywords))]
         described = [f"from {cut}" for cut in ("the beginning", *cuts)]
     check_stages(modules, described)
-    return {number: (modules[number], call_of(modules[number], number == 0, spread=not in_sequence)) for number in own}
+    made = {number: (modules[number], call_of(modules[number], number == 0, spread=not in_sequence)) for number in own}
+    return made, shared_parameters(modules)
 
 
 def refuse_hooks(model: nn.Module) -> None:
@@ -171,23 +173,16 @@ def refuse_hooks(model: nn.Module) -> None:
 
 
 def check_stages(modules: Sequence[nn.Module], described: Sequence[str]) -> None:
-    """Check that each stage has parameters, and that no two stages share them.
+    """Check that each stage has parameters.
 
     Args:
         modules: The stages, of all ranks.
         described: For each, what it consists of.
 
     Raises:
-        ArgumentError: A stage has no parameters, or shares one.
+        ArgumentError: A stage has none.
     """
-    owners: dict[int, int] = {}
     for number, module in enumerate(modules):
-        for name, parameter in module.named_parameters():
-            if owners.setdefault(id(parameter), number) != number:
-                raise ArgumentError(
-                    f"the parameter {name} is in stage {owners[id(parameter)]} and in stage {number}, whose ranks would train "
-                    "it differently. Cut so that the layers which share it are in one stage, or untie them."
-                )
         if not any(True for _ in module.parameters()):
             raise ArgumentError(
                 f"stage {number} of {len(modules)} ({described[number]}) has no parameters, so its rank has nothing to train. "

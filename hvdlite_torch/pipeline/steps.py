@@ -18,6 +18,7 @@ from hvdlite.process_set import ProcessSet
 from hvdlite_torch.pipeline.batch import Batch
 from hvdlite_torch.pipeline.losses import Losses
 from hvdlite_torch.pipeline.passes import StagePasses
+from hvdlite_torch.pipeline.tied import Tied
 from hvdlite_torch.step.driver import StepDriver
 
 
@@ -31,6 +32,7 @@ class Steps:
         is_last: Whether this rank has the last stage.
         process_set: The ranks of the pipeline.
         bubble: Measures steps.
+        tied: The parameters that several ranks have.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class Steps:
         is_last: bool,
         process_set: ProcessSet,
         bubble: Bubble,
+        tied: Tied,
     ) -> None:
         self._stages, self._relay, self._losses, self._is_last = stages, relay, losses, is_last
-        self._process_set, self._bubble = process_set, bubble
+        self._process_set, self._bubble, self._tied = process_set, bubble, tied
 
     def train(
         self,
@@ -60,6 +63,7 @@ class Steps:
         """
         batch, error = None, None
         try:
+            self._tied.check()
             batch = make_batch()
         except Exception as failure:
             error = failure
@@ -70,6 +74,7 @@ class Steps:
             parameter.grad = None
         try:
             correction, count, is_counted, loss, wanting = self._passes_of(batch, error)
+            self._tied.add_up()
         except BaseException:
             for parameter, gradient in before:
                 parameter.grad = gradient

@@ -23,6 +23,7 @@ from hvdlite_torch.pipeline.passes import StagePasses
 from hvdlite_torch.pipeline.recurrent import Alone, Chunks, State, layers_of, time_dimension, units
 from hvdlite_torch.pipeline.stages import check_stages, refuse_hooks, settle_cuts
 from hvdlite_torch.pipeline.steps import Steps
+from hvdlite_torch.pipeline.tied import Tied, shared_parameters
 from hvdlite_torch.pipeline.values import TensorCodec
 from hvdlite_torch.tensors.malloc import keep_freed_memory
 
@@ -104,7 +105,8 @@ class Wavefront(OwnLayers):
         ends = [0, *map(names.index, self.cuts), len(names)]
         stages = [Chunks(layers_of([parts[name] for name in names[a:b]])) for a, b in pairwise(ends)]
         check_stages(stages, [", ".join(names[a:b]) for a, b in pairwise(ends)])
-        super().__init__([stages[self.stage]], process_set, model)
+        tied = Tied(shared_parameters(stages), process_set, self.stage)
+        super().__init__([stages[self.stage]], process_set, model, tied)
         self._chunks = chunks
         keep_freed_memory(world("Wavefront()").config)
         own = stages[self.stage]
@@ -118,7 +120,7 @@ class Wavefront(OwnLayers):
         relay = Relay(process_set, self.stage, self._places, there_and_back, 1, codec, "wavefront")
         losses = Losses(loss, reduction, self._time, "time steps")
         is_last = self.stage == self._places - 1
-        self._steps = Steps({self.stage: passes}, relay, losses, is_last, process_set, self._bubble)
+        self._steps = Steps({self.stage: passes}, relay, losses, is_last, process_set, self._bubble, tied)
 
     def step(self, x: torch.Tensor, y: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
         """Train on one batch of sequences. Every rank of the wavefront calls this with the same batch.

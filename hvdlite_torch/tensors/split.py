@@ -26,6 +26,8 @@ _numbers = itertools.count()
 _lock = threading.Lock()
 _stages: MutableMapping[torch.Tensor, tuple[Stages, str]] = WeakIdKeyDictionary()
 """For each parameter of a model in stages, its stages, and its name in the model."""
+_copies: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
+"""The tied parameters of a stage that another stage has too, which counts their gradients."""
 
 
 class Stages:
@@ -36,19 +38,27 @@ class Stages:
         process_set: The ranks that have the model together.
         own: The parameters of this rank, by the names that they have in the model.
         names: The names of the parameters of all ranks, in the order in which the model has them.
+        copies: Those of this rank that another one has too, and counts in what is joined.
 
     Attributes:
         kind, process_set, names: The arguments.
     """
 
     def __init__(
-        self, kind: str, process_set: ProcessSet, own: Mapping[str, torch.Tensor], names: Iterable[str]
+        self,
+        kind: str,
+        process_set: ProcessSet,
+        own: Mapping[str, torch.Tensor],
+        names: Iterable[str],
+        copies: Iterable[torch.Tensor] = (),
     ) -> None:
         self.kind, self.process_set, self.names = kind, process_set, tuple(names)
         self.number = next(_numbers)  # all ranks of the process set make their models in the same order
         with _lock:
             for name, parameter in own.items():
                 _stages[parameter] = self, name
+            for parameter in copies:
+                _copies[parameter] = None
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the values of all ranks of the model. All of them call this.
@@ -100,15 +110,21 @@ def by_stages(parameters: Sequence[torch.Tensor]) -> list[tuple[Stages | None, l
 
 
 def gradients_of_stages(gradients: Sequence[torch.Tensor]) -> list[tuple[Stages | None, list[torch.Tensor]]]:
-    """Return gradients, apart by the stages whose parameters have them; first those of no stages."""
+    """Return gradients, apart by the stages whose parameters have them; first those of no stages.
+
+    A tied parameter that several stages have is there on one of them only, though all of them are named.
+    """
     if not _stages or not gradients:
         return [(None, list(gradients))]
     with _lock:
         of = {id(p.grad): found for p, (found, _) in _stages.items() if p.grad is not None}
+        again = {id(p.grad) for p in _copies}
     found = [of.get(id(gradient)) for gradient in gradients]
     parts: dict[int, tuple[Stages | None, list[torch.Tensor]]] = {}
     for gradient, stages in zip(gradients, found, strict=True):
-        parts.setdefault(-1 if stages is None else stages.number, (stages, []))[1].append(gradient)
+        part = parts.setdefault(-1 if stages is None else stages.number, (stages, []))[1]
+        if id(gradient) not in again:
+            part.append(gradient)
     return [parts[number] for number in sorted(parts)]
 
 
@@ -134,6 +150,7 @@ def joint_squares(parameters: Sequence[torch.Tensor], squares_of: Callable[[Sequ
     """
     total = 0.0
     for stages, numbers in by_stages(parameters):
+        numbers = [number for number in numbers if parameters[number] not in _copies]
         own = sliced.joint_squares(
             [parameters[number] for number in numbers],
             lambda some, numbers=numbers: squares_of([numbers[place] for place in some]),  # type: ignore[misc]

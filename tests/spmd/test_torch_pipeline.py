@@ -203,10 +203,6 @@ def test_wrong_arguments() -> None:
         hvd.Pipeline(nn.Linear(2, 2), loss=loss_of, example=torch.ones(1, 2))
     with pytest.raises(ArgumentError, match="stages need at least . layers with parameters; Sequential has 1"):
         hvd.Pipeline(nn.Sequential(nn.Linear(2, 2), *[nn.Tanh()] * 5), loss=loss_of, example=torch.ones(1, 2))
-    tied = nn.Sequential(*(nn.Linear(12, 12, dtype=DTYPE) for _ in range(7)), nn.Tanh())
-    tied[6].weight = tied[0].weight
-    with pytest.raises(ArgumentError, match=rf"parameter 6.weight is in stage 0 and in stage {hvd.size() - 1}"):
-        hvd.Pipeline(tied, loss=loss_of, cuts=cuts)
     with pytest.raises(ArgumentError, match=r"Branches cannot be split automatically.*data"):
         hvd.Pipeline(Branches(), loss=loss_of, example=x[:4])
 

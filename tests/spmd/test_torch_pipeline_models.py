@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hvdlite_torch as hvd
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, HvdliteError
 from tests.conftest import UNDER_MPI
 
 processes = pytest.mark.skipif(
@@ -148,7 +148,7 @@ class Residual(nn.Module):
         torch.manual_seed(0)
         self.inlet = nn.Linear(4, 4)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)) for _ in range(2 * hvd.size())
+            nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2 * hvd.size())
         )
         self.dropout = dropout
 
@@ -162,10 +162,158 @@ class Residual(nn.Module):
 @processes
 def test_a_recorded_model_in_both_modes() -> None:
     x, y = numbers(8, 4), torch.zeros(8, 4)
-    assert_trains_alike(Residual(), x, y, cuts=cuts("blocks."), example=x[:4])
-    pipeline = hvd.Pipeline(Residual(1.0), loss=mse, microbatches=2, cuts=cuts("blocks."), example=x[:4])
+    # In one micro-batch BatchNorm sees what it sees in one process.
+    assert_trains_alike(Residual(), x, y, microbatches=1, cuts=cuts("blocks."), example=x[:4])
+    pipeline = hvd.Pipeline(Residual(1.0), loss=mse, microbatches=1, cuts=cuts("blocks."), example=x[:4])
     alone = Residual(1.0)
     outputs = [pipeline.train(mode).predict(x) for mode in (True, False, True)]  # all is dropped in training
     assert [torch.equal(output, outputs[0]) for output in outputs] == [True, False, True]
-    for mode, output in zip((True, False), outputs, strict=False):
+    for mode, output in zip((True, False, True), outputs, strict=True):
         torch.testing.assert_close(output, alone.train(mode)(x), rtol=0, atol=TOLERANCE)
+
+
+class Language(nn.Module):
+    """The weight of the embedding is that of the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2 * hvd.size()))
+        self.head = nn.Linear(6, 9)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def in_sequence() -> nn.Sequential:
+    model = Language()
+    return nn.Sequential(model.embedding, *model.layers, model.head)
+
+
+def letters(rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.arange(5 * rows).reshape(rows, 5) % 9
+    return x, x.roll(1, 1)
+
+
+def cross_entropy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def assert_copies_are_equal(pipeline: Any, name: str) -> None:
+    own = dict(pipeline.named_parameters()).get(name)
+    copies = [copy for copy in hvd.allgather_object(own) if copy is not None]
+    assert len(copies) == (2 if hvd.size() > 1 else 1)
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+@processes
+@pytest.mark.parametrize("make", [Language, in_sequence])
+@pytest.mark.parametrize("clips", [False, True])
+def test_tied_weights(make: Callable[[], nn.Module], clips: bool) -> None:
+    model, alone = make(), make()
+    prefix = "" if isinstance(model, nn.Sequential) else "layers."
+    names = [name for name, _ in model.named_parameters()]
+    options: dict[str, Any] = {"cuts": cuts(prefix)}
+    for schedule in ("1f1b", "interleaved"):
+        if schedule == "interleaved":
+            options = {"cuts": [f"{prefix}{number}" for number in range(1, 2 * hvd.size())], "schedule": schedule}
+        x, y = letters()
+        model, alone = make(), make()
+        pipeline = hvd.Pipeline(model, loss=cross_entropy, microbatches=2 * hvd.size(), example=x[:2], **options)
+        assert {
+            name for rank in hvd.allgather_object([n for n, _ in pipeline.named_parameters()]) for name in rank
+        } == {*names}
+        ours, plain = (torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (pipeline, alone))
+        for _ in range(3):
+            ours.zero_grad()
+            plain.zero_grad()
+            for rows in (slice(0, 4), slice(4, 8)):  # gradients of two batches
+                pipeline.step(x[rows], y[rows])
+                cross_entropy(alone(x[rows]), y[rows]).backward()
+            if clips:
+                norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (pipeline, alone)]
+                assert norms[0].item() == pytest.approx(norms[1].item(), abs=TOLERANCE)
+            ours.step()
+            plain.step()
+            assert_copies_are_equal(pipeline, names[0])
+        state = pipeline.full_state_dict()
+        assert state.keys() == alone.state_dict().keys()
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=TOLERANCE)
+
+
+@processes
+def test_tied_weights_that_have_come_apart() -> None:
+    x, y = letters()
+    pipeline = hvd.Pipeline(in_sequence(), loss=cross_entropy, cuts=cuts())
+    if hvd.rank() == 0:
+        with torch.no_grad():
+            next(pipeline.parameters()).add_(1.0)
+    with pytest.raises(HvdliteError, match="the parameter 0.weight is tied over stages on ranks 0"):
+        pipeline.step(x, y)
+
+
+@processes
+def test_tied_weights_of_a_wavefront() -> None:
+    def recurrent() -> nn.Sequential:
+        torch.manual_seed(0)
+        embedding, head = nn.Embedding(9, 6), nn.Linear(6, 9)
+        head.weight = embedding.weight
+        return nn.Sequential(embedding, nn.LSTM(6, 6, num_layers=2 * hvd.size(), batch_first=True), head)
+
+    model, alone = recurrent(), recurrent()
+    wavefront = hvd.Wavefront(model, loss=cross_entropy, chunks=2, cuts=cuts("1."))
+    ours, plain = (torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (wavefront, alone))
+    x, y = letters()
+    for _ in range(3):
+        wavefront.step(x, y, ours)
+        plain.zero_grad()
+        cross_entropy(alone[2](alone[1](alone[0](x))[0]), y).backward()
+        plain.step()
+    for name, value in wavefront.full_state_dict().items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=0, atol=TOLERANCE)
+
+
+@processes
+def test_a_model_of_transformers_with_masks() -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=50, n_positions=32, n_embd=8, n_layer=hvd.size(), n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        setattr(config, name, 0.0)
+    model = transformers.GPT2LMHeadModel(config).double()
+    alone = copy.deepcopy(model)
+    ids = torch.randint(50, (7, 6), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(6) < torch.tensor([6, 5, 4, 3, 6, 2, 1])[:, None]).long()
+
+    def loss(output: Any, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, wanted = output.logits[:, :-1].flatten(0, 1), target[:, 1:].flatten()
+        return nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum"), (wanted != -100).sum()
+
+    target = ids.masked_fill(mask == 0, -100)
+    pipeline = hvd.Pipeline(
+        model, loss=loss, microbatches=3, example=ids[:2], example_keywords={"attention_mask": mask[:2]}
+    )
+    size = sum(parameter.numel() for parameter in pipeline.parameters())
+    assert size < 0.8 * sum(parameter.numel() for parameter in alone.parameters())
+    ours, plain = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (pipeline, alone))
+    for _ in range(2):
+        pipeline.step(ids, target, ours, attention_mask=mask)
+        plain.zero_grad()
+        total, count = loss(alone(ids, attention_mask=mask), target)
+        (total / count).backward()
+        plain.step()
+    found = pipeline.full_state_dict()
+    assert found.keys() == alone.state_dict().keys()
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+    output = pipeline.eval().predict(ids, attention_mask=mask)
+    assert type(output) is type(alone(ids))
+    torch.testing.assert_close(output.logits, alone.eval()(ids, attention_mask=mask).logits, rtol=0, atol=1e-9)

@@ -214,9 +214,3 @@ def test_wrong_batches() -> None:
         ArgumentError, match=r"y: expected a tensor of the shape \(samples, time steps, ...\); got \(3,\)"
     ):
         wavefront.step(x[0], y[0, :, 0])
-    shared = lstm()
-    shared[0].weight = nn.Parameter(torch.zeros(LETTERS, 6))
-    shared[2].weight = shared[0].weight
-    if hvd.size() > 1:
-        with pytest.raises(ArgumentError, match="the parameter 2.weight is in stage 0 and in stage"):
-            hvd.Wavefront(shared, loss=loss_of, cuts=[*CUTS["LSTM"][: hvd.size() - 2], "2"])

@@ -1,0 +1,138 @@
+"""`Tied`: parameters that stages on several ranks have, such as an embedding whose weight the output layer uses too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from hvdlite.api import world
+from hvdlite.communicator.calls import Call
+from hvdlite.communicator.communicator import Communicator
+from hvdlite.errors import ArgumentError, HvdliteError, ranks_text
+from hvdlite.process_set import ProcessSet
+from hvdlite.protocols import Array, ReduceOp
+from hvdlite_torch.tensors.sliced import is_sliced
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXACT = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+
+class Shared(NamedTuple):
+    """A parameter that several stages have.
+
+    Attributes:
+        name: Its first name in the model.
+        parameter: The parameter.
+        stages: The numbers of the stages.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    stages: Sequence[int]
+
+
+def shared_parameters(modules: Sequence[nn.Module]) -> list[Shared]:
+    """Return the parameters that several stages have.
+
+    Args:
+        modules: The stages of all ranks.
+    """
+    found: dict[int, tuple[str, nn.Parameter, list[int]]] = {}
+    for number, module in enumerate(modules):
+        for name, parameter in module.named_parameters():
+            found.setdefault(id(parameter), (name, parameter, []))[2].append(number)
+    return [Shared(*each) for each in found.values() if len(each[2]) > 1]
+
+
+class Tied:
+    """The parameters that several ranks of a pipeline have. Each has a copy, and gets the sum of the gradients of all copies.
+
+    That is the gradient of the parameter in one process. Sums have the same bits on all ranks, so their optimizers step all
+    copies alike.
+
+    Args:
+        shared: The parameters that several stages have. All ranks of the pipeline give the same.
+        process_set: The ranks of the pipeline; stage s is on rank s modulo their number.
+        own: The place of this rank among them.
+
+    Attributes:
+        copies: The parameters of this rank that are counted by another one, in norms of the whole model.
+    """
+
+    def __init__(self, shared: Sequence[Shared], process_set: ProcessSet, own: int) -> None:
+        if any(is_sliced(each.parameter) for each in shared):
+            raise ArgumentError(
+                f"the parameter {next(each.name for each in shared if is_sliced(each.parameter))} is tied over stages and "
+                "sliced. Leave it out of the plan of slices."
+            )
+        members = list(process_set.members)
+        groups: dict[tuple[int, ...], list[Shared]] = {}
+        for each in shared:
+            places = tuple(sorted({stage % len(members) for stage in each.stages}))
+            if len(places) > 1 and each.parameter.requires_grad:
+                groups.setdefault(places, []).append(each)
+        self._groups: list[tuple[Communicator, Mapping[str, nn.Parameter]]] = []
+        self.copies: list[nn.Parameter] = []
+        for places, some in groups.items():
+            if own in places:
+                ranks = sorted(members[place] for place in places)
+                communicator = world("Pipeline()").communicators.new(ranks, f"the tied weights of {ranks_text(ranks)}")
+                self._groups.append((communicator, {each.name: each.parameter for each in some}))
+                self.copies += [each.parameter for each in some if own != places[0]]
+
+    def check(self) -> None:
+        """Check that the copies are still equal. All ranks of the pipeline call this.
+
+        Raises:
+            HvdliteError: They are not, on all ranks that have them.
+        """
+        for communicator, parameters in self._groups:
+            own = np.array([_digest(parameter) for parameter in parameters.values()], np.int64)
+            most = np.concatenate([own, -own])
+            _reduce(communicator, most, ReduceOp.MAX)
+            highest, lowest = most[: len(own)], -most[len(own) :]
+            for name, high, low in zip(parameters, highest, lowest, strict=True):
+                if high != low:
+                    raise HvdliteError(
+                        f"the parameter {name} is tied over stages on {ranks_text(list(communicator.members.ranks))}, and its "
+                        "copies differ. Change it on all of these ranks alike: load states on all of them, and use the same "
+                        "optimizer with the same options."
+                    )
+
+    def add_up(self) -> None:
+        """Give all copies the sum of their gradients. All ranks of the pipeline call this, after the backward pass."""
+        for communicator, parameters in self._groups:
+            has = np.array([parameter.grad is not None for parameter in parameters.values()], np.int64)
+            _reduce(communicator, has, ReduceOp.MAX)
+            for parameter, anybody in zip(parameters.values(), has, strict=True):
+                if anybody:
+                    parameter.grad = _total(communicator, parameter)
+
+
+def _total(communicator: Communicator, parameter: nn.Parameter) -> torch.Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter)
+    elif gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    exact = gradient.detach().to("cpu", gradient.dtype if gradient.dtype in _EXACT else torch.float32)
+    exact = exact.clone(memory_format=torch.contiguous_format)
+    flat = (torch.view_as_real(exact) if exact.is_complex() else exact).view(-1)
+    _reduce(communicator, flat.numpy(), ReduceOp.SUM)
+    return exact.to(gradient.device, gradient.dtype)
+
+
+def _reduce(communicator: Communicator, data: Array, op: ReduceOp) -> None:
+    text = f"tied weights({data.dtype}[{data.size}], {op.name})"
+    communicator.run(Call(text, lambda collectives: collectives.allreduce(data, op)))
+
+
+def _digest(parameter: torch.Tensor) -> int:
+    """Return a number that tells different bits apart, but for rare cases."""
+    data = parameter.detach().contiguous()
+    data = torch.view_as_real(data) if data.is_complex() else data
+    return int(data.view(_BITS[data.element_size()]).sum(dtype=torch.int64)) % 2**62
