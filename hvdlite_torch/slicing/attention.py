@@ -7,6 +7,7 @@ in the backward pass (Megatron-LM, arXiv:1909.08053).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -113,6 +114,26 @@ def slice_heads(layer: nn.MultiheadAttention, mesh: DeviceMesh) -> None:
     slice_parameter(layer.out_proj, "weight", mesh, Shard(1))
     layer.__class__ = SlicedAttention
     layer._qkv_same_embed_dim = False  # or torch's encoder layers read the weights themselves, in eval mode
+
+
+def divide_heads(module: Any, mesh: DeviceMesh) -> None:
+    """Let an attention of transformers, whose linear layers are sliced, compute with the heads of this rank.
+
+    Args:
+        module: The module, which returns its result and the weights of the heads, of shape (batch, heads, queries, keys), or
+            None.
+        mesh: A mesh of one axis.
+    """
+    if hasattr(module, "split_size"):  # GPT-2 cuts the queries, keys and values out of one tensor
+        module.split_size //= mesh.size()
+    module.register_forward_hook(functools.partial(_join_weights, mesh), prepend=True)  # before those that look at them
+
+
+def _join_weights(mesh: DeviceMesh, module: nn.Module, args: Any, result: Any) -> Any:
+    output, weights, *others = result
+    if weights is None:
+        return result
+    return output, plain_result(DTensor.from_local(weights, mesh, [Shard(1)], run_check=False)), *others
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -16,9 +16,9 @@ import hvdlite
 from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.distributed import backend
-from hvdlite_torch.slicing.attention import slice_heads
+from hvdlite_torch.slicing.attention import divide_heads, slice_heads
 from hvdlite_torch.slicing.convolution import slice_channels
-from hvdlite_torch.slicing.embedding import slice_embedding
+from hvdlite_torch.slicing.embedding import slice_embeddings
 from hvdlite_torch.slicing.linear import slice_columns, slice_rows
 from hvdlite_torch.slicing.rules import Found, find
 from hvdlite_torch.slicing.whole import altered, watched
@@ -30,8 +30,8 @@ _WORDS: Mapping[str, type[ParallelStyle]] = {"columns": ColwiseParallel, "rows":
 _HOW = {
     "pair": "columns, then rows",
     "attention": "heads",
-    "embedding by rows": "rows",
-    "embedding by columns": "columns, gathered",
+    "heads": "heads",
+    "embedding": "rows",
     "convolution": "output channels, gathered",
 }
 
@@ -98,10 +98,11 @@ def slice_layers(
     Each rank of `over` keeps its slices of the weights, as `DTensor`, and works on the same batch as the others. The model
     takes and returns plain tensors as before, and its results are the same. These layers are sliced:
 
-    - two `nn.Linear` in an `nn.Sequential` with only activations and dropout between them, and those of torch's transformer
-      layers: the first by columns, the second by rows, one all-reduce for both (Megatron-LM, arXiv:1909.08053);
-    - `nn.MultiheadAttention`: its heads are dealt out;
-    - `nn.Embedding`: by rows, or by columns if it has a ``padding_idx``;
+    - two `nn.Linear` with only activations and dropout between them, in an `nn.Sequential`, in torch's transformer layers, or
+      in a forward pass that can be read: the first by columns, the second by rows, one all-reduce for both (Megatron-LM,
+      arXiv:1909.08053);
+    - `nn.MultiheadAttention`, and attention of models of transformers (GPT-2, BERT, ViT, Llama, …): the heads are dealt out;
+    - `nn.Embedding`: by rows, together with a head that has its weight;
     - convolutions: by output channels, which are gathered.
 
     Everything else is replicated. The ranks begin with the weights and with torch's random state of the first rank of the axis,
@@ -232,14 +233,17 @@ def _start_alike(model: nn.Module, ranks: Sequence[int], mesh: DeviceMesh) -> No
 
 def _slice(model: nn.Module, found: Found, mesh: DeviceMesh) -> None:
     layers: list[Any] = [model.get_submodule(name) for name in found.names]
-    if found.kind == "pair":
-        slice_columns(layers[0], mesh)
-        slice_rows(layers[1], mesh)
-        owner = model.get_submodule(found.names[0].rpartition(".")[0])
+    if found.kind in ("pair", "heads"):
+        for layer in layers[:-1]:
+            slice_columns(layer, mesh, found.parts)
+        slice_rows(layers[-1], mesh)
+        owner: Any = model.get_submodule(found.owner or found.names[0].rpartition(".")[0])
         if isinstance(owner, nn.TransformerEncoderLayer):
             owner.activation_relu_or_gelu = 0  # or the layer reads the weights of its children itself, in eval mode
-    elif found.kind.startswith("embedding"):
-        slice_embedding(layers[0], mesh, axis=int(found.kind == "embedding by columns"))
+        if found.kind == "heads":
+            divide_heads(owner, mesh)
+    elif found.kind == "embedding":
+        slice_embeddings(layers, mesh)
     else:
         (slice_heads if found.kind == "attention" else slice_channels)(layers[0], mesh)
 

@@ -436,6 +436,9 @@ def found(model: nn.Module, ranks: int = 2) -> list[tuple[tuple[str, ...], str]]
 def test_what_is_left_alone() -> None:
     tied = nn.Sequential(nn.Embedding(8, 6), nn.Linear(6, 8, bias=False))
     tied[1].weight = tied[0].weight
+    assert found(tied) == [(("0", "1"), "")]  # together
+    tied[1] = Doubled(6, 8, bias=False)
+    tied[1].weight = tied[0].weight
     assert found(tied) == [(("0",), "it is used in two places")]
     twice = nn.Linear(6, 6)
     assert found(nn.Sequential(twice, nn.ReLU(), twice)) == []
