@@ -27,10 +27,16 @@ def stateful(value: Any) -> Stateful | None:
     """Return what saves and sets the state of a model or an optimizer of Keras; None if it is neither.
 
     Raises:
-        ArgumentError: The optimizer trains with a parameter server.
+        ArgumentError: The optimizer trains with a parameter server, or the model is in stages.
     """
     if isinstance(value, type):
         return None
+    if callable(getattr(value, "full_weights", None)):
+        raise ArgumentError(
+            "this model is a Pipeline, of which each rank has a stage, and a checkpoint of Keras holds a whole model: save "
+            "stage=pipeline.stage and optimizer=pipeline.optimizer, with process_set=, the ranks that have it, and a folder "
+            "for each; or pipeline.full_weights() as a value."
+        )
     if optimizer_parts.has_servers(getattr(value, "optimizer", value)):
         raise ArgumentError(
             "the servers of AsyncDistributedOptimizer have the state: save a model that is not compiled, after synchronize()."

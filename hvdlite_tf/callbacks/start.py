@@ -8,7 +8,7 @@ from typing import Any
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import root_within
-from hvdlite.errors import ArgumentError, MismatchError
+from hvdlite.errors import ArgumentError, MismatchError, ranks_text
 from hvdlite_tf.callbacks.base import Callback
 from hvdlite_tf.gradients import optimizer_parts as optimizers
 from hvdlite_tf.gradients.own_variables import own_of, without
@@ -81,9 +81,10 @@ def share_state(
         process_set: The ranks that take part; None means all ranks.
 
     Raises:
-        ArgumentError: The model is not built on some rank. All ranks raise it.
+        ArgumentError: The model is not built on some rank, or the ranks have different stages of it. All ranks raise it.
         MismatchError: The ranks have different models. All ranks raise it.
     """
+    check_stages(model, process_set)
     check_models(model, process_set)
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None:  # the root's may be built already, because the root has loaded a checkpoint
@@ -133,6 +134,19 @@ def _places(optimizer: Any, places: dict[int, int]) -> list[int] | None:
     own = optimizers.trained_by(optimizer) if known else ()
     found = [places.get(id(plain_variable(variable))) for variable in own]
     return None if None in found else [place for place in found if place is not None] or None
+
+
+def check_stages(model: Any, process_set: ProcessSet | None) -> None:
+    """Raise ArgumentError if ranks that shall get one rank's weights have different stages of a `Pipeline`."""
+    if not callable(getattr(model, "full_weights", None)):
+        return
+    ranks = set((hvdlite.global_process_set if process_set is None else process_set).members)
+    together = sorted(ranks & set(model.process_set.members))
+    if len(together) > 1:
+        raise ArgumentError(
+            f"this model is a Pipeline, and {ranks_text(together)} have different stages of it, which one rank's weights would "
+            'overwrite: pass the ranks that have the same stage, process_set=grid["dp"] of hvd.ProcessGrid(dp=…, pp=…).'
+        )
 
 
 def check_models(model: Any, process_set: ProcessSet | None) -> None:

@@ -21,6 +21,7 @@ from hvdlite.process_set import ProcessSet
 from hvdlite_tf.pipeline.batch import cut, length_of
 from hvdlite_tf.pipeline.checks import check_optimizer, own_stage
 from hvdlite_tf.pipeline.losses import Shares
+from hvdlite_tf.pipeline.norms import clip_over_stages
 from hvdlite_tf.pipeline.stage import StagePasses
 from hvdlite_tf.pipeline.values import TensorCodec
 
@@ -83,6 +84,11 @@ class Pipeline(keras.Model):  # type: ignore[misc]
         self.built = True
 
     @property
+    def process_set(self) -> ProcessSet:
+        """The ranks of the pipeline."""
+        return self._process_set
+
+    @property
     def losses(self) -> list[Any]:
         """Empty: each stage counts its regularization losses itself."""
         return []
@@ -126,6 +132,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]
             x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
             if trains:
                 check_optimizer(self.optimizer)
+                clip_over_stages(self.optimizer, self._process_set)
             parts = cut((x, y, weights), self._microbatches)
             shares = self._shares = self._shares or Shares(self, self._microbatches)
             rows, whole = length_of(x), shares.count(y, weights, length_of(x))

@@ -22,6 +22,7 @@ from hvdlite_torch.async_sgd.hogwild import HogwildTraining
 from hvdlite_torch.async_sgd.training import TorchTraining
 from hvdlite_torch.async_sgd.typed import typed
 from hvdlite_torch.async_sgd.wrapped import AsyncDistributed
+from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.step_guard import hooked
 from hvdlite_torch.step.wrapped import Opt, add_to_class
 from hvdlite_torch.training.state import broadcast_optimizer_state, broadcast_parameters
@@ -116,6 +117,7 @@ def AsyncDistributedOptimizer(
         [-6.0, -6.0]
     """
     check_optimizer(optimizer)
+    teach_grad_scaler()
     options = make_options(
         *(mode, staleness, servers, push_every, process_set, size_of(process_set)),
         *(delay_compensation, overlap, hogwild, on_worker_loss, checkpoint, on_nan),

@@ -14,6 +14,7 @@ from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.pipeline.tied import Tied
+from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.shardable import check_independent
 from hvdlite_torch.step.wrapped import Distributed
 from hvdlite_torch.tensors import split_norm
@@ -43,6 +44,7 @@ class OwnLayers:
         own = dict(self.named_parameters())
         self._split = Stages(type(self).__name__, process_set, own, first.values(), tied.copies)
         split_norm.teach()
+        teach_grad_scaler()
         self._may_step: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -22,6 +22,7 @@ from hvdlite_torch.slicing.embedding import slice_embeddings
 from hvdlite_torch.slicing.linear import slice_columns, slice_rows
 from hvdlite_torch.slicing.rules import Found, find
 from hvdlite_torch.slicing.whole import altered, watched
+from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.tensors import split_norm
 from hvdlite_torch.tensors.sliced import full_state_dict, load_full_state_dict
 
@@ -165,6 +166,7 @@ def slice_layers(
         if isinstance(parameter, DTensor) and any(not isinstance(each, Replicate) for each in parameter.placements)
     )
     split_norm.teach()
+    teach_grad_scaler()
     made = SlicePlan(model, mesh, entries, (sliced, total))
     if verbose and hvdlite.rank() == 0:
         print(made, flush=True)

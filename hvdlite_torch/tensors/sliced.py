@@ -110,7 +110,7 @@ def joint_squares(
     """
     numbers: dict[tuple[Any, tuple[int, ...]], list[int]] = {}
     for number, parameter in enumerate(parameters):
-        numbers.setdefault(_axes_of(parameter), []).append(number)
+        numbers.setdefault(axes_of(parameter), []).append(number)
     total = 0.0
     for (mesh, axes), some in numbers.items():
         squares = torch.tensor(squares_of(some), dtype=torch.float64)
@@ -120,7 +120,7 @@ def joint_squares(
     return total
 
 
-def _axes_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
+def axes_of(parameter: Any) -> tuple[Any, tuple[int, ...]]:
     """Return the mesh of a parameter, and the axes of it over which the parameter is sliced."""
     if not is_sliced(parameter):
         return None, ()

@@ -80,6 +80,11 @@ class Stages:
         return float(whole)
 
 
+def any_stages() -> bool:
+    """Return whether there is a model in stages in this process."""
+    return bool(_stages)
+
+
 def stages_of(parameter: torch.Tensor) -> Stages | None:
     """Return the stages of which a parameter is a part; None if all ranks have it."""
     found = _stages.get(parameter) if _stages else None
@@ -157,6 +162,22 @@ def joint_squares(parameters: Sequence[torch.Tensor], squares_of: Callable[[Sequ
         )
         total += own if stages is None else stages.sum(own, "the norm of the gradients")
     return total
+
+
+def join_count(parameters: Sequence[torch.Tensor], count: torch.Tensor) -> None:
+    """Overwrite a count, such as of infinities, with the sum over the ranks that have other slices or stages of a model.
+
+    All ranks that have some call this. A parameter that several ranks have is counted by each.
+
+    Args:
+        parameters: The parameters of this rank.
+        count: The count on this rank, of shape ``()``.
+    """
+    for mesh, axes in dict.fromkeys(map(sliced.axes_of, parameters)):
+        for axis in axes:
+            torch.distributed.all_reduce(count, group=mesh.get_group(axis))
+    for stages in all_stages(parameters):
+        count.fill_(stages.sum(float(count), "the infinities that a GradScaler has found"))
 
 
 def check_apart(tensors: Sequence[torch.Tensor], ranks: Collection[int], own: int) -> None:

@@ -272,13 +272,48 @@ def test_masks_are_refused(ranks: Any) -> None:
     ranks(check)
 
 
+def clipping() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.05)
+
+
+def test_global_clipnorm_is_over_all_stages(ranks: Any) -> None:
+    def check() -> None:
+        count = hvd.size()
+        pipeline = compiled(hvd.Pipeline([keras.Sequential(part) for part in parts(count)], 2), optimizer=clipping())
+        model = compiled(whole(count), optimizer=clipping())
+        for each in (pipeline, model):
+            each.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        assert_equal(pipeline.full_weights(), model)
+
+    ranks(check)
+
+
+@pytest.mark.ranks(2)
+def test_stages_are_not_overwritten(ranks: Any) -> None:
+    def check() -> None:
+        stages = [keras.Sequential([keras.Input((WIDTH,)), dense(WIDTH, seed)]) for seed in range(hvd.size())]
+        pipeline = hvd.Pipeline(stages, 2)
+        pipeline.compile("sgd", "mse")
+        with pytest.raises(ArgumentError, match="this model is a Pipeline, of which each rank has a stage"):
+            hvd.checkpoint.save("nowhere", model=pipeline)
+        with pytest.raises(ArgumentError, match="ranks 0-1 have different stages of it"):
+            hvd.elastic.KerasState(pipeline).sync()
+        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+        with pytest.raises(ArgumentError, match="ranks 0-1 have different stages of it"):
+            pipeline.fit(X, X, verbose=0, callbacks=[start])
+
+    ranks(check)
+
+
 @pytest.mark.ranks(4)
-def test_pipelines_side_by_side(ranks: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
+@pytest.mark.parametrize("optimizer", [optimizer, clipping])
+def test_pipelines_side_by_side(ranks: Any, optimizer: Callable[[], Any], options: dict[str, Any]) -> None:
     def check() -> None:
         grid = hvd.ProcessGrid(dp=2, pp=2)
         pipeline = hvd.Pipeline([keras.Sequential(part) for part in parts(2)], 2, grid["pp"])
-        compiled(pipeline, optimizer=hvd.DistributedOptimizer(optimizer(), process_set=grid["dp"]))
-        model = compiled(whole(2))
+        compiled(pipeline, optimizer=hvd.DistributedOptimizer(optimizer(), process_set=grid["dp"], **options))
+        model = compiled(whole(2), optimizer=optimizer())
         half = np.arange(ROWS).reshape(2, 2, BATCH // 2)[:, grid.place["dp"]].reshape(-1)
         pipeline.fit(X[half], Y[half], batch_size=BATCH // 2, epochs=2, shuffle=False, verbose=0)
         model.fit(X, Y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)

@@ -879,3 +879,15 @@ def test_some_ranks_only(ranks: Any) -> None:
         hvd.barrier()
 
     ranks(check)
+
+
+def test_a_scaler_that_would_shift_the_steps_of_ranks_is_refused(ranks: Any) -> None:
+    def check() -> None:
+        weight = torch.nn.Parameter(torch.zeros(2))
+        scaler = torch.amp.GradScaler("cpu")
+        with hvd.AsyncDistributedOptimizer(torch.optim.SGD([weight], lr=1.0), mode="sync") as optimizer:
+            scaler.scale(weight.sum()).backward()
+            with pytest.raises(ArgumentError, match="would be paired with this one of the others"):
+                scaler.step(optimizer)
+
+    ranks(check)

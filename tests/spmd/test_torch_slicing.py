@@ -197,6 +197,31 @@ def test_a_checkpoint_of_slices_is_whole(name: str, tmp_path: Path) -> None:
 
 
 @processes
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_all_ranks_skip_a_step_that_overflows_in_one_slice(distributed: bool) -> None:
+    torch.manual_seed(0)
+    model = perceptron().double()
+    hvd.slice_layers(model, everybody(), smallest=0, verbose=False)
+    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
+    if distributed:
+        alone = [hvd.new_group([rank]) for rank in range(hvd.size())][hvd.rank()]
+        optimizer = hvd.DistributedOptimizer(optimizer, process_set=alone)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(numbers(BATCH, WIDTH)).square().mean()).backward()
+        if step == 0 and hvd.rank() == 0:
+            gradient: Any = next(p for p in model.parameters() if isinstance(p, DTensor)).grad
+            gradient.to_local().fill_(float("inf"))
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        same = all(torch.equal(p.detach(), old) for p, old in zip(model.parameters(), before, strict=True))
+        assert same == (step == 0)
+
+
+@processes
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("average", [False, True])
 def test_masks_and_weights_of_attention(batch_first: bool, average: bool) -> None:

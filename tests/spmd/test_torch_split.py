@@ -352,3 +352,33 @@ def test_an_elastic_state_has_all_stages() -> None:
     train(again, resumed, 3, 5)
     assert distance(again.full_state_dict(), whole) <= 1e-12
     del alone
+
+
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_all_stages_skip_a_step_that_overflows_in_one(distributed: bool) -> None:
+    grid, scaler = own_grid(), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=100)
+    pipeline = staged(grid, lambda output, target: scaler.scale(F.mse_loss(output, target)))
+    optimizer: Any = torch.optim.SGD(pipeline.parameters(), lr=1.0, momentum=0.5)
+    if distributed:
+        optimizer = hvd.DistributedOptimizer(optimizer, process_set=grid["dp"])
+    for step in range(4):
+        optimizer.zero_grad()
+        pipeline.step(*batch(step))
+        if step == 1 and hvd.rank() == 0:
+            next(pipeline.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
+        if step == 2:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(pipeline.parameters(), 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0
+    whole = chain()
+    plain = torch.optim.SGD(whole.parameters(), lr=1.0, momentum=0.5)
+    for step in (0, 2, 3):
+        x, y = batch(step)
+        plain.zero_grad()
+        F.mse_loss(whole(x), y).backward()
+        if step == 2:
+            nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        plain.step()
+    assert distance(pipeline.full_state_dict(), whole) <= 1e-6  # torch's scaler divides in float32
