@@ -524,11 +524,12 @@ def add_process_set(process_set: ProcessSet | Iterable[int] | Any) -> ProcessSet
     here = world("add_process_set()")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
-    return here.groups.add(process_set) if process_set.communicator is None else _add_parts(here, process_set)
+    return here.groups.add(process_set) if process_set.communicator is None else add_parts(process_set, here.groups.add)
 
 
-def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
-    """Add a set for each communicator that a rank passed."""
+def add_parts(process_set: ProcessSet, add: Callable[[ProcessSet], object]) -> ProcessSet:
+    """Call `add` with a set for each communicator that a rank passed. Every rank of the job calls this."""
+    here = world("add_process_set()")
     from hvdlite.comm.mpi.job import members_of
 
     places = here.engine().run(AllgatherObject(members_of(process_set.communicator)))
@@ -546,9 +547,9 @@ def _add_parts(here: World, process_set: ProcessSet) -> ProcessSet:
         ranks = [numbers[member] for member in part]
         if part == (own or parts[0]):  # a rank that is in no part gets the first part, which does not include it
             process_set.take_ranks(ranks)
-            here.groups.add(process_set)
+            add(process_set)
         else:
-            here.groups.add(ranks)
+            add(ProcessSet(ranks))
     return process_set
 
 

@@ -48,6 +48,8 @@ class Groups:
         self._sets: dict[int, ProcessSet] = {}
         self._added: set[int] = set()
         """The numbers of the sets that `add` has put into effect. No two of them may have equal ranks."""
+        self._others: list[ProcessSet] = []
+        """Objects that `take_over` has bound to a set in effect."""
         self._numbers = itertools.count(1)
         self._waiting: list[RebindableExchange] = []
         """Exchanges of an earlier world, whose process sets are not in effect in this world yet."""
@@ -111,6 +113,18 @@ class Groups:
         self._added.add(self._put_into_effect(process_set, "add_process_set"))
         return process_set
 
+    def take_over(self, process_set: ProcessSet) -> ProcessSet:
+        """Put a process set into effect; if a set of these ranks is in effect already, let `process_set` be that one, too.
+
+        All ranks of the job call this, for the same ranks.
+        """
+        same = [number for number, ranks in self.sets().items() if ranks == process_set.members]
+        if not same:
+            return self.add(process_set)
+        process_set.bind(same[0], self._transport.rank)
+        self._others.append(process_set)
+        return process_set
+
     def new(self, ranks: Iterable[int]) -> ProcessSet:
         """Make a process set and put it into effect, even if another set has the same ranks. All ranks of the job call this.
 
@@ -171,7 +185,9 @@ class Groups:
                 group.engine.close()
 
         self.everybody.engine.run(Agreement("remove_process_set", [("ranks", process_set.members)], take_out))
-        self._sets.pop(number).bind(None, None)
+        for each in (self._sets.pop(number), *self._others):
+            if each.process_set_id == number:
+                each.bind(None, None)
         self._added.discard(number)
         return True
 
@@ -208,7 +224,7 @@ class Groups:
         """Close the engines, and take all process sets out of effect. All ranks of the job call this."""
         for group in self:
             group.engine.close()
-        for process_set in self._sets.values():
+        for process_set in (*self._sets.values(), *self._others):
             process_set.bind(None, None)
 
 

@@ -573,14 +573,18 @@ def test_init_whose_process_sets_are_refused(horovod: ModuleType) -> None:
 
     def begin() -> None:
         everybody = [0, 1, 2]
-        for wrong in ([[0], [1, 2], [0]], [[0], everybody], [[0], [7]]):
+        for wrong in ([[0], [1, 2], [0]], [everybody], [[1, 2], everybody], [[7]]):
             with pytest.raises(ValueError, match=r"ProcessSet\(process_set_id=None, ranks=.*, mpi_comm=None\)"):
                 hvd.init(process_sets=[hvd.ProcessSet(each) for each in wrong])
-            assert hvd.size() == 3 and basics._get_process_set_ids_and_ranks() == {0: everybody}
-        pair = hvd.ProcessSet([2, 1])
-        hvd.init(process_sets=[hvd.ProcessSet([0]), pair])
-        hvd.init(process_sets=[pair])  # it is in effect
-        assert sorted(basics._get_process_set_ids_and_ranks().values()) == [[0], everybody, [1, 2]]
+            assert hvd.size() == 3
+        assert basics._get_process_set_ids_and_ranks() == {0: everybody, 1: [0], 2: [1, 2]}
+        first, pair = hvd.ProcessSet([0]), hvd.ProcessSet([2, 1])
+        hvd.init(process_sets=[first, pair])
+        hvd.init(process_sets=[pair])
+        assert (first.process_set_id, pair.process_set_id) == (1, 2)
+        assert basics._get_process_set_ids_and_ranks() == {0: everybody, 1: [0], 2: [1, 2]}
+        hvd.remove_process_set(first)
+        assert first.process_set_id is None
         assert str(pair) == f"ProcessSet(process_set_id={pair.process_set_id}, ranks=[1, 2], mpi_comm=None)"
         assert str(hvd.global_process_set) == "ProcessSet(process_set_id=0, ranks=[0, 1, 2], mpi_comm=None)"
         if pair.included():

@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdlite import api
 from hvdlite.adapter import capabilities
+from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 
 __all__ = ["init"]
@@ -17,25 +18,30 @@ def init(
 ) -> None:
     """Join the job, and add process sets. See `hvdlite.init` for the arguments.
 
-    As with Horovod, the job has begun even if the process sets are refused: ``size()`` works, and the next `init` adds the sets
-    that it is given. Sets that are in effect already stay so.
+    As with Horovod, the job has begun even if the process sets are refused: ``size()`` works, and the sets before the refused
+    one stay in effect. A later `init` may name sets of the same ranks again: they are the same sets.
 
     Raises:
-        ArgumentError: A set is refused. Then none of the sets of this call is added.
+        ArgumentError: A set is there twice, or has all ranks or an unknown one.
         HvdliteError: See `hvdlite.init`.
     """
     api.init(comm, process_sets if isinstance(process_sets, str) else None)
     if hasattr(comm, "Get_group"):
         api.global_process_set.mpi_comm = comm  # type: ignore[misc]  # it is no property of this set
-    added: list[ProcessSet] = []
-    try:
-        for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
-            if not isinstance(each, ProcessSet) or each.process_set_id is None:
-                added.append(api.add_process_set(each))
-    except BaseException:  # on all ranks alike
-        for process_set in added:
-            api.remove_process_set(process_set)
-        raise
+    groups = api.world("init()").groups
+    seen: set[int | None] = {0}
+    for each in () if process_sets is None or isinstance(process_sets, str) else process_sets:
+        process_set = each if isinstance(each, ProcessSet) else ProcessSet(each)
+        if process_set.communicator is None:
+            groups.take_over(process_set)
+        else:
+            api.add_parts(process_set, groups.take_over)
+        if process_set.process_set_id in seen:
+            process_set.bind(None, None)
+            raise ArgumentError(
+                f"{process_set}: a process set of these ranks is in the list already, or has all ranks."
+            )
+        seen.add(process_set.process_set_id)
 
 
 class HorovodBasics:
