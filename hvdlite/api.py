@@ -53,7 +53,7 @@ T = TypeVar("T")
 Sum = ReduceOp.SUM
 """The sum of the ranks' values."""
 Average = ReduceOp.AVERAGE
-"""The sum of the ranks' values, divided by the number of all ranks; of integers, rounded down."""
+"""The sum of the ranks' values, divided by the number of all ranks; of integers, rounded toward zero."""
 Min = ReduceOp.MIN
 """The least of the ranks' values; for bool, whether all are true."""
 Max = ReduceOp.MAX
@@ -748,8 +748,9 @@ def allreduce(
         tensor: A tensor of any shape; shape and dtype are the same on every rank. Or a list of tensors of any dtypes, which the
             ranks exchange as one operation.
         op: Sum, Average, Min, Max, Product or Adasum. float16 and bfloat16 are accumulated as float32; averages of integers are
-            rounded down; for bool, Min is 'all' and Max is 'any'. Adasum averages tensors that point in the same direction and
-            adds orthogonal ones (arXiv:2006.02924); it takes floating-point tensors, and each tensor of a list by itself.
+            rounded toward zero; for bool, Min is 'all' and Max is 'any'. Adasum averages tensors that point in the same
+            direction and adds orthogonal ones (arXiv:2006.02924); it takes floating-point tensors, and each tensor of a list by
+            itself.
         name: Calls of equal name belong together on all ranks; calls without a name belong together by their order.
         inplace: Whether the result overwrites `tensor`.
         prescale_factor: A factor that multiplies each rank's values before the reduction.

@@ -246,7 +246,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
         ("complex128", ReduceOp.PRODUCT, None, False),
         ("uint16", ReduceOp.SUM, "int32", True),
         ("int32", ReduceOp.AVERAGE, "int64", True),
-        ("int64", ReduceOp.AVERAGE, "int64", True),
+        ("int64", ReduceOp.AVERAGE, None, True),
         ("uint64", ReduceOp.AVERAGE, None, True),
         ("float8_e5m2", ReduceOp.SUM, "float8_e5m2", False),
         ("float32", ReduceOp.ADASUM, None, False),
@@ -333,7 +333,7 @@ def test_cupys_arithmetic_on_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_array_equal(result, part * 1.5)
     whole = device.cast(np.array([-7.0, 7.0]), "int64")
     device.divide(whole, 2)
-    assert whole.tolist() == [-4, 3] and device.dtype(whole) == "int64"
+    assert whole.tolist() == [-3, 3] and device.dtype(whole) == "int64"
     assert device.is_plain(parts[0]) and not device.is_plain(parts[1])
     assert device.count(device.view(flat, "uint8")) == 52
     with pytest.raises(UnsupportedTensorError, match="CuPy arrays have no dtype float7"):

@@ -10,17 +10,32 @@ import numpy as np
 import pytest
 
 from hvdlite.protocols import Array, ReduceOp
-from hvdlite.tensors.reduction import Reduction, reduction
+from hvdlite.tensors.reduction import Reduction, average_long, reduction
 
 OPS = (ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT, ReduceOp.AVERAGE)
 
 
 def result_of(how: Reduction, sources: list[Array]) -> Array:
-    """What the mover of the data makes of the ranks' arrays."""
+    """What the mover of the data makes of the ranks' arrays: where it has all of them, and where some come by messages."""
     wide, out = np.empty(sources[0].size, how.wide_dtype), np.empty_like(sources[0])
-    how.combine(sources, wide)
-    how.finish(wide)
-    how.narrow(wide, out)
+    how.complete(sources, wide, out)
+    here, there = sources[:-1], sources[-1:]
+    by_messages = np.empty_like(out)
+    if how.is_long_average:
+        sums: list[list[Array]] = []
+        for ranks in (here, there):  # each notes the parts that it would send
+            sums.append([])
+            average_long(how, ranks, np.empty_like(out), lambda part: sums[-1].append(part) or part)
+        totals = [one + other for one, other in zip(*sums, strict=True)]
+        average_long(how, here, by_messages, lambda part: totals.pop(0))
+    else:
+        how.partial(here, wide)
+        other = np.empty_like(wide)
+        how.partial(there, other)
+        reduction(how.wide, how.combining).combine((wide, other), wide)
+        how.conclude(wide)
+        how.narrow(wide, by_messages)
+    np.testing.assert_array_equal(by_messages, out)
     return out
 
 
@@ -29,12 +44,17 @@ def result_of(how: Reduction, sources: list[Array]) -> Array:
 def test_integers(dtype: str, op: ReduceOp) -> None:
     """Beside Python's integers, which have no end: averages do not overflow, and everything else wraps around."""
     limits = np.iinfo(dtype)
-    columns = [(1, 2, 3), (limits.max, limits.max, limits.max - 1), (limits.min, limits.min, 5), (0, 0, 1)]
+    columns = [
+        (1, 2, 3),
+        (limits.max, limits.max, limits.max - 1),
+        (limits.min, limits.min, 5),
+        (0, 0, 1),
+        (limits.max,) * 3,
+    ]
+    columns += [(limits.min, limits.min, limits.min), (limits.min, limits.min, limits.min + 1)]
+    columns += [(-1, 0, 0), (-2, -3, -5)] if limits.min else []
     sources = [np.array([column[rank] for column in columns], dtype) for rank in range(3)]
     how = reduction(dtype, op, size=3)
-    if op is ReduceOp.AVERAGE and limits.max > 2**62:
-        sources = [source[[0, 3]] for source in sources]  # their sums wrap around in 64 bits
-        columns = [columns[0], columns[3]]
     expected = []
     for column in columns:
         value = {
@@ -42,10 +62,27 @@ def test_integers(dtype: str, op: ReduceOp) -> None:
             ReduceOp.MIN: min(column),
             ReduceOp.MAX: max(column),
             ReduceOp.PRODUCT: math.prod(column),
-            ReduceOp.AVERAGE: sum(column) // 3,
+            ReduceOp.AVERAGE: (abs(sum(column)) // 3) * (-1 if sum(column) < 0 else 1),
         }[op]
         expected.append((value - limits.min) % 2**limits.bits + limits.min)
     assert [int(each) for each in result_of(how, sources)] == expected
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64", "complex64"])
+def test_an_average_that_fits_is_right_where_the_sum_does_not(dtype: str, size: int) -> None:
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    most = 0.99 * float(ml_dtypes.finfo(kind).max if dtype == "bfloat16" else np.finfo(kind).max)
+    rows = [[most, -most, 1.0, 0.5 * most, np.inf, np.nan, 1e-3]] * size
+    rows = [[*row, most if rank else -most] for rank, row in enumerate(rows)]
+    stored = [np.array(row).astype(kind) for row in rows]
+    sources = [each.view(np.uint16) if dtype == "bfloat16" else each for each in stored]
+    with np.errstate(all="ignore"):
+        got = result_of(reduction(dtype, ReduceOp.AVERAGE, size=size), sources).view(kind)
+        wide = np.complex128 if dtype.startswith("complex") else np.float64
+        expected = np.mean([each.astype(wide) / size for each in stored], axis=0) * size
+    tolerance = 1e-2 if dtype == "bfloat16" else 1e-6
+    np.testing.assert_allclose(got.astype(wide), expected.astype(kind).astype(wide), rtol=tolerance)
 
 
 @pytest.mark.parametrize("op", OPS)

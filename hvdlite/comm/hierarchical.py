@@ -14,7 +14,7 @@ from hvdlite.comm.host_collectives import HostCollectives
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array, Collectives, ReduceOp, Transport
 from hvdlite.tensors.numpy_adapter import check_dtype
-from hvdlite.tensors.reduction import Reduction, reduction
+from hvdlite.tensors.reduction import Reduction, average_long, reduction
 
 _TINY_BYTES = 2**12
 """The largest array that is sent by messages on one host: for so few bytes MPI is faster than Python with shared memory."""
@@ -76,7 +76,10 @@ class HierarchicalCollectives:
             ArgumentError: This group cannot use the algorithm.
         """
         how = op if isinstance(op, Reduction) else reduction(check_dtype(data.dtype), op)
-        if self._one_host and algorithm == "auto" and how.exact and data.nbytes <= self._tiny_bytes:
+        is_tiny = (
+            data.nbytes <= self._tiny_bytes and how.divide_by == 1
+        )  # averages have the same bits by all ways of a host
+        if self._one_host and algorithm == "auto" and how.exact and is_tiny:
             self.flat.allreduce(data, how.combining)
             if how.finishes:
                 how.finish(data)
@@ -100,16 +103,23 @@ class HierarchicalCollectives:
             here.allreduce_by_slices(data, how, self.owners, inter_host)
 
     def _allreduce_by_messages(self, data: Array, how: Reduction, algorithm: str) -> None:
-        wide = data
-        if not how.exact:
-            wide = np.empty(data.size, how.wide_dtype)
-            how.combine((data,), wide)
-        if self.size > 1 and algorithm in ("auto", "shared_memory"):
-            reduce_between_hosts(self.flat, how, wide, data, how.finish)
+        by_default = algorithm in ("auto", "shared_memory")
+
+        def total(part: Array) -> Array:
+            self.flat.allreduce(part, ReduceOp.SUM, "auto" if by_default else algorithm)
+            return part
+
+        if how.is_long_average:
+            average_long(how, (data,), data, total)
+            return
+        wide = data if how.exact else np.empty(data.size, how.wide_dtype)
+        how.partial((data,), wide)
+        if self.size > 1 and by_default:
+            reduce_between_hosts(self.flat, how, wide, data, how.conclude)
             return
         if self.size > 1:
             self.flat.allreduce(wide, how.combining, algorithm)
-        how.finish(wide)
+        how.conclude(wide)
         if not how.exact:
             how.narrow(wide, data)
 
@@ -187,16 +197,27 @@ class HierarchicalCollectives:
         `op` is that of `allreduce`: a `Reduction` is finished, and `out` has the dtype of `data`.
         """
         how = op if isinstance(op, Reduction) else reduction(check_dtype(data.dtype), op)
+
+        def kept(whole: Array) -> Array:
+            own = np.empty_like(out)
+            self.flat.reduce_scatter(whole, own, counts, ReduceOp.SUM)
+            return own
+
         with np.errstate(all="ignore"):
             if self._one_host and self._here is not None:
                 self._here.reduce_scatter(data, out, counts, how)
                 return
+            if how.is_long_average:
+                average_long(how, (data,), out, kept)
+                return
             wide, part = data, out
             if not how.exact:
-                wide, part = np.empty(data.size, how.wide_dtype), np.empty(out.size, how.wide_dtype)
-                how.combine((data,), wide)
+                part = np.empty(out.size, how.wide_dtype)
+            if not how.exact or how.shift != 1.0:
+                wide = np.empty(data.size, how.wide_dtype)
+                how.partial((data,), wide)
             self.flat.reduce_scatter(wide, part, counts, how.combining)
-            how.finish(part)
+            how.conclude(part)
             if not how.exact:
                 how.narrow(part, out)
 

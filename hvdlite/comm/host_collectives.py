@@ -13,6 +13,7 @@ A rank fills a result slot between t and t + 1. The others read it between t + 1
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -20,8 +21,8 @@ import numpy as np
 from hvdlite.algorithms.slices import check_counts, slices, split
 from hvdlite.comm.between_hosts import reduce_between_hosts
 from hvdlite.comm.host import Host
-from hvdlite.protocols import Array, Collectives
-from hvdlite.tensors.reduction import Reduction
+from hvdlite.protocols import Array, Collectives, ReduceOp
+from hvdlite.tensors.reduction import Reduction, average_long
 
 SLOT_BYTES = 2**19
 """The size of a slot in bytes. With smaller slots the ranks meet too often; larger slots were no faster."""
@@ -117,9 +118,11 @@ class HostCollectives:
         wide = into if direct else self._scratch.view(how.wide_dtype)[: into.size]
         if between is None:
             how.complete(sources, wide, into)
+        elif how.is_long_average:
+            average_long(how, sources, into, partial(_total, between))
         else:
-            how.combine(sources, wide)
-            reduce_between_hosts(between, how, wide, into, how.finish)
+            how.partial(sources, wide)
+            reduce_between_hosts(between, how, wide, into, how.conclude)
 
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], how: Reduction) -> None:
         """Reduce `data` over the ranks, and put slice r (``counts[r]`` elements) in `out` on rank r.
@@ -198,6 +201,11 @@ class HostCollectives:
             self._meet()
             if self._host.rank != root:
                 block[:] = shown
+
+
+def _total(between: Collectives, part: Array) -> Array:
+    between.allreduce(part, ReduceOp.SUM)
+    return part
 
 
 def _copy_others(block: Array, into: Array, owned: Sequence[slice], rank: int) -> None:

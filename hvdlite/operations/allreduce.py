@@ -29,7 +29,7 @@ class Allreduce(TensorOperation):
     """Reduce tensors elementwise over the ranks. Several tensors, and several such operations, share one message.
 
     float16 and bfloat16 are accumulated in float32 and rounded once at the end. An average of integers is summed in 64 bits and
-    rounded down, as ``//`` does.
+    rounded toward zero. An average is right where it fits in its dtype, also if the sum does not.
     """
 
     def __init__(

@@ -81,8 +81,7 @@ class Reducescatter(TensorOperation):
         if isinstance(tensor, AbsentTensor):
             how.neutralize(flat)
         out = np.empty(counts[collectives.rank], flat.dtype)
-        collectives.reduce_scatter(flat, out, counts, how.combining)
-        how.finish(out)
+        collectives.reduce_scatter(flat, out, counts, how)
         shape = (rows[collectives.rank], *array.shape[1:])
         return adapter.from_array(out.astype(array.dtype, copy=False).reshape(shape), info.dtype, tensor)
 

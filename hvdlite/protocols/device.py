@@ -155,7 +155,7 @@ class Device(Protocol):
         ...
 
     def divide(self, tensor: Any, divisor: int) -> None:
-        """Divide the elements by `divisor`, in place. Integers are rounded down, as ``//`` does."""
+        """Divide the elements by `divisor`, in place. Integers are rounded toward zero."""
         ...
 
     def to_host(self, tensor: Any) -> Array:

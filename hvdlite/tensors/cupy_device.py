@@ -175,7 +175,8 @@ class CupyDevice:
 
     def divide(self, tensor: Any, divisor: int) -> None:
         if tensor.dtype.kind in "iu":
-            tensor //= tensor.dtype.type(divisor)
+            signs = (1 - 2 * (tensor < 0)).astype(tensor.dtype)
+            tensor[...] = abs(tensor) // tensor.dtype.type(divisor) * signs
         else:
             tensor /= tensor.dtype.type(divisor)
 

@@ -6,14 +6,19 @@ An operation makes a `Reduction` from the dtype of its tensors, its op and its f
     collective  combine(x of several ranks) → finish() → narrow()      `dtype` → `wide`: ÷ `divide_by`, × `after` → `dtype`
 
 float16 and bfloat16 are accumulated as float32 and rounded once, to the nearest even number, at the end. Averages of integers
-are accumulated in 64 bits and rounded down, as ``//`` does (uint64 as uint64).
+are accumulated in 64 bits and rounded toward zero, as torch's ``div(rounding_mode="trunc")`` does.
+
+An average fits in its dtype where the sum may not. `complete`, which has the values of all ranks, sees where a sum of
+floating-point numbers has overflowed, and computes these from values that are scaled by a power of two first. Sums that travel
+by messages are always scaled so (`partial`, `conclude`). 64-bit integers are averaged as quotients and remainders by the number
+of ranks, each of which can be summed (`average_long`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +85,16 @@ class Reduction:
         return self.divide_by != 1 or self.after != 1.0
 
     @functools.cached_property
+    def is_long_average(self) -> bool:
+        """Whether the values are averaged that no wider integers can sum."""
+        return self.divide_by != 1 and self.wide == self.dtype and self.dtype in ("int64", "uint64")
+
+    @functools.cached_property
+    def shift(self) -> float:
+        """The power of two by which floating-point numbers are scaled, so that their sum fits where their average does."""
+        return 2.0 ** -(self.divide_by - 1).bit_length() if self.wide_dtype.kind in "fc" else 1.0
+
+    @functools.cached_property
     def widened(self) -> Reduction:
         """The same reduction for values that are in the wide dtype already, so that they are rounded only once."""
         return replace(self, dtype=self.wide)
@@ -136,7 +151,24 @@ class Reduction:
     def finish(self, wide: Array) -> None:
         """Turn the combined values into the result, in place: divide by `divide_by`, then multiply by `after`."""
         if self.divide_by != 1:
-            (np.floor_divide if wide.dtype.kind in "iu" else np.divide)(wide, self.divide_by, out=wide)
+            _divide(wide, self.divide_by, wide)
+        if self.after != 1.0:
+            _multiply(wide, self.after)
+
+    def partial(self, sources: Sequence[Array], into: Array) -> None:
+        """Combine the values of some ranks, for a sum by messages with those of others. The arguments are those of `combine`.
+
+        An average is scaled by `shift`. `into` is none of several sources then.
+        """
+        if self.shift == 1.0:
+            self.combine(sources, into)
+        else:
+            _combine_scaled(self, sources, into)
+
+    def conclude(self, wide: Array) -> None:
+        """Turn values that `partial` has combined, and then messages, into the result, in place."""
+        if (left := self.divide_by * self.shift) != 1.0:
+            _divide(wide, int(left) if wide.dtype.kind in "iu" else left, wide)
         if self.after != 1.0:
             _multiply(wide, self.after)
 
@@ -148,17 +180,21 @@ class Reduction:
             self._half.narrow(wide, into)
 
     def can_be_direct(self, sources: Sequence[Array]) -> bool:
-        """Return whether sources can be combined into any one of them. See `combine`."""
-        return self.exact and len(sources) <= 2
+        """Return whether sources can be combined into any one of them. See `combine`. Averages need theirs to the end."""
+        return self.exact and len(sources) <= 2 and self.divide_by == 1
 
     def complete(self, sources: Sequence[Array], wide: Array, into: Array) -> None:
         """Do all that comes after `scale`: combine arrays, finish the result, and put it into an array of dtype `storage`.
 
         Args:
             sources: See `combine`.
-            wide: An array of dtype `wide_dtype`, in which they are accumulated; `into` itself if `combine` allows it.
+            wide: An array of dtype `wide_dtype`, in which they are accumulated; `into` itself if `can_be_direct` allows it, or
+                if that is none of the sources.
             into: The result.
         """
+        if self.divide_by != 1:
+            _average(self, sources, wide, into)
+            return
         self.combine(sources, wide)
         if self.finishes:
             self.finish(wide)
@@ -191,8 +227,8 @@ class Reduction:
 
         Complex numbers are added as pairs of real numbers. 16-bit integers are exchanged as 32 bits, and wrap around as usual
         when they are cast back. For bool, Min, Max and Product of bytes that are 0 or 1 mean "all", "any" and "all". Averages
-        of integers are summed in 64 bits, as on the host. Min and Max of floating-point numbers go by way of the host, because
-        NCCL's lose a NaN, as CUDA's fmin and fmax do. Integers with a factor go by way of the host, too.
+        of integers are summed in 64 bits; those of 64-bit integers, whose sum may not fit, go by way of the host. So do Min and
+        Max of floating-point numbers, because NCCL's lose a NaN, as CUDA's fmin and fmax do, and integers with a factor.
 
         Args:
             nccl_version: The version as NCCL numbers it: 22809 is 2.28.9.
@@ -210,7 +246,7 @@ class Reduction:
         if dtype.startswith("float8"):
             return dtype if nccl_version >= NCCL_WITH_FLOAT8 else None
         if op is ReduceOp.AVERAGE and is_integer:
-            return None if dtype == "uint64" else "int64"
+            return None if dtype in ("int64", "uint64") else "int64"
         return {"bool": "uint8", "int16": "int32", "uint16": "int32"}.get(dtype, dtype)
 
     @property
@@ -221,6 +257,71 @@ class Reduction:
         """
         is_average = self.op is ReduceOp.AVERAGE and self.dtype.startswith(_INTEGERS)
         return is_average or self.dtype in ("int16", "uint16")
+
+
+def average_long(how: Reduction, sources: Sequence[Array], into: Array, total: Callable[[Array], Array]) -> None:
+    """Average 64-bit integers (`is_long_average`).
+
+    Args:
+        how: The reduction.
+        sources: The values of some ranks, of which `into` may be one.
+        into: The result.
+        total: Returns the sum of an array over those who have the values of the other ranks. It may overwrite the array.
+    """
+    quotients, remainders = np.divmod(sources[0], sources[0].dtype.type(how.divide_by))
+    for source in sources[1:]:
+        more, rest = np.divmod(source, source.dtype.type(how.divide_by))
+        np.add(quotients, more, out=quotients)
+        np.add(remainders, rest, out=remainders)
+    quotients, remainders = total(quotients), total(remainders)
+    more, rest = np.divmod(remainders, remainders.dtype.type(how.divide_by))
+    np.add(quotients, more, out=into)
+    if into.dtype.kind == "i":  # it is rounded down now
+        np.add(into, 1, out=into, where=(into < 0) & (rest != 0))
+    if how.after != 1.0:
+        _multiply(into, how.after)
+
+
+def _average(how: Reduction, sources: Sequence[Array], wide: Array, into: Array) -> None:
+    """Average arrays. `wide` is none of them."""
+    if how.is_long_average:
+        average_long(how, sources, into, lambda part: part)
+        return
+    overflow = _Overflow()
+    with np.errstate(over="call", call=overflow):
+        how.combine(sources, wide)
+    target = into if how.exact else wide
+    # torch, if it adds the halves, tells NumPy nothing. Sums of float16 always fit.
+    overflows = overflow.seen or (how.dtype == "bfloat16" and not np.isfinite(wide).all())
+    if overflows:
+        scaled, fits = np.empty_like(wide), np.isfinite(wide)
+        _combine_scaled(how, sources, scaled)
+        np.divide(scaled, how.divide_by * how.shift, out=scaled)
+    _divide(wide, how.divide_by, target)
+    if overflows:
+        np.copyto(target, scaled, where=~fits)
+    if how.after != 1.0:
+        _multiply(target, how.after)
+    if target is not into:
+        how.narrow(target, into)
+
+
+def _combine_scaled(how: Reduction, sources: Sequence[Array], into: Array) -> None:
+    term = np.empty_like(into) if len(sources) > 1 else into
+    for number, source in enumerate(sources):
+        how.combine((source,), term if number else into)
+        np.multiply(term if number else into, how.shift, out=term if number else into)
+        if number:
+            np.add(into, term, out=into)
+
+
+class _Overflow:
+    """Notes that NumPy has seen a result overflow."""
+
+    seen = False
+
+    def __call__(self, kind: str, flag: int) -> None:
+        self.seen = True
 
 
 @functools.lru_cache(maxsize=4096)  # a program asks for the same few again and again
@@ -247,6 +348,21 @@ def reduction(dtype: str, op: ReduceOp, before: float = 1.0, after: float = 1.0,
 def nbytes_of(info: TensorInfo) -> int:
     """Return the size of a tensor in bytes."""
     return math.prod(info.shape) * reduction(info.dtype, ReduceOp.SUM).storage.itemsize
+
+
+def _divide(values: Array, divisor: float, out: Array) -> None:
+    """Divide; integers are rounded toward zero."""
+    kind = values.dtype.kind
+    if kind not in "iu":
+        np.divide(values, divisor, out=out)
+        return
+    negative = values < 0 if kind == "i" else None
+    if negative is not None and negative.any():
+        np.negative(values, out=values, where=negative)
+        np.floor_divide(values, divisor, out=out)
+        np.negative(out, out=out, where=negative)
+    else:
+        np.floor_divide(values, divisor, out=out)
 
 
 def _multiply(values: Array, factor: float) -> None:

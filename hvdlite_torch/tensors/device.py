@@ -169,7 +169,7 @@ class TorchDevice:
         elif tensor.is_floating_point() or tensor.is_complex():
             tensor.div_(divisor)
         else:
-            tensor.div_(divisor, rounding_mode="floor")
+            tensor.div_(divisor, rounding_mode="trunc")
 
     def to_host(self, tensor: torch.Tensor) -> Array:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)

@@ -76,7 +76,7 @@ def draw_reduction(draw: random.Random, size: int, scatter: bool) -> Step:
             result = UFUNCS[op].reduce([part if wide == "bool" else part * scales[0] for part in parts])
             if op is hvd.Average:
                 result = result / size
-                result = np.floor(result) if dtype == "int32" else result
+                result = np.trunc(result) if dtype == "int32" else result
             result = result if wide == "bool" else result * scales[1]
             if scatter:
                 result = np.array_split(result, size)[rank]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import array_api_strict
@@ -101,12 +101,45 @@ def test_averages(ranks: Any, make: Make, dtype: str) -> None:
     ranks(check_averages, make, dtype)
 
 
-def test_integer_averages_are_rounded_down(ranks: Any) -> None:
+def truncated(total: int, size: int) -> int:
+    """The quotient of Python's integers, which have no end, rounded toward zero."""
+    return abs(total) // size * (-1 if total < 0 else 1)
+
+
+@pytest.mark.parametrize("count", [1, 20_000])  # by every way of a host, and between hosts
+def test_averages_that_fit_though_their_sums_do_not(ranks: Any, count: int) -> None:
+    """Integers are rounded toward zero."""
+    most, least = 2**63 - 1, -(2**63)
+
+    def all_ways(x: Any) -> Iterator[Any]:
+        yield hvd.allreduce(x)
+        yield hvd.allreduce([x, np.ones_like(x)])[0]
+        yield hvd.allreduce_async(x).wait()
+        yield hvd.allreduce(x.copy(), inplace=True)
+        yield hvd.allreduce(x, algorithm="ring")
+        yield hvd.allreduce(x, prescale_factor=1.0)
+        yield hvd.allgather(hvd.reducescatter(x))
+
     def check() -> None:
-        size = hvd.size()
-        x = np.array([7, -7, 0, 2**62, -(2**62)], np.int64) if hvd.rank() == 0 else np.zeros(5, np.int64)
-        expected = [7 // size, -7 // size, 0, 2**62 // size, -(2**62) // size]
-        assert hvd.allreduce(x).tolist() == expected
+        rank, size = hvd.rank(), hvd.size()
+        columns = [[7 if r == 0 else 0 for r in range(size)], [-7 if r == 0 else 0 for r in range(size)]]
+        columns += [[value] * size for value in (most, least, 2**62 + 2**61)]
+        columns += [
+            [most - r for r in range(size)],
+            [least + r for r in range(size)],
+            [(-1) ** r * most for r in range(size)],
+        ]
+        x = np.array([column[rank] for column in columns] * count, np.int64)
+        for got in all_ways(x):
+            assert got.reshape(count, -1)[:: max(1, count - 1)].tolist() == [
+                [truncated(sum(column), size) for column in columns]
+            ] * min(count, 2)
+        unsigned = np.array([2**64 - 2, 2**64 - 1 - rank] * count, np.uint64)
+        for got in all_ways(unsigned):
+            assert got[-2:].tolist() == [2**64 - 2, truncated(sum(2**64 - 1 - r for r in range(size)), size)]
+        large = np.array([3e38, -3e38, 1e-40, 3e38 if rank else -3e38] * count, np.float32)
+        for got in all_ways(large):
+            np.testing.assert_allclose(got[-4:], [3e38, -3e38, 1e-40, 3e38 / size * (size - 2)], rtol=1e-4)
 
     ranks(check)
 

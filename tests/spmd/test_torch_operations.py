@@ -112,7 +112,7 @@ def test_average_and_factors(ranks: Any, form: str) -> None:
         scaled = call(x.clone(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
         np.testing.assert_allclose(scaled, np.full((2, 2), 2 * mean * size))
         whole = call(torch.tensor([7, -7, 4]) if rank == 0 else torch.tensor([0, 0, 4]))
-        assert whole.tolist() == [7 // size, -7 // size, 4]
+        assert whole.tolist() == [7 // size, -(7 // size), 4]
         named = call(x.clone(), name="a name", op=hvd.Sum)
         np.testing.assert_allclose(named, np.full((2, 2), mean * size))
         if size > 1:
