@@ -123,8 +123,13 @@ class Group:
         self.stood_in = 0
         self.missed: list[int] = []
         self._collect_at = _MUCH_BYTES
+        self.making = threading.RLock()
+        """Held while a thread makes an optimizer, so that it makes its calls one after the other."""
+        self.optimizers = 0
+        """How many optimizers of torch all ranks have made together."""
+        self._makers: list[threading.Thread] = []
 
-    def _run_to_train(self, operation: Operation) -> Any:
+    def _run_to_train(self, operation: Operation, name: str | None = None) -> Any:
         """Run an operation that makes memory for gradients.
 
         Raises:
@@ -137,7 +142,7 @@ class Group:
                 f"{'serves' if len(serving) == 1 else 'serve'} parameters, and cannot exchange gradients with the others: use "
                 "AsyncDistributedOptimizer, or start the job without --servers."
             )
-        return self.engine.run(operation)
+        return self.engine.run(operation, name)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -153,6 +158,16 @@ class Group:
     def size(self) -> int:
         """The number of ranks."""
         return self.engine.size
+
+    def maker(self) -> str:
+        """Return which thread makes an optimizer now, in words that must be the same on all ranks.
+
+        Ranks whose threads make optimizers at the same time would not notice if they made them in different orders.
+        """
+        here, main = threading.current_thread(), threading.main_thread()
+        self._makers = [*(each for each in self._makers if each.is_alive() and each is not here), here]
+        several = len([each for each in self._makers if each is not main]) > 1
+        return "main" if here is main else f"thread {here.name!r}" if several else "another thread"
 
     def add(self, exchange: Exchange) -> None:
         """Enter an exchange that an adapter has made. All ranks of the group call this, in the same order."""

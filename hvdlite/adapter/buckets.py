@@ -8,7 +8,9 @@ sums to memory that all ranks of the host share, and the framework then holds th
 from __future__ import annotations
 
 import abc
-from collections.abc import Hashable, Mapping, Sequence
+import contextlib
+import threading
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -46,6 +48,25 @@ class Buckets(abc.ABC):
         self._group = here.group(process_set)
         self._reducer: Reducer = self._make_reducer(self._group.reducers, layout)
         self._group.add(self)
+        self._exchanging = threading.Lock()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Return a context manager for an exchange.
+
+        Raises:
+            HvdliteError: Another thread of this rank makes one.
+        """
+        if not self._exchanging.acquire(blocking=False):
+            raise HvdliteError(
+                "two threads of this rank exchange gradients of equal shapes at the same time, and the ranks cannot tell "
+                "which belong together: train one model after the other, or give each thread a process set of its own "
+                "(process_set=hvd.new_group(range(hvd.size())))."
+            )
+        try:
+            yield
+        finally:
+            self._exchanging.release()
 
     def _make_reducer(self, reducers: Reducers, layout: Layout) -> Reducer:
         # An aggregator overwrites the gradients, so results do not lie apart from them and are copied.
@@ -137,16 +158,17 @@ class HostBuckets(Buckets):
         device: Device | None = None,
     ) -> list[Array | None]:
         used = [gradient is not None for gradient in gradients]
-        try:
-            for index, gradient in enumerate(gradients):
-                if gradient is not None:
-                    self._show(index, gradient)
-            anywhere = self._reducer.exchange(used, said)
-        finally:
-            for index, (start, stop) in enumerate(self._parts):
-                if start < stop:
-                    self._reducer.bucket_of(index).place(index, None)  # the gradients belong to the framework again
-        return [self._result(index) if there else None for index, there in enumerate(anywhere)]
+        with self._alone():
+            try:
+                for index, gradient in enumerate(gradients):
+                    if gradient is not None:
+                        self._show(index, gradient)
+                anywhere = self._reducer.exchange(used, said)
+            finally:
+                for index, (start, stop) in enumerate(self._parts):
+                    if start < stop:
+                        self._reducer.bucket_of(index).place(index, None)  # the gradients belong to the framework again
+            return [self._result(index) if there else None for index, there in enumerate(anywhere)]
 
     def _show(self, index: int, gradient: Array) -> None:
         """Copy the elements of a gradient that other ranks read. The other elements are summed where they are."""
@@ -185,4 +207,5 @@ class DeviceBuckets(Buckets):
         assert isinstance(self._reducer, AnnouncedReducer)
         if device is None:
             raise HvdliteError(f"gradients on {self._layout.device} are exchanged by a rank that names no device.")
-        return self._reducer.combine(gradients, said, device)
+        with self._alone():
+            return self._reducer.combine(gradients, said, device)

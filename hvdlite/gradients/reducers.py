@@ -14,7 +14,7 @@ from hvdlite.gradients.layout import digest_of
 from hvdlite.gradients.reducer import Reducer, ReducerContext
 from hvdlite.gradients.sharded_reducer import Place, ShardedReducer, place_of
 from hvdlite.gradients.shared_reducers import Layout, SharedReducers
-from hvdlite.operations import Agreement, Operation
+from hvdlite.operations import Agreement
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
 
 R = TypeVar("R", bound=Reducer)
@@ -24,7 +24,7 @@ class Reducers:
     """Makes the reducers of one group on one rank, and closes them.
 
     Args:
-        run: Runs an operation with the other ranks of the group.
+        run: Runs an operation with the other ranks of the group, by its name if one is given.
         context: What all reducers of the group have.
         plan: The plan of a reducer that is made without one.
         devices: The devices of this rank.
@@ -37,7 +37,7 @@ class Reducers:
 
     def __init__(
         self,
-        run: Callable[[Operation], Any],
+        run: Callable[..., Any],
         context: ReducerContext,
         plan: Plan,
         devices: Devices,
@@ -55,6 +55,7 @@ class Reducers:
         plan: Plan | None = None,
         settings: Sequence[tuple[str, Any]] = (),
         aggregator: Aggregator | None = None,
+        name: str | None = None,
     ) -> Reducer:
         """Make flat memory for the gradients of tensors. All ranks of the group call this, with equal arguments.
 
@@ -64,6 +65,7 @@ class Reducers:
             plan: How gradients are exchanged; `self.plan` if None.
             settings: What else must be the same on all ranks, by name.
             aggregator: Combines the gradients; None for their weighted sum.
+            name: A name that the owner has on all ranks, so that threads make memory in any order.
 
         Raises:
             MismatchError: The ranks have different arguments. Raised on all ranks.
@@ -73,7 +75,7 @@ class Reducers:
         def make(own: HierarchicalCollectives) -> Reducer:
             return Reducer(infos, own, op, how, self._context, aggregator)
 
-        return self._agree(infos, op, how, [*settings, ("aggregator", name_of(aggregator))], make)
+        return self._agree(infos, op, how, [*settings, ("aggregator", name_of(aggregator))], make, name)
 
     def make_sharded(
         self,
@@ -81,6 +83,7 @@ class Reducers:
         op: ReduceOp = ReduceOp.AVERAGE,
         plan: Plan | None = None,
         whole: bool = False,
+        name: str | None = None,
     ) -> ShardedReducer:
         """Make flat memory for gradients and parameters, of which each rank owns a shard. All ranks of the group call this.
 
@@ -89,6 +92,7 @@ class Reducers:
             op: SUM or AVERAGE.
             plan: How gradients are exchanged; `self.plan` if None.
             whole: Never cut a tensor between ranks.
+            name: See `make`.
 
         Raises:
             MismatchError: The ranks have different arguments. Raised on all ranks.
@@ -98,7 +102,7 @@ class Reducers:
         def make(own: HierarchicalCollectives) -> ShardedReducer:
             return ShardedReducer(infos, own, op, how, self._context, whole)
 
-        return self._agree(infos, op, how, [("whole", whole)], make)
+        return self._agree(infos, op, how, [("whole", whole)], make, name)
 
     def place(self, settings: Sequence[tuple[str, Any]] = ()) -> Place:
         """Return this rank's place among those that have shards. All ranks of the group call this.
@@ -119,6 +123,7 @@ class Reducers:
         plan: Plan,
         settings: Sequence[tuple[str, Any]],
         make: Callable[[HierarchicalCollectives], R],
+        name: str | None,
     ) -> R:
         arguments = [
             ("tensors", len(infos)),
@@ -128,9 +133,10 @@ class Reducers:
             *settings,
             ("layout", digest_of(([tuple(info) for info in infos], plan))),
         ]
-        reducer: R = self._run(
-            Agreement("gradient buckets", arguments, lambda collectives: self._enter(make(collectives.duplicate())))
+        agreement = Agreement(
+            "gradient buckets", arguments, lambda collectives: self._enter(make(collectives.duplicate()))
         )
+        reducer: R = self._run(agreement, None if name is None else f"memory of {name}")
         return reducer
 
     def _enter(self, reducer: R) -> R:

@@ -65,7 +65,7 @@ class InFlight:
         if name in self._names:
             raise DuplicateNameError(
                 f"an operation named {name!r} is still in flight on this rank: wait for its handle before the "
-                "name is used again, or leave the name out."
+                "name is used again, or leave the name out. (Threads that train at the same time need a process set each.)"
             )
         return name
 

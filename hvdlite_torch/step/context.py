@@ -51,6 +51,7 @@ class OptimizerContext:
         self.advice: Advice
         self.sparse: list[torch.Tensor] = []
         self._world = world("DistributedOptimizer()")
+        self._number = 0
 
     def enter(self) -> None:
         """Begin in the present world: compare the ranks' parameters and arguments. Every rank calls this.
@@ -75,7 +76,10 @@ class OptimizerContext:
             "aggregator": name_of(options.aggregator),
             "local_steps": None if options.local_steps is None else options.local_steps.name,
         }
+        arguments["made in"] = self.group.maker()
+        self._number = self.group.optimizers + 1
         check_agreement(trained, options.names, arguments, self.ranks, self.gather)
+        self.group.optimizers = self._number  # it counts only if all ranks make it
         self.group.release_dropped()
 
     # The ranks
@@ -100,7 +104,12 @@ class OptimizerContext:
 
         Every rank calls this.
         """
-        return hvdlite.allgather_object(value, "optimizer.plan", process_set=self.process_set)
+        return hvdlite.allgather_object(value, f"optimizer.plan {self._number}", process_set=self.process_set)
+
+    @property
+    def name(self) -> str:
+        """A name for what this optimizer makes with the other ranks. Threads may step different optimizers at the same time."""
+        return f"optimizer {self._number}"
 
     def waiting_for(self, what: str) -> contextlib.AbstractContextManager[object]:
         """Return a reusable context manager in which this rank waits for the other ranks. Messages call the wait `what`."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import hvdlite
+from hvdlite.api import world
 from hvdlite.gradients.sync import GradientSync, StepsWith
 from hvdlite_torch.checks import clipping
 from hvdlite_torch.step.amp import finish_unscaling, share_infinities
@@ -66,11 +67,9 @@ class StepDriver:
 
     def _begin(self) -> None:
         """Check the ranks' arguments, and make memory and hooks in the present world. Every rank calls this."""
-        self._context.enter()
-        if self.sharding is None:
-            self.sync.begin()
-        else:
-            self.sharding.begin(self.sync.begin)
+        with world("DistributedOptimizer()").group(self.process_set).making:
+            self._context.enter()
+            self.sync.begin() if self.sharding is None else self.sharding.begin(self.sync.begin)
 
     def attach(self) -> None:
         """Register the step hooks, and watch for gradients that are clipped too early."""

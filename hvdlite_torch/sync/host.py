@@ -96,7 +96,8 @@ class HostSync:
             outdated.close()
         infos, spare = self._infos(parameters), plan._replace(spare=True)
         if self._shards is None:
-            reducer = reducers.make(infos, options.op, spare, self._planner.settings, options.aggregator)
+            settings = self._planner.settings
+            reducer = reducers.make(infos, options.op, spare, settings, options.aggregator, context.name)
         else:
             reducer = self._shards.make_reducer(parameters, infos, spare)
         if outdated is not None:

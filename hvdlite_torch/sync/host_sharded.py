@@ -94,7 +94,8 @@ class HostShards:
                 )
         context = self._context
         self._sharding.collect()
-        reducer = context.group.reducers.make_sharded(infos, context.options.op, plan, whole=self._sharding.whole)
+        whole, name = self._sharding.whole, context.name
+        reducer = context.group.reducers.make_sharded(infos, context.options.op, plan, whole, name)
         hvdlite.broadcast(parameters, 0, inplace=True, process_set=context.process_set)
         shared = [as_tensor(reducer.parameters_of(n), parameter) for n, parameter in enumerate(parameters)]
         for parameter, memory in zip(parameters, shared, strict=True):

@@ -114,6 +114,17 @@ model = make_model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)))
 fit(model, rank, size, 2, BATCHES if rank == 0 else BATCHES - 1, callbacks=[hvd.callbacks.Distributed()])
 show("uneven", model, deviation(flat(model), flat(expected)))
 
+# Three batches in an epoch, and two for an update: the sum of the third one goes over to the next epoch, or the next `fit`.
+BETWEEN = OPTIMIZERS["accumulating"]
+expected, _ = alone(BETWEEN, 2, 3)
+model = make_model(hvd.DistributedOptimizer(BETWEEN()))
+fit(model, rank, size, 2, 3, callbacks=[hvd.callbacks.Distributed()])
+show("between two updates", model, deviation(flat(model), flat(expected)))
+model = make_model(hvd.DistributedOptimizer(BETWEEN()))
+for _ in range(2):
+    fit(model, rank, size, 1, 3, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+show("fit twice between two updates", model, deviation(flat(model), flat(expected)))
+
 # A missing gradient counts as zero. Gradients are summed over passes and averaged over ranks.
 variables = [keras.Variable([0.0]), keras.Variable([0.0])]
 optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), backward_passes_per_step=2)
