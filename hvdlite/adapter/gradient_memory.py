@@ -60,6 +60,8 @@ class Registry:
         self._advice: dict[Hashable, Advice] = {}
         self.layouts: dict[int, Any] = {}
         """The layouts that the ranks have agreed on, by the number of the `Identity`; the same on all ranks."""
+        self.behind: list[int] = []
+        """The ranks that have missed steps in the last join, with an optimizer that had no variables there."""
         self._group = here.group(process_set)
         self._group.add(self)
         self._group.reducers.aggregator_of = self._aggregator_of
@@ -237,8 +239,13 @@ class Registry:
         # If so, equal numbers mean the same optimizer, also before its first exchange.
         alike = len({tuple((each.number, each.infos) for each in own) for _, own in everybody}) == 1
         optimizers = {identity.number: optimizer for identity, optimizer in held}
+        self.behind = []
         for number, told in followed.together.items():
             optimizer = optimizers[number]
+            if told[root].infos and told[root].first is not None:
+                self.behind += [
+                    self._group.ranks[r] for r, each in enumerate(told) if not each.infos and self._group.missed[r]
+                ]
             # Variables have no values if the trace that made them has failed.
             if optimizer is None or not told[root].infos or len({each.infos for each in told}) > 1:
                 continue

@@ -90,9 +90,16 @@ def share_state(
     if optimizer is not None:  # the root's may be built already, because the root has loaded a checkpoint
         optimizers.build(optimizer, model.trainable_variables)
     build_alike(model, process_set)
-    for steps in optimizers.local_steps_in(model):
+    apart = list(local)
+    for each in optimizers.optimizers_in(model):
+        if (steps := optimizers.local_steps_of(each)) is None:
+            continue
         steps.begin()
-    shared = without(state_of(model), list(local))
+        # Ranks that have made as many steps by themselves keep the state that they have come to.
+        made = hvdlite.allgather_object(optimizers.passes_of(each), process_set=process_set)
+        if len(set(made)) == 1:
+            apart += each.variables
+    shared = without(state_of(model), apart)
     root = root_within(process_set, root_rank)
     hvdlite.broadcast(shared, root, inplace=True, process_set=process_set)
     for each in filter(optimizers.is_sharded, optimizers.optimizers_in(model)):

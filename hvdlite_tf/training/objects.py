@@ -10,6 +10,7 @@ from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import Everybody, root_within
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.api import world
+from hvdlite.errors import HvdliteError, ranks_text
 from hvdlite_tf.variables import plain_variable
 
 T = TypeVar("T")
@@ -36,10 +37,20 @@ def join_eagerly(*, process_set: ProcessSet = Everybody) -> int:
 
     Returns:
         The rank that joined last; its rank in the job, also with a process set.
+
+    Raises:
+        HvdliteError: A rank has missed steps with an optimizer that has no variables there. All ranks raise it.
     """
     here = world("join()")
-    Registry.of(here, process_set)  # this rank may not have exchanged gradients yet, and others may have
-    return here.ranks(process_set)[hvdlite.join(process_set)]
+    registry = Registry.of(here, process_set)  # this rank may not have exchanged gradients yet, and others may have
+    last = here.ranks(process_set)[hvdlite.join(process_set)]
+    if behind := sorted({*registry.behind}):
+        raise HvdliteError(
+            f"{ranks_text(behind)} called join() before the first step, when the optimizer had no variables there, "
+            "and so cannot take over what the others have reached: call optimizer.build(model.trainable_variables) on all "
+            "ranks before they train."
+        )
+    return last
 
 
 def broadcast_object(

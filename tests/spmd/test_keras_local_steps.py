@@ -349,3 +349,29 @@ def test_what_does_not_go_together(ranks: Ranks) -> None:
             hvd.DistributedOptimizer(adam()).average_parameters()
 
     ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_a_second_fit_leaves_each_rank_its_own_state(ranks: Ranks) -> None:
+    """The callback gives all ranks the weights of one, and not what each has come to by its own steps."""
+
+    def check() -> None:
+        model = make_model()
+        model.compile(hvd.DistributedOptimizer(adam(), local_steps=hvd.LocalSGD(EVERY)), "mse", run_eagerly=True)
+        seen: list[list[np.ndarray]] = []
+
+        class Look(keras.callbacks.Callback):  # type: ignore[misc]
+            def look(self, logs: Any = None) -> None:
+                seen.append([each.numpy() for each in model.optimizer.variables])
+
+            on_train_begin = on_train_end = look
+
+        callbacks = [hvd.callbacks.Distributed(), Look()]
+        for _ in range(2):
+            model.fit(*batch(0, hvd.rank()), batch_size=ROWS, epochs=2, verbose=0, callbacks=callbacks)
+        for before, after in zip(seen[1], seen[2], strict=True):
+            np.testing.assert_array_equal(before, after)
+        moments = [each[2] for each in hvd.allgather_object(seen[1])]
+        assert not np.array_equal(moments[0], moments[1])
+
+    ranks(check)

@@ -189,3 +189,28 @@ def test_steps_of_different_optimizers_do_not_meet(ranks: Any) -> None:
             swapped[0].step()
 
     ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("built", [False, True])
+def test_a_rank_that_never_steps(ranks: Any, built: bool) -> None:
+    """It takes over what the others have reached, or all ranks are told that it cannot."""
+
+    def check() -> None:
+        rank, size = hvd.rank(), hvd.size()
+        variable = keras.Variable(np.ones(12, np.float32))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5))
+        if built:
+            optimizer.build([variable])
+        for _ in range(2 * (rank == size - 1)):
+            optimizer.apply([tf.ones(12)], [variable])
+        if built:
+            hvd.join()
+            np.testing.assert_array_equal(variable.numpy(), 0.0)
+            assert int(optimizer.iterations) == 2
+        else:
+            with pytest.raises(Exception, match=r"called join\(\) before the first step.*optimizer.build"):
+                hvd.join()
+        hvd.barrier()
+
+    ranks(check)
