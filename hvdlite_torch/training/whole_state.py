@@ -163,7 +163,8 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
         order = {name: place for place, name in enumerate(stages.names)}
         own = [
             sorted(
-                (name for each in told for name in each[number]), key=lambda name: (order.get(name, len(order)), name)
+                {name for each in told for name in each[number]},  # tied weights are on several ranks, under one name
+                key=lambda name: (order.get(name, len(order)), name),
             )
             for number in range(len(own))
         ]
