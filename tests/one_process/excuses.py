@@ -23,6 +23,10 @@ class Excuse(NamedTuple):
     reason: str
 
 
+_PIPELINES = (
+    *("pipeline", "pipeline gpipe", "pipeline interleaved", "pipeline, shard"),
+    *("grid dp × pp", "grid dp × pp, shard", "grid pp × tp"),
+)
 _FIT = ("fit", "fit, shard", "fit, fp16", "fit, topk(1.0)", "fit, local steps", "fit, async sync")
 
 EXCUSES: tuple[Excuse, ...] = (
@@ -46,6 +50,20 @@ EXCUSES: tuple[Excuse, ...] = (
         ("masks rows", "weighs rows", "uneven rows", "a rank runs out of data"),
         "wrong",
         "parameters are weighed by the rows, momenta are each rank's own",
+    ),
+    Excuse(
+        "torch",
+        _PIPELINES,
+        ("batch norm",),
+        "wrong",
+        "each micro-batch has statistics of its own: docs/model_parallel.md",
+    ),
+    Excuse(
+        "torch",
+        ("slices", "grid dp × tp", "grid pp × tp"),
+        ("Adafactor",),
+        "fails",
+        "torch's Adafactor raises for DTensor: an in-place operation that requires placement changes",
     ),
     Excuse(
         "keras",

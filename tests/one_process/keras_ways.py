@@ -29,6 +29,7 @@ class Run:
     words = ""
     ranks = 1
     tolerance = 1e-7
+    alone: type[Run]
 
     def __init__(self, rows: Sequence[Program], seed: int = 0) -> None:
         self.rows, self.seed = rows, seed
@@ -116,6 +117,9 @@ class Run:
 
     def another(self) -> Run:
         return type(self)(self.rows, self.seed + 10)
+
+
+Run.alone = Run
 
 
 class Fit(Run):
@@ -224,6 +228,7 @@ class Tape(Fit):
                     loss = model.compute_loss(x[part], tf.constant(y[part]), output, weight)
                     scaled = model.optimizer.scale_loss(loss)
                 model.optimizer.apply(tape.gradient(scaled, model.trainable_variables), model.trainable_variables)
+        model.optimizer.finalize_variable_values(model.trainable_variables)  # as fit does in the end
 
 
 class Strategy(Fit):
@@ -242,6 +247,10 @@ class Strategy(Fit):
     def compile(self) -> None:
         with self.strategy.scope():
             super().compile()
+
+    def resume_from_checkpoint(self) -> None:
+        with self.strategy.scope():
+            super().resume_from_checkpoint()
 
     def own(self, data: Any) -> Any:
         return data
@@ -270,15 +279,13 @@ class Pipelined(Fit):
         return Run.evaluate(self)
 
     def start(self) -> None:
+        self.grid = hvd.ProcessGrid(dp=1, pp=2)
         stages = [lambda part=part: keras.Sequential(self.pick(part)(self.seed)) for part in ("first", "second")]
-        self.model = hvd.Pipeline(stages, microbatches=2)
+        self.model = hvd.Pipeline(stages, microbatches=2, process_set=self.grid["pp"])
         self.compile()
 
     def wrap(self, optimizer: Any) -> Any:
-        Pipelined.alone = getattr(Pipelined, "alone", None) or [hvd.add_process_set([n]) for n in range(hvd.size())]
-        return hvd.DistributedOptimizer(optimizer, process_set=Pipelined.alone[hvd.rank()])
-
-    alone: Any = None
+        return hvd.DistributedOptimizer(optimizer, process_set=self.grid["dp"])
 
     def own(self, data: Any) -> Any:
         return data
@@ -346,7 +353,6 @@ def _off(one: Any, other: Any) -> float:
 
 def clean_up() -> None:
     """Leave nothing of a training behind, so that the next one begins as in a new job."""
-    Pipelined.alone = None
     hvd.shutdown()
     hvd.init()
 

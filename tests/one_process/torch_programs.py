@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -48,18 +48,16 @@ class Batch:
         return Batch(self.x[first:end], self.y[first:end], weights, self.factor if end == len(self.y) else 1.0)
 
     @property
-    def target(self) -> Any:
-        """The target as one tensor or a tuple of them, for a loss that is given output and target only."""
-        return self.y if self.weights is None else (self.y, self.weights)
+    def target(self) -> torch.Tensor:
+        """The target as one tensor, for a loss that is given output and target only: its last column has the weights."""
+        weights = torch.ones(len(self.y), dtype=DTYPE) if self.weights is None else self.weights
+        return torch.cat([self.y, weights[:, None, None].expand(-1, self.y.shape[1], 1)], -1)
 
 
-def loss_of(output: torch.Tensor, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of the rows' losses, and the count by which the mean is taken."""
-    y, weights = target if isinstance(target, tuple) else (target, None)
-    rows = (output - y).square().flatten(1).mean(1)
-    if weights is None:
-        return rows.sum(), torch.tensor(float(len(y)), dtype=DTYPE)
-    return (rows * weights).sum(), weights.sum()
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses, and the count by which the mean is taken."""
+    y, weights = target[..., :-1], target[..., -1]
+    return ((output - y).square().mean(-1) * weights).sum(), weights.sum()
 
 
 def plain_model() -> list[nn.Module]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import hvdlite_torch as hvd
 from tests.one_process.rows import Inapplicable
-from tests.one_process.torch_programs import PROGRAMS, Batch, Program, batch_of, loss_of, train
+from tests.one_process.torch_programs import PROGRAMS, STEPS, WIDTH, Batch, Program, batch_of, loss_of, train
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -29,11 +29,13 @@ class Run:
         words: A regular expression: what an error that refuses this way must say.
         ranks: The number of ranks for which the way is made.
         tolerance: How far results may be from those of one process.
+        alone: The training in one process with which the way is compared.
     """
 
     words = ""
     ranks = 1
     tolerance = 1e-9
+    alone: type[Run]
 
     def __init__(self, rows: Sequence[Program], seed: int = 0, is_other: bool = False) -> None:
         self.rows, self.seed, self.is_other = rows, seed, is_other
@@ -60,7 +62,7 @@ class Run:
         loss = total / count * batch.factor
         if self.penalty:
             (slope,) = torch.autograd.grad(output.square().sum(), batch_x, create_graph=True)
-            loss = loss + self.penalty * slope.square().flatten(1).mean(1).sum() / count
+            loss = loss + self.penalty * slope.square().flatten(1).mean(1).mean()
         self.scaled(loss * share).backward()
 
     def synchronize(self) -> None:
@@ -102,7 +104,11 @@ class Run:
 
     def make_model(self) -> nn.Sequential:
         torch.manual_seed(self.seed)
-        return nn.Sequential(*self.pick("layers")()).double()
+        return nn.Sequential(*self.layers()).double()
+
+    def layers(self) -> list[nn.Module]:
+        layers: list[nn.Module] = self.pick("layers")()
+        return layers
 
     def pick(self, name: str) -> Callable[..., Any]:
         """Return the method of the row that has its own, or the common one."""
@@ -162,6 +168,33 @@ class Run:
         self.optimizer.step(closure)
 
 
+class _Chained(nn.Sequential):
+    """Passes on the output of a recurrent layer without its state."""
+
+    def forward(self, input: Any) -> Any:
+        for layer in self:
+            input = layer(input)
+            input = input[0] if isinstance(input, tuple) else input
+        return input
+
+
+def _with_recurrent_layer(layers: list[nn.Module]) -> list[nn.Module]:
+    return [*layers[:-1], nn.GRU(WIDTH, WIDTH, batch_first=True), layers[-1]]
+
+
+class Recurrent(Run):
+    """One process whose model has a recurrent layer."""
+
+    def make_model(self) -> nn.Sequential:
+        return _Chained(*super().make_model())
+
+    def layers(self) -> list[nn.Module]:
+        return _with_recurrent_layer(super().layers())
+
+
+Run.alone = Run
+
+
 class DataParallel(Run):
     """Each rank has a part of the rows."""
 
@@ -187,8 +220,7 @@ class DataParallel(Run):
     def batch(self, step: int, number: int) -> Batch:
         place, size = self.place
         found = batch_of(step, number)
-        joins = any(row.name == "a rank runs out of data" for row in self.rows)
-        for row in () if joins else self.rows:
+        for row in () if self.joins and size > 1 else self.rows:
             found = row.batch(found, step)
         count = len(found.y)
         cuts = [count * n // size for n in range(size + 1)]
@@ -216,11 +248,14 @@ class DataParallel(Run):
 
     def has_joined(self, step: int) -> bool:
         place, size = self.place
-        joins = any(row.name == "a rank runs out of data" for row in self.rows)
-        return joins and step >= len(range(6)) - 2 and place >= size // 2
+        return self.joins and size > 1 and step >= STEPS - 2 and place >= size // 2
+
+    @property
+    def joins(self) -> bool:
+        return any(row.name == "a rank runs out of data" for row in self.rows)
 
     def finish(self) -> None:
-        if any(row.name == "a rank runs out of data" for row in self.rows):
+        if self.joins:
             last = hvd.join(process_set=self.process_set)
             hvd.broadcast_parameters(self.named(), last, process_set=self.process_set)
 
@@ -389,10 +424,16 @@ class PipelinedSharded(Pipelined):
 
 
 class Waves(Pipelined):
-    words = "avefront|stage"
+    words = "avefront|stage|chunk"
+
+    alone = Recurrent
+
+    def layers(self) -> list[nn.Module]:
+        return _with_recurrent_layer(super().layers())
 
     def make(self, model: nn.Sequential, cuts: list[str]) -> Any:
-        return hvd.Wavefront(model, self.grid["pp"], loss=self.loss, chunks=2, cuts=cuts)
+        stepwise = [type(layer) for layer in model if not isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        return hvd.Wavefront(model, self.grid["pp"], loss=self.loss, chunks=2, cuts=cuts, stepwise=stepwise)
 
 
 class GridPipelined(Pipelined):

@@ -46,13 +46,13 @@ def _say(file: Any, *what: Any) -> None:
 
 
 @functools.cache
-def _alone(kind: Any, program: tuple[str, ...]) -> Any:
-    return kind.results(kind.Run, program)
+def _alone(kind: Any, run: Any, program: tuple[str, ...]) -> Any:
+    return kind.results(run, program)
 
 
 def _outcome(kind: Any, program: tuple[str, ...], way: str) -> tuple[str, str]:
     column = kind.WAYS[way]
-    wanted = _alone(kind, program)
+    wanted = _alone(kind, column.alone, program)
     try:
         off = kind.distance(kind.results(column, program), wanted)
     except Inapplicable as error:
@@ -78,6 +78,10 @@ def _together(everybody: list[tuple[str, str]]) -> tuple[str, str]:
     kinds = {outcome for outcome, _ in everybody}
     if "refused" in kinds and "right" in kinds:
         return "wrong", f"refused on some ranks only: {everybody}"
+    if kinds == {"refused", "refused in other words"}:  # a rank says why, and the others that it has left
+        others = [text for outcome, text in everybody if outcome != "refused"]
+        if all("has left the job" in text for text in others):
+            return next(each for each in everybody if each[0] == "refused")
     return worst
 
 
