@@ -64,7 +64,17 @@ class InStep:
         rates = [_number(group.get("lr")) for group in self._optimizer.param_groups]
         if rates_only:
             return digest(rates, self.origin)
-        return digest(rates, self.origin, self.steps, self._state_step(), changed)
+        settings = None if self.steps else self._settings()  # they change seldom, and there may be many groups
+        return digest(rates, self.origin, self.steps, self._state_step(), changed, settings)
+
+    def _settings(self) -> list[str]:
+        """Return the settings of all groups that change a step, but the learning rates: momentum, betas, weight_decay, …"""
+        return [
+            f"{name} of group {number} is {plain}"
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if name not in _NOT_COMPARED and (plain := _plain(value)) is not None
+        ]
 
     def _state_step(self) -> float | None:
         """Return the step count of the first parameter's state (0 if the optimizer does not count); None without any state."""
@@ -124,6 +134,7 @@ class InStep:
             f"the learning rate of group {number} is {_number(group.get('lr'))}"
             for number, group in enumerate(self._optimizer.param_groups)
         ]
+        lines += self._settings()
         step = self._state_step()
         lines.append("the optimizer has no state yet" if step is None else f"the optimizer's state is of step {step}")
         if self._owns_state:
@@ -152,6 +163,17 @@ _SHARED = (
     " If a rank loads other weights for itself, as to evaluate: within `with hvd.own_parameters(model):`, for with shard=True "
     "all ranks of a host have their parameters in one memory."
 )
+
+
+_NOT_COMPARED = {"params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable"}
+"""What has a line of its own, or says how a step is computed and not what it computes."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting that can be compared: a truth value, a number, or several of these; None for anything else."""
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, bool) else _number(value)
 
 
 def _number(value: Any) -> float | None:

@@ -70,6 +70,7 @@ class OptimizerContext:
         if not trained:
             raise ArgumentError("this optimizer has no parameters that require a gradient.")
         arguments = {
+            "optimizer": type(self.optimizer).__name__,
             "max_grad_norm": options.max_grad_norm,
             "op": options.op,
             "shard": bool(options.shard),

@@ -14,7 +14,7 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.adapter.agreement import check_same
+from hvdlite.adapter.agreement import check_same, gather_from_all
 from hvdlite.adapter.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.lossy.names import LOSSY
@@ -118,7 +118,7 @@ def broadcast_optimizer_state(
     *,
     process_set: ProcessSet = hvdlite.global_process_set,
 ) -> None:
-    """Give every rank's optimizer the state and the settings (learning rate, …) of the root's optimizer.
+    """Give every rank's optimizer the state and the settings (learning rate, momentum, …) of the root's optimizer.
 
     Each rank keeps what is its own: the errors that `Compression.powersgd` and `Compression.topk` remember for it, and the
     gradients in ``p.grad``. A program may call this at any time. The function makes no step in order to create missing state,
@@ -132,6 +132,7 @@ def broadcast_optimizer_state(
 
     Raises:
         ArgumentError: `optimizer` is not an optimizer; or the ranks have different slices or stages of its model.
+        MismatchError: The ranks have optimizers of different classes. All of them raise it.
 
     Examples:
         >>> def start():
@@ -151,6 +152,12 @@ def broadcast_optimizer_state(
             "broadcast_optimizer_state: the servers of AsyncDistributedOptimizer have the state, which is one for all ranks. "
             "Leave out this call, or make it with the plain optimizer, before."
         )
+    check_same(
+        [f"the optimizer is a {type(optimizer).__name__}"],
+        "what broadcast_optimizer_state is given",
+        _ranks_of(process_set),
+        gather_from_all("broadcast_optimizer_state", process_set),
+    )
     _broadcast_state(optimizer, root_rank, process_set)
 
 

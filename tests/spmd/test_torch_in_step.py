@@ -40,6 +40,31 @@ def last() -> bool:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.ranks(at_least=2)
+def test_optimizers_of_different_classes_or_settings(ranks: Any, way: dict[str, Any]) -> None:
+    def check() -> None:
+        model = a_model()
+        other = torch.optim.Adam if last() else torch.optim.SGD
+        with pytest.raises(MismatchError, match="optimizer='(SGD|Adam)'(.|\n)*optimizer='(SGD|Adam)'"):
+            hvd.DistributedOptimizer(other(model.parameters(), lr=0.1), **way)
+        with pytest.raises(MismatchError, match="the optimizer is a (SGD|Adam)(.|\n)*the optimizer is a (SGD|Adam)"):
+            hvd.broadcast_optimizer_state(other(model.parameters(), lr=0.1))
+        for mine, text in (
+            ({"momentum": 0.5 if last() else 0.9}, "momentum of group 0 is 0.(5|9)"),
+            ({"momentum": 0.9, "nesterov": last()}, "nesterov of group 0 is (True|False)"),
+        ):
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, **mine), **way)
+            with pytest.raises(MismatchError, match=f"{text}(.|\n)*{text}"):
+                a_step(model, optimizer)
+            hvd.broadcast_optimizer_state(optimizer)  # they are the root's
+            a_step(model, optimizer)
+            assert optimizer.param_groups[0]["momentum"] == 0.9 and not optimizer.param_groups[0]["nesterov"]
+        hvd.assert_in_sync(model)
+
+    ranks(check)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
 def test_learning_rates_that_drift_apart(ranks: Any, way: dict[str, Any]) -> None:
     def check() -> None:
         model = a_model()
