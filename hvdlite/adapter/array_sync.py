@@ -174,7 +174,7 @@ class ArraySync:
             return _adasum(self._infos, own, list(there), name, self._process_set)
         infos = [_known(info, gradient) for info, gradient in zip(self._infos, own, strict=True)]
         looks = values is not None and self._advice is not None and self._advice.is_due()
-        rates, first = (self._identity.rates(), self._identity.first) if self._identity is not None else ((), None)
+        rates, key = (self._identity.rates(), self._identity.key) if self._identity is not None else ((), None)
         while True:
             dense = [i for i in range(len(own)) if i not in self._tables]
             new = [i for i in dense if isinstance(own[i], Rows)]
@@ -183,7 +183,7 @@ class ArraySync:
                     registry,
                     self._layout(registry, dense, [infos[i] for i in dense], device),
                     [None if i in new else own[i] for i in dense],
-                    Header(weight, news=bool(new) or looks or refuse, state=digest(rates, self.origin, first)),
+                    Header(weight, news=bool(new) or looks or refuse, state=digest(rates, self.origin, key)),
                     device,
                 )
                 break
@@ -194,7 +194,7 @@ class ArraySync:
                 elif self._identity is None or not meet(self._identity, rates, self.gather, self._process_set):
                     self._refuse()
                 else:
-                    first, rates = self._identity.first, () if self._identity.apart else rates
+                    key, rates = self._identity.key, () if self._identity.apart else rates
         if rates and self._identity is not None:
             self._identity.may_differ = False  # they were the same
         results: dict[int, Gradient] = dict(zip(dense, found, strict=True))

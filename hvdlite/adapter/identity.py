@@ -27,6 +27,7 @@ from hvdlite.adapter.few_bytes.local_steps import Rounds
 from hvdlite.api import allgather_object, world
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.group import Group
+from hvdlite.negotiation.mismatch import variants_text
 from hvdlite.process_set import ProcessSet
 
 
@@ -86,6 +87,7 @@ class Identity:
         number: The number of the optimizer: the next number of this rank, until the ranks agree on another one; 0 before its
             first use if its process set was not in effect when it was made.
         rates: A function that returns the present learning rates of the optimizer; empty if it is too slow to get them.
+        settings: Lines with the class of the optimizer and its settings, which are compared in the first exchange.
         first: A key of the first exchange of the optimizer's gradients, or of another call that all ranks have made for it; the
             same on all ranks, and of no other optimizer. None before that.
         settled: Whether a join has come since the first exchange.
@@ -96,6 +98,7 @@ class Identity:
 
     def __init__(self, process_set: ProcessSet | None) -> None:
         self.rates: Callable[[], tuple[float, ...]] = tuple
+        self.settings: list[str] = []
         self.number, self.settled = 0, False
         self.may_differ = self.apart = False
         self.first: Hashable = None
@@ -110,6 +113,11 @@ class Identity:
         if self._group() is not group:
             self._group = weakref.ref(group)
             self.number, self.first, self.settled = numbers_in(group).take(self), None, False
+
+    @property
+    def key(self) -> Hashable:
+        """What an exchange says of the optimizer: which one it is, or before its first exchange what its settings are."""
+        return self.first or tuple(self.settings)
 
     @property
     def optimizer(self) -> Trained | None:
@@ -168,17 +176,21 @@ def meet(
         is; or because the learning rates differ, and may.
 
     Raises:
-        MismatchError: The learning rates differ and may not, or the ranks make a step of different optimizers.
+        MismatchError: The classes or settings differ; or the learning rates, and may not; or the ranks make a step of different
+            optimizers.
     """
     here = world("the exchange of gradients")
     rank = here.ranks(process_set)[here.engine(process_set).rank]
-    told = {each: (first, given) for each, first, given in gather((rank, identity.first, rates))}
-    everybody = {each: given for each, (_, given) in told.items()}
-    identity.apart = identity.may_differ and len(set(everybody.values())) > 1
+    everybody = gather((rank, identity.first, rates, identity.settings))
+    if all(first is None for _, first, _, _ in everybody):
+        compare_settings([each for each, *_ in everybody], [settings for *_, settings in everybody])
+    told = {each: (first, given) for each, first, given, _ in everybody}
+    rates_of = {each: given for each, (_, given) in told.items()}
+    identity.apart = identity.may_differ and len(set(rates_of.values())) > 1
     if not identity.apart:
-        check_rates("in this step", everybody)
-    elif here.config.advice and rank == min(everybody):
-        say_rates(rates_text(everybody))
+        check_rates("in this step", rates_of)
+    elif here.config.advice and rank == min(rates_of):
+        say_rates(rates_text(rates_of))
     known = {first: each for each, (first, _) in told.items() if first is not None}
     if len(known) > 1:
         some, others, *_ = sorted(known.values())
@@ -190,6 +202,24 @@ def meet(
     learns = any(first is None for first, _ in told.values())
     identity.first = next(iter(known), None)
     return identity.apart or (bool(known) and learns)
+
+
+def compare_settings(ranks: Sequence[int], settings: Sequence[list[str]]) -> None:
+    """Raise unless the ranks' optimizers are of one class and have the same settings.
+
+    Args:
+        ranks: The world ranks.
+        settings: `Identity.settings` of each.
+
+    Raises:
+        MismatchError: They differ; the text shows the first difference.
+    """
+    if any(each != settings[0] for each in settings):
+        lines = [[*each, "no more settings"] for each in settings]
+        raise MismatchError(
+            f"the ranks have different optimizers:\n{variants_text(ranks, lines)}\nMake them alike on all ranks: their "
+            "steps are not the same."
+        )
 
 
 def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:

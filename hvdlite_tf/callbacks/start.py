@@ -8,6 +8,7 @@ from typing import Any
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import root_within
+from hvdlite.adapter.identity import compare_settings
 from hvdlite.errors import ArgumentError, MismatchError, ranks_text
 from hvdlite_tf.callbacks.base import Callback
 from hvdlite_tf.gradients import optimizer_parts as optimizers
@@ -165,12 +166,19 @@ def check_models(model: Any, process_set: ProcessSet | None) -> None:
 
     Raises:
         ArgumentError: The model is not built on some rank. All ranks raise it.
-        MismatchError: Numbers, shapes or dtypes of the weights differ. All ranks raise it; the text names the first difference.
+        MismatchError: Numbers, shapes or dtypes of the weights differ, or the classes or settings of the optimizers. All ranks
+            raise it; the text names the first difference.
     """
     # Shapes and dtypes are compared, but not names, which contain a count of all layers that the process has made.
     weights = model.weights if model.built else []  # the weights of an unbuilt tf_keras model raise
     own = [(str(getattr(weight, "path", weight.name)), tuple(weight.shape), _dtype(weight)) for weight in weights]
-    built = hvdlite.allgather_object(own if model.built else None, process_set=process_set)
+    settings = [line for each in optimizers.optimizers_in(model) for line in optimizers.settings_of(each)]
+    told = hvdlite.allgather_object((own if model.built else None, settings), process_set=process_set)
+    told = [each or (None, settings) for each in told]  # None of a rank that has joined
+    built = [layout for layout, _ in told]
+    compare_settings(
+        hvdlite.global_process_set.ranks if process_set is None else process_set.ranks, [of for _, of in told]
+    )
     unbuilt = [rank for rank, layout in enumerate(built) if layout is None]
     if unbuilt:
         raise ArgumentError(

@@ -190,6 +190,28 @@ def rates_of_variables(optimizer: Any) -> Callable[[], tuple[float, ...]]:
     return rates
 
 
+def settings_of(optimizer: Any) -> list[str]:
+    """Return lines with the class and the settings of an optimizer that change its steps, but the learning rate.
+
+    No rank gets those of another one, unlike the learning rate and other variables.
+    """
+    lines = []
+    for part in parts_of(optimizer):
+        lines.append(f"the optimizer is a {part.__class__.__name__}")
+        with contextlib.suppress(Exception):  # classes of other people may not say them, and none does in a graph
+            config = part.get_config()
+            lines += [f"{name}={config[name]!r}" for name in sorted(config) if _is_setting(name, config[name])]
+    return lines
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return name not in _NOT_COMPARED and (value is None or isinstance(value, (bool, int, float)))
+
+
+_NOT_COMPARED = {"learning_rate", "name", "jit_compile", "is_legacy_optimizer", "decay"}
+"""What ranks compare elsewhere, or what changes no step."""
+
+
 def passes_of(optimizer: Any) -> int:
     """Return the number of calls of `apply_gradients`, including those that only accumulate gradients.
 

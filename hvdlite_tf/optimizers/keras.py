@@ -22,7 +22,7 @@ from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options, check_passes
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
-from hvdlite_tf.gradients.optimizer_parts import has_servers, passes_of, rates_of_variables
+from hvdlite_tf.gradients.optimizer_parts import has_servers, passes_of, rates_of_variables, settings_of
 from hvdlite_tf.gradients.optimizer_sync import OptimizerSync
 from hvdlite_tf.gradients.own_variables import own_of, settle, without
 from hvdlite_tf.optimizers import backends
@@ -299,6 +299,7 @@ def wrap(optimizer: Any, state: State) -> None:
     object.__setattr__(optimizer, "_hvdlite", state)
     backends.current().shield(optimizer)
     state.identity.rates = rates_of_variables(optimizer)
+    state.identity.settings = settings_of(optimizer)
     state.identity.optimizer = optimizer
     if state.steps is not None:  # there is no exchange that would tell the ranks which one it is
         Registry.of(world("DistributedOptimizer"), state.options.process_set).made_together(state.identity)

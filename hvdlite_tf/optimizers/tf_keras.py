@@ -13,7 +13,7 @@ from typing import Any
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
-from hvdlite_tf.gradients.optimizer_parts import rates_of_variables
+from hvdlite_tf.gradients.optimizer_parts import rates_of_variables, settings_of
 from hvdlite_tf.optimizers.summed_passes import SummedPasses
 
 
@@ -77,6 +77,7 @@ def distribute_tf_keras(
     # A plain assignment would make tf_keras save the state in checkpoints.
     object.__setattr__(optimizer, "_hvdlite_state", state)
     state.identity.rates = rates_of_variables(optimizer)
+    state.identity.settings = settings_of(optimizer)
     return optimizer
 
 

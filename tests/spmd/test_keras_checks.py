@@ -52,6 +52,38 @@ def same_everywhere(model: Any) -> bool:
     )
 
 
+# Different optimizers
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("package", ["keras", "tf_keras"])
+@pytest.mark.parametrize("by", ["callback", "first step"])
+def test_classes_and_settings_that_differ_are_told(ranks: Any, by: str, package: str) -> None:
+    optimizers = importlib.import_module(package).optimizers
+
+    def step(optimizer: Any) -> None:
+        if by == "callback":
+            model = linear(optimizer, importlib.import_module(package))
+            fit(model, hvd.BroadcastGlobalVariablesCallback(0), epochs=1)
+        else:
+            weight = keras.Variable([1.0]) if package == "keras" else tf.Variable([1.0])
+            optimizer.apply_gradients([(tf.constant([1.0]), weight)])
+
+    def check() -> None:
+        is_last = hvd.rank() == hvd.size() - 1
+        different = [
+            (optimizers.Adam(0.1) if is_last else optimizers.SGD(0.1), "the optimizer is a (Adam|SGD)"),
+            (optimizers.SGD(0.1, clipnorm=0.5 if is_last else 1.0), "clipnorm=(0.5|1.0)"),
+            (optimizers.SGD(0.1, momentum=0.5 if is_last else 0.9), "momentum=(0.5|0.9)"),
+        ]
+        for optimizer, text in different:
+            distributed = hvd.DistributedOptimizer(optimizer)
+            with pytest.raises(MismatchError, match=f"(?s){text}.*{text}.*Make them alike on all ranks"):
+                step(distributed)
+
+    ranks(check)
+
+
 # A plain optimizer
 
 
