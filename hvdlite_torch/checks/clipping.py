@@ -44,13 +44,12 @@ def watch(exchange: Advised) -> None:
     """Warn the program of this exchange, once, if it clips gradients that are not combined yet."""
     with _lock:
         _watched.add(exchange)
-    _teach(clip_grad, _INNERMOST, "clip_grad_norm_", "by the norm of this rank's gradients alone")
-    for place in (clip_grad, torch.nn.utils):
-        _teach(place, "clip_grad_value_", "clip_grad_value_", "this rank's gradients alone")
+    _teach(_INNERMOST, "clip_grad_norm_", "by the norm of this rank's gradients alone")
+    _teach("clip_grad_value_", "clip_grad_value_", "this rank's gradients alone")
 
 
-def _teach(place: Any, name: str, called: str, how: str) -> None:
-    clip = getattr(place, name)
+def _teach(name: str, called: str, how: str) -> None:
+    clip = getattr(clip_grad, name)
     if hasattr(clip, "_hvdlite"):
         return
 
@@ -62,7 +61,9 @@ def _teach(place: Any, name: str, called: str, how: str) -> None:
         return clip(parameters, *args, **kwargs)
 
     tell_and_clip._hvdlite = True  # type: ignore[attr-defined]
-    setattr(place, name, tell_and_clip)
+    for place in (clip_grad, torch.nn.utils):  # one function in both, so that whoever wraps it too finds it in both
+        if getattr(place, name, None) is clip:
+            setattr(place, name, tell_and_clip)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -41,8 +41,12 @@ class Group:
         self.pg.shutdown()
 
 
+class Options(SimpleNamespace):
+    """What torch has a class for with each operation."""
+
+
 def options(op: Any = None, root: int = 0, asynchronous: bool = False) -> Any:
-    return SimpleNamespace(reduceOp=op, rootRank=root, asyncOp=asynchronous)
+    return Options(reduceOp=op, rootRank=root, asyncOp=asynchronous)
 
 
 def values(rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
@@ -363,7 +367,7 @@ def refusals() -> Iterator[tuple[str, type[Exception], Callable[[HvdliteProcessG
         lambda pg: pg.allreduce([sparse], options(Op.SUM)),
         "expected a dense tensor",
     )
-    yield "one tensor", NotYetError, lambda pg: pg.allreduce(three, options(Op.SUM)), "lists of tensors"
+    yield "one tensor", NotYetError, lambda pg: pg.send(three, 0), "lists of tensors"
     yield (
         "size",
         ArgumentError,
