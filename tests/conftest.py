@@ -134,6 +134,15 @@ def is_for(size: int, mark: pytest.Mark) -> bool:
 
 
 @pytest.fixture
+def fresh_world() -> None:
+    """Under mpirun: no rank knows any more of the optimizers of earlier tests. Threads have a new world in each test."""
+    if UNDER_MPI:
+        gc.collect()
+        hvdlite.shutdown()
+        hvdlite.init()
+
+
+@pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     """``ranks(fn, *args)`` calls ``fn(*args)`` on every rank and returns what each returned; fails if any rank fails."""
     if UNDER_MPI:

@@ -24,7 +24,10 @@ if not UNDER_MPI:
     # As in test_keras_training.py: ranks that are threads share TensorFlow's pool.
     tf.config.threading.set_inter_op_parallelism_threads(8)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*ran out of data", "ignore:.*shuffle=True")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*ran out of data", "ignore:.*shuffle=True"),
+    pytest.mark.usefixtures("fresh_world"),
+]
 
 BATCH, MOST = 2, 4
 _rng = np.random.default_rng(5)

@@ -25,6 +25,8 @@ if not UNDER_MPI:
     # As in test_keras_training.py: ranks that are threads share TensorFlow's pool.
     tf.config.threading.set_inter_op_parallelism_threads(8)
 
+pytestmark = pytest.mark.usefixtures("fresh_world")
+
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shard": {"shard": True},

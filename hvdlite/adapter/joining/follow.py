@@ -54,7 +54,7 @@ def tell(group: Group) -> tuple[int, list[Known]]:
     return numbers_in(group).next, [know(each) for each in members(group)]
 
 
-def same_as(own: Sequence[Known], others: Sequence[Known], missed: bool) -> dict[int, int]:
+def same_as(own: Sequence[Known], others: Sequence[Known], missed: bool, made_alike: bool) -> dict[int, int]:
     """Return which optimizers of a rank are which of another rank's: for numbers of its own, those of the other rank.
 
     An optimizer with which only the other rank has made exchanges has the same number on both, if those that both know have; if
@@ -64,13 +64,14 @@ def same_as(own: Sequence[Known], others: Sequence[Known], missed: bool) -> dict
         own: The optimizers of the rank, by their numbers.
         others: The optimizers of the other rank, by their numbers.
         missed: Whether the rank has missed exchanges since the last join.
+        made_alike: Whether both have made as many optimizers, so that equal numbers mean the same.
 
     Raises:
         LookupError: It is not clear.
     """
     by_first = {each.first: each.number for each in others if each.first is not None}
     found = {each.number: by_first[each.first] for each in own if each.first in by_first}
-    alike = all(number == other for number, other in found.items())
+    alike = made_alike and all(number == other for number, other in found.items())
     new = {each.number: each for each in own if each.first is None}
     for other in [each for each in others if each.number not in found.values() and not each.settled]:
         candidates = [each for each in new.values() if None in (each.infos, other.infos) or each.infos == other.infos]
@@ -85,6 +86,9 @@ def same_as(own: Sequence[Known], others: Sequence[Known], missed: bool) -> dict
             number = candidates[0].number
         found[number] = other.number
         del new[number]
+    unknown = [*new.values(), *(each for each in others if each.first is None and each.number not in found.values())]
+    if not alike and any(each.passes for each in unknown):  # one has added up gradients, but has made no exchange yet
+        raise LookupError
     return found
 
 
@@ -115,9 +119,10 @@ def follow(
         MismatchError: Some rank does not know which of its optimizers is which of the other's. Raised on all ranks.
     """
     matched, lost = [], []
-    for rank, (_, own) in enumerate(everybody):
+    for rank, (made, own) in enumerate(everybody):
         try:
-            matched.append(same_as(own, everybody[root][1], group.missed[rank] > 0))
+            made_alike = made == everybody[root][0]
+            matched.append(same_as(own, everybody[root][1], group.missed[rank] > 0, made_alike))
         except LookupError:
             lost.append(group.ranks[rank])
     if lost:
