@@ -46,6 +46,7 @@ FEW = {
                 "torch_checkpoint",
                 "torch_pipeline_steps",
                 "torch_wavefront",
+                "torch_split",
                 "torch_few_bytes",
                 "torch_local_steps",
                 "torch_async",
