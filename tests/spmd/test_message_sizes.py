@@ -27,6 +27,8 @@ LIMIT = 20.0
 BORDERS = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 SIZES = sorted({0, 1, 2**20, *(max(border + by, 1) for border in BORDERS for by in (-64, -32, -8, 0, 1, 64))})
 SIZES += [*range(4096 - 200, 4096 + 200, 8), *range(65_536 - 128, 65_536 + 128, 16)]
+FEW = (1, 1024, 4032, 4064, 4096, 4160, 65_472, 65_536, 2**18)
+"""For what takes a collective for each size, which between hosts takes milliseconds."""
 ORDERS: dict[str, Callable[[list[Request]], list[Request]]] = {
     "sends first": lambda requests: requests,
     "receives first": lambda requests: requests[::-1],
@@ -109,7 +111,7 @@ def test_a_collective_between_the_receive_and_its_wait(ranks: Ranks, first: bool
         rank = hvd.rank()
         receiver, sender = (0, hvd.size() - 1) if first else (hvd.size() - 1, 0)
         group = world().communicators.new(range(hvd.size()), "all", LIMIT)
-        for nbytes in SIZES:
+        for nbytes in FEW:
             got = np.zeros(nbytes, np.uint8)
             received = group.irecv(got, sender) if rank == receiver else None
             if rank == sender:
