@@ -67,6 +67,13 @@ EXCUSES: tuple[Excuse, ...] = (
     ),
     Excuse(
         "keras",
+        ("pipeline",),
+        ("batch normalization",),
+        "wrong",
+        "each micro-batch has statistics of its own: docs/model_parallel.md",
+    ),
+    Excuse(
+        "keras",
         (*_FIT, "tape"),
         ("a mean by weights", "ignore_class", "masks", "a last, smaller batch"),
         "wrong",

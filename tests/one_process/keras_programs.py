@@ -154,7 +154,7 @@ class IgnoresClass(Program):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=1)
 
 
-@program("masks", "mask")
+@program("masks", "mask|sparse")
 class Masks(Program):
     """Padded texts: the loss is a mean over the words that are there."""
 
@@ -169,7 +169,7 @@ class Masks(Program):
         return [keras.Input((4,)), embedding]
 
 
-@program("a sum over rows", "sum")
+@program("a sum over rows", "[sS]um")
 class Sums(Program):
     loss = keras.losses.MeanSquaredError(reduction="sum")
 

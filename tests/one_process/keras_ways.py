@@ -28,7 +28,7 @@ class Run:
 
     words = ""
     ranks = 1
-    tolerance = 1e-7
+    tolerance = 1e-6
     alone: type[Run]
 
     def __init__(self, rows: Sequence[Program], seed: int = 0) -> None:
