@@ -20,7 +20,7 @@ LIMIT = 1500.0
 def test_each_pair_equals_one_process_or_is_refused(framework: str, pytestconfig: pytest.Config) -> None:
     everything = pytestconfig.option.everything
     seed = random.randrange(10**6)
-    jobs = pairs_of(framework).items() if everything else draw(framework, seed)
+    jobs = pairs_of(framework).items() if everything else draw(framework, seed, combined=False)
     results = [result for ranks, pairs in jobs for result in run(pairs, ranks, LIMIT if everything else BUDGET)]
     print(f"seed {seed}: python -m tests.one_process --framework {framework} --seed {seed}\n{picture(results)}")
     wrong = [f"{result.outcome}: {result.pair}\n{result.detail}" for result in results if result.outcome not in GOOD]
@@ -36,6 +36,7 @@ def test_excuses_name_pairs_that_are_there() -> None:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_order_of_drawn_pairs_is_that_of_the_seed(framework: str) -> None:
-    one, again, other = (dict(draw(framework, seed)) for seed in (1, 1, 2))
-    assert one == again != other
-    assert all(set(pairs) <= set(one[ranks]) for ranks, pairs in pairs_of(framework).items())
+    for combined in (True, False):
+        one, again, other = (dict(draw(framework, seed, combined)) for seed in (1, 1, 2))
+        assert one == again != other
+        assert all(set(pairs) <= set(one[ranks]) for ranks, pairs in pairs_of(framework).items())
