@@ -109,7 +109,7 @@ class GradientExchange:
         if here.engine(options.process_set).size == 1 and options.aggregator is None:
             check_still_alone(options.process_set)
             return list(gradients)
-        kept = [place for place, source in enumerate(sources) if _looks_up(source)]
+        kept = [place for place, source in enumerate(sources) if not _is_kernel(source)]
         return _Call(options, plain, gradients, weight, self._identity, numbers, kept)
 
 
@@ -291,13 +291,13 @@ class Agreed:
             )
 
 
-def _looks_up(source: Any) -> bool:
-    """Return whether this is the table of an embedding of Keras 3: its gradient has a row for each place that is looked up.
+def _is_kernel(source: Any) -> bool:
+    """Return whether this is the kernel of a layer of Keras 3: a product with a sparse input has each row of its gradient once.
 
-    Keras 3 does not add up rows that come twice, so one process with the batches of all ranks has them twice too. tf_keras, and
-    the optimizers of TensorFlow, add them up.
+    The gradient of any other table has a row for each place that is looked up. Keras 3 does not add up rows that come twice,
+    so one process with the batches of all ranks has them twice too; and whoever clips sees them apart.
     """
-    return str(getattr(source, "path", "")).endswith("embeddings")
+    return str(getattr(source, "path", "")).endswith("/kernel")
 
 
 def _together(kinds: Sequence[str]) -> str:
