@@ -27,7 +27,7 @@ from hvdlite.adapter.few_bytes.local_steps import Rounds
 from hvdlite.api import allgather_object, world
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.group import Group
-from hvdlite.negotiation.mismatch import variants_text
+from hvdlite.negotiation.mismatch import compare_settings
 from hvdlite.process_set import ProcessSet
 
 
@@ -202,24 +202,6 @@ def meet(
     learns = any(first is None for first, _ in told.values())
     identity.first = next(iter(known), None)
     return identity.apart or (bool(known) and learns)
-
-
-def compare_settings(ranks: Sequence[int], settings: Sequence[list[str]]) -> None:
-    """Raise unless the ranks' optimizers are of one class and have the same settings.
-
-    Args:
-        ranks: The world ranks.
-        settings: `Identity.settings` of each.
-
-    Raises:
-        MismatchError: They differ; the text shows the first difference.
-    """
-    if any(each != settings[0] for each in settings):
-        lines = [[*each, "no more settings"] for each in settings]
-        raise MismatchError(
-            f"the ranks have different optimizers:\n{variants_text(ranks, lines)}\nMake them alike on all ranks: their "
-            "steps are not the same."
-        )
 
 
 def check_rates(when: str, rates: Mapping[int, tuple[float, ...]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hvdlite.errors import ranks_text
+from hvdlite.errors import MismatchError, ranks_text
 from hvdlite.negotiation.messages import JOIN, Key
 from hvdlite.operations import Signature, describe, why_absent_refused
 
@@ -85,3 +85,21 @@ def variants_text(ranks: Sequence[int], everybody: Sequence[Sequence[str]]) -> s
     for rank, said in zip(ranks, everybody, strict=True):
         variants.setdefault(said[first], []).append(rank)
     return "\n".join(f"  {ranks_text(who)}: {what}" for what, who in variants.items())
+
+
+def compare_settings(ranks: Sequence[int], settings: Sequence[list[str]]) -> None:
+    """Raise unless the ranks' optimizers are of one class and have the same settings.
+
+    Args:
+        ranks: The world ranks.
+        settings: Lines with the class and the settings of each rank's optimizer.
+
+    Raises:
+        MismatchError: They differ; the text shows the first difference.
+    """
+    if any(each != settings[0] for each in settings):
+        lines = [[*each, "no more settings"] for each in settings]
+        raise MismatchError(
+            f"the ranks have different optimizers:\n{variants_text(ranks, lines)}\nMake them alike on all ranks: their "
+            "steps are not the same."
+        )

@@ -8,8 +8,8 @@ from typing import Any
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import root_within
-from hvdlite.adapter.identity import compare_settings
 from hvdlite.errors import ArgumentError, MismatchError, ranks_text
+from hvdlite.negotiation.mismatch import compare_settings
 from hvdlite_tf.callbacks.base import Callback
 from hvdlite_tf.gradients import optimizer_parts as optimizers
 from hvdlite_tf.gradients.own_variables import own_of, without
