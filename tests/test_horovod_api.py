@@ -78,8 +78,10 @@ PARTS = {
 }
 """Modules below, whose names the module has too."""
 
-NAMES = {module: {name for name in MODULES[module].names if not name.startswith("_")} for module in OURS}
-"""What each module has, by the compatibility table."""
+NAMES = {
+    module: {name for name in MODULES[module].names if not name.startswith("_")} - {"gpu_available"} for module in OURS
+}
+"""What each module has, by the compatibility table; without a helper of Horovod's that only its own name brings."""
 
 
 def signatures(module: str) -> dict[str, Any]:
