@@ -35,6 +35,9 @@ def _rows(where: str, names: str, missing: str = _FAILS) -> list[Private]:
 
 
 PRIVATE = (
+    *_rows(
+        "tensorflow.python.eager.context", "Context", "an ImportError with the name, when Horovod's names are imported"
+    ),
     *_rows("tensorflow.python.eager.execute", "quick_execute", _IMPORT),
     *_rows("tensorflow.python.ops.cond_v2", "_CondGradFuncGraph", _IMPORT),
     *_rows("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", _IMPORT),
