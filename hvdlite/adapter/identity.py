@@ -32,14 +32,24 @@ from hvdlite.process_set import ProcessSet
 
 
 class Numbers:
-    """The numbers of the optimizers of one group of ranks, on one rank."""
+    """The numbers of the optimizers of one group of ranks, on one rank.
+
+    Attributes:
+        next: The number of the next optimizer.
+        known: Those that this rank takes first, because other ranks have them: it has joined before it went on with its first
+            optimizer of an earlier world.
+        taken: The identities that have a number.
+    """
 
     def __init__(self) -> None:
         self.next = 1
+        self.known: list[int] = []
         self.taken: weakref.WeakSet[Identity] = weakref.WeakSet()
 
     def take(self, identity: Identity) -> int:
         self.taken.add(identity)
+        if self.known:
+            return self.known.pop(0)
         self.next += 1
         return self.next - 1
 

@@ -144,6 +144,8 @@ def follow(
             identity.number = next(free)
         renumbered[before] = identity.number
         identity.settled = identity.first is not None
+    if everybody[group.rank][0] == 1:
+        numbers_in(group).known = [each.number for each in everybody[root][1] if each.first is not None]
     numbers_in(group).next = start + group.size * most
     told: dict[int, list[Known]] = {}
     for same, (_, own) in zip(matched, everybody, strict=True):
