@@ -14,9 +14,6 @@ import hvdlite_tf as hvd
 from tests.one_process.keras_programs import PROGRAMS, ROWS, Program
 from tests.one_process.rows import Inapplicable
 
-keras.config.set_floatx("float64")
-keras.backend.set_floatx("float64")
-
 
 class Run:
     """One training. This class trains in one process, on the joined batches.
@@ -321,6 +318,7 @@ WAYS: dict[str, type[Run]] = {
 
 def results(run: type[Run], names: Iterable[str]) -> dict[str, Any]:
     """Return the weights, the logs, and what else the rows compare, after a training."""
+    keras.config.set_floatx("float64")  # not when this is imported, for the process may run other tests
     rows = [PROGRAMS[name]() for name in names]
     keras.utils.set_random_seed(0)
     training = run(rows)
