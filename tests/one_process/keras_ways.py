@@ -318,7 +318,6 @@ WAYS: dict[str, type[Run]] = {
 
 def results(run: type[Run], names: Iterable[str]) -> dict[str, Any]:
     """Return the weights, the logs, and what else the rows compare, after a training."""
-    keras.config.set_floatx("float64")  # not when this is imported, for the process may run other tests
     rows = [PROGRAMS[name]() for name in names]
     keras.utils.set_random_seed(0)
     training = run(rows)

@@ -22,6 +22,8 @@ LIMIT = 150.0  # seconds for a pair, also on a busy machine: only a hang takes t
 
 
 def main(framework: str, results: str, seconds: str, pairs: str) -> None:
+    if framework == "keras":  # before its rows make losses, and not where other tests run in the process
+        importlib.import_module("keras").config.set_floatx("float64")
     kind = importlib.import_module(f"tests.one_process.{framework}_ways")
     warnings.simplefilter("ignore")  # advice
     hvdlite.init()
