@@ -200,6 +200,9 @@ class AsyncSync(Fit):
     def wrap(self, optimizer: Any) -> Any:
         return hvd.AsyncDistributedOptimizer(optimizer, self.model, mode="sync")
 
+    def callbacks(self) -> list[Any]:
+        return []
+
 
 class Tape(Fit):
     """A loop of the program's own: eager, with a distributed tape and a plain optimizer."""
