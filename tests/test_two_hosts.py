@@ -64,7 +64,6 @@ def assert_nothing_left(on: Hosts) -> None:
 SPMD = [
     "adasum",
     "join",
-    "message_sizes",
     "operations",
     "overlap",
     "process_sets",
