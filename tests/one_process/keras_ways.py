@@ -119,10 +119,22 @@ class Run:
 Run.alone = Run
 
 
-class Fit(Run):
-    """`fit` with a distributed optimizer and the callback that does everything."""
+class Distributed(Run):
+    """Several ranks. As in one process, all give the whole batches."""
 
     ranks = 2
+
+    def resume_from_checkpoint(self) -> None:
+        folder = hvd.broadcast_object(tempfile.mkdtemp(prefix="hvdlite-one-process-"))
+        hvd.checkpoint.save(folder, model=self.model, optimizer=self.model.optimizer)
+        self.seed += 7
+        self.start()
+        hvd.checkpoint.load(folder, model=self.model, optimizer=self.model.optimizer)
+
+
+class Fit(Distributed):
+    """`fit` with a distributed optimizer and the callback that does everything: each rank gives its own rows."""
+
     options: dict[str, Any] = {}
 
     def wrap(self, optimizer: Any) -> Any:
@@ -156,13 +168,6 @@ class Fit(Run):
     def evaluate(self) -> Any:
         own = super().evaluate()  # of this rank's rows: docs/keras.md
         return np.mean(hvd.allgather_object(own), axis=0)
-
-    def resume_from_checkpoint(self) -> None:
-        folder = hvd.broadcast_object(tempfile.mkdtemp(prefix="hvdlite-one-process-"))
-        hvd.checkpoint.save(folder, model=self.model, optimizer=self.model.optimizer)
-        self.seed += 7
-        self.start()
-        hvd.checkpoint.load(folder, model=self.model, optimizer=self.model.optimizer)
 
 
 class Sharded(Fit):
@@ -231,13 +236,10 @@ class Tape(Fit):
         model.optimizer.finalize_variable_values(model.trainable_variables)  # as fit does in the end
 
 
-class Strategy(Fit):
-    """`hvd.Strategy`: all ranks give the batches of one process."""
+class Strategy(Distributed):
+    """`hvd.Strategy`, and a plain optimizer."""
 
     words = "trategy"
-
-    def wrap(self, optimizer: Any) -> Any:
-        return optimizer
 
     def start(self) -> None:
         self.strategy = hvd.Strategy()
@@ -252,31 +254,9 @@ class Strategy(Fit):
         with self.strategy.scope():
             super().resume_from_checkpoint()
 
-    def own(self, data: Any) -> Any:
-        return data
 
-    @property
-    def batch_size(self) -> int:
-        return ROWS
-
-    def evaluate(self) -> Any:
-        return Run.evaluate(self)
-
-    def make_model(self) -> Any:
-        for row in self.rows:
-            if hasattr(row, "normalization"):
-                row.normalization = None
-        return Run.make_model(self)
-
-    def callbacks(self) -> list[Any]:
-        return []
-
-
-class Pipelined(Fit):
+class Pipelined(Distributed):
     words = "ipeline|stage"
-
-    def evaluate(self) -> Any:
-        return Run.evaluate(self)
 
     def start(self) -> None:
         self.grid = hvd.ProcessGrid(dp=1, pp=2)
@@ -286,16 +266,6 @@ class Pipelined(Fit):
 
     def wrap(self, optimizer: Any) -> Any:
         return hvd.DistributedOptimizer(optimizer, process_set=self.grid["dp"])
-
-    def own(self, data: Any) -> Any:
-        return data
-
-    @property
-    def batch_size(self) -> int:
-        return ROWS
-
-    def callbacks(self) -> list[Any]:
-        return []
 
     def freeze_last_layer(self) -> None:
         if hvd.rank() == hvd.size() - 1:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-import hvdlite_torch as hvd
 from tests.one_process.rows import Row, row_adder
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 DTYPE = torch.float64
 STEPS, ROWS, TIME, FEATURES, WIDTH, OUT = 6, 12, 3, 6, 8, 4
 WORDS = 11
-_PENALTY = 0.3
 
 
 @dataclass(frozen=True)
@@ -243,9 +241,6 @@ class Uneven(Program):
 class Joins(Program):
     """The last rank has no batch in the last two steps."""
 
-    def cuts(self, step: int, ranks: int) -> list[int] | None:
-        return None
-
     def batch(self, batch: Batch, step: int) -> Batch:
         return batch.rows(0, ROWS // 2) if step >= STEPS - 2 else batch
 
@@ -394,7 +389,7 @@ class WeightNorm(Program):
 class Penalizes(Program):
     """The second derivative: the loss has the gradient of the output with respect to the input in it."""
 
-    penalty = _PENALTY
+    penalty = 0.3
 
 
 @program("checkpoints activations", "checkpoint")
@@ -438,7 +433,7 @@ class Hooks(Program):
                 parameter.register_hook(lambda gradient: 2 * gradient)
 
 
-def train(run: Run, rows: Sequence[Program], scale: Callable[..., torch.Tensor] | None = None) -> None:
+def train(run: Run, rows: Sequence[Program]) -> None:
     """Run the program: this loop is the same in one process and on ranks."""
     for row in rows:
         row.begin(run)
@@ -460,6 +455,3 @@ def train(run: Run, rows: Sequence[Program], scale: Callable[..., torch.Tensor] 
         for row in rows:
             row.after_step(run, step)
     run.finish()
-
-
-__all__ = ["PROGRAMS", "Batch", "Program", "batch_of", "hvd", "loss_of", "train"]
