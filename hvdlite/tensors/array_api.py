@@ -25,7 +25,7 @@ class ArrayApiAdapter:
         return str(tensor.dtype).rpartition(".")[2]
 
     def cast(self, tensor: Any, dtype: str) -> Any:
-        namespace = tensor.__array_namespace__()
+        namespace = device_registry.namespace_of(tensor)
         wanted = getattr(namespace, dtype, None)
         if wanted is None:
             raise UnsupportedTensorError(f"{namespace.__name__} has no {dtype}: choose another compression.")
@@ -72,7 +72,7 @@ class ArrayApiAdapter:
         return self._numpy.to_array(array, wide=wide)
 
     def from_array(self, array: Array, dtype: str, like: Any) -> Any:
-        namespace = like.__array_namespace__()
+        namespace = device_registry.namespace_of(like)
         if array.dtype == np.uint16 and dtype == "bfloat16":
             array = widen_bits(array)
         wanted = getattr(namespace, dtype)

@@ -12,9 +12,25 @@ from hvdlite.errors import DeviceError
 from hvdlite.protocols import Device
 from hvdlite.tensors.cupy_device import cupy_device_of
 from hvdlite.tensors.frameworks import framework_adapter
+from hvdlite.tensors.held import Held
 
+_lent = Held()  # tensors that JAX copies
 _ON_GPU = {2, 10, 13}
 """DLPack's numbers for CUDA, ROCm and managed CUDA memory (dlpack.h, ``DLDeviceType``)."""
+
+
+def namespace_of(array: Any) -> Any:
+    """Return the module with the array API's functions for an array; None if its library has none.
+
+    CuPy has these functions in its module, but its arrays do not name the module (seen in CuPy 14.2).
+    """
+    if hasattr(array, "__array_namespace__"):
+        return array.__array_namespace__()
+    return importlib.import_module("cupy") if _is_of_cupy(array) else None
+
+
+def _is_of_cupy(array: Any) -> bool:
+    return type(array).__module__.partition(".")[0] == "cupy"
 
 
 def device_kind(array: Any) -> str | None:
@@ -29,7 +45,7 @@ def device_of(array: Any) -> Device:
         DeviceError: Neither torch nor CuPy is installed.
     """
     index = int(array.__dlpack_device__()[1])
-    if type(array).__module__.partition(".")[0] == "cupy":
+    if _is_of_cupy(array):
         return cupy_device_of(index)
     library = _library()
     if library == "cupy":
@@ -66,13 +82,23 @@ def _library() -> str:
 
 def to_native(array: Any) -> Any:
     """Return an array as a tensor of its device (`device_of`), which shares the memory of the array."""
-    if type(array).__module__.partition(".")[0] == "cupy":
+    if _is_of_cupy(array):
         return array
     return importlib.import_module(_library()).from_dlpack(array)
 
 
 def from_native(native: Any, like: Any) -> Any:
-    """Return a tensor of a device as an array of the library of `like`. This is the reverse of `to_native`."""
+    """Return a tensor of a device as an array of the library of `like`. This is the reverse of `to_native`.
+
+    JAX gets a copy. It gives memory back as soon as the host has enqueued what reads it, and torch would then write to this
+    memory on a stream of which JAX knows nothing. The tensor is kept until the copy is there.
+    """
     if type(native) is type(like):
         return native
-    return like.__array_namespace__().from_dlpack(native)
+    device = device_of(like)
+    with device.on(device.current()):  # torch exports only what lies on the current GPU
+        if type(like).__module__.partition(".")[0] not in ("jax", "jaxlib"):
+            return namespace_of(like).from_dlpack(native)
+        copy = namespace_of(like).from_dlpack(native, copy=True)
+    _lent.until(copy, native, lambda array: array.is_ready())
+    return copy

@@ -12,6 +12,7 @@ import numpy as np
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.protocols import TensorAdapter
 from hvdlite.tensors.array_api import ArrayApiAdapter
+from hvdlite.tensors.device_registry import namespace_of
 from hvdlite.tensors.frameworks import ADAPTERS, framework_adapter
 from hvdlite.tensors.numpy_adapter import NumpyAdapter
 
@@ -44,7 +45,7 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
             "this array has no values yet: JAX is tracing the function, for jit, grad or vmap. Call hvdlite outside of it, on "
             "what it returns; or inside by jax.experimental.io_callback, as docs/jax.md shows."
         )
-    if hasattr(tensor, "__dlpack__") and hasattr(tensor, "__array_namespace__"):
+    if hasattr(tensor, "__dlpack__") and namespace_of(tensor) is not None:
         return ArrayApiAdapter()
     raise UnsupportedTensorError(
         f"expected a NumPy array, a torch or TensorFlow tensor, or an array with DLPack and the array API "

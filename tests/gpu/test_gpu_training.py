@@ -24,7 +24,6 @@ from hvdlite.gpu import nccl
 from hvdlite.gpu.nccl_collectives import NcclCollectives
 from hvdlite.testing import on_ranks
 from hvdlite_torch.tensors.device import TorchDevice
-from tests.jobs import PROGRAMS, PYTHONPATH, mpirun
 
 pytestmark = [
     pytest.mark.gpu,
@@ -300,18 +299,3 @@ def test_no_room(one_rank: Any) -> None:
             torch.cuda.set_per_process_memory_fraction(1.0)
 
     one_rank(check)
-
-
-@pytest.mark.parametrize("way", ["nccl", "staged"])
-def test_two_ranks_on_one_gpu(way: str) -> None:
-    done = mpirun(
-        2,
-        str(PROGRAMS / "gpu_training.py"),
-        timeout=60,
-        PYTHONPATH=PYTHONPATH,
-        HVDLITE_SHARE_GPU="1",
-        HVDLITE_NCCL="1" if way == "nccl" else "0",
-        HVDLITE_ADVICE="0",
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("all right") == 2

@@ -3,7 +3,6 @@
 mpirun -n 2 python gpu_operations.py nccl|staged
 """
 
-import os
 import sys
 
 import numpy as np
@@ -12,28 +11,20 @@ import torch
 
 import hvdlite
 import hvdlite_torch as hvd
+from hvdlite_torch.tensors.device import FLOAT8
+from tests.gpu.card import host_may_not_wait, late, own_stream, take_card
 
 hvdlite.init()
 rank, size, way = hvd.rank(), hvd.size(), sys.argv[1]
-# NCCL refuses two ranks on one GPU unless NCCL_HOSTID differs (up to 2.29) or NCCL_MULTI_RANK_GPU_ENABLE is set (2.30).
-os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
-os.environ.update(NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-torch.cuda.set_device(0)
-gpu = torch.device("cuda", 0)
+gpu = take_card(rank)
 
 FUNCTIONS = {hvd.Sum: sum, hvd.Product: lambda each: np.prod(each, axis=0), hvd.Min: min, hvd.Max: max}
-DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64"]
+DTYPES = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
+DTYPES += ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
 
 
 def values_of(tensor: torch.Tensor) -> np.ndarray:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).cpu().numpy()
-
-
-def late(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy whose values the current stream writes after some time. A reader that does not wait reads zeros."""
-    copy = torch.zeros_like(tensor)
-    torch.cuda._sleep(20_000_000)
-    return copy.copy_(tensor)
 
 
 for name in DTYPES:
@@ -59,9 +50,21 @@ for name in DTYPES:
     share = hvd.reducescatter(late(torch.ones(size + 1, 2, device=gpu).to(dtype)), op=hvd.Sum)
     assert (values_of(share) == size).all() and len(share) == (2 if rank == 0 else 1)
 
+# Truth values
+true_here = torch.tensor([True, rank == 0, False], device=gpu)
+assert hvd.allreduce(late(true_here), op=hvd.Min).tolist() == [True, size == 1, False]
+assert hvd.allreduce(late(true_here), op=hvd.Max).tolist() == [True, True, False]
+
+# Floating-point numbers of 8 bits, whose sums NCCL makes on a GPU since Hopper. Small whole numbers are exact in both.
+for dtype in FLOAT8 if way == "nccl" else ():
+    x = late(torch.arange(8, device=gpu).float()).to(dtype)
+    result = hvd.allreduce(x, op=hvd.Sum)
+    assert result.dtype is dtype and result.float().tolist() == [float(size * n) for n in range(8)], f"sum of {dtype}"
+    mean = hvd.allreduce(x)
+    assert mean.float().tolist() == [float(n) for n in range(8)], f"mean of {dtype}"
+
 # In place, on the caller's own stream; then many operations at once, in different orders
-side = torch.cuda.Stream()
-with torch.cuda.stream(side):
+with own_stream():
     y = late(torch.full((1000,), float(rank), device=gpu))
     hvd.allreduce_(y, op=hvd.Sum)
     assert (y.cpu() == sum(range(size))).all()
@@ -83,15 +86,15 @@ for step in range(20):
 if way == "nccl":  # torch raises an error if the host waits for the GPU
     z = torch.ones(1000, device=gpu)
     hvd.allreduce(z)
-    torch.cuda.set_sync_debug_mode("error")
-    hvd.allreduce(z)
-    hvd.allgather(z)
-    torch.cuda.set_sync_debug_mode("default")
+    with host_may_not_wait():
+        hvd.allreduce(z)
+        hvd.allgather(z)
 
 # Host memory in the same job, and in a call that uses GPU memory on rank 0
-assert (hvd.allreduce(torch.ones(3), op=hvd.Sum) == size).all()
+host = np.ones(3, np.float32)
+assert (hvdlite.allreduce(host, op=hvd.Sum) == size).all()
 with pytest.raises(hvd.MismatchError, match="device=cuda"):
-    hvd.allreduce(torch.ones(3, device="cpu" if rank else gpu), op=hvd.Sum)
+    hvdlite.allreduce(host if rank else torch.ones(3, device=gpu), op=hvd.Sum)
 last = size - 1
 if rank != last:
     assert (hvd.allreduce(torch.ones(3, device=gpu), op=hvd.Sum).cpu() == size - 1).all()
