@@ -141,20 +141,28 @@ class Training:
 
 
 @contextlib.contextmanager
-def unspared() -> Iterator[None]:
-    """Make optimizers that are made in the body exchange gradients although there is one rank, by NCCL if it can be loaded."""
+def unspared() -> Iterator[list[DeviceCollectives]]:
+    """Make optimizers that are made in the body exchange gradients although there is one rank, by NCCL if it can be loaded.
+
+    Yields:
+        A list to which the collectives of each optimizer are added.
+    """
     here, module = world(), hvdlite_torch.sync.device
+    made: list[DeviceCollectives] = []
 
     def connect(device: Device) -> DeviceCollectives:
         library = nccl.load() if torch.cuda.is_available() else None
         if library is None:
-            return DeviceCollectives(device)
-        return NcclCollectives(device, 0, 1, library.connect(library.unique_id(), 1, 0), library.version)
+            made.append(DeviceCollectives(device))
+        else:
+            communicator = library.connect(library.unique_id(), 1, 0)
+            made.append(NcclCollectives(device, 0, 1, communicator, library.version))
+        return made[-1]
 
     module.SPARE_ONE_RANK = False
     here.group().device_collectives = connect  # type: ignore[method-assign, assignment]
     try:
-        yield
+        yield made
     finally:
         module.SPARE_ONE_RANK = True
         del here.group().device_collectives

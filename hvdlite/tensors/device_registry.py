@@ -99,6 +99,7 @@ def from_native(native: Any, like: Any) -> Any:
     with device.on(device.current()):  # torch exports only what lies on the current GPU
         if type(like).__module__.partition(".")[0] not in ("jax", "jaxlib"):
             return namespace_of(like).from_dlpack(native)
-        copy = namespace_of(like).from_dlpack(native, copy=True)
+        # from_dlpack(copy=True) is "UNIMPLEMENTED" by JAX 0.11 on a GPU.
+        copy = namespace_of(like).array(namespace_of(like).from_dlpack(native), copy=True)
     _lent.until(copy, native, lambda array: array.is_ready())
     return copy

@@ -28,6 +28,16 @@ Run = Callable[[HierarchicalCollectives], None]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+OLDER_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""The names that methods of torch's process groups had before torch 2.13 (seen in 2.11)."""
+
+
 def on_any_device(method: Method) -> Method:
     """Let a method of a process group hand tensors on a GPU to torch's own backend there."""
     name = method.__name__
@@ -37,7 +47,8 @@ def on_any_device(method: Method) -> Method:
         tensor = _first_tensor((*args, *kwargs.values()))
         if tensor is None or not tensor.is_cuda:
             return method(self, *args, **kwargs)
-        return getattr(self.on_gpu, name)(*args, **kwargs)
+        there = self.on_gpu
+        return getattr(there, name if hasattr(there, name) else OLDER_NAMES[name])(*args, **kwargs)
 
     return chosen  # type: ignore[return-value]
 

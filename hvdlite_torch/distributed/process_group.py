@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.protocols import ANY, Array
-from hvdlite_torch.distributed.group_and_backend import GroupAndBackend, Tensors, also_bare, on_any_device
+from hvdlite_torch.distributed.group_and_backend import OLDER_NAMES, GroupAndBackend, Tensors, also_bare, on_any_device
 from hvdlite_torch.distributed.operands import Operand, TorchReduction, check_equal, describe, name_of
 from hvdlite_torch.distributed.work import MessageWork
 
@@ -244,11 +244,9 @@ class HvdliteProcessGroup(GroupAndBackend):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
         return self.recv(tensors, ANY, tag)
 
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+
+for _name, _older in OLDER_NAMES.items():
+    setattr(HvdliteProcessGroup, _older, getattr(HvdliteProcessGroup, _name))
 
 
 def _op(opts: Any) -> Any:

@@ -15,6 +15,7 @@ import torch
 from tests.fake_device import fake_gpu
 
 STAND_IN = os.environ.get("GPU_STAND_IN") == "1"
+CARD = torch.device("cpu") if STAND_IN else torch.device("cuda", 0)
 NO_CARD = None if STAND_IN or torch.cuda.is_available() else "torch sees no GPU here; GPU_STAND_IN=1 takes the stand-in"
 
 
@@ -29,11 +30,11 @@ def take_card(rank: int = 0) -> torch.device:
         held = contextlib.ExitStack()
         held.enter_context(fake_gpu(index=0, visible=1))
         atexit.register(held.pop_all)
-        return torch.device("cpu")
+        return CARD
     os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_NET="Socket")
     os.environ.update(NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-    torch.cuda.set_device(0)
-    return torch.device("cuda", 0)
+    torch.cuda.set_device(CARD)
+    return CARD
 
 
 def late(tensor: torch.Tensor) -> torch.Tensor:

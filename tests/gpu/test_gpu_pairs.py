@@ -29,8 +29,10 @@ def run(*command: str, size: int = 2, way: str = "nccl", share: bool = True, deb
         **said,
     )
     if done.returncode and debug is not None:
-        logs = [f"{path.name}:\n{path.read_text()[-4000:]}" for path in sorted(debug.glob("nccl.*"))]
-        pytest.fail("\n".join([done.stdout, done.stderr, *logs]), pytrace=False)
+        lines = [line for path in sorted(debug.glob("nccl.*")) for line in path.read_text().splitlines()]
+        pytest.fail(
+            "\n".join([done.stdout, done.stderr, *(x for x in lines if " WARN " in x), *lines[-5:]]), pytrace=False
+        )
     return done.stdout + done.stderr
 
 

@@ -5,6 +5,7 @@ There is one rank, for which hvdlite does nothing by itself; so it is told not t
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,25 +16,27 @@ import torch
 from torch.nn import functional as F
 
 import hvdlite_torch as hvd
-import hvdlite_torch.sync.device
-from benchmarks.gpu import waits_in
-from hvdlite.api import world
+from benchmarks.gpu import unspared, waits_in
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
-from hvdlite.gpu import nccl
-from hvdlite.gpu.nccl_collectives import NcclCollectives
+from hvdlite.gradients.device import make
 from hvdlite.testing import on_ranks
-from hvdlite_torch.tensors.device import TorchDevice
+from tests.fake_device import fake_gpu
+from tests.gpu.card import CARD, NO_CARD, STAND_IN
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here"),
+    pytest.mark.skipif(NO_CARD is not None, reason=str(NO_CARD)),
     pytest.mark.filterwarnings("default"),  # of profilers and compilers, which differ from torch to torch
 ]
+
+only_on_a_card = pytest.mark.skipif(STAND_IN, reason="the stand-in has no kernels, streams and graphs of CUDA")
 
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    if STAND_IN:
+        return
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
@@ -41,28 +44,20 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], Any]:
     """``one_rank(check)`` calls `check` on a rank that exchanges with itself, by NCCL, in buckets of 64 KiB."""
-    monkeypatch.setattr(hvdlite_torch.sync.device, "SPARE_ONE_RANK", False)
-    library = nccl.load()
-    assert library is not None, "there is a GPU and no NCCL: pip install nvidia-nccl-cu13"
+    monkeypatch.setattr(make, "FIRST_BYTES", 2**16)
 
-    def with_nccl(check: Callable[[], Any]) -> Any:
-        made = []
-
-        def connect(*_: Any) -> NcclCollectives:
-            device = TorchDevice(torch.device("cuda", 0))
-            made.append(NcclCollectives(device, 0, 1, library.connect(library.unique_id(), 1, 0), library.version))
-            return made[-1]
-
-        world().group().device_collectives = connect  # type: ignore[method-assign]
-        try:
-            return check()
-        finally:
-            torch.cuda.synchronize()
-            for each in made:
-                each.close()
+    def with_exchange(check: Callable[[], Any]) -> Any:
+        with fake_gpu(index=0) if STAND_IN else contextlib.nullcontext(), unspared() as made:
+            try:
+                return check()
+            finally:
+                if not STAND_IN:
+                    torch.cuda.synchronize()
+                for each in made:
+                    each.close()
 
     def run(check: Callable[[], Any]) -> Any:
-        return on_ranks(1, with_nccl, check, config=Config(bucket_bytes=2**16, advice=False), timeout=200)[0]
+        return on_ranks(1, with_exchange, check, config=Config(bucket_bytes=2**16, advice=False), timeout=200)[0]
 
     return run
 
@@ -70,12 +65,12 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], A
 def make_model() -> torch.nn.Module:
     torch.manual_seed(3)
     layers = [torch.nn.Linear(128, 128) if n % 2 == 0 else torch.nn.Tanh() for n in range(12)]
-    return torch.nn.Sequential(*layers, torch.nn.Linear(128, 10)).cuda()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(128, 10)).to(CARD)
 
 
 def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(64, 128, generator=generator).cuda(), torch.randint(0, 10, (64,), generator=generator).cuda()
+    return torch.randn(64, 128, generator=generator).to(CARD), torch.randint(0, 10, (64,), generator=generator).to(CARD)
 
 
 def train(model: Any, optimizer: Any, steps: int, clip: float | None = None) -> None:
@@ -115,9 +110,9 @@ def test_equals_plain_training(one_rank: Any, options: Any) -> None:
 @pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
 def test_compression(one_rank: Any, compression: Any) -> None:
     def check() -> None:
-        parameter = torch.nn.Parameter(torch.zeros(1000, device="cuda"))
+        parameter = torch.nn.Parameter(torch.zeros(1000, device=CARD))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], 1.0), compression=compression)
-        gradient = torch.randn(1000, device="cuda")
+        gradient = torch.randn(1000, device=CARD)
         parameter.grad = gradient.clone()
         optimizer.step()
         dtype = getattr(torch, compression.DTYPE)
@@ -126,6 +121,7 @@ def test_compression(one_rank: Any, compression: Any) -> None:
     one_rank(check)
 
 
+@only_on_a_card
 @pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
 def test_loss_scaling(one_rank: Any, options: Any) -> None:
     def scaled(model: torch.nn.Module, optimizer: Any) -> None:
@@ -163,6 +159,7 @@ def profile(step: Callable[[], None], steps: int, file: Path) -> list[dict[str, 
     return [event for event in events if event.get("ph") == "X"]
 
 
+@only_on_a_card
 def test_the_host_never_waits_and_buckets_overlap_with_backward(one_rank: Any, tmp_path: Path) -> None:
     def check() -> None:
         model = make_model()
@@ -214,6 +211,7 @@ def test_the_host_never_waits_and_buckets_overlap_with_backward(one_rank: Any, t
     one_rank(check)
 
 
+@only_on_a_card
 def test_one_rank_costs_nothing(tmp_path: Path) -> None:
     """Without being told otherwise, hvdlite adds no kernel and no copy."""
 
@@ -241,6 +239,7 @@ def test_one_rank_costs_nothing(tmp_path: Path) -> None:
     assert without == with_hvdlite > 0
 
 
+@only_on_a_card
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}], ids=str)
 def test_a_whole_step_in_a_cuda_graph(one_rank: Any, options: Any) -> None:
     def check() -> None:
@@ -276,6 +275,7 @@ def test_a_whole_step_in_a_cuda_graph(one_rank: Any, options: Any) -> None:
     one_rank(check)
 
 
+@only_on_a_card
 def test_a_compiled_model(one_rank: Any) -> None:
     def check() -> None:
         plain, model = make_model(), make_model()
@@ -286,9 +286,10 @@ def test_a_compiled_model(one_rank: Any) -> None:
     one_rank(check)
 
 
+@only_on_a_card
 def test_no_room(one_rank: Any) -> None:
     def check() -> None:
-        parameter = torch.nn.Parameter(torch.zeros(2**26, device="cuda"))
+        parameter = torch.nn.Parameter(torch.zeros(2**26, device=CARD))
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total + 2**20 / total)

@@ -63,6 +63,11 @@ for dtype in FLOAT8 if way == "nccl" else ():
     mean = hvd.allreduce(x)
     assert mean.float().tolist() == [float(n) for n in range(8)], f"mean of {dtype}"
 
+# Gradients of operations: torch's backward pass runs them in a thread of its own
+y = torch.full((4,), float(rank), device=gpu, requires_grad=True)
+(hvd.allreduce(y, op=hvd.Sum) * (rank + 1)).sum().backward()
+assert y.grad is not None and y.grad.tolist() == [float(sum(range(1, size + 1)))] * 4
+
 # In place, on the caller's own stream; then many operations at once, in different orders
 with own_stream():
     y = late(torch.full((1000,), float(rank), device=gpu))
