@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,7 +57,6 @@ FRAMEWORKS = {
     "hvdlite_torch": {"tensorflow", "keras", "hvdlite_tf"},
     "hvdlite_tf": {"torch", "hvdlite_torch"},
 }
-MOST_LINES = {"folder": 2650, "class": 250}
 LAUNCH_MAY_IMPORT = {  # hvdliterun does without MPI and NumPy's threads; a guard, without `hvdlite` itself
     "launch": {"errors", "process", "checks", "config", "launcher_link", "worker", "job"},
     "job": {"errors", "config", "launcher_link", "worker"},
@@ -190,23 +187,3 @@ def test_settings_are_read_in_one_place() -> None:
     for module, path in modules().items():
         if module.split(".")[0] == "hvdlite" and module not in excepted and room_of(module) not in LAUNCH_MAY_IMPORT:
             assert "os.environ" not in path.read_text(), f"{module} reads the environment"
-
-
-def test_folders_are_small_enough_to_know() -> None:
-    lines: Counter[Path] = Counter()
-    for path in modules().values():
-        text = re.sub(
-            r"^ +Examples:\n(?: {8}.*\n)+", "", path.read_text(), flags=re.MULTILINE
-        )  # they explain, to users
-        lines[path.parent.relative_to(ROOT)] += len(text.splitlines())
-    assert {str(folder): count for folder, count in lines.items() if count > MOST_LINES["folder"]} == {}
-
-
-def test_classes_are_small_enough_to_read() -> None:
-    longer = {
-        f"{module}.{node.name}"
-        for module, path in modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef) and (node.end_lineno or 0) - node.lineno + 1 > MOST_LINES["class"]
-    }
-    assert longer == set(), "a class has more than 250 lines: divide it"
