@@ -192,14 +192,15 @@ def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny
         tiny: Whether to train a small model.
 
     Returns:
-        One entry for each variant: the seconds of a step, the ratios to no exchange and to DDP, and the last loss.
+        One entry for each variant: the seconds of a step, the ratios to no exchange and to DDP, the seconds after which the
+        host has launched a step, and the last loss.
     """
     start_ddp(device)
     task = TASKS[name](tiny)
     torch.manual_seed(0)
     initial = task.model()
     trainings = {variant: Training(variant, initial, device) for variant in VARIANTS}
-    seconds = _interleaved(trainings, task, device, rounds, steps)
+    seconds, host = _interleaved(trainings, task, device, rounds, steps)
     medians = {variant: statistics.median(each) for variant, each in seconds.items()}
     return [
         {
@@ -208,6 +209,7 @@ def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny
             **{"to_nothing": medians[variant] / medians[NOTHING], "to_ddp": medians[variant] / medians[DDP]},
             # A machine may be slow for some time: ratios of neighbouring turns are more exact than ratios of medians.
             "to_ddp_paired": statistics.median(mine / theirs for mine, theirs in zip(each, seconds[DDP], strict=True)),
+            "host": statistics.median(host[variant]),
             "loss": float(trainings[variant].losses[-1]),
         }
         for variant, each in seconds.items()
@@ -216,9 +218,10 @@ def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny
 
 def _interleaved(
     trainings: dict[str, Training], task: Task, device: torch.device, rounds: int, steps: int
-) -> dict[str, list[float]]:
-    """Let the variants take turns, and return the seconds of a step in each timed turn by variant."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Let the variants take turns. Return the seconds of a step in each timed turn by variant, and those of the host."""
     seconds: dict[str, list[float]] = {variant: [] for variant in trainings}
+    host: dict[str, list[float]] = {variant: [] for variant in trainings}
     order = list(trainings)
     generator = torch.Generator().manual_seed(1)
     for turn in range(WARM_UP + rounds):
@@ -229,10 +232,12 @@ def _interleaved(
             begin = time.perf_counter()
             for _ in range(steps):
                 trainings[variant].step(batch)
+            launched = time.perf_counter()
             wait(device)
             if turn >= WARM_UP:
                 seconds[variant].append((time.perf_counter() - begin) / steps)
-    return seconds
+                host[variant].append((launched - begin) / steps)
+    return seconds, host
 
 
 def check_losses(figures: Sequence[dict[str, Any]]) -> None:
@@ -343,7 +348,8 @@ def record_trace(training: Training, batch: tuple[torch.Tensor, torch.Tensor], f
         events = [event for event in json.loads(plain.read_text())["traceEvents"] if event.get("ph") == "X"]
         with plain.open("rb") as source, gzip.open(file, "wb") as packed:
             shutil.copyfileobj(source, packed)
-    return {"waits": waits_in("steps", events), **overlap(events), "file": str(file)}
+    waits, launches = waits_in("steps", events), launches_in("steps", events) / TRACED
+    return {"waits": waits, "launches": launches, **overlap(events), "file": str(file)}
 
 
 def waits_in(annotation: str, events: Sequence[dict[str, Any]]) -> list[str]:
@@ -353,15 +359,29 @@ def waits_in(annotation: str, events: Sequence[dict[str, Any]]) -> list[str]:
         annotation: The name of the recorded range to search.
         events: The events of a trace for Chrome.
     """
+    # A copy from or to memory that is not page-locked makes the host wait, whichever call starts the copy.
+    waits = [event for event in events if event["name"] in WAITS]
+    waits += [event for event in events if event.get("cat") == "gpu_memcpy" and "Pageable" in event["name"]]
+    return [event["name"] for event in _within(annotation, events, waits)]
+
+
+def launches_in(annotation: str, events: Sequence[dict[str, Any]]) -> int:
+    """Return how many kernels, copies and fills the host launched in a recorded range. See `waits_in` for the arguments."""
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    launches = [event for event in calls if any(word in event["name"] for word in ("Launch", "Memcpy", "Memset"))]
+    return len(_within(annotation, events, launches))
+
+
+def _within(
+    annotation: str, events: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return those of the `chosen` events that begin in a recorded range."""
     spans = [
         (event["ts"], event["ts"] + event["dur"])
         for event in events
         if event["name"] == annotation and event.get("cat") == "user_annotation"
     ]
-    # A copy from or to memory that is not page-locked makes the host wait, whichever call starts the copy.
-    waits = [event for event in events if event["name"] in WAITS]
-    waits += [event for event in events if event.get("cat") == "gpu_memcpy" and "Pageable" in event["name"]]
-    return [event["name"] for event in waits if any(begin <= event["ts"] <= end for begin, end in spans)]
+    return [event for event in chosen if any(begin <= event["ts"] <= end for begin, end in spans)]
 
 
 def overlap(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -447,11 +467,11 @@ def measure(device: torch.device, rounds: int, steps: int, tiny: bool, trace: Pa
 
 def report(results: dict[str, Any]) -> str:
     """Return the figures as text."""
-    lines = [f"{'':12} {'':18} {'ms a step':>10} {'least':>8} {'to none':>8} {'to DDP':>8} {'paired':>8}"]
+    lines = [f"{'':12} {'':18} {'ms a step':>10} {'least':>8} {'to none':>8} {'to DDP':>8} {'paired':>8} {'host':>8}"]
     for each in results["figures"]:
         lines.append(
             f"{each['task']:12} {each['variant']:18} {1e3 * each['median']:10.3f} {1e3 * each['minimum']:8.3f} "
-            f"{each['to_nothing']:8.4f} {each['to_ddp']:8.4f} {each['to_ddp_paired']:8.4f}"
+            f"{each['to_nothing']:8.4f} {each['to_ddp']:8.4f} {each['to_ddp_paired']:8.4f} {1e3 * each['host']:8.3f}"
         )
     if "weights" in results:
         way = ", ".join(f"{variant} {each:.1e}" for variant, each in results["weights"].items())
@@ -467,7 +487,9 @@ def report(results: dict[str, Any]) -> str:
     if "pair" in results:
         pair = results["pair"]
         for each in pair["steps"]:
-            lines.append(f"two ranks, {each['variant']:18} {1e3 * each['median']:10.3f} ms a step")
+            lines.append(
+                f"two ranks, {each['variant']:18} {1e3 * each['median']:10.3f} ms a step, at least {1e3 * each['minimum']:.3f}"
+            )
         for each in pair["allreduce"]:
             lines.append(
                 f"two ranks, allreduce of {each['bytes'] / 2**20:g} MiB: {each['bytes_per_second'] / 1e9:.2f} GB/s"
@@ -480,7 +502,8 @@ def report(results: dict[str, Any]) -> str:
 
 def _of_trace(title: str, trace: dict[str, Any]) -> str:
     return (
-        f"{title}: {trace['file']}; the host waited {len(trace['waits'])} times in {TRACED} steps {trace['waits']}; "
+        f"{title}: {trace['file']}; the host waited {len(trace['waits'])} times in {TRACED} steps {trace['waits']}, "
+        f"and launched {trace['launches']:g} kernels, copies and fills in a step; "
         f"{trace['overlapped']:.0f} of {trace['beside']:.0f} µs beside the computing stream were while that was busy"
     )
 

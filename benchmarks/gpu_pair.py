@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ import torch
 
 import hvdlite_torch as hvd
 from benchmarks.checks import WrongResult
-from benchmarks.gpu import NOTHING, TRACED, Training, gpt, record_trace, wait
+from benchmarks.figures import in_turn
+from benchmarks.gpu import DDP, NOTHING, TRACED, Training, gpt, record_trace, wait
+from tests.gpu.card import take_card
 
-ROUNDS = 3
+ROUNDS = 4
 SIZES = (2**20, 25 * 2**20, 2**28)
 
 
@@ -26,39 +28,39 @@ def measure(tiny: bool, trace: str | None = None) -> dict[str, Any]:
         trace: A file (.json.gz) for a profiler's trace of some steps of rank 0; None for no trace.
 
     Returns:
-        ``steps``: seconds of a training step with and without exchange; ``allreduce``: bytes per second by size; ``trace``:
-        the result of `record_trace` on rank 0, or None.
+        ``steps``: seconds of a training step without an exchange, with DDP's, with hvdlite's; ``allreduce``: bytes per second
+        by size; ``trace``: the result of `record_trace` on rank 0, or None.
     """
-    # NCCL refuses two ranks on one GPU unless NCCL_HOSTID differs (up to 2.29) or NCCL_MULTI_RANK_GPU_ENABLE is set (2.30).
-    os.environ.update(NCCL_HOSTID=f"rank{hvd.rank()}", NCCL_MULTI_RANK_GPU_ENABLE="1")
-    os.environ.update(NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo", NCCL_P2P_DISABLE="1", NCCL_SHM_DISABLE="1")
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
+    device = take_card(hvd.rank())
     task = gpt(tiny)
     torch.manual_seed(0)
     initial = task.model()
     inputs, labels = task.batch(torch.Generator().manual_seed(hvd.rank()))
     batch = inputs.to(device), labels.to(device)
-    steps, found = [], None
-    for variant in (NOTHING, "hvdlite"):
-        training = Training(variant, initial, device)
-        times = []
-        for number in range(3 + ROUNDS):
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.FileStore(hvd.broadcast_object(tempfile.mktemp(prefix="gpu_pair")), hvd.size())
+        torch.distributed.init_process_group("nccl", store=store, rank=hvd.rank(), world_size=hvd.size())
+    trainings = {variant: Training(variant, initial, device) for variant in (NOTHING, DDP, "hvdlite")}
+    times: dict[str, list[float]] = {variant: [] for variant in trainings}
+    for turn in range(4 + ROUNDS):
+        for variant in in_turn(list(trainings), turn):
             hvd.barrier()
             begin = time.perf_counter()
-            training.step(batch)
+            trainings[variant].step(batch)
             wait(device)
-            if number >= 3:
-                times.append(time.perf_counter() - begin)
-        if variant != NOTHING:
-            hvd.assert_in_sync(training.model)
-            if trace is not None and hvd.rank() == 0:
-                found = record_trace(training, batch, Path(trace))
-            elif trace is not None:
-                for _ in range(1 + TRACED):
-                    training.step(batch)
-        steps.append({"variant": variant, "median": statistics.median(times), "minimum": min(times)})
-        del training
+            if turn >= 4:  # hvdlite sends nothing early before its third step
+                times[variant].append(time.perf_counter() - begin)
+    for variant in (DDP, "hvdlite"):
+        hvd.assert_in_sync(trainings[variant].model)
+    found = None
+    if trace is not None and hvd.rank() == 0:
+        found = record_trace(trainings["hvdlite"], batch, Path(trace))
+    elif trace is not None:
+        for _ in range(1 + TRACED):
+            trainings["hvdlite"].step(batch)
+    steps = [
+        {"variant": variant, "median": statistics.median(each), "minimum": min(each)} for variant, each in times.items()
+    ]
     speeds = [_allreduce(size, device) for size in SIZES[: 1 if tiny else None]]
     return {"steps": steps, "allreduce": speeds, "trace": found}
 

@@ -298,11 +298,16 @@ class FakeDevice(TorchDevice):
         super().scale_into(source, factor, into)
 
     def scale_by_ratio(
-        self, tensor: torch.Tensor, numerator: torch.Tensor, denominator: torch.Tensor, room: torch.Tensor
+        self,
+        source: torch.Tensor,
+        numerator: torch.Tensor,
+        denominator: torch.Tensor,
+        room: torch.Tensor,
+        into: torch.Tensor,
     ) -> None:
-        self._tensor("read", numerator, denominator)
-        self._tensor("write", room, tensor)
-        super().scale_by_ratio(tensor, numerator, denominator, room)
+        self._tensor("read", numerator, denominator, source)
+        self._tensor("write", room, into)
+        super().scale_by_ratio(source, numerator, denominator, room, into)
 
 
 HERE: ContextVar[FakeDevice | None] = ContextVar("fake_gpu", default=None)

@@ -60,14 +60,17 @@ def test_a_part_that_fails_stops_no_other(monkeypatch: pytest.MonkeyPatch, capsy
     def fail(*_: Any) -> Any:
         raise WrongResult("not this time")
 
+    seen = {"waits": [], "launches": 3.5, "overlapped": 1, "beside": 2, "file": "there"}
     for part in ("check_results", "measure_steps", "measure_memory"):
         monkeypatch.setattr(gpu, part, fail)
-    monkeypatch.setattr(gpu, "trace_buckets", lambda *_: {"waits": [], "overlapped": 1, "beside": 2, "file": "there"})
+    monkeypatch.setattr(gpu, "trace_buckets", lambda *_: dict(seen))
     parts = gpu.Parts(lambda _: None)
     gpu.measure(torch.device("cpu"), 1, 1, True, Path("there"), parts)
     assert set(parts.results["failures"]) == {"weights", *gpu.TASKS, "memory"}
     text = gpu.report(parts.results)
-    assert text.count("FAILED: WrongResult: not this time") == 4 and "1 of 2 µs" in text
+    assert (
+        text.count("FAILED: WrongResult: not this time") == 4 and "1 of 2 µs" in text and "launched 3.5 kernels" in text
+    )
     assert "not this time" in capsys.readouterr().err
 
 
@@ -95,6 +98,8 @@ def test_waits_are_found_within_steps_only() -> None:
         event("cuda_runtime", "cudaDeviceSynchronize", 30, 31),
     ]
     assert gpu.waits_in("steps", events) == ["cudaEventSynchronize", "Memcpy DtoH (Device -> Pageable)"]
+    calls = [event("cuda_runtime", name, 11, 12) for name in ("cudaLaunchKernel", "cudaMemcpyAsync", "cudaEventRecord")]
+    assert gpu.launches_in("steps", [*events, *calls, event("cuda_runtime", "cudaLaunchKernel", 40, 41)]) == 3
 
 
 def test_overlap_of_streams() -> None:

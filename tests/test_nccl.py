@@ -24,7 +24,7 @@ from hvdlite.gpu import nccl
 from hvdlite.gpu.abandonable import AbandonableCall
 from hvdlite.gpu.nccl import Nccl
 from hvdlite.protocols import ReduceOp
-from hvdlite.tensors import device_registry
+from hvdlite.tensors import cupy_device, device_registry, registry
 from hvdlite.tensors.cupy_device import CupyDevice
 from hvdlite.tensors.held import Held
 from hvdlite.tensors.reduction import NCCL_WITH_FLOAT8, reduction
@@ -160,7 +160,7 @@ def test_calls_that_do_not_wait_are_waited_for() -> None:
 
 @pytest.mark.parametrize(("method", "function"), [("abort", "ncclCommAbort"), ("destroy", "ncclCommDestroy")])
 def test_nothing_is_called_after_the_end(method: str, function: str) -> None:
-    stub = Stub()
+    stub = Stub(without="ncclCommRevoke")  # as in versions before 2.28.9
     comm = Nccl(stub, "stub").connect(bytes(128), 2, 0)
     for _ in range(2):
         getattr(comm, method)()
@@ -168,6 +168,46 @@ def test_nothing_is_called_after_the_end(method: str, function: str) -> None:
     with pytest.raises(NcclError, match="ncclAllReduce cannot be called: this communicator was given up"):
         comm.all_reduce(1, 2, 3, 7, 0, 99)
     assert comm.error() is None
+
+
+def test_work_is_revoked_before_anything_is_released() -> None:
+    stub = Stub()
+    stub.states = [0, 7, 7, 0]  # connecting; then it takes a while until all is quiet
+    comm = Nccl(stub, "stub").connect(bytes(128), 2, 0)
+    comm.abort()
+    assert [call[0] for call in stub.calls[1:]] == ["ncclCommRevoke", "ncclCommDestroy"] and not stub.states
+
+
+@pytest.mark.parametrize("result", [5, 0])
+def test_what_cannot_be_revoked_is_aborted(result: int) -> None:
+    stub = Stub()
+    stub.results["ncclCommRevoke"] = result  # an error at once, or one while the work ends
+    comm = Nccl(stub, "stub").connect(bytes(128), 2, 0)
+    stub.states = [1]
+    comm.abort()
+    assert [call[0] for call in stub.calls[1:]] == ["ncclCommRevoke", "ncclCommAbort"]
+
+
+def test_nothing_is_released_while_another_thread_is_inside() -> None:
+    stub, inside, revoked = Stub(), threading.Event(), threading.Event()
+    comm = Nccl(stub, "stub").connect(bytes(128), 2, 0)
+
+    def all_reduce(*arguments: Any) -> int:
+        inside.set()
+        assert revoked.wait(60)
+        return stub.note("left", ())
+
+    def revoke(*arguments: Any) -> int:
+        revoked.set()
+        return stub.note("ncclCommRevoke", ())
+
+    stub.functions["ncclAllReduce"].call, stub.functions["ncclCommRevoke"].call = all_reduce, revoke
+    caller = threading.Thread(target=comm.all_reduce, args=(1, 2, 3, 7, 0, 99))
+    caller.start()
+    assert inside.wait(60)
+    comm.abort()
+    caller.join(60)
+    assert [call[0] for call in stub.calls[1:]] == ["ncclCommRevoke", "left", "ncclCommDestroy"]
 
 
 def test_which_library_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -361,11 +401,52 @@ def test_cupys_arithmetic_of_gradients_on_numpy(monkeypatch: pytest.MonkeyPatch)
     device.scale_into(flat, 0.5, small)
     np.testing.assert_array_equal(small, (flat / 2).astype(np.float16))
     room = device.empty([], "float32")
-    device.scale_by_ratio(flat, np.array(3.0), np.array(4.0), room)
+    device.scale_by_ratio(flat, np.array(3.0), np.array(4.0), room, flat)
     np.testing.assert_array_equal(turned, (gradients[0] + 1) * 0.75)
+    wide = device.empty([12], "float32")
+    device.scale_by_ratio(small, np.array(1.0), np.array(3.0), room, wide)
+    np.testing.assert_array_equal(wide, small.astype(np.float32) * np.float32(1 / 3))
     device.clear_all([turned[0], turned[1:]])
     assert not flat.any() and device.version(flat) == 0
     assert [device.is_over(SimpleNamespace(done=done)) for done in (False, True)] == [False, True]
+
+
+def test_cupys_arrays_do_not_name_their_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cupy.ndarray has no __array_namespace__ (14.2)."""
+
+    class ndarray:
+        shape, dtype = (2, 3), np.dtype(np.float32)
+
+        def __dlpack__(self, **_: Any) -> Any: ...
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 2, 1
+
+    ndarray.__module__ = "cupy"
+    made: list[Any] = []
+    cupy = SimpleNamespace(__name__="cupy", float32=np.float32, asarray=lambda array: made.append(array) or ndarray())
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(registry, "_adapters", {})
+    array = ndarray()
+    adapter = registry.adapter_for(array)
+    assert adapter.info(array) == ("float32", (2, 3))
+    assert registry.device_kind_of(array, adapter) == "cuda"
+    assert type(adapter.from_array(np.ones((2, 3), np.float32), "float32", array)) is ndarray and len(made) == 1
+
+
+def test_page_locked_memory_is_held_while_a_copy_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [SimpleNamespace(done=False), SimpleNamespace(done=True)]
+    streams = SimpleNamespace(record=lambda: events[0])
+    cuda = SimpleNamespace(alloc_pinned_memory=bytearray, get_current_stream=lambda: streams)
+    held = Held()
+    monkeypatch.setattr(cupy_device, "_copying", held)
+    mirror = cupy_device.CupyMirror(SimpleNamespace(cuda=cuda), 3)
+    tensor = SimpleNamespace(data=SimpleNamespace(copy_to_host_async=lambda *_: None))
+    mirror.take(tensor)
+    assert [each[1] for each in held._held] == [mirror._memory]
+    events[0].done = True
+    held.until(events[1], None, lambda event: event.done)
+    assert not held._held
 
 
 def test_cupys_gpu_is_current_where_it_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -462,3 +543,12 @@ def test_the_real_library_up_to_the_gpu(real: Nccl) -> None:
     lines = [line for line in done.stdout.splitlines() if line.startswith("rank ")]
     assert len(lines) == 2 and all("could not connect the ranks" in line for line in lines), done.stdout
     assert done.stdout.count("ranks 0, 1: ncclCommInitRankConfig failed: unhandled cuda error") == 2
+
+
+def test_python_that_starts_no_thread_at_exit_calls_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    call = AbandonableCall(lambda: 7, "last")
+    assert call.is_over(0) and call.result() == 7

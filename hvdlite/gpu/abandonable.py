@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class AbandonableCall(Generic[T]):
-    """A call that is under way in a thread of its own.
+    """A call that is under way in a thread of its own; it is over at once where Python starts no threads any more, at exit.
 
     Args:
         function: The function to call.
@@ -24,8 +24,14 @@ class AbandonableCall(Generic[T]):
         self._error: BaseException | None = None
         context = contextvars.copy_context()
         # The thread is a daemon: the process can end even if the call never returns.
-        self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(
+            target=context.run, args=(self._run,), name=name, daemon=True
+        )
+        try:
+            self._thread.start()
+        except RuntimeError:  # Python 3.12.0 to 3.12.2 start no thread while the interpreter ends
+            self._thread = None
+            context.run(self._run)
 
     def _run(self) -> None:
         try:
@@ -35,6 +41,8 @@ class AbandonableCall(Generic[T]):
 
     def is_over(self, seconds: float) -> bool:
         """Wait for the end of the call, for at most `seconds`, and say whether the call has ended."""
+        if self._thread is None:
+            return True
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

@@ -50,8 +50,8 @@ class DeviceCollectives:
         Args:
             tensor: A tensor of shape ``(n,)``, the same shape on every rank, of a dtype that is reduced without a cast.
             op: SUM, AVERAGE (not for integers), MIN or MAX (integers and bool only), or PRODUCT. NCCL adds float16
-                and bfloat16 and may round more than once. AVERAGE divides before it adds if the dtype is float16 or bfloat16,
-                or if the number of ranks is a power of two.
+                and bfloat16 and may round more than once. AVERAGE divides before it adds if the number of ranks is a power of
+                two.
             stream: The stream for the work.
             out: The tensor for the result; None for `tensor`.
 

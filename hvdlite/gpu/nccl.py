@@ -39,6 +39,8 @@ OPS: dict[ReduceOp, int] = {
 """NCCL's numbers of reductions. NCCL's average multiplies by 1/n, adds, and rounds after both."""
 
 _SUCCESS, _IN_PROGRESS = 0, 7
+_LEAVING_SECONDS = 2.0
+"""How long `NcclCommunicator.abort` waits for revoked work to end, and for other threads to leave the library, in seconds."""
 _WHEELS = ("nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _NAMES = ("libnccl.so", "librccl.so")
 
@@ -137,6 +139,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "Recv": (_POINTER, _SIZE, _INT, _INT, _POINTER, _POINTER),
 }
 
+_OPTIONAL: dict[str, tuple[Any, ...]] = {"CommRevoke": (_POINTER, _INT)}
+"""What only some versions have: ncclCommRevoke came with 2.28.9."""
+
 
 class Nccl:
     """The `Library` NCCL, or RCCL.
@@ -153,7 +158,9 @@ class Nccl:
         self.path = path
         self._calls: dict[str, Callable[..., int]] = {}
         try:
-            for name, argtypes in _SIGNATURES.items():
+            there = {name: types for name, types in _OPTIONAL.items() if hasattr(library, "nccl" + name)}
+            self.can_revoke = "CommRevoke" in there
+            for name, argtypes in {**_SIGNATURES, **there}.items():
                 function = getattr(library, "nccl" + name)
                 function.argtypes, function.restype = list(argtypes), _INT
                 self._calls[name] = function
@@ -219,26 +226,44 @@ class NcclCommunicator:
         self._library = library
         self._handle: int | None = handle
         self._depth = 0  # how many `group` statements are open
-        self._ending = threading.Lock()  # the watchdog asks for errors from its own thread
+        self._inside = 0  # how many threads are in calls of this communicator
+        self._changed = threading.Condition()  # the watchdog asks for errors, and gives up, from its own threads
+
+    @contextlib.contextmanager
+    def _use(self, name: str) -> Iterator[int]:
+        """Yield the handle. The communicator is not released before the body is left, or `_LEAVING_SECONDS` have passed."""
+        with self._changed:
+            handle = self._handle
+            if handle is None:
+                raise NcclError(f"nccl{name} cannot be called: this communicator was given up.")
+            self._inside += 1
+        try:
+            yield handle
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
 
     def _call(self, name: str, *arguments: Any) -> None:
-        handle = self._handle
-        if handle is None:
-            raise NcclError(f"nccl{name} cannot be called: this communicator was given up.")
-        arguments = (*arguments[:-1], handle, arguments[-1])  # the stream is the last argument of all of them
-        if self._library.call(name, *arguments, comm=handle) == _IN_PROGRESS and not self._depth:
-            self.settle(name)
+        with self._use(name) as handle:
+            arguments = (*arguments[:-1], handle, arguments[-1])  # the stream is the last argument of all of them
+            if self._library.call(name, *arguments, comm=handle) == _IN_PROGRESS and not self._depth:
+                self._settle(name, handle)
 
     def settle(self, name: str) -> None:
         """Wait until a non-blocking call is done: NCCL_COMM_BLOCKING=0 in the environment overrides our blocking mode."""
-        while (state := self._state()) == _IN_PROGRESS:
+        with self._use(name) as handle:
+            self._settle(name, handle)
+
+    def _settle(self, name: str, handle: int) -> None:
+        while (state := self._state(handle)) == _IN_PROGRESS:
             time.sleep(1e-4)
         if state != _SUCCESS:
-            raise NcclError(f"nccl{name} failed: {self._library.explain(state, self._handle)}")
+            raise NcclError(f"nccl{name} failed: {self._library.explain(state, handle)}")
 
-    def _state(self) -> int:
+    def _state(self, handle: int) -> int:
         state = _INT()
-        self._library.call("CommGetAsyncError", self._handle, ctypes.byref(state))
+        self._library.call("CommGetAsyncError", handle, ctypes.byref(state))
         return state.value
 
     def all_reduce(self, send: int, recv: int, count: int, dtype: int, op: int, stream: int) -> None:
@@ -264,33 +289,51 @@ class NcclCommunicator:
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        self._library.call("GroupStart")
-        self._depth += 1
-        try:
-            yield
-        finally:  # also after an error: else all later calls of this thread would be part of the group
-            self._depth -= 1
-            if self._library.call("GroupEnd") == _IN_PROGRESS:
-                self.settle("GroupEnd")
+        with self._use("GroupStart") as handle:
+            self._library.call("GroupStart")
+            self._depth += 1
+            try:
+                yield
+            finally:  # also after an error: else all later calls of this thread would be part of the group
+                self._depth -= 1
+                if self._library.call("GroupEnd") == _IN_PROGRESS:
+                    self._settle("GroupEnd", handle)
 
     def error(self) -> str | None:
-        with self._ending:
+        with self._changed:
             handle = self._handle
             if handle is None:
                 return None
-            state = self._state()
+            state = self._state(handle)
             return None if state in (_SUCCESS, _IN_PROGRESS) else self._library.explain(state, handle)
 
     def abort(self) -> None:
-        if (handle := self._end()) is not None:
-            self._library.call("CommAbort", handle)
+        if (handle := self._end()) is None:
+            return
+        # CommAbort frees what a call in another thread may still use. CommRevoke ends the work, and the calls return.
+        revoked = self._revoke(handle)
+        with self._changed:
+            alone = self._changed.wait_for(lambda: not self._inside, _LEAVING_SECONDS)
+        self._library.call("CommDestroy" if revoked and alone else "CommAbort", handle)
+
+    def _revoke(self, handle: int) -> bool:
+        """End all launched work without releasing anything, and return whether the library could do so."""
+        if not self._library.can_revoke:
+            return False
+        until = time.monotonic() + _LEAVING_SECONDS
+        with contextlib.suppress(NcclError):
+            self._library.call("CommRevoke", handle, 0)
+            while (state := self._state(handle)) == _IN_PROGRESS and time.monotonic() < until:
+                time.sleep(1e-3)
+            return state == _SUCCESS
+        return False
 
     def destroy(self) -> None:
         if (handle := self._end()) is not None:
             self._library.call("CommDestroy", handle)
 
     def _end(self) -> int | None:
-        with self._ending:
+        with self._changed:
             handle, self._handle = self._handle, None
         return handle
 

@@ -12,7 +12,6 @@ from hvdlite.gpu.abandonable import AbandonableCall
 from hvdlite.gpu.collectives import DeviceCollectives, on_device
 from hvdlite.gpu.nccl import DTYPES, OPS, Communicator
 from hvdlite.protocols import Device, ReduceOp, Stream
-from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 
 _GOODBYE_SECONDS = 10.0
 """How long `NcclCollectives.close` waits, in seconds. A communicator in a CUDA graph ends only when the graph is gone."""
@@ -45,12 +44,12 @@ class NcclCollectives(DeviceCollectives):
     def _where(self) -> str:
         return f"{self.device.kind}:{self.device.index}"
 
-    def _averaging(self, tensor: Any, op: ReduceOp) -> tuple[int, bool]:
+    def _averaging(self, op: ReduceOp) -> tuple[int, bool]:
         """Return NCCL's number of the op to call, and whether the caller has to divide its result by the number of ranks."""
         if op is not ReduceOp.AVERAGE:
             return OPS[op], False
-        # NCCL's average multiplies by 1/n first: exact for powers of two, and a sum of halves does not overflow.
-        early = self.device.dtype(tensor) in HALF_DTYPES or self.size & (self.size - 1) == 0
+        # NCCL's average multiplies by 1/n first, which is exact for powers of two. Else 1/n is rounded to the dtype before.
+        early = self.size & (self.size - 1) == 0
         return (OPS[op], False) if early else (OPS[ReduceOp.SUM], True)
 
     def _divide(self, tensor: Any, stream: Stream) -> None:
@@ -59,7 +58,7 @@ class NcclCollectives(DeviceCollectives):
 
     def allreduce(self, tensor: Any, op: ReduceOp, stream: Stream, out: Any = None) -> None:
         out = tensor if out is None else out
-        number, divides = self._averaging(tensor, op)
+        number, divides = self._averaging(op)
         send, dtype = self._reducible(tensor, op)
         recv, _ = self._reducible(out, op)
         at = self.device.pointer
@@ -69,7 +68,7 @@ class NcclCollectives(DeviceCollectives):
             self._divide(out, stream)
 
     def reduce_scatter(self, tensor: Any, out: Any, counts: Sequence[int], op: ReduceOp, stream: Stream) -> None:
-        number, divides = self._averaging(tensor, op)
+        number, divides = self._averaging(op)
         send, dtype = self._reducible(tensor, op)
         recv, _ = self._reducible(out, op)
         each = self.device.count(send) // max(1, self.device.count(tensor))  # 2 for complex numbers

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.protocols import ReduceOp
+from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 from hvdlite.tensors.reduction import Reduction
+
+_NARROW = {*HALF_DTYPES, "float8_e4m3fn", "float8_e5m2"}
 
 
 class DevicePiece(NamedTuple):
@@ -47,6 +51,7 @@ class DeviceReduction:
         channel: DeviceCollectives,
         counts: Sequence[int] | None = None,
     ) -> None:
+        how = _without_rounded_factor(how, channel.size)
         wire, dtype = how.on_device(channel.nccl_version), how.dtype
         assert wire is not None
         self._pieces, self._how, self._casts = pieces, how, how.casts_on_device
@@ -151,3 +156,15 @@ class DeviceReduction:
     def _scale(self, flat: Any, factor: float) -> None:
         if factor != 1.0:
             self._device.scale(flat, factor)
+
+
+def _without_rounded_factor(how: Reduction, size: int) -> Reduction:
+    """Return a reduction with the same result for `size` ranks that lets NCCL add up, where NCCL would average with a bias.
+
+    NCCL multiplies values of 16 and 8 bits by 1/n, which it rounds to their dtype first: that is 2e-3 too much for n = 3 and
+    bfloat16. So each rank scales its values by a power of two, which keeps the sum in range, and the sum by the rest.
+    """
+    if how.op is not ReduceOp.AVERAGE or how.dtype not in _NARROW or size & (size - 1) == 0:
+        return how
+    shift = 2.0 ** -(size - 1).bit_length()
+    return replace(how, op=ReduceOp.SUM, before=how.before * shift, after=how.after / (shift * size), divide_by=1)

@@ -198,8 +198,19 @@ class Device(Protocol):
         """Return a view of a flat contiguous tensor in another shape. `strides` are in elements and leave no gaps."""
         ...
 
-    def is_same(self, one: Any, other: Any) -> bool:
-        """Return whether two tensors have the same memory, shape, strides and dtype."""
+    def where(self, tensor: Any) -> tuple[Any, ...]:
+        """Return address, shape, strides and dtype of a tensor, for `is_at`."""
+        ...
+
+    def is_at(self, tensor: Any, where: tuple[Any, ...]) -> bool:
+        """Return whether a tensor has the memory, the shape, the strides and the dtype of another tensor.
+
+        The host asks for each gradient in each step, so this is quick, above all if the address differs.
+
+        Args:
+            tensor: The tensor.
+            where: What `where` has returned for the other tensor.
+        """
         ...
 
     def version(self, tensor: Any) -> int:
@@ -237,12 +248,13 @@ class Device(Protocol):
         """Overwrite `into` with the values of `source` times `factor`, cast to the dtype of `into`. The shapes are equal."""
         ...
 
-    def scale_by_ratio(self, tensor: Any, numerator: Any, denominator: Any, room: Any) -> None:
-        """Multiply a tensor by ``numerator / denominator``, in place. The host never sees this ratio.
+    def scale_by_ratio(self, source: Any, numerator: Any, denominator: Any, room: Any, into: Any) -> None:
+        """Write a tensor times ``numerator / denominator`` to another one, in one pass. The host never sees this ratio.
 
         Args:
-            tensor: A floating-point or complex tensor.
+            source: A flat floating-point or complex tensor.
             numerator, denominator: Tensors on the device: float64, shape ``()``.
-            room: A tensor of shape ``()`` that is overwritten with the ratio. Its dtype is the real dtype of `tensor`.
+            room: A tensor of shape ``()`` that is overwritten with the ratio. Its dtype is the real dtype of `into`.
+            into: A tensor of the same shape: `source` itself, or one of a wider dtype, in which the product is computed.
         """
         ...

@@ -46,6 +46,11 @@ class CupyStream:
             self.raw.synchronize()
 
 
+_copying = (
+    Held()
+)  # CuPy gives page-locked memory to the next user when its owner drops it, even while a copy writes to it
+
+
 class CupyMirror:
     """A `hvdlite.protocols.HostMirror` in memory of CuPy.
 
@@ -63,6 +68,7 @@ class CupyMirror:
     def take(self, tensor: Any) -> None:
         stream = self._cupy.cuda.get_current_stream()
         tensor.data.copy_to_host_async(self.values.ctypes.data, self.values.nbytes, stream)
+        _copying.until(stream.record(), self._memory, lambda event: event.done)
 
 
 @functools.cache
@@ -218,13 +224,11 @@ class CupyDevice:
         plain = flat.reshape([shape[axis] for axis in order])
         return plain.transpose([order.index(axis) for axis in range(len(shape))])
 
-    def is_same(self, one: Any, other: Any) -> bool:
-        return bool(
-            self.pointer(one) == self.pointer(other)
-            and one.shape == other.shape
-            and one.strides == other.strides
-            and one.dtype == other.dtype
-        )
+    def where(self, tensor: Any) -> tuple[Any, ...]:
+        return self.pointer(tensor), tensor.shape, tensor.strides, tensor.dtype
+
+    def is_at(self, tensor: Any, where: tuple[Any, ...]) -> bool:
+        return self.pointer(tensor) == where[0] and self.where(tensor) == where
 
     def version(self, tensor: Any) -> int:
         return 0  # CuPy does not count writes
@@ -254,6 +258,6 @@ class CupyDevice:
             source = source.astype(np.float32)
         into[...] = source * source.dtype.type(factor)
 
-    def scale_by_ratio(self, tensor: Any, numerator: Any, denominator: Any, room: Any) -> None:
+    def scale_by_ratio(self, source: Any, numerator: Any, denominator: Any, room: Any, into: Any) -> None:
         room[...] = numerator / denominator
-        tensor *= room
+        np.multiply(source, room, out=into, dtype=into.dtype)  # CuPy's, which NumPy's ufuncs call for its arrays

@@ -256,11 +256,14 @@ class DeviceSync:
         if problem:
             raise lost_gradients(problem)
         there = [gradient is not None for gradient in gradients]
-        if self._reducer.find_out(there, weight):
+        if asked := self._reducer.find_out(there, weight):
             divisor = self._reducer.told.divisor
             header.check_divisor(self._average, divisor, any(there))
             self._context.check_step(any(there), divisor)
-        (self._gradients if self._shards is None else self._shards).give(there)
+        if self._shards is not None:
+            self._shards.give(there)
+        elif asked:  # the others' gradients, which this rank lacks, are here too
+            self._gradients.give(there)
 
     def _undo(self, weight: float) -> None:
         """Scale the gradients so that combining them once more gives the right result."""

@@ -64,26 +64,24 @@ class DeviceGradients:
         assert reducer is not None
         while (bucket := reducer.next_ready()) is not None:
             gradients = [self.parameters[index].grad for index in bucket.tensors]
-            reducer.launch_early(bucket, gradients, weight)
-            self._give(bucket, [gradient is not None for gradient in gradients])
+            at_home = reducer.launch_early(bucket, gradients, weight)
+            self._give(bucket, [gradient is not None for gradient in gradients], at_home)
 
     def finish(self, gradients: Sequence[torch.Tensor | None], said: Header) -> None:
         """Launch the remaining buckets, as `DeviceReducer.finish` says. Afterwards each ``p.grad`` is a view of its bucket."""
         assert self.reducer is not None
-        late = self.reducer.buckets[self.reducer.launched :]
-        self.reducer.finish(gradients, said)
-        for bucket in late:
-            self._give(bucket, [gradients[index] is not None for index in bucket.tensors])
+        for bucket, at_home in self.reducer.finish(gradients, said):
+            self._give(bucket, [gradients[index] is not None for index in bucket.tensors], at_home)
 
     def give(self, there: Sequence[bool]) -> None:
         """Set ``p.grad`` to the combined gradient, for each parameter for which `there` says that some rank has a gradient."""
         assert self.reducer is not None
         for bucket in self.reducer.buckets:
-            self._give(bucket, [there[index] for index in bucket.tensors])
+            now = [self.parameters[index].grad for index in bucket.tensors]
+            self._give(bucket, [there[index] for index in bucket.tensors], bucket.at_home(now))
 
-    def _give(self, bucket: DeviceBucket, there: Sequence[bool]) -> None:
-        now = [self.parameters[index].grad if each else None for index, each in zip(bucket.tensors, there, strict=True)]
-        for index, each, home in zip(bucket.tensors, there, bucket.at_home(now), strict=True):
+    def _give(self, bucket: DeviceBucket, there: Sequence[bool], at_home: Sequence[bool]) -> None:
+        for index, each, home in zip(bucket.tensors, there, at_home, strict=True):
             if each and not home:
                 # Each parameter gets its own tensor object: changes of it count as new versions.
                 self.parameters[index].grad = bucket.views[index].detach()

@@ -11,7 +11,16 @@ import torch
 from hvdlite.errors import UnsupportedTensorError
 from hvdlite.protocols import Array, Device, TensorInfo
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
-from hvdlite_torch.tensors.device import DTYPES, FLOAT8, TORCH, current_device, device_kind, device_of, lending_device
+from hvdlite_torch.tensors.device import (
+    DTYPES,
+    FLOAT8,
+    TORCH,
+    TorchDevice,
+    current_device,
+    device_kind,
+    device_of,
+    lending_device,
+)
 from hvdlite_torch.tensors.sliced import is_sliced
 
 
@@ -121,7 +130,7 @@ class TorchAdapter:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if not tensor.is_cpu:
-            tensor = tensor.cpu()
+            tensor = TorchDevice(tensor.device).fetch(tensor)
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
         if tensor.is_complex() or tensor.is_neg():
@@ -140,7 +149,11 @@ class TorchAdapter:
             result = result.view(wanted)
         if result.dtype is wanted and (like is None or like.is_cpu):
             return result
-        return result.to("cpu" if like is None else like.device, wanted)
+        if like is None or like.is_cpu:
+            return result.to(wanted)
+        made = torch.empty(result.shape, dtype=wanted, device=like.device)
+        TorchDevice(like.device).send(result, made)
+        return made
 
     def assign(self, tensor: torch.Tensor, array: Array) -> None:
         if array.size and torch.from_numpy(array).data_ptr() == tensor.data_ptr():

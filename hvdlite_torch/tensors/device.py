@@ -172,19 +172,29 @@ class TorchDevice:
             tensor.div_(divisor, rounding_mode="trunc")
 
     def to_host(self, tensor: torch.Tensor) -> Array:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
-        host.copy_(tensor, non_blocking=True)
-        self.current().synchronize()
+        host = self.fetch(tensor)
         array: Array = (host.view(torch.uint16) if host.dtype is torch.bfloat16 else host).numpy()
         return array
 
     def from_host(self, array: Array, tensor: torch.Tensor) -> None:
-        # The copy goes through page-locked memory, which torch keeps until the GPU has read it. From other memory the host
-        # would wait for the copy.
-        host = torch.empty(array.shape, dtype=tensor.dtype, pin_memory=self.pinned)
         values = torch.from_numpy(np.ascontiguousarray(array))
-        host.copy_(values.view(torch.bfloat16) if tensor.dtype is torch.bfloat16 else values)
-        tensor.copy_(host, non_blocking=True)
+        self.send(values.view(torch.bfloat16) if tensor.dtype is torch.bfloat16 else values, tensor)
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous copy of a tensor in page-locked host memory. The host waits for the copy."""
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.pinned)
+        host.copy_(tensor, non_blocking=True)
+        self.current().synchronize()
+        return host
+
+    def send(self, values: torch.Tensor, into: torch.Tensor) -> None:
+        """Copy a tensor in host memory, which may have another dtype, to the GPU. The host does not wait.
+
+        The copy goes through page-locked memory, which torch keeps until the GPU has read it.
+        """
+        host = torch.empty(values.shape, dtype=into.dtype, pin_memory=self.pinned)
+        host.copy_(values)
+        into.copy_(host, non_blocking=True)
 
     # For gradients in flat memory
 
@@ -209,14 +219,15 @@ class TorchDevice:
     def strided(self, flat: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
         return flat.as_strided(tuple(shape), tuple(strides), flat.storage_offset())
 
-    def is_same(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+    def where(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+    def is_at(self, tensor: torch.Tensor, where: tuple[Any, ...]) -> bool:
         return (
-            one.layout is torch.strided
-            and one.data_ptr() == other.data_ptr()
-            and one.shape == other.shape
-            and one.stride() == other.stride()
-            and one.dtype is other.dtype
-            and not (one.is_neg() or one.is_conj())
+            tensor.layout is torch.strided
+            and tensor.data_ptr() == where[0]
+            and self.where(tensor) == where
+            and not (tensor.is_neg() or tensor.is_conj())
         )
 
     def version(self, tensor: torch.Tensor) -> int:
@@ -244,10 +255,16 @@ class TorchDevice:
         torch.mul(source, factor, out=into)
 
     def scale_by_ratio(
-        self, tensor: torch.Tensor, numerator: torch.Tensor, denominator: torch.Tensor, room: torch.Tensor
+        self,
+        source: torch.Tensor,
+        numerator: torch.Tensor,
+        denominator: torch.Tensor,
+        room: torch.Tensor,
+        into: torch.Tensor,
     ) -> None:
         torch.div(numerator, denominator, out=room)
-        tensor.mul_(room)
+        # A factor of shape () would not count for the dtype of the product, which would be rounded to that of `source`.
+        torch.mul(source, room.view(1), out=into)
 
 
 def is_capturing() -> bool:

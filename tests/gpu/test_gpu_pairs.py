@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,8 @@ def test_arrays(library: str, way: str, tmp_path: Path) -> None:
     if library != "torch":
         pytest.importorskip(library)
     assert run(str(PROGRAMS / "gpu_arrays.py"), library, way=way, debug=tmp_path).count("all right") == 2
+
+
+def test_a_rank_that_leaves_is_named_while_the_gpu_waits_for_it() -> None:
+    said = run(str(PROGRAMS / "gpu_leaves.py"))
+    assert re.search(r"told after \d\.\d s: (PeerLeftError|NcclError)", said), said

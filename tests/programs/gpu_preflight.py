@@ -50,4 +50,6 @@ with device.on(stream):
         assert communicator.error() is None
     with step("destroy"):
         communicator.destroy()
+    with step("abort"):
+        library.connect(library.unique_id(), 1, 0).abort()
 print("all right", flush=True)

@@ -799,9 +799,33 @@ def test_what_a_step_launches(ranks: Any, options: Any) -> None:
         assert count["div.out"] == len(buckets)
         assert count["mul_.Tensor"] + count["mul.out"] == 2 * len(buckets)
         # A rank alone copies its share. What the host may read later is two more.
-        more = "compression" in options or ("shard" in options and hvd.size() == 1)
+        more = "shard" in options and hvd.size() == 1
         assert count["copy_"] == len(buckets) * (1 + more) + 2
         assert count["add_.Tensor"] == 1 and count["zero_"] == count["cat.out"] == 0
+
+    ranks(check)
+
+
+def test_how_often_the_host_looks_at_a_gradient(ranks: Any) -> None:
+    """It looks as each bucket is launched, and once more in `step`: has anything changed since, do places overlap?"""
+
+    @on_gpu
+    def check(gpu: FakeDevice) -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = distributed(model, "sgd")
+        for _ in range(5):
+            step(model, optimizer, split(48, "equal"), weighted=False)
+        looked = [0]
+        plain = gpu.is_at
+
+        def is_at(*arguments: Any) -> bool:
+            looked[0] += 1
+            return plain(*arguments)
+
+        gpu.is_at = is_at  # type: ignore[method-assign]
+        step(model, optimizer, split(48, "equal"), weighted=False)
+        assert len(exchange_of(optimizer)._reducer.buckets) > 1
+        assert looked[0] == 2 * len(list(model.parameters()))
 
     ranks(check)
 

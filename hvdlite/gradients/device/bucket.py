@@ -132,7 +132,10 @@ class DeviceBucket:
         for block in blocks:
             wire, factor = rules.wire_of(block.dtype), rules.factor(block.dtype, collectives.size)
             self.flats.append(Flat(block, layout, device, self._share, wire, factor))
-        self.views = {index: view for flat in self.flats for index, view in flat.views.items()}
+        self.views: dict[int, Any] = {}
+        self._where: dict[int, tuple[Any, ...]] = {}
+        for flat in self.flats:
+            self._enter(flat)
         self.tail = device.zeros([len(self.tensors) + TAIL_WORDS], "float64")
         self._weight = self.tail[_WEIGHT]
         self._all_used = (True,) * len(self.tensors)
@@ -140,14 +143,19 @@ class DeviceBucket:
         self._write(self._usual, self._all_used, Header())
         self._usual_state = 0
 
+    def _enter(self, flat: Flat) -> None:
+        """Expect gradients in the present memory of `flat`."""
+        self.views.update(flat.views)
+        self._where.update((index, self._device.where(view)) for index, view in flat.views.items())
+
     def at_home(self, gradients: Sequence[Any]) -> list[bool]:
         """Return for each gradient, in the order of `tensors`, whether it lies where the bucket expects it.
 
         The program may have replaced the tensor object: only memory, shape, strides and dtype count.
         """
-        is_same, views = self._device.is_same, self.views
+        is_at, where = self._device.is_at, self._where
         return [
-            gradient is not None and is_same(gradient, views[index])
+            gradient is not None and is_at(gradient, where[index])
             for index, gradient in zip(self.tensors, gradients, strict=True)
         ]
 
@@ -165,7 +173,7 @@ class DeviceBucket:
         for flat in self.flats:
             if flat.is_held(len(home.intersection(flat.views))):
                 flat.renew()
-                self.views.update(flat.views)
+                self._enter(flat)
                 renewed.append(flat.memory)
         return renewed
 
@@ -257,7 +265,8 @@ class DeviceBucket:
                 else:
                     collectives.reduce_scatter(flat.wire, flat.result, flat.counts(), ReduceOp.SUM, stream)
         for flat in self.flats:
-            if flat.wire is not flat.memory:
+            if self._rules.average:  # the pass that casts a compressed sum back divides it too
+                source = flat.wire if flat.wire is not flat.memory else flat.result
+                self._device.scale_by_ratio(source, flat.numerator, self._weight, flat.scale, flat.result)
+            elif flat.wire is not flat.memory:
                 self._device.copy(flat.wire, flat.memory)
-            if self._rules.average:
-                self._device.scale_by_ratio(flat.result, flat.numerator, self._weight, flat.scale)

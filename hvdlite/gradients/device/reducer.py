@@ -101,19 +101,23 @@ class DeviceReducer:
             return self.buckets[self.launched]
         return None
 
-    def launch_early(self, bucket: DeviceBucket, gradients: Sequence[Any], weight: float) -> None:
+    def launch_early(self, bucket: DeviceBucket, gradients: Sequence[Any], weight: float) -> list[bool]:
         """Launch a bucket before the step; see `next_ready`.
 
         Args:
             bucket: The result of `next_ready`.
             gradients: The gradients of the bucket, in the order of ``bucket.tensors``.
             weight: The weight of this rank. The weight of the first bucket counts for all early buckets of a step.
+
+        Returns:
+            For each gradient, whether it lay where the bucket expects it already.
         """
         if self.sent_weight is None:
             self.sent_weight = weight
-        self._launch(bucket, gradients, Header(self.sent_weight))
+        at_home = self._launch(bucket, gradients, Header(self.sent_weight))
         self._seals.append(bucket.versions)
         self.launched += 1
+        return at_home
 
     def what_changed(self, gradients: Sequence[Any], weight: float) -> str:
         """Return in words how the gradients and the weight differ from what was sent; an empty text if they do not.
@@ -131,30 +135,35 @@ class DeviceReducer:
 
     # A step
 
-    def finish(self, gradients: Sequence[Any], said: Header) -> None:
+    def finish(self, gradients: Sequence[Any], said: Header) -> list[tuple[DeviceBucket, list[bool]]]:
         """Launch the remaining buckets. Afterwards the current stream waits for all buckets; the host does not wait.
 
         Args:
             gradients: All gradients of this rank; None where this rank has none.
             said: What this rank tells the other ranks.
 
+        Returns:
+            The buckets that were launched now, each with what `launch_early` returns.
+
         Raises:
             ArgumentError, MismatchError: A rank has reported a problem in an earlier step; see `LateChanges.check`.
             NcclError, PeerLeftError: An earlier exchange has failed.
         """
-        gradients = self._apart_from_buckets(gradients)
+        launched = []
         last = self.buckets[-1]
+        gradients = self._apart_from_buckets(gradients)
         for bucket in self.buckets[self.launched :]:
             # All ranks compare states by the last bucket's tail only.
             words = said if bucket is last else said._replace(state=0)
-            self._launch(bucket, [gradients[index] for index in bucket.tensors], words)
+            launched.append((bucket, self._launch(bucket, [gradients[index] for index in bucket.tensors], words)))
         with self._device.on(self._stream):
             self._changes.send(last.tail, self._stream)
         self.wait()
         self.begin_step()
+        return launched
 
-    def _launch(self, bucket: DeviceBucket, gradients: Sequence[Any], said: Header) -> None:
-        """Put the exchange of a bucket on the streams."""
+    def _launch(self, bucket: DeviceBucket, gradients: Sequence[Any], said: Header) -> list[bool]:
+        """Put the exchange of a bucket on the streams. See `launch_early` for the result."""
         if bucket is self.buckets[0]:
             self._collectives.check()
             self._changes.check()
@@ -170,6 +179,7 @@ class DeviceReducer:
         stream.wait(self._device.current().record())
         with self._device.on(stream):
             bucket.exchange(stream)
+        return at_home
 
     def wait(self) -> None:
         """Let the current stream wait for the launched buckets. The host does not wait."""
@@ -180,7 +190,7 @@ class DeviceReducer:
         device = self._device
         memory = {device.allocation(flat.memory) for bucket in self.buckets for flat in bucket.flats}
         apart = list(gradients)
-        for bucket in self.buckets:
+        for bucket in self.buckets[self.launched :]:
             mine = [gradients[index] for index in bucket.tensors]
             for index, gradient, home in zip(bucket.tensors, mine, bucket.at_home(mine), strict=True):
                 if gradient is not None and not home and device.allocation(gradient) in memory:

@@ -43,8 +43,8 @@ class Rules(NamedTuple):
             return 1.0
         wire = self.wire_of(dtype)
         divisor = 1.0 if wire == dtype else self.divisor
-        # Sums overflow the range of half precision sooner than averages do.
-        return 1.0 / divisor / (size if wire in HALF_DTYPES else 1)
+        # Sums overflow the range of half precision sooner than averages do. A power of two rounds nothing.
+        return 1.0 / divisor * (2.0 ** -(size - 1).bit_length() if wire in HALF_DTYPES else 1.0)
 
 
 def cast_of(compressor: Any) -> str:
