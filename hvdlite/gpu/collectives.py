@@ -43,6 +43,7 @@ class DeviceCollectives:
         self.close_with: Callable[[], None] = lambda: None
         """Called by `close`."""
         self._failure: HvdliteError | None = None
+        self._reduced_as: dict[tuple[str, ReduceOp], str] = {}
 
     def allreduce(self, tensor: Any, op: ReduceOp, stream: Stream, out: Any = None) -> None:
         """Reduce a flat tensor over the ranks.
@@ -89,11 +90,14 @@ class DeviceCollectives:
     def _reducible(self, tensor: Any, op: ReduceOp) -> tuple[Any, int]:
         """Return the tensor as NCCL reduces it (perhaps seen as another dtype), and NCCL's number of that dtype."""
         dtype = self.device.dtype(tensor)
-        how = reduction(dtype, op)
-        there = how.on_device(self.nccl_version)
-        if there is None or how.casts_on_device:
-            hint = "it is reduced in host memory only" if there is None else f"cast it to {there}"
-            raise UnsupportedTensorError(f"{op!r} of {dtype} is not done on a device: {hint}.")
+        there = self._reduced_as.get((dtype, op))
+        if there is None:
+            how = reduction(dtype, op)
+            there = how.on_device(self.nccl_version)
+            if there is None or how.casts_on_device:
+                hint = "it is reduced in host memory only" if there is None else f"cast it to {there}"
+                raise UnsupportedTensorError(f"{op!r} of {dtype} is not done on a device: {hint}.")
+            self._reduced_as[dtype, op] = there
         return (tensor if there == dtype else self.device.view(tensor, there)), DTYPES[there]
 
     def group(self) -> contextlib.AbstractContextManager[None]:

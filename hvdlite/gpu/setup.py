@@ -28,6 +28,7 @@ from hvdlite.gpu.nccl import DTYPES, OPS, Communicator, Library, in_words
 from hvdlite.gpu.nccl_collectives import NcclCollectives
 from hvdlite.gpu.staged import StagedCollectives
 from hvdlite.protocols import Device, ReduceOp
+from hvdlite.protocols.device import SLICE
 
 T = TypeVar("T")
 
@@ -94,8 +95,8 @@ def connect(
     try:
         device = device or find_device(kind)
         report, library = _report_of(host, device, config, load)
-    except HvdliteError as error:
-        report = DeviceReport(problem=str(error))
+    except Exception as error:  # whatever keeps this rank away: the others must hear of it, or they would wait for it
+        report = DeviceReport(problem=_problem_of(error))
     reports: list[DeviceReport] = _gather(host, report)
     _check(reports, hosts)
     assert device is not None
@@ -135,6 +136,19 @@ def _report_of(
     ), library
 
 
+def _problem_of(error: Exception) -> str:
+    """Return an error in words. Those of a framework get its class, and what is known about their cause."""
+    if isinstance(error, HvdliteError):
+        return str(error)
+    text = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"
+    if "busy or unavailable" in text:
+        text += (
+            " (another process uses this GPU, which is in exclusive mode: `nvidia-smi -q -d COMPUTE` says so, and "
+            "`nvidia-smi -c DEFAULT` ends it)"
+        )
+    return text
+
+
 def _check(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
     """Raise DeviceError if a report has a problem, or if the reports do not fit together."""
     problems = _by_text({rank: report.problem for rank, report in enumerate(reports) if report.problem})
@@ -164,6 +178,10 @@ def _check(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
                 if here > first.visible > 0
                 else "Choose by local_rank() before the first tensor is made: torch.cuda.set_device(hvd.local_rank())."
             )
+            if SLICE in first.identity:
+                advice += (
+                    " NCCL does not connect slices of one card (MIG): with HVDLITE_NCCL=0 they go through host memory."
+                )
             raise DeviceError(
                 f"ranks {', '.join(map(str, ranks))} use the same GPU, {first.identity} ({first.device} to rank {ranks[0]}; it "
                 f"sees {first.visible}). {advice}"

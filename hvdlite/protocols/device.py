@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from hvdlite.protocols.types import Array
 
+SLICE = ", the slice "
+"""What follows the identity of a card in `Device.identity`, if the device is a slice of the card (NVIDIA's MIG)."""
+
 
 class Stream(Protocol):
     """A queue of work on a device. Work on one stream is done in order. Two streams wait for each other only by events."""

@@ -12,6 +12,7 @@ import torch
 
 from hvdlite.errors import DeviceError
 from hvdlite.protocols import Array, Device, Stream
+from hvdlite.protocols.device import SLICE
 from hvdlite.tensors.held import Held
 from hvdlite_torch.tensors.ownership import uses_of_storage
 
@@ -87,8 +88,10 @@ class TorchDevice:
 
     @functools.cached_property
     def identity(self) -> str:
-        """The UUID of the GPU."""
-        return str(torch.cuda.get_device_properties(self.index).uuid)
+        """The UUID of the GPU; of a slice of one (MIG), also its kind."""
+        properties = torch.cuda.get_device_properties(self.index)
+        _, is_slice, kind = properties.name.partition(" MIG ")
+        return f"{properties.uuid}{SLICE}{kind}" if is_slice else str(properties.uuid)
 
     @property
     def visible(self) -> int:
@@ -102,9 +105,14 @@ class TorchDevice:
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        # The device comes first: on exit torch.cuda.stream() alone would set the previous device, and use memory of GPU 0.
-        with torch.no_grad(), torch.cuda.device(self.index), torch.cuda.stream(stream.raw):
+        with torch.no_grad(), self._guard(), torch.cuda.stream(stream.raw):
             yield
+
+    def _guard(self) -> contextlib.AbstractContextManager[None]:
+        """Make this the current GPU. torch.cuda.stream() alone would set the previous one on exit, and use memory there."""
+        if torch.cuda.current_device() == self.index:  # nearly always, and each guard costs the host time
+            return contextlib.nullcontext()
+        return torch.cuda.device(self.index)
 
     def keep(self, tensor: torch.Tensor, stream: Any) -> None:
         tensor.record_stream(stream.raw)

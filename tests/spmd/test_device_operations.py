@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import hvdlite_torch as hvd
 from hvdlite.config import Config
 from hvdlite.errors import DeviceError, MismatchError, NcclError, PeerLeftError, UnsupportedTensorError
 from hvdlite.testing import on_ranks
+from hvdlite_torch.tensors.device import TorchDevice
 from tests.fake_device import HERE, FakeDevice, fake_gpu
 from tests.fake_nccl import FakeNccl
 
@@ -413,6 +415,40 @@ def test_two_ranks_on_one_gpu(ranks: Any) -> None:
             hvd.allreduce(gpu.ready(torch.ones(2)))
         with fake_gpu(index=0, visible=8) as gpu, pytest.raises(DeviceError, match=r"torch\.cuda\.set_device"):
             hvd.allreduce(gpu.ready(torch.ones(2)))
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_ranks_on_slices_of_one_card(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(uuid="1234", name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    identity = TorchDevice(torch.device("cuda", 0)).identity
+
+    def check() -> None:
+        with fake_gpu(index=0, visible=1) as gpu:
+            gpu.uuid = identity
+            with pytest.raises(
+                DeviceError, match=r"same GPU, 1234, the slice 1g\.5gb .*HVDLITE_NCCL=0 they go through host"
+            ):
+                hvd.allreduce(gpu.ready(torch.ones(2)))
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_a_card_that_refuses_one_rank(ranks: Any) -> None:
+    """All ranks hear of it, whatever class of error the framework raises."""
+
+    def check() -> None:
+        def identity(_: Any) -> str:
+            raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
+
+        with fake_gpu() as gpu:
+            if hvd.rank() == 1:
+                gpu.__class__ = type("Busy", (type(gpu),), {"identity": property(identity)})
+            with pytest.raises(DeviceError, match=r"rank 1: RuntimeError: CUDA error: .* exclusive mode: .nvidia-smi"):
+                hvd.allreduce(gpu.ready(torch.ones(2)))
 
     ranks(check)
 
