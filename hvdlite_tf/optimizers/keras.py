@@ -22,7 +22,7 @@ from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options, check_passes
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
-from hvdlite_tf.gradients.optimizer_parts import has_servers, passes_of, rates_of_variables, settings_of
+from hvdlite_tf.gradients.optimizer_parts import has_servers, innermost, passes_of, rates_of_variables, settings_of
 from hvdlite_tf.gradients.optimizer_sync import OptimizerSync
 from hvdlite_tf.gradients.own_variables import own_of, settle, without
 from hvdlite_tf.optimizers import backends
@@ -223,6 +223,13 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
             super().apply(gradients, given)
         if steps is not None:
             steps.after(gradients)
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Overwrite the model's variables with their moving averages, as Keras does; every rank calls this, as `fit` does."""
+        inner = innermost(self)
+        if self._hvdlite.steps is not None and inner.use_ema:
+            self._hvdlite.steps.share_averages(inner._model_variables_moving_average)
+        super().finalize_variable_values(var_list)
 
     def hvdlite_settle(self, passes: Sequence[int], root: int) -> None:
         """Let what the ranks have added up count, after some have missed passes. See `hvdlite_tf.gradients.own_variables`."""

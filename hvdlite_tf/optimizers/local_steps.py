@@ -15,6 +15,7 @@ import numpy as np
 
 from hvdlite.adapter.few_bytes.local_steps import OUTER_MOMENTUM, OUTER_RATE, DiLoCo, Rounds
 from hvdlite.adapter.options import Options
+from hvdlite.api import Average, allreduce
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite_tf.gradients.local_variables import LocalVariables
@@ -62,7 +63,7 @@ class LocalSteps:
         assert how is not None
         self.rounds = Rounds(how, options.process_set, options.codec, passes)
         self.weight = 1.0, False
-        self._local = local
+        self._options, self._local = options, local
         self._outer = _outer_of(how) if isinstance(how, DiLoCo) else None
         self._variables: list[Any] = []
         self._start: list[Any] = []
@@ -132,6 +133,15 @@ class LocalSteps:
             found = start
         for variable, value in zip(variables, found, strict=True):
             variable.assign(value)
+
+    def share_averages(self, averages: Sequence[Any]) -> None:
+        """Give all ranks the mean of the moving averages that each has of the variables. Every rank calls this."""
+        pairs = zip(self._variables, averages, strict=True)
+        shared = [average for variable, average in pairs if average is not None and variable not in self._local]
+        given = [keras.ops.convert_to_numpy(average) for average in shared]
+        name, process_set = "optimizer.moving_averages", self._options.process_set
+        for average, value in zip(shared, allreduce(given, Average, name, process_set=process_set), strict=True):
+            average.assign(value)
 
     def begin(self) -> None:
         """Begin a round with the present parameters. The outer optimizer keeps its momentum."""

@@ -375,3 +375,32 @@ def test_a_second_fit_leaves_each_rank_its_own_state(ranks: Ranks) -> None:
         assert not np.array_equal(moments[0], moments[1])
 
     ranks(check)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "settings",
+    [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_overwrite_frequency": 2, "ema_momentum": 0.6}],
+)
+def test_linear_steps_of_several_epochs_are_those_of_one_process(ranks: Ranks, settings: dict[str, Any]) -> None:
+    """An epoch may end between two passes of an update; moving averages of the ranks become one."""
+    x, y = (_rng.standard_normal((18, width)) for width in (4, 1))
+
+    def check() -> None:
+        plain, ours = make_model(), make_model()
+        own = np.arange(18).reshape(3, 2, 3)[:, hvd.rank()].reshape(-1)
+        for model, rows, options in ((plain, slice(None), None), (ours, own, {"local_steps": hvd.LocalSGD(every=1)})):
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9, **settings)
+            callbacks = [] if options is None else [hvd.callbacks.Distributed()]
+            model.compile(
+                optimizer if options is None else hvd.DistributedOptimizer(optimizer, **options),
+                "mse",
+                run_eagerly=True,
+            )
+            for epochs in (2, 1):
+                size = 6 if options is None else 3
+                model.fit(x[rows], y[rows], size, epochs, verbose=0, shuffle=False, callbacks=callbacks)
+        for one, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+    ranks(check)

@@ -119,7 +119,7 @@ class Rounds:
     """
 
     def __init__(self, how: LocalSGD, process_set: ProcessSet | None, codec: Codec | None, parts: int = 1) -> None:
-        self._every, self._process_set, self._codec = how.every * parts, process_set, codec
+        self._every, self._parts, self._process_set, self._codec = how.every, parts, process_set, codec
         self.made = 0
         self._passes = 0
         self._samples, self._weighted = 0.0, False
@@ -142,7 +142,9 @@ class Rounds:
         """Count a pass, and return whether the ranks meet now."""
         self.made += 1
         self._passes += 1
-        return self._passes >= self._every
+        # A round may begin between two passes of one step, and the parameters change with the last of them.
+        steps = self.made // self._parts - (self.made - self._passes) // self._parts
+        return self.made % self._parts == 0 and steps >= self._every
 
     def begin(self) -> None:
         """Begin a round: forget the passes since the last meeting."""
