@@ -67,6 +67,27 @@ EXCUSES: tuple[Excuse, ...] = (
     ),
     Excuse(
         "keras",
+        ("fit, local steps",),
+        ("clipnorm", "global_clipnorm", "clipvalue", "LossScaleOptimizer, one overflow", "a constraint"),
+        "wrong",
+        "each rank steps with its own gradients: it clips them, skips and constrains for itself: docs/slow_networks.md",
+    ),
+    Excuse(
+        "keras",
+        ("fit, local steps",),
+        ("Adam", "AdamW, weight decay", "Adam, accumulating and clipping", "Lamb", "embedding, Adam"),
+        "wrong",
+        "each rank keeps its own state; it is one process for plain SGD only: docs/slow_networks.md",
+    ),
+    Excuse(
+        "keras",
+        ("fit, async sync",),
+        ("embedding, Adam",),
+        "wrong",
+        "rows that come twice are added up before the step, as with sparse_as_dense=True: docs/asynchronous.md",
+    ),
+    Excuse(
+        "keras",
         _FIT,
         ("a sum over rows",),
         "wrong",

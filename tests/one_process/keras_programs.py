@@ -193,7 +193,9 @@ class Evaluates(Program):
 
 @program("metrics", "metric|log")
 class Metrics(Weighs):
-    compiled = {"metrics": ["mae", keras.metrics.RootMeanSquaredError()], "weighted_metrics": ["mse"]}
+    @property
+    def compiled(self) -> dict[str, Any]:  # type: ignore[override]  # a metric belongs to one model
+        return {"metrics": ["mae", keras.metrics.RootMeanSquaredError()], "weighted_metrics": ["mse"]}
 
 
 @program("hvd.checkpoint in between", "checkpoint|save")

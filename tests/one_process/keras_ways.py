@@ -208,6 +208,11 @@ class AsyncSync(Fit):
     def callbacks(self) -> list[Any]:
         return []
 
+    def fit(self, epochs: int) -> None:
+        super().fit(epochs)
+        everybody = hvd.allgather_object(self.logs.pop())  # each rank's are its own
+        self.logs.append({name: np.mean([logs[name] for logs in everybody], axis=0) for name in everybody[0]})
+
 
 class Tape(Fit):
     """A loop of the program's own: eager, with a distributed tape and a plain optimizer."""

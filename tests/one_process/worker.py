@@ -35,9 +35,9 @@ def main(framework: str, results: str, seconds: str, pairs: str) -> None:
             _say(file, program, way, "hangs, or ends the job", "")
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             outcome, detail = _outcome(kind, tuple(program), way)
-            if outcome != "right":
-                kind.clean_up()
             everybody = hvdlite.allgather_object((outcome, detail))
+            if any(each[0] != "right" for each in everybody):
+                kind.clean_up()
             faulthandler.cancel_dump_traceback_later()
             _say(file, program, way, *_together(everybody))
 
