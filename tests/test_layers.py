@@ -43,9 +43,10 @@ FLOORS = {
     ),
     "hvdlite_tf": (
         {"variables", "private", "tensor", "data", "servable"},
+        {"split"},
         {"ops"},
-        {"gradients", "training", "pipeline"},
-        {"optimizers", "callbacks", "checkpoint"},
+        {"gradients", "training"},
+        {"optimizers", "callbacks", "checkpoint", "pipeline"},
         {"strategy", "async_sgd", "elastic"},
         {"__init__", "keras"},
         {"horovod"},

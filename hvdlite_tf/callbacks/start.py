@@ -8,11 +8,12 @@ from typing import Any
 import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import root_within
-from hvdlite.errors import ArgumentError, MismatchError, ranks_text
+from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.negotiation.mismatch import compare_settings
 from hvdlite_tf.callbacks.base import Callback
 from hvdlite_tf.gradients import optimizer_parts as optimizers
 from hvdlite_tf.gradients.own_variables import own_of, without
+from hvdlite_tf.split import check_apart
 from hvdlite_tf.variables import plain_variable
 
 
@@ -146,15 +147,8 @@ def _places(optimizer: Any, places: dict[int, int]) -> list[int] | None:
 
 def check_stages(model: Any, process_set: ProcessSet | None) -> None:
     """Raise ArgumentError if ranks that shall get one rank's weights have different stages of a `Pipeline`."""
-    if not callable(getattr(model, "full_weights", None)):
-        return
-    ranks = set((hvdlite.global_process_set if process_set is None else process_set).members)
-    together = sorted(ranks & set(model.process_set.members))
-    if len(together) > 1:
-        raise ArgumentError(
-            f"this model is a Pipeline, and {ranks_text(together)} have different stages of it, which one rank's weights would "
-            'overwrite: pass the ranks that have the same stage, process_set=grid["dp"] of hvd.ProcessGrid(dp=…, pp=…).'
-        )
+    if callable(getattr(model, "full_weights", None)):
+        check_apart(model.weights[:1], process_set)
 
 
 def check_models(model: Any, process_set: ProcessSet | None) -> None:

@@ -13,6 +13,7 @@ from hvdlite_tf.callbacks.start import share_state
 from hvdlite_tf.checkpoint import has_own_state, stateful
 from hvdlite_tf.gradients import optimizer_parts
 from hvdlite_tf.gradients.own_variables import own_of, without
+from hvdlite_tf.split import stages_of
 from hvdlite_tf.variables import plain_variable
 
 
@@ -82,6 +83,20 @@ class TensorFlowKerasState(ObjectState):
             ArgumentError: The model is not built on some rank. All ranks raise it.
             MismatchError: The ranks have different models. All ranks raise it.
         """
+        in_stages = self.model.built and stages_of(self.model.weights) is not None
+        optimizers = optimizer_parts.optimizers_in(self.model) if in_stages else self._share()
+        if in_stages or any(has_own_state(each) for each in optimizers):
+            # Each rank gets back what it remembers by itself of the exchange, as rank 0 has it in what was saved.
+            restored = self._copies if self._is_restored else {}
+            copies: dict[str, Copy] = hvdlite.broadcast_object(restored, 0, "the state of a model")
+            if in_stages and not copies:  # rank 0 has brought nothing back, and all together have the whole state
+                copies = {name: copy_of(name, target) for name, target in self._targets().items()}
+            for name, target in self._targets().items() if copies else ():
+                restore(copies[name], target)
+        super().sync()
+
+    def _share(self) -> list[Any]:
+        """Give all ranks the variables of rank 0, and return the optimizers."""
         share_state(self.model)
         optimizers = optimizer_parts.optimizers_in(self.model)
         if self.optimizer is not None and all(self.optimizer is not each for each in optimizers):
@@ -91,13 +106,7 @@ class TensorFlowKerasState(ObjectState):
             if optimizer_parts.is_sharded(self.optimizer):
                 self.optimizer.hvdlite_share(0)
             optimizers = [*optimizers, self.optimizer]
-        if any(has_own_state(each) for each in optimizers):
-            # Each rank gets back what it remembers by itself of the exchange, as rank 0 has it in what was saved.
-            restored = self._copies if self._is_restored else {}
-            copies: dict[str, Copy] = hvdlite.broadcast_object(restored, 0, "the state of a model")
-            for name, target in self._targets().items() if copies else ():
-                restore(copies[name], target)
-        super().sync()
+        return optimizers
 
     def saved(self) -> dict[str, Any]:
         """Return what `save` has saved."""

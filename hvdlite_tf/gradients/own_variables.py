@@ -39,9 +39,24 @@ _MARK_BITS = 32
 
 def sums_of(optimizer: Any) -> list[Any]:
     """Return the variables in which a built optimizer of Keras 3, or one inside it, adds up gradients for its next update."""
+    return [each for _, each in _summed(optimizer)]
+
+
+def summed_for(optimizer: Any) -> list[Any]:
+    """Return the variables whose gradients are added up in `sums_of`, in that order."""
+    return [variable for variable, _ in _summed(optimizer)]
+
+
+def _summed(optimizer: Any) -> list[tuple[Any, Any]]:
     parts = [part for part in parts_inside(optimizer) if getattr(part, "gradient_accumulation_steps", None)]
-    found = [each for part in parts for each in getattr(part, "_accumulated_gradients", None) or ()]
-    return [each for each in found if each is not None]
+    return [
+        (variable, each)
+        for part in parts
+        for variable, each in zip(
+            part._trainable_variables, getattr(part, "_accumulated_gradients", None) or (), strict=False
+        )
+        if each is not None
+    ]
 
 
 def has_own_sums(optimizer: Any) -> bool:
@@ -125,15 +140,14 @@ def settle(optimizer: Any, passes: Sequence[int], root: int) -> None:
         state.joint = checksum(map(_array, sums), _MARK_BITS)
 
 
-def saved_sums(plain: Any, optimizer: Any) -> list[Array] | None:
-    """Return the gradients that an optimizer has added up since its last update, for a checkpoint; None if there are none.
+def saved_sums(plain: Any, optimizer: Any) -> list[Array]:
+    """Return the gradients that an optimizer has added up since its last update, for a checkpoint.
 
     Args:
         plain: An optimizer that has them: a plain copy of a sharded one, or `optimizer`.
         optimizer: The optimizer.
     """
-    found = [_array(each) / _factor(optimizer) for each in sums_of(plain)]
-    return found if any(each.any() for each in found) else None
+    return [_array(each) / _factor(optimizer) for each in sums_of(plain)]
 
 
 def load_sums(
@@ -145,7 +159,8 @@ def load_sums(
 
     Args:
         plain, optimizer: See `saved_sums`.
-        everybody: What `saved_sums` returned on each rank that saved; on one, if it was the same on all.
+        everybody: What `saved_sums` returned on each rank that saved, or None where all are zero; that of one rank, if it was
+            the same on all.
         summed: Whether the update sums over the ranks, and does not average.
         rank: The number of this rank.
         ranks: How many ranks load.

@@ -17,6 +17,23 @@ from hvdlite_tf.gradients.optimizer_parts import shared_of
 _STEPS = 5
 _SHAPES = ((3, 2), (4,))
 
+ELEMENTWISE = frozenset(
+    getattr(keras.optimizers, name)
+    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
+    if hasattr(keras.optimizers, name)
+)
+"""The optimizers that step each element by itself."""
+
+VARIABLEWISE = frozenset(
+    getattr(keras.optimizers, name) for name in ("Adafactor", "Lamb", "Muon") if hasattr(keras.optimizers, name)
+)
+"""The optimizers that step each variable by itself."""
+
+
+def steps_each_alone(optimizer: Any) -> bool:
+    """Return whether an optimizer is known to step each variable by itself. If it clips by a norm over all, that is apart."""
+    return optimizer.__class__ in ELEMENTWISE | VARIABLEWISE
+
 
 def differs_alone(optimizer: Any) -> str:
     """Return a text that says what an optimizer does in another way if it has one variable only; empty if nothing.

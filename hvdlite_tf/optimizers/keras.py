@@ -265,14 +265,18 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
             found = [None if each is None else times(each, state.factor) for each in found]
         return [found[i] for i in chosen], [variables[i] for i in chosen]
 
-    def _clip_gradients(self, grads: list[Any]) -> Any:
-        # With accumulation Keras calls this once per update, on the accumulated gradients.
+    def hvdlite_to_clip(self, grads: list[Any]) -> list[Any]:
+        """Return the gradients of all ranks, which are not clipped yet."""
+        # With accumulation Keras calls _clip_gradients once per update, on the accumulated gradients.
         if self.gradient_accumulation_steps:
             state = self._hvdlite
             grads = state.combine(state.accumulated, grads)
             if state.factor != 1:
                 grads = [times(each, state.factor) for each in grads]
-        return super()._clip_gradients(grads)
+        return grads
+
+    def _clip_gradients(self, grads: list[Any]) -> Any:
+        return super()._clip_gradients(self.hvdlite_to_clip(grads))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and value is None:

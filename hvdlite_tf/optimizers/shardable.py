@@ -10,19 +10,7 @@ import hvdlite
 from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
-from hvdlite_tf.gradients.stepped_alone import differs_alone
-
-ELEMENTWISE = frozenset(
-    getattr(keras.optimizers, name)
-    for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD")
-    if hasattr(keras.optimizers, name)
-)
-"""The optimizers that step each element by itself."""
-
-VARIABLEWISE = frozenset(
-    getattr(keras.optimizers, name) for name in ("Adafactor", "Lamb", "Muon") if hasattr(keras.optimizers, name)
-)
-"""The optimizers that step each variable by itself."""
+from hvdlite_tf.gradients.stepped_alone import VARIABLEWISE, differs_alone, steps_each_alone
 
 
 def check_shardable(optimizer: Any, options: Options) -> bool:
@@ -58,9 +46,8 @@ def check_shardable(optimizer: Any, options: Options) -> bool:
             "Wrap it before; and load a saved state afterwards, on all ranks: model.compile(hvd.DistributedOptimizer(…, "
             "shard=True)), optimizer.build(model.trainable_variables), and model.load_weights(file) or hvd.checkpoint.load(…)."
         )
-    known = next((base for base in kind.__mro__ if base in ELEMENTWISE | VARIABLEWISE), None)
-    if known is kind:
-        return known in VARIABLEWISE
+    if steps_each_alone(optimizer):
+        return kind in VARIABLEWISE
     if kind is getattr(keras.optimizers, "ScheduleFreeAdamW", None):
         raise ArgumentError(
             "ScheduleFreeAdamW cannot be sharded: its state begins with the values of the variables, and a rank that has a "

@@ -3,6 +3,6 @@
 - `pipeline`: `Pipeline`, a Keras model: a training step, evaluation, prediction.
 - `stage`: forward and backward passes of this rank's stage; `batch` cuts batches, `values` go from rank to rank.
 - `losses`: what the losses of micro-batches count in that of the batch.
-- `norms`: one norm of the gradients over all stages.
+- `joint`: one norm of the gradients over all stages, and overflows that all of them see.
 - `checks`: what cannot be trained in micro-batches.
 """

@@ -10,10 +10,12 @@ import keras
 import hvdlite
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.process_set import ProcessSet
+from hvdlite_tf.gradients.optimizer_parts import innermost
+from hvdlite_tf.gradients.stepped_alone import differs_alone, steps_each_alone
 
 
-def own_stage(stages: Sequence[Any], place: int, places: int, process_set: ProcessSet) -> keras.Model:
-    """Return this rank's stage, built. All ranks of the pipeline call this.
+def own_stage(stages: Sequence[Any], place: int, places: int, process_set: ProcessSet) -> tuple[keras.Model, int]:
+    """Return this rank's stage, built, and how many weights the stages before have. All ranks of the pipeline call this.
 
     Args:
         stages: Models, or functions that make them.
@@ -36,12 +38,13 @@ def own_stage(stages: Sequence[Any], place: int, places: int, process_set: Proce
         if not isinstance(stage, keras.layers.Layer) and callable(stage):
             stage = stage()
         wrong = _wrong_with(stage, place)
-    everybody: list[str] = hvdlite.allgather_object(wrong, process_set=process_set)
-    for text in everybody:
+    own = (wrong, len(getattr(stage, "weights", ())) if not wrong else 0)
+    everybody: list[tuple[str, int]] = hvdlite.allgather_object(own, process_set=process_set)
+    for text, _ in everybody:
         if text:
             raise ArgumentError(f"Pipeline: {text}")
     assert isinstance(stage, keras.layers.Layer)
-    return stage
+    return stage, sum(weights for _, weights in everybody[:place])
 
 
 def _wrong_with(stage: Any, place: int) -> str:
@@ -60,10 +63,19 @@ def _wrong_with(stage: Any, place: int) -> str:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise ArgumentError if the optimizer scales losses."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    """Raise ArgumentError if a step of the optimizer needs the variables of all stages."""
+    inner = innermost(optimizer)
+    if isinstance(inner, keras.optimizers.MultiOptimizer):
         raise ArgumentError(
-            "Pipeline: scaled losses (LossScaleOptimizer, mixed_float16) are not supported. Use bfloat16."
+            "Pipeline: a MultiOptimizer chooses optimizers by the variables of the model, of which a stage has some. Give "
+            "compile() on each rank the optimizer of its stage."
+        )
+    difference = "" if steps_each_alone(inner) else differs_alone(inner)
+    if difference:
+        raise ArgumentError(
+            f"Pipeline: {inner.__class__.__name__} does not step each variable by itself ({difference}), and this rank has the "
+            "variables of one stage. Use an optimizer of Keras that does, such as Adam or Muon; or train with data "
+            "parallelism, where each rank has all variables."
         )
 
 

@@ -15,15 +15,17 @@ from hvdlite.adapter.arguments import Everybody, rank_in, size_of
 from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.adapter.pipeline.relay import Relay
 from hvdlite.adapter.pipeline.schedules import one_forward_one_backward
+from hvdlite.adapter.pipeline.stages import Stages
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.process_set import ProcessSet
 from hvdlite_tf.pipeline.batch import cut, length_of
 from hvdlite_tf.pipeline.checks import check_optimizer, own_stage
+from hvdlite_tf.pipeline.joint import join_stages
 from hvdlite_tf.pipeline.losses import Shares
-from hvdlite_tf.pipeline.norms import clip_over_stages
 from hvdlite_tf.pipeline.stage import StagePasses
 from hvdlite_tf.pipeline.values import TensorCodec
+from hvdlite_tf.split import note
 
 
 class Pipeline(keras.Model):  # type: ignore[misc]
@@ -74,13 +76,15 @@ class Pipeline(keras.Model):  # type: ignore[misc]
         super().__init__()
         check_count("microbatches", microbatches)
         place, places = rank_in(process_set), size_of(process_set)
-        self.stage = own_stage(stages, place, places, process_set)
+        self.stage, first = own_stage(stages, place, places, process_set)
+        self._split = Stages("Pipeline", process_set)
+        note(self._split, self.stage.weights, first)
         self._place, self._places, self._microbatches, self._process_set = place, places, microbatches, process_set
         self._bubble = Bubble()
         self._relay = Relay(process_set, place, places, one_forward_one_backward, 1, TensorCodec())
         self._passes = StagePasses(self.stage, self._bubble, place, places)
         self._shares: Shares | None = None
-        self._counts_here = False
+        self._counts_here = self._is_checked = False
         self.built = True
 
     @property
@@ -101,7 +105,7 @@ class Pipeline(keras.Model):  # type: ignore[misc]
             )
         kwargs |= {"run_eagerly": True, "jit_compile": False}
         super().compile(*args, **kwargs)
-        self._shares = None
+        self._shares, self._is_checked = None, False
 
     # Keras calls these for each batch
 
@@ -131,8 +135,10 @@ class Pipeline(keras.Model):  # type: ignore[misc]
         try:
             x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
             if trains:
-                check_optimizer(self.optimizer)
-                clip_over_stages(self.optimizer, self._process_set)
+                if not self._is_checked:
+                    check_optimizer(self.optimizer)
+                    self._is_checked = True
+                join_stages(self.optimizer, self._split)
             parts = cut((x, y, weights), self._microbatches)
             shares = self._shares = self._shares or Shares(self, self._microbatches)
             rows, whole = length_of(x), shares.count(y, weights, length_of(x))
@@ -141,7 +147,9 @@ class Pipeline(keras.Model):  # type: ignore[misc]
             def loss(number: int, output: Any) -> tuple[Any, float]:
                 return self._loss_of(parts[number], output, shares, whole, trains)
 
-            self._passes.begin([part[0] for part in parts], [length_of(part[0]) / rows for part in parts], loss, trains)
+            scale = float(self.optimizer.scale_loss(1.0)) if trains else 1.0
+            samples = [length_of(part[0]) / rows for part in parts]
+            self._passes.begin([part[0] for part in parts], samples, loss, trains, scale)
         except Exception as failure:
             error = failure
         error = self._relay.run({self._place: self._passes}, len(parts) or 1, trains, error)
@@ -218,8 +226,9 @@ class Pipeline(keras.Model):  # type: ignore[misc]
     def save(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ArgumentError: each rank has a stage only."""
         raise ArgumentError(
-            "a pipeline is not saved, for each rank has one stage only. pipeline.full_weights() returns the weights of all "
-            "stages on every rank: put them into a whole model on one rank, and save that; or save pipeline.stage on each rank."
+            "a pipeline is not saved by Keras, for each rank has one stage only: call hvd.checkpoint.save(folder, "
+            "model=pipeline) on all ranks, which one process can load. Or pipeline.full_weights() returns the weights of all "
+            "stages on every rank: put them into a whole model on one rank, and save that."
         )
 
     save_weights = export = save

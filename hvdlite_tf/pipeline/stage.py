@@ -53,7 +53,9 @@ class StagePasses:
         losses = [tf.cast(loss, self._dtype) for loss in self._model.losses]
         return output, (tf.add_n(losses) if losses else tf.zeros((), self._dtype))
 
-    def begin(self, x: Sequence[Any], shares: Sequence[float], loss: Loss | None, trains: bool) -> None:
+    def begin(
+        self, x: Sequence[Any], shares: Sequence[float], loss: Loss | None, trains: bool, scale: float = 1.0
+    ) -> None:
         """Begin a step: there are no gradients yet.
 
         Args:
@@ -61,7 +63,9 @@ class StagePasses:
             shares: The share of each in the samples of the batch, which counts for regularization.
             loss: The loss, for the last stage; None for a prediction.
             trains: Whether there are backward passes.
+            scale: The factor of the gradients, by which the optimizer divides them.
         """
+        self._scale = scale
         self._x, self._shares, self._loss, self._trains = x, shares, loss, trains
         self._passes.clear()
         self.gradients: list[Any] = [None] * len(self._model.trainable_variables)
@@ -95,7 +99,7 @@ class StagePasses:
 
     def backward(self, part: int, values: Any) -> Any:
         tape, inputs, targets = self._passes.pop(part)
-        seeds = [*(values or []), tf.ones_like(targets[-1])]
+        seeds = [*(values or []), tf.ones_like(targets[-1]) * tf.cast(self._scale, targets[-1].dtype)]
         variables = [variable.value for variable in self._model.trainable_variables]
         with self._bubble.computing("BACKWARD", part, self.place):
             found = tape.gradient(targets, [*inputs, *variables], output_gradients=seeds)

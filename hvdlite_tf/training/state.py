@@ -13,6 +13,7 @@ from hvdlite.adapter.arguments import Everybody
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.ops.broadcast import broadcast_
 from hvdlite_tf.ops.ordered import as_written, operation_of
+from hvdlite_tf.split import check_apart
 from hvdlite_tf.training.objects import broadcast_eagerly
 
 
@@ -34,7 +35,7 @@ def broadcast_variables(
         tf.function broadcasts them when it runs.
 
     Raises:
-        ArgumentError: `variables` is not a list of variables.
+        ArgumentError: `variables` is not a list of variables, or ranks have different stages of a model.
         UnsupportedTensorError: An element is not a variable.
         MismatchError: The ranks have different variables. All ranks raise it.
         tf.errors.OpError: An error was only seen when a graph ran; the text is that of hvdlite's error.
@@ -54,6 +55,7 @@ def broadcast_variables(
             f"{type(variables).__name__}."
         )
     listed = list(variables)
+    check_apart(listed, process_set)
     if listed and keras.backend.backend() != "tensorflow" and all(isinstance(each, keras.Variable) for each in listed):
         broadcast_eagerly(listed, root_rank, process_set)
         return None

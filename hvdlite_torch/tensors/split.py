@@ -7,22 +7,17 @@ are noted here. A norm, an infinity, a state is that of the whole model only if 
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-import hvdlite
-from hvdlite.errors import ArgumentError, ranks_text
+from hvdlite.adapter.pipeline.stages import Stages as AnyStages
 from hvdlite.process_set import ProcessSet
 from hvdlite_torch.tensors import sliced
 from hvdlite_torch.tensors.sliced import is_sliced, local_of
 
-_numbers = itertools.count()
 _lock = threading.Lock()
 _stages: MutableMapping[torch.Tensor, tuple[Stages, str]] = WeakIdKeyDictionary()
 """For each parameter of a model in stages, its stages, and its name in the model."""
@@ -30,7 +25,7 @@ _copies: MutableMapping[torch.Tensor, None] = WeakIdKeyDictionary()
 """The tied parameters of a stage that another stage has too, which counts their gradients."""
 
 
-class Stages:
+class Stages(AnyStages):
     """A model whose layers are on different ranks. Its parameters on this rank are noted as those of a stage.
 
     Args:
@@ -52,32 +47,13 @@ class Stages:
         names: Iterable[str],
         copies: Iterable[torch.Tensor] = (),
     ) -> None:
-        self.kind, self.process_set, self.names = kind, process_set, tuple(names)
-        self.number = next(_numbers)  # all ranks of the process set make their models in the same order
+        super().__init__(kind, process_set)
+        self.names = tuple(names)
         with _lock:
             for name, parameter in own.items():
                 _stages[parameter] = self, name
             for parameter in copies:
                 _copies[parameter] = None
-
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """Return the values of all ranks of the model. All of them call this.
-
-        Args:
-            value: This rank's value, which can be pickled.
-            what: What it is, for messages.
-        """
-        return hvdlite.allgather_object(value, f"{what} of all stages of a {self.kind}", process_set=self.process_set)
-
-    def sum(self, value: float, what: str) -> float:
-        """Return the sum of a number over the ranks of the model. All of them call this, and get the same bits."""
-        whole = hvdlite.allreduce(
-            np.array(value, np.float64),
-            hvdlite.Sum,
-            f"{what} of all stages of a {self.kind}",
-            process_set=self.process_set,
-        )
-        return float(whole)
 
 
 def any_stages() -> bool:
@@ -192,14 +168,8 @@ def check_apart(tensors: Sequence[torch.Tensor], ranks: Collection[int], own: in
         ArgumentError: The text says which ranks have different parts, and which process set to pass.
     """
     sliced.check_apart(tensors, ranks, own)
-    for stages, name in _stages_by_memory(tensors):
-        together = sorted(set(stages.process_set.members) & set(ranks))
-        if together != [own]:
-            raise ArgumentError(
-                f"{name!r} is a parameter of a stage of a {stages.kind} on {ranks_text(list(stages.process_set.members))}, and "
-                f"{ranks_text(together)} of this process set have different stages. Pass the ranks that have the same one: "
-                'process_set=grid["dp"] of hvd.ProcessGrid(dp=…, pp=…).'
-            )
+    for found, name in _stages_by_memory(tensors):
+        found.check_apart(name, ranks, own)
 
 
 def _stages_by_memory(tensors: Sequence[torch.Tensor]) -> list[tuple[Stages, str]]:

@@ -288,23 +288,6 @@ def test_global_clipnorm_is_over_all_stages(ranks: Any) -> None:
     ranks(check)
 
 
-@pytest.mark.ranks(2)
-def test_stages_are_not_overwritten(ranks: Any) -> None:
-    def check() -> None:
-        stages = [keras.Sequential([keras.Input((WIDTH,)), dense(WIDTH, seed)]) for seed in range(hvd.size())]
-        pipeline = hvd.Pipeline(stages, 2)
-        pipeline.compile("sgd", "mse")
-        with pytest.raises(ArgumentError, match="this model is a Pipeline, of which each rank has a stage"):
-            hvd.checkpoint.save("nowhere", model=pipeline)
-        with pytest.raises(ArgumentError, match="ranks 0-1 have different stages of it"):
-            hvd.elastic.KerasState(pipeline).sync()
-        start = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
-        with pytest.raises(ArgumentError, match="ranks 0-1 have different stages of it"):
-            pipeline.fit(X, X, verbose=0, callbacks=[start])
-
-    ranks(check)
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
 @pytest.mark.parametrize("optimizer", [optimizer, clipping])
