@@ -1,29 +1,21 @@
 """Gradients in flat tensors on a device, and their exchange. All work is put on streams; the host looks at no value.
 
-A bucket holds some of the gradients, in one flat tensor for each dtype, and a small tail that is summed with them::
-
-    ├─ gradient 0 ─┼─ gradient 1 ─┼ … ┤     tail: ├ used? of each ┼ `tail_words` of the header ┤
-
-The tail says what the headers say in host memory (`hvdlite.gradients.header`), but the host need not read it: the device
-divides the sum of the gradients by the sum of the weights. Only a rank that cannot know the answer by itself reads the tail,
-and then waits for it.
+A bucket holds some of the gradients, in one flat tensor for each dtype. The device divides the sum of the gradients by the sum
+of the weights, which travels with the first bucket of a step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.gradients.device.rules import Rules
-from hvdlite.gradients.header import TAIL_WORDS, Header, state_words, tail_words
 from hvdlite.gradients.layout import Block, Piece, lay_out, pieces, with_equal_parts
 from hvdlite.protocols import Device, ReduceOp, Stream, TensorInfo
 
-_WEIGHT, _STATE = -TAIL_WORDS, -4
 _REAL = {"complex64": "float32", "complex128": "float64"}
 
 Layout = Sequence[tuple[TensorInfo, Sequence[int]]]
@@ -112,7 +104,6 @@ class DeviceBucket:
         flats: The memory of the gradients, one object for each dtype.
         views: For each gradient, by its number, the tensor where the gradient is expected. After an exchange the combined
             gradient is there, unless the bucket is sharded.
-        tail: The small tail that is summed with the gradients, shape ``(len(tensors) + TAIL_WORDS,)``, float64.
 
     Raises:
         Device.no_memory: The device has not enough memory.
@@ -136,12 +127,6 @@ class DeviceBucket:
         self._where: dict[int, tuple[Any, ...]] = {}
         for flat in self.flats:
             self._enter(flat)
-        self.tail = device.zeros([len(self.tensors) + TAIL_WORDS], "float64")
-        self._weight = self.tail[_WEIGHT]
-        self._all_used = (True,) * len(self.tensors)
-        self._usual = device.zeros([len(self.tensors) + TAIL_WORDS], "float64")
-        self._write(self._usual, self._all_used, Header())
-        self._usual_state = 0
 
     def _enter(self, flat: Flat) -> None:
         """Expect gradients in the present memory of `flat`."""
@@ -179,7 +164,7 @@ class DeviceBucket:
 
     def memory(self) -> list[Any]:
         """Return all tensors that the communication stream works on."""
-        found = [self.tail]
+        found = []
         for flat in self.flats:
             found += [flat.memory, flat.wire, flat.result, flat.numerator, flat.scale]
         return found
@@ -224,27 +209,6 @@ class DeviceBucket:
         if unused:
             self._device.clear_all(unused)
 
-    def say(self, used: tuple[bool, ...], said: Header) -> None:
-        """Write the tail, on the current stream.
-
-        Args:
-            used: For each gradient, in the order of `tensors`, whether this rank has it.
-            said: What else this rank says.
-        """
-        if used != self._all_used or said.joined or said.again:
-            self._write(self.tail, used, said)
-            return
-        if said.state != self._usual_state:
-            self._usual_state = said.state
-            for number, value in enumerate(state_words(said.state), _STATE):
-                self._device.fill(self._usual[number], value)  # a copy from the host might wait
-        self._device.copy(self._usual, self.tail)
-        if said.weight != 1.0:
-            self._device.fill(self._weight, said.weight)
-
-    def _write(self, tail: Any, used: tuple[bool, ...], said: Header) -> None:
-        self._device.from_host(np.array([*used, *tail_words(said)], np.float64), tail)
-
     def scale_before(self, weight: float) -> None:
         """Multiply the gradients by this rank's weight, and fill `Flat.wire`, on the current stream."""
         for flat in self.flats:
@@ -254,11 +218,18 @@ class DeviceBucket:
             elif factor != 1.0:
                 self._device.scale(flat.memory, factor)
 
-    def exchange(self, stream: Stream) -> None:
-        """Sum over the ranks and divide, on `stream`, which is current. All ranks exchange their buckets in the same order."""
+    def exchange(self, stream: Stream, weight: Any, with_it: Sequence[Any]) -> None:
+        """Sum over the ranks and divide, on `stream`, which is current. All ranks exchange their buckets in the same order.
+
+        Args:
+            stream: The stream for the work.
+            weight: The sum of the weights of all ranks, float64 and shape ``()``. It may be a part of `with_it`.
+            with_it: Other tensors that are summed over the ranks at the same time.
+        """
         collectives = self.collectives
-        with collectives.group():
-            collectives.allreduce(self.tail, ReduceOp.SUM, stream)
+        with collectives.group() if with_it or len(self.flats) > 1 else contextlib.nullcontext():
+            for tensor in with_it:
+                collectives.allreduce(tensor, ReduceOp.SUM, stream)
             for flat in self.flats:
                 if self._share is None:
                     collectives.allreduce(flat.wire, ReduceOp.SUM, stream)
@@ -267,6 +238,6 @@ class DeviceBucket:
         for flat in self.flats:
             if self._rules.average:  # the pass that casts a compressed sum back divides it too
                 source = flat.wire if flat.wire is not flat.memory else flat.result
-                self._device.scale_by_ratio(source, flat.numerator, self._weight, flat.scale, flat.result)
+                self._device.scale_by_ratio(source, flat.numerator, weight, flat.scale, flat.result)
             elif flat.wire is not flat.memory:
                 self._device.copy(flat.wire, flat.memory)

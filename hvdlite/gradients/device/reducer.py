@@ -17,7 +17,6 @@ has no samples.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,7 +24,8 @@ from typing import Any
 from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.gradients.device.bucket import DeviceBucket
 from hvdlite.gradients.device.late_changes import LateChanges
-from hvdlite.gradients.header import Header, HeaderSum, read_tail
+from hvdlite.gradients.device.tail import Tail
+from hvdlite.gradients.header import Header, HeaderSum
 
 
 class DeviceReducer:
@@ -41,7 +41,7 @@ class DeviceReducer:
         buckets: The buckets, in the order of the launches.
         launched: The number of buckets that are under way in this step.
         sent_weight: This rank's weight when the first bucket was launched before the step; None if no bucket was.
-        told: The sum of all ranks' headers in the last bucket whose tail this rank has read.
+        told: The sum of all ranks' headers in the last step whose tail this rank has read.
     """
 
     def __init__(
@@ -57,9 +57,11 @@ class DeviceReducer:
         self._device, self._stream = collectives.device, collectives.stream
         self._bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket.tensors}
         self._changes = LateChanges(self._device, collectives.size)
+        self._tail = Tail(self._device, count, together=len(self.buckets) == 1)
         self.told = HeaderSum([], 1.0)
         # The reducer may be dropped while gradients are on their way.
-        for tensor in (self._changes.memory, *(each for bucket in self.buckets for each in bucket.memory())):
+        small = [self._changes.memory, self._tail.memory, self._tail.weight]
+        for tensor in (*small, *(each for bucket in self.buckets for each in bucket.memory())):
             self._device.keep(tensor, self._stream)
         self.begin_step()
 
@@ -114,7 +116,7 @@ class DeviceReducer:
         """
         if self.sent_weight is None:
             self.sent_weight = weight
-        at_home = self._launch(bucket, gradients, Header(self.sent_weight))
+        at_home = self._launch(bucket, gradients, self.sent_weight)
         self._seals.append(bucket.versions)
         self.launched += 1
         return at_home
@@ -149,36 +151,39 @@ class DeviceReducer:
             ArgumentError, MismatchError: A rank has reported a problem in an earlier step; see `LateChanges.check`.
             NcclError, PeerLeftError: An earlier exchange has failed.
         """
+        self._tail.say(tuple([gradient is not None for gradient in gradients]), said)
         launched = []
-        last = self.buckets[-1]
         gradients = self._apart_from_buckets(gradients)
         for bucket in self.buckets[self.launched :]:
-            # All ranks compare states by the last bucket's tail only.
-            words = said if bucket is last else said._replace(state=0)
-            launched.append((bucket, self._launch(bucket, [gradients[index] for index in bucket.tensors], words)))
+            mine = [gradients[index] for index in bucket.tensors]
+            launched.append((bucket, self._launch(bucket, mine, said.weight)))
         with self._device.on(self._stream):
-            self._changes.send(last.tail, self._stream)
+            self._changes.send(self._tail.memory, self._stream)
         self.wait()
         self.begin_step()
         return launched
 
-    def _launch(self, bucket: DeviceBucket, gradients: Sequence[Any], said: Header) -> list[bool]:
+    def _launch(self, bucket: DeviceBucket, gradients: Sequence[Any], weight: float) -> list[bool]:
         """Put the exchange of a bucket on the streams. See `launch_early` for the result."""
+        tail, with_it = self._tail, []
         if bucket is self.buckets[0]:
             self._collectives.check()
             self._changes.check()
+            tail.say_weight(weight)
+            with_it = [] if tail.first is None else [tail.first]
+        if bucket is self.buckets[-1]:
+            with_it.append(tail.memory)
         stream = self._stream
         at_home = bucket.at_home(gradients)
         if renewed := bucket.leave_what_is_held(at_home):
             at_home = bucket.at_home(gradients)
             for memory in renewed:
                 self._device.keep(memory, stream)
-        bucket.pack(gradients, at_home, said.weight)
-        bucket.say(tuple([gradient is not None for gradient in gradients]), said)
-        bucket.scale_before(said.weight)
+        bucket.pack(gradients, at_home, weight)
+        bucket.scale_before(weight)
         stream.wait(self._device.current().record())
         with self._device.on(stream):
-            bucket.exchange(stream)
+            bucket.exchange(stream, tail.weight, with_it)
         return at_home
 
     def wait(self) -> None:
@@ -209,26 +214,16 @@ class DeviceReducer:
         Returns:
             Whether the rank had to ask. If so, `told` is new.
         """
-        asks = [bucket for bucket in self.buckets if weight == 0 or not all([there[i] for i in bucket.tensors])]
+        asks = weight == 0 or not all(there)
         if asks:
-            self._merge(there, asks)
-        return bool(asks)
+            self._merge(there)
+        return asks
 
-    def _merge(self, there: list[bool], buckets: Sequence[DeviceBucket]) -> None:
-        for bucket, told in zip(buckets, self._read(buckets), strict=True):
-            self.told = told
-            for index, somewhere in zip(bucket.tensors, told.anywhere, strict=True):
-                there[index] = there[index] or somewhere
-
-    def _read(self, buckets: Sequence[DeviceBucket]) -> list[HeaderSum]:
-        """Return the summed tails of buckets for which the current stream has waited. The host waits."""
-        ends = list(itertools.accumulate([self._device.count(bucket.tail) for bucket in buckets], initial=0))
-        together = self._device.empty([ends[-1]], "float64")
-        self._device.pack([bucket.tail for bucket in buckets], together)
+    def _merge(self, there: list[bool]) -> None:
         with self._waiting:
-            values = self._device.to_host(together).tolist()
+            self.told = self._tail.read()
         self._collectives.check()  # exchanges that were given up have ended too
-        return [read_tail(values[start:stop]) for start, stop in itertools.pairwise(ends)]
+        there[:] = [mine or somewhere for mine, somewhere in zip(there, self.told.anywhere, strict=True)]
 
     # This rank has run out of data, and other ranks have not
 
@@ -238,10 +233,10 @@ class DeviceReducer:
         Returns:
             For each gradient, whether any rank has one; None if all ranks have run out of data.
         """
-        nothing = Header(0.0, joined=True)
+        self._tail.say((False,) * self._count, Header(0.0, joined=True))
         for bucket in self.buckets:
-            self._launch(bucket, [None] * len(bucket.tensors), nothing)
+            self._launch(bucket, [None] * len(bucket.tensors), 0.0)
         self.wait()
         there = [False] * self._count
-        self._merge(there, self.buckets)
+        self._merge(there)
         return None if self.told.joined == self._collectives.size else there
