@@ -25,13 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from tests.conftest import UNDER_MPI
+from tests.processes import processes
 
-pytestmark = [
-    pytest.mark.skipif(
-        not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
-    ),
-]
+pytestmark = processes
 STEPS, BATCH = 3, 24
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

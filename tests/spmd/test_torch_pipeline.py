@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +19,8 @@ import hvdlite_torch as hvd
 from hvdlite.adapter.pipeline.bubble import theoretical
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.pipeline.costs import Cost, balance, measure
-from tests.conftest import UNDER_MPI
+from tests.processes import process_group as process_group
+from tests.processes import processes
 from tests.spmd.test_torch_distributed import (
     BATCH,
     STEPS,
@@ -35,21 +35,7 @@ from tests.spmd.test_torch_distributed import (
 )
 from tests.spmd.test_torch_distributed import train as train_alone
 
-processes = pytest.mark.skipif(
-    not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
-)
 DTYPE = torch.float64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    if UNDER_MPI:
-        hvd.init()
-    yield
-    if UNDER_MPI:
-        hvd.barrier()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def train(pipeline: hvd.Pipeline, optimizer: Any = None, rows: slice = slice(None)) -> list[float]:

@@ -8,30 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, HvdliteError
 from tests.conftest import UNDER_MPI
+from tests.processes import process_group as process_group
+from tests.processes import processes
 
-processes = pytest.mark.skipif(
-    not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
-)
 TOLERANCE = 1e-12
 
 
 @pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
+def float64() -> Iterator[None]:
     if UNDER_MPI:
-        hvd.init()
         torch.set_default_dtype(torch.float64)
     yield
-    if UNDER_MPI:
-        torch.set_default_dtype(torch.float32)
-        hvd.barrier()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
 
 
 def numbers(*shape: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from hvdlite.adapter.pipeline.schedules import (
 )
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite_torch.pipeline.values import TensorCodec
-from tests.conftest import UNDER_MPI
+from tests.processes import processes
 
 DTYPE = torch.float64
 TOLERANCE: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
@@ -410,9 +410,7 @@ class Blocks(nn.Module):
         return x + torch.cat([skip, other], 1)
 
 
-@pytest.mark.skipif(
-    not UNDER_MPI, reason="torch.export traces one model at a time in a process, so ranks cannot be threads"
-)
+@processes
 def test_keyword_arguments(ranks: Any) -> None:
     def check() -> None:
         model = seeded(Blocks())

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations, prune
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite_torch.slicing.rules import find
-from tests.spmd.test_torch_pipeline import process_group as process_group
-from tests.spmd.test_torch_pipeline import processes
+from tests.processes import process_group as process_group
+from tests.processes import processes
 
 WIDTH, HEADS, BATCH, LENGTH = 24, 12, 3, 5
 

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from tests.conftest import UNDER_MPI
+from tests.processes import process_group as process_group
+from tests.processes import processes
 
-pytestmark = pytest.mark.skipif(
-    not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
-)
+pytestmark = processes
 DTYPE = torch.float64
 ROWS = 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    if UNDER_MPI:
-        hvd.init()
-    yield
-    if UNDER_MPI:
-        hvd.barrier()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def chain() -> nn.Sequential:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from tests.conftest import UNDER_MPI
+from tests.processes import process_group as process_group
+from tests.processes import processes
 
-processes = pytest.mark.skipif(
-    not UNDER_MPI, reason="torch.distributed is one for a process, so its ranks cannot be threads: mpirun"
-)
 TOLERANCE = 1e-12
 SAMPLES, TIME_STEPS, LETTERS, BATCHES = 3, 13, 7, 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    if UNDER_MPI:
-        hvd.init()
-    yield
-    if UNDER_MPI:
-        hvd.barrier()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def letters() -> tuple[torch.Tensor, torch.Tensor]:
