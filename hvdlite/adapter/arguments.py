@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from hvdlite.api import Average, Sum, global_process_set, world
@@ -82,6 +82,27 @@ def group_of(tensors: Iterable[Any]) -> list[Any]:
     return list(tensors)
 
 
+def with_first(function: Callable[P, R], change: Callable[[Any, Mapping[str, Any]], Any]) -> Callable[P, R]:
+    """Return an operation whose first argument is looked at, and may be replaced, before each call.
+
+    Args:
+        function: The operation. Its first parameter is a tensor or several tensors.
+        change: A function: ``change(given, arguments)`` returns what the operation is given instead of `given`. An iterator
+            comes to it as a list. `arguments` are those of the call by their names, without those that were left out.
+    """
+    signature = inspect.signature(function)
+    first = next(iter(signature.parameters))
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = signature.bind(*args, **kwargs)
+        given = bound.arguments[first]
+        bound.arguments[first] = change(list(given) if isinstance(given, Iterator) else given, bound.arguments)
+        return function(*bound.args, **bound.kwargs)
+
+    return wrapped
+
+
 def with_scaled_input(
     function: Callable[P, R], scale: Callable[[Any, float], Any], factor: Callable[[int], float]
 ) -> Callable[P, R]:
@@ -95,18 +116,7 @@ def with_scaled_input(
         scale: A function: ``scale(given, number)`` returns `given`, with gradients that are multiplied by `number`.
         factor: A function that returns the number for a given number of participating ranks.
     """
-    signature = inspect.signature(function)
-    first = next(iter(signature.parameters))
-
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments[first]
-        tensors = list(given) if isinstance(given, Iterator) else given
-        bound.arguments[first] = scale(tensors, factor(size_of(bound.arguments.get("process_set"))))
-        return function(*bound.args, **bound.kwargs)
-
-    return wrapped
+    return with_first(function, lambda given, said: scale(given, factor(size_of(said.get("process_set")))))
 
 
 def divided(size: int) -> float:

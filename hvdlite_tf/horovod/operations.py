@@ -7,15 +7,13 @@ were chosen for that. All errors are also those of TensorFlow: see `hvdlite_tf.h
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import tensorflow as tf
 
 import hvdlite_tf as own
-from hvdlite.adapter.arguments import divided, with_scaled_input
+from hvdlite.adapter.arguments import as_list, divided, with_first, with_scaled_input
 from hvdlite.errors import ArgumentError, NotYetError
 from hvdlite_tf.horovod.errors import with_tensorflow_errors
 from hvdlite_tf.keras import values
@@ -54,24 +52,17 @@ def _plain(function: Callable[P, R]) -> Callable[P, R]:
 
 def _allreducing(function: Callable[P, R]) -> Callable[P, R]:
     """Return an allreduce that raises NotImplementedError for what tf.IndexedSlices cannot do, as Horovod does."""
-    signature = inspect.signature(function)
-    first = next(iter(signature.parameters))
 
-    @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        bound = signature.bind(*args, **kwargs)
-        given = bound.arguments[first]
-        if isinstance(given, Iterator):
-            given = bound.arguments[first] = list(given)
-        if any(isinstance(each, tf.IndexedSlices) for each in (given if isinstance(given, list | tuple) else [given])):
-            asked = {name: bound.arguments.get(name, 1.0) for name in ("prescale_factor", "postscale_factor")}
+    def check(given: Any, said: Mapping[str, Any]) -> Any:
+        if any(isinstance(each, tf.IndexedSlices) for each in as_list(given)):
+            scales = {name: said.get(name, 1.0) for name in ("prescale_factor", "postscale_factor")}
             try:
-                refuse_slices(bound.arguments.get("op") or own.Average, **asked)
+                refuse_slices(said.get("op") or own.Average, **scales)
             except ArgumentError as error:
                 raise NotYetError(str(error)) from None
-        return function(*bound.args, **bound.kwargs)
+        return given
 
-    return _plain(wrapped)
+    return _plain(with_first(function, check))
 
 
 allreduce, grouped_allreduce = _allreducing(own.allreduce), _allreducing(own.grouped_allreduce)
