@@ -158,7 +158,8 @@ class Bucket:
             record.ready()
         if not told.stopped and (told.divisor > 0 or not any(told.anywhere)):
             if self._aggregator is None:
-                self._reduce()
+                with self._sum.watching():
+                    self._reduce()
             elif any(told.anywhere):
                 weights = Weights(said.weight, told.divisor)
                 memories, rank = self.pool.now.memories, self.host.rank
@@ -217,12 +218,10 @@ class Bucket:
                 self._placed.get(segment.tensor), segment.tensor in self.ownership.in_place
             )
             for sources, result, others in chunks:
-                wide = self._sum.sum(how, sources, result, in_place)
+                wide = self._sum.sum(how, sources, result, in_place, cross is not None)
                 if cross is not None:
                     reduce_between_hosts(cross, how, wide, result, self._sum.divide)
                 else:
-                    self._sum.divide(wide)
-                    if wide is not result:
-                        how.narrow(wide, result)
+                    self._sum.finish(how, wide, result)
                 for other in others:
                     np.copyto(other, result)

@@ -121,7 +121,7 @@ class _ShardedBucket(Bucket):
         begin, _ = self.ownership.part_of_block(memory.block)
         for cut in cuts:
             mine = own[begin + cut.part.start : begin + cut.part.stop]
-            wide = self._sum.sum(memory.how, (*cut.before, mine, *cut.after), part[cut.part], False)
+            wide = self._sum.sum(memory.how, (*cut.before, mine, *cut.after), part[cut.part], False, True)
             if wide.base is not part:
                 np.copyto(part[cut.part], wide)
         lo, hi = bounds[self.shard], bounds[self.shard + 1]

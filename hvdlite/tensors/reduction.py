@@ -201,6 +201,10 @@ class Reduction:
         if wide is not into:
             self.narrow(wide, into)
 
+    def may_have_overflowed(self, wide: Array) -> bool:
+        """Return whether a sum may have overflowed of which NumPy tells nothing: torch adds halves. Those of float16 fit."""
+        return self.dtype == "bfloat16" and not np.isfinite(wide).all()
+
     def neutral(self) -> float:
         """Return the neutral element of `op`: 0 or 1, or for MIN and MAX the far end of the range of the dtype.
 
@@ -287,12 +291,11 @@ def _average(how: Reduction, sources: Sequence[Array], wide: Array, into: Array)
     if how.is_long_average:
         average_long(how, sources, into, lambda part: part)
         return
-    overflow = _Overflow()
+    overflow = Overflow()
     with np.errstate(over="call", call=overflow):
         how.combine(sources, wide)
     target = into if how.exact else wide
-    # torch, if it adds the halves, tells NumPy nothing. Sums of float16 always fit.
-    overflows = overflow.seen or (how.dtype == "bfloat16" and not np.isfinite(wide).all())
+    overflows = overflow.seen or how.may_have_overflowed(wide)
     if overflows:
         scaled, fits = np.empty_like(wide), np.isfinite(wide)
         _combine_scaled(how, sources, scaled)
@@ -315,8 +318,8 @@ def _combine_scaled(how: Reduction, sources: Sequence[Array], into: Array) -> No
             np.add(into, term, out=into)
 
 
-class _Overflow:
-    """Notes that NumPy has seen a result overflow."""
+class Overflow:
+    """Notes that NumPy has seen a result overflow: the `call` of ``np.errstate(over="call")``."""
 
     seen = False
 
