@@ -64,6 +64,7 @@ def assert_nothing_left(on: Hosts) -> None:
 SPMD = [
     "adasum",
     "join",
+    "message_sizes",
     "operations",
     "overlap",
     "process_sets",
@@ -74,8 +75,8 @@ SPMD = [
 ]
 # With --everything too: they look at what ranks agree on, or at options of the adapter, and not at who shares memory with whom.
 OTHERS = ["communicator", "order", "torch_operations", "torch_options", "torch_pipeline"]
-# They look at operations with tensors of every kind, and on uneven hosts some would show nothing more.
-ON_EVEN_HOSTS = ("join", "operations", "torch_distributed", "torch_join")
+# They look at tensors and messages of every kind, and on uneven hosts some would show nothing more.
+ON_EVEN_HOSTS = ("join", "message_sizes", "operations", "torch_distributed", "torch_join")
 
 
 @pytest.mark.timeout(SPMD_LIMIT + 20)

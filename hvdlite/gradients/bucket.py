@@ -156,7 +156,9 @@ class Bucket:
         told = self._tell([used[index] for index in self.tensors], said)
         if record is not None:
             record.ready()
-        if not told.stopped and (told.divisor > 0 or not any(told.anywhere)):
+        # Once all have joined nobody reads a result, and each optimizer that the program still has comes here, in its thread.
+        reads = told.joined < self.collectives.size
+        if reads and not told.stopped and (told.divisor > 0 or not any(told.anywhere)):
             if self._aggregator is None:
                 with self._sum.watching():
                     self._reduce()
