@@ -18,8 +18,12 @@ answer."""
 _REFUSALS = {
     408: ("Request Timeout", "the header of the request has not come in time (--read-timeout)."),
     429: ("Too Many Requests", "there are too many connections (--max-connections)."),
-    431: ("Request Header Fields Too Large", f"the header has more than {_MOST_HEADER_BYTES} bytes."),
+    431: ("Request Header Fields Too Large", f"the header or the trailers have more than {_MOST_HEADER_BYTES} bytes."),
 }
+
+
+class _TooLongError(Exception):
+    """What a client sends besides its body is too long."""
 
 
 class _Transport:
@@ -80,6 +84,8 @@ def protocol_class(options: Options) -> type[asyncio.Protocol]:
             self.is_over = self._is_nonsense = False
             self._header_timer: asyncio.TimerHandle | None = None
             self._header_bytes = 0
+            self._field_bytes = self._silent_bytes = 0
+            self._is_header = self._is_silent = self._is_too_long = self._has_ended = False
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             """Begin, or refuse one too many."""
@@ -94,8 +100,12 @@ def protocol_class(options: Options) -> type[asyncio.Protocol]:
             if self.is_over:
                 self._heard = self.loop.time()
                 return
-            before = self.cycle
+            before, self._is_silent = self.cycle, True
             super().data_received(data)
+            if self._is_silent:  # the parser keeps what is not complete, such as a trailer
+                self._silent_bytes += len(data)
+                if self._silent_bytes > _MOST_HEADER_BYTES:
+                    self._refuse(431)
             if self.cycle is not before:
                 self._header_is_here()
             elif before is None or before.response_complete:
@@ -110,10 +120,58 @@ def protocol_class(options: Options) -> type[asyncio.Protocol]:
             self._header_is_here()
             super().connection_lost(exc)
 
+        def eof_received(self) -> bool:
+            """Keep the way back open for a client that sends no more, if its request is here; the answer ends it."""
+            cycle = self.cycle
+            self._has_ended = not (self.is_over or cycle is None or cycle.response_complete or cycle.more_body)
+            return self._has_ended
+
+        def on_message_begin(self) -> None:
+            """Begin a request."""
+            self._field_bytes, self._is_header = 0, True
+            super().on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            """Take a part of the request's first line."""
+            self._count(len(url))
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            """Take a field of the header. A trailer, which comes after the body, is counted and dropped."""
+            self._count(len(name) + len(value))
+            if self._is_header:
+                super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            """Begin to answer, if it is a version of HTTP in which requests have headers and answers have a status."""
+            if self.parser.get_http_version() not in ("1.0", "1.1"):
+                raise ValueError("expected HTTP/1.0 or HTTP/1.1")
+            self._is_header = False
+            super().on_headers_complete()
+
+        def on_chunk_header(self) -> None:
+            """Note that a part of the body begins."""
+            self._count(0)
+
+        def on_body(self, body: bytes) -> None:
+            """Take a part of the body."""
+            self._count(0)
+            super().on_body(body)
+
+        def _count(self, size: int) -> None:
+            """Note that something is complete, and count it if it is no body: however much comes, little of it is kept."""
+            self._is_silent, self._silent_bytes = False, 0
+            self._field_bytes += size
+            if self._field_bytes > _MOST_HEADER_BYTES:
+                self._is_too_long = True
+                raise _TooLongError
+
         def on_response_complete(self) -> None:
             """Send the answer, and go on."""
             self.transport.flush()
             super().on_response_complete()
+            if self._has_ended and self.cycle.response_complete:
+                self.transport.close()
 
         def is_answering(self) -> bool:
             """Return whether an answer has begun, and is not complete."""
@@ -124,7 +182,10 @@ def protocol_class(options: Options) -> type[asyncio.Protocol]:
             self.transport.abort()
 
         def send_400_response(self, msg: str) -> None:
-            """Answer what is no HTTP."""
+            """Answer what is no HTTP, or too long."""
+            if self._is_too_long:
+                self._refuse(431)
+                return
             self._is_nonsense = True
             super().send_400_response(msg)
 
@@ -162,6 +223,17 @@ def protocol_class(options: Options) -> type[asyncio.Protocol]:
         def _refuse(self, status: int) -> None:
             if self.transport.is_closing():
                 return
+            cycle = self.cycle
+            if (
+                not self._is_header and cycle is not None
+            ):  # it is about the end of a request that may be answered already
+                is_answered = cycle.response_started
+                if not cycle.response_complete:
+                    cycle.disconnected = True
+                    cycle.message_event.set()
+                if is_answered:
+                    self.hang_up()
+                    return
             reason, text = _REFUSALS[status]
             body = f'{{"error": "{text}"}}'
             lines = [
