@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import random
+import stat
 import threading
 import warnings
 from collections.abc import Callable
@@ -244,6 +245,40 @@ def test_two_jobs_save_in_one_folder(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="another job is saving a checkpoint in .* a folder of its own"):
             run(2, save, tmp_path, 2)
     assert run(2, load, tmp_path) == [(1, [])] * 2
+
+
+@pytest.mark.parametrize("before", [None, 0o644])
+def test_who_may_only_read_the_folder_cannot_hold_the_lock(tmp_path: Path, before: int | None) -> None:
+    """Its file can be opened by those who may write it, and by nobody else: also a file that an earlier version has made."""
+    lock = tmp_path / ".lock"
+    if before is not None:
+        lock.touch()
+        lock.chmod(before)
+    run(1, save, tmp_path, 1)
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+    lock.chmod(0o664)  # a folder in which a group works
+    run(1, save, tmp_path, 2)
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o660
+
+
+@pytest.mark.parametrize("name", ["weights.other-values.safetensors", "manifest.json", ".lock"])
+@pytest.mark.parametrize("kind", ["a FIFO", "a link"])
+def test_something_else_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str, kind: str) -> None:
+    run(1, save, tmp_path, 1)
+    (file,) = tmp_path.rglob(name)
+    file.rename(tmp_path / "moved")
+    if kind == "a FIFO":
+        os.mkfifo(file)
+    else:
+        file.symlink_to(tmp_path / "moved")
+    said = f"{name} is a link" if kind == "a link" else f"{name} is no file"
+    if name == ".lock":
+        with pytest.raises(CheckpointError, match="it is no file|symbolic links"):
+            run(1, save, tmp_path, 2)
+        assert run(1, load, tmp_path) == [(1, [])]
+    else:
+        with pytest.raises(CheckpointError, match=said):
+            run(1, load, tmp_path)
 
 
 def test_a_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:

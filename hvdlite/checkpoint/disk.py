@@ -6,9 +6,12 @@ Tests replace this module's `os`, to let each call fail.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
+import io
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,7 +68,7 @@ def read_file(path: Path, record: FileRecord) -> Array:
     """
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             found = os.fstat(file.fileno()).st_size
             if found != record.bytes:
                 raise UnreadableError(f"{path.name} has {found} bytes, and should have {record.bytes}")
@@ -80,6 +83,25 @@ def read_file(path: Path, record: FileRecord) -> Array:
     if digest.hexdigest() != record.sha256:
         raise UnreadableError(f"{path.name} has another checksum (SHA-256) than when it was saved")
     return content
+
+
+def open_plain(path: Path) -> io.FileIO:
+    """Open a file to be read. Nothing is waited for, whatever is in its place.
+
+    Raises:
+        UnreadableError: A link is there, or a FIFO, a device or a folder.
+        OSError: It cannot be opened.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UnreadableError(f"{path.name} is a link, and no file") from error
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise UnreadableError(f"{path.name} is no file, but something else of that name")
+    return io.FileIO(file, "rb")
 
 
 def make_folder(path: Path) -> None:
@@ -151,9 +173,13 @@ def locked(path: Path) -> Iterator[bool]:
 
     Yields:
         Whether this process has the lock. On a file system that has no locks, every process has it.
+
+    Raises:
+        OSError: The file cannot be opened, or is no plain file.
     """
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o622)
     try:
+        _keep_readers_out(file, path)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -164,3 +190,14 @@ def locked(path: Path) -> Iterator[bool]:
         yield True
     finally:
         os.close(file)
+
+
+def _keep_readers_out(file: int, path: Path) -> None:
+    """Let those open the file of a lock who may write it, and nobody else: whoever has it open can hold the lock."""
+    mode = os.fstat(file).st_mode
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is no file, but something else of that name", str(path))
+    writers = mode & 0o222
+    if mode & 0o777 != writers << 1 | writers:
+        with contextlib.suppress(PermissionError):  # it is another user's, who lets this one write
+            os.fchmod(file, writers << 1 | writers)

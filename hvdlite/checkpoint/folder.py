@@ -136,6 +136,7 @@ def is_seen(folder: Path, token: str) -> bool:
         token: See `Unfinished`.
     """
     try:
-        return (folder / _TOKEN).read_text() == token
-    except OSError:
+        with disk.open_plain(folder / _TOKEN) as file:
+            return file.read().decode() == token
+    except (OSError, disk.UnreadableError):
         return False

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdlite.checkpoint.disk import FileRecord, UnreadableError
+from hvdlite.checkpoint.disk import FileRecord, UnreadableError, open_plain
 from hvdlite.checkpoint.structure import Tree
 
 NAME = "manifest.json"
@@ -46,7 +46,8 @@ def read(folder: Path) -> Manifest:
         UnreadableError: It is not there, or not whole, or of a later version of hvdlite.
     """
     try:
-        text = (folder / NAME).read_text("utf-8")
+        with open_plain(folder / NAME) as file:
+            text = file.read().decode()
     except OSError as error:
         raise UnreadableError(f"{NAME} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
