@@ -261,7 +261,7 @@ class World:
         self._transport = transport
         self._hosts = hosts
         self._control = transport.duplicate()
-        self.watch = Watchdog(self._control, config, end_job)
+        self.watch = Watchdog(self._control, config, end_job, self.job_ranks)
         self.timeline = Timeline(transport.rank, transport.size)
         self.devices = Devices(config, hosts, self.watch.launches_on)
         self.groups = Groups(transport, Runtime(config, hosts, make_flat, self.watch, self.timeline, self.devices))

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.errors import LaunchError
+from hvdlite.job.failures import Failure, cause, is_from_outside
 from hvdlite.job.hosts import Host
 from hvdlite.launch.elastic import newcomers
 from hvdlite.launch.elastic.discovery import LIMIT, Discovery, parse, words_of
@@ -123,6 +124,24 @@ def test_failures_without_a_commit_end_the_job(committed: bool) -> None:
     assert isinstance(step, Start if committed else End)
 
 
+def test_what_failures_have_in_common() -> None:
+    def failure(text: str, code: int = 1, rank: int | None = 0) -> Failure:
+        return Failure(text, code, 0.0, rank)
+
+    def trace(line: int, error: str) -> str:
+        return f'Traceback (most recent call last):\n  File "a.py", line {line}, in f\n    g()\n{error}\n'
+
+    first = cause(failure(trace(3, "ValueError: sample 17")))
+    assert first == cause(failure(trace(3, "ValueError: sample 18"), rank=1))
+    assert first != cause(failure(trace(3, "KeyError: 17"))) and first != cause(
+        failure(trace(4, "ValueError: sample 17"))
+    )
+    exits = cause(failure("rank 1 (node1, pid 4711) ended with exit code 3.", 3, 1))
+    assert exits == cause(failure("rank 0 (node2, pid 3) ended with exit code 3.", 3, 0)) != first
+    killed = failure("rank 1 (node1, pid 4711) was killed by SIGKILL.", 137, 1)
+    assert is_from_outside(killed) and not is_from_outside(failure("rank 1 ended with exit code 3.", 3))
+
+
 def test_the_limit_of_restarts() -> None:
     made = policy(NODES[:1], restarts=1)
     for _ in range(2):
@@ -175,17 +194,16 @@ def test_a_script_that_does_not_end_is_given_up_and_the_hosts_stay() -> None:
     discovery.close()
 
 
-def test_new_hosts_are_tried_before_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_hosts_are_tried_before_they_are_used() -> None:
     gates = {name: threading.Event() for name in "abc"}
     asked = []
 
-    def answers(name: str, _options: object) -> bool:
+    def answers(name: str) -> bool:
         asked.append(name)
         assert gates[name].wait(60)
         return name != "b"
 
-    monkeypatch.setattr(newcomers.by_ssh, "answers", answers)
-    tried = newcomers.Newcomers([])
+    tried = newcomers.Newcomers(answers)
     assert tried.are_there([])
     assert not tried.are_there(NODES[:2])
     gates["a"].set()

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,8 @@ from typing import cast
 import pytest
 
 from hvdlite.errors import LaunchError
-from hvdlite.job import failures, ranks
+from hvdlite.job import departure, failures, ranks, ssh
+from hvdlite.job.departure import Departure
 from hvdlite.job.failures import Failure
 from hvdlite.job.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
 from hvdlite.job.mpi import (
@@ -30,7 +32,7 @@ from hvdlite.job.mpi import (
     worker_command,
 )
 from hvdlite.job.output import Output, Sink
-from hvdlite.job.ranks import Departure, Rank
+from hvdlite.job.ranks import Rank
 from hvdlite.job.reports import Reports
 from hvdlite.job.server import Connection
 from hvdlite.launcher_link.session import Message
@@ -396,7 +398,9 @@ def test_rank_that_ends_while_it_shows_its_stack_was_stopped(last: str) -> None:
     )
     known, told = ranks.Ranks(1), list[str]()
     output = cast(Output, None)  # nobody prints
-    take = Reports(known, output, lambda text, *_, **__: told.append(text), function=b"", verbose=False).take
+    take = Reports(
+        known, output, lambda text, *_, **__: told.append(text), function=b"", verbose=False, try_host=str
+    ).take
     take(connection, Message("hello", {"rank": 0, "host": "here", "pid": 7, "guard": 6, "threads": None}, b""))
     take(connection, Message("stopped", {"signal": signal.SIGSTOP}, b""))
     later = time.monotonic() + 60
@@ -406,6 +410,43 @@ def test_rank_that_ends_while_it_shows_its_stack_was_stopped(last: str) -> None:
         take(connection, Message("failed", {"text": "", "code": 3, "error": ""}, b""))
     take(connection, Message("exit", {"status": -11, "finished": False, "trace": "", "time": 0.0}, b""))
     assert known.stopped(later, suspended=False) == [known[0]] and told == []
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_host_that_does_not_answer_is_told_from_a_guard_that_was_killed(closed: bool) -> None:
+    known, told = ranks.Ranks(2), list[tuple[str, bool]]()
+
+    def fail(text: str, *_: object, consequence: bool = False, **__: object) -> None:
+        told.append((text, consequence))
+
+    def tried(address: str) -> str:
+        return f"a try of {address}"
+
+    take = Reports(known, cast(Output, None), fail, function=b"", verbose=False, try_host=tried).take
+    connections = []
+    for rank in range(2):
+        connection = cast(Connection, types.SimpleNamespace(rank=None, is_local=False, peer="10.0.0.7", send=print))
+        take(connection, Message("hello", {"rank": rank, "host": "n7", "pid": 7, "guard": 6, "threads": None}, b""))
+        connections.append(connection)
+    take(connections[1], Message("gone", {"closed": closed}, b""))
+    ((text, consequence),) = told
+    assert not consequence
+    if closed:
+        assert text == "the guard process of rank 1 (n7, pid 7), pid 6, was killed, and the rank with it."
+    else:
+        assert re.fullmatch(
+            r"host n7 \(10\.0\.0\.7\) does not answer any more, since about \d\d:\d\d:\d\d: it has no power, or the network "
+            r"to it is cut\. ranks 0-1 were there\. Tried: the connection of the guard of rank 1 \(n7, pid 7\), for about "
+            r"5 s; and a try of 10\.0\.0\.7\.",
+            text,
+        ), text
+
+
+def test_what_comes_of_a_try_of_a_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert ssh.try_port(port, "127.0.0.1") == f"port {port} of it, that of ssh, which answers: so it is up now"
+    assert "refused a connection: so it is up now" in ssh.try_port(port, "127.0.0.1")
 
 
 def test_reader_that_leaves_ends_the_job(start: Start) -> None:
@@ -616,12 +657,12 @@ def test_time_for_which_a_process_waits_for_a_core() -> None:
     spin = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
     both = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(2)]
     try:
-        wait_for(lambda: all(ranks._starved_seconds(each.pid) > 0.1 for each in both), 30)
+        wait_for(lambda: all(departure._starved_seconds(each.pid) > 0.1 for each in both), 30)
     finally:
         for each in both:
             each.kill()
             each.wait()
-    assert ranks._starved_seconds(both[0].pid) == 0.0
+    assert departure._starved_seconds(both[0].pid) == 0.0
 
 
 def test_guard_needs_no_package() -> None:

@@ -277,6 +277,25 @@ def test_why_they_start_again(start: Start, tmp_path: Path, options: list[str], 
     assert "from commit number 5." in ended.err
 
 
+@pytest.mark.parametrize("place", ["step", "end"])
+def test_a_rank_that_hangs_is_the_one_that_has_failed(start: Start, tmp_path: Path, place: str) -> None:
+    """The others wait for it: in an exchange, from which they go on; or at their ends, and all start again."""
+    env = {"COUNTER_FOLDER": str(tmp_path), "COUNTER_STEPS": "9"}
+    env["COUNTER_FAULTS"] = f"0.hang.2.{5 if place == 'step' else 9}.{place}.0"
+    limits = ("--stall-check-warning-time-seconds", "2", "--stall-check-shutdown-time-seconds", "4")
+    ended = start("-np", "3", "--min-np", "2", *limits, "--no-tag-output", COUNTER, env=env).end(60)
+    assert ended.code == 0, ended.err
+    (failed,) = re.findall(r"^hvdliterun: (rank \d) on host \S+ failed", ended.err, re.MULTILINE)
+    assert failed == "rank 2", "the one that hangs, and none of those that wait for it"
+    assert "rank 2 is missing; it is here:" in ended.err and 'elastic_counter.py", line' in ended.err
+    if place == "step":
+        assert "hvdliterun: 2 ranks go on in their processes (number 1), from commit number 5" in ended.err
+        assert "9 steps, counted {np.int64(1)} times and 9 in all, sizes [3, 2]" in ended.out
+    else:
+        assert "hvdliterun: start again (number 1) with 3 ranks on localhost:3, from commit number 9" in ended.err
+        assert ended.out.count("9 steps, counted {np.int64(1)} times and 9 in all, sizes [3]") == 2, ended.out
+
+
 def test_horovods_variables_follow() -> None:
     environ = {HOROVOD_VARIABLE: "4", "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4"}
     renumber_horovod_variables(1, 2, 1, 2, environ)

@@ -8,6 +8,7 @@ job.py              runs one job from start to end
  |- server.py       receives the messages of the ranks    <--TCP-->  `hvdlite.worker` on each rank
  |- reports.py      acts on each message
  |- ranks.py        keeps the state of each rank
+ |- departure.py    says what keeps ranks that do not end
  |- survival/       lets the job go on when it loses ranks, or gets others
  |- failures.py     finds the rank that failed first, and describes the failure
  |- signals.py      lets a job handle the signals by which a user ends it

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-_CONSEQUENCES = {"PeerLeftError"}
+_CONSEQUENCES = {"PeerLeftError", "CommunicationError", "NcclError"}
+_OUTSIDE = {128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)}
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,25 @@ def first(failures: Iterable[Failure]) -> Failure:
 
 
 def is_consequence(error: str) -> bool:
-    """Tell whether an exception of this class is the consequence of another rank's failure."""
-    return error in _CONSEQUENCES
+    """Tell whether an exception is the consequence of another rank's failure.
+
+    Args:
+        error: The name of its class, and of those from which it came, with blanks between them.
+    """
+    return not _CONSEQUENCES.isdisjoint(error.split())
+
+
+def is_from_outside(failure: Failure) -> bool:
+    """Tell whether somebody else has ended the rank, or the system: the program need not be at fault."""
+    return failure.rank is not None and failure.code in _OUTSIDE
+
+
+def cause(failure: Failure) -> str:
+    """Return a text that is the same for failures that come in the same way from the same place."""
+    places = re.findall(r'^ *File ".*", line \d+.*$', failure.text, re.MULTILINE)
+    if places:
+        return "\n".join([*places, failure.text.rstrip().rpartition("\n")[2].partition(":")[0]])
+    return re.sub(r"\(.*?\)|\d+", "", failure.text)
 
 
 def exit_code(status: int) -> int:

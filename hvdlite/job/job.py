@@ -12,6 +12,7 @@ which the job goes on (`trainings.py`). The ranks of an elastic job may go on wh
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import shutil
@@ -24,15 +25,17 @@ from types import FrameType
 from hvdlite.config import Config
 from hvdlite.errors import LaunchError
 from hvdlite.job import failures, signals, ssh
+from hvdlite.job.departure import SlowExit
 from hvdlite.job.failures import Failure
 from hvdlite.job.hosts import control_host
 from hvdlite.job.mpi import Mpi, Placement, command, environment
 from hvdlite.job.mpi_process import MpiProcess
 from hvdlite.job.output import Output
-from hvdlite.job.ranks import Departure, Ranks
+from hvdlite.job.ranks import Ranks
 from hvdlite.job.reports import Reports
 from hvdlite.job.server import STRANGERS, Server
 from hvdlite.launcher_link.generation import Generation
+from hvdlite.launcher_link.link import SILENT_SECONDS
 from hvdlite.launcher_link.session import ProtocolError
 
 _POLL_SECONDS = 0.1
@@ -43,7 +46,6 @@ _GRACE_SECONDS = 1.0  # between TERM and KILL for the ranks, after a failure
 _INTERRUPT_GRACE_SECONDS = 3.0  # between TERM and KILL for the ranks, after Ctrl-C
 _LINGER_SECONDS = 0.5  # for the MPI launcher to end, once its ranks should be gone
 _SUSPENDED_SECONDS = 1.0  # hvdliterun itself was stopped if so long has passed since it last looked
-_EXIT_NOTE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,14 @@ class Job:
         self._look_elsewhere = look
         self.num_proc = spec.placement.num_proc
         self.ranks = self._ranks = Ranks(spec.placement.num_proc)
-        self._reports = Reports(self._ranks, output, self._fail, function=spec.function, verbose=spec.verbose)
+        self._reports = Reports(
+            self._ranks,
+            output,
+            self._fail,
+            function=spec.function,
+            verbose=spec.verbose,
+            try_host=functools.partial(ssh.try_port, spec.placement.ssh_port),
+        )
         self.results = self._reports.results
         self.trainings = self._reports.trainings
         self.elastic = self._reports.elastic
@@ -111,8 +120,8 @@ class Job:
         self._failures: list[Failure] = []
         self._ending: _Ending | None = None
         self._interrupted: int | None = None
-        self._noted = False
-        self._departure: Departure | None = None
+        self._launcher_ended: float | None = None
+        self._slow_exit: SlowExit | None = None
         self._last_look = time.monotonic()
 
     def run(self) -> Failure | None:
@@ -242,25 +251,28 @@ class Job:
         if status is None or self._ending is not None or self._ranks.are_complete:
             return
         if all(failure.consequence for failure in self._failures):
+            # It may be the first to see that a host is gone. Its own words for that are of little use; the guards' connections
+            # tell in a moment which host it is.
+            self._launcher_ended = self._launcher_ended or time.monotonic()
+            if time.monotonic() < self._launcher_ended + SILENT_SECONDS and any(
+                not (rank.local or rank.gone or rank.exited) for rank in self._ranks
+            ):
+                return
             text = self._process.describe_end(
                 status, unstarted=len(self._ranks.missing), asked=self._reports.first_asked
             )
             self._fail(text, self._process.exit_code(status))
 
     def _note_slow_exit(self, now: float) -> None:
-        if self._noted or self._ending is not None or not self._ranks.are_finished:
+        if self._failures or self._ending is not None or not self._ranks.are_finished:
             return
-        self._departure = self._departure or Departure(self._ranks, now)
-        if self._departure.seconds(self._ranks, now) <= _EXIT_NOTE_SECONDS:
-            return
-        if self._ranks.are_complete:
-            self._ending = _Ending(0.0)  # only the MPI launcher is left, and it does not end by itself
-        else:
-            self._noted = True
-            waiting = ", ".join(str(rank) for rank in self._ranks if not rank.exited)
-            self._output.say(
-                f"hvdliterun: every rank's program has finished, but a thread or an exit handler keeps {waiting}.\n"
-            )
+        if self._slow_exit is None:
+            settings = Config.from_env(self._spec.environ)
+            self._slow_exit = SlowExit(self._ranks, settings, self._output.say, now)
+        if (failure := self._slow_exit.look(now)) is not None:
+            self._fail(failure.text, failure.code, failure.rank)
+        elif self._slow_exit.only_launcher_is_left:
+            self._ending = _Ending(0.0)  # it does not end by itself
 
     # ---- end ----
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from hvdlite.job.server import Connection
 from hvdlite.launcher_link.session import ProtocolError
 
 _STOPPED_SECONDS = 1.5
-_STACK_SECONDS = 1.0  # for a guard to show where its stopped program is
+STACK_SECONDS = 1.0
+"""So long may a guard take to show where its program is."""
+_AT_THE_END = r"watchdog.py\", line \d+ in leave$"  # `hvdlite.watchdog.watchdog.Watchdog.leave`
 
 
 @dataclass
@@ -40,7 +43,8 @@ class Rank:
         stopped_at: The time since which the rank is stopped, as of `time.monotonic`; None if it is not stopped.
         stop_signal: The signal that stopped the rank.
         stack_until: Until then the rank's guard may show where the stopped program is; None if it was not asked.
-        stack: Where the program was when it was stopped; None if the guard has not shown it.
+        stack: Where the program was when its guard was asked last; None if the guard has not shown it.
+        askers: The connections that wait for the stack.
         unacknowledged: For each stream, the bytes that hvdliterun has received and not acknowledged to the guard yet.
     """
 
@@ -62,10 +66,30 @@ class Rank:
     stop_signal: int = signal.SIGSTOP
     stack_until: float | None = None
     stack: str | None = None
+    askers: list[Connection] = field(default_factory=list)
     unacknowledged: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:
         return f"rank {self.number} ({self.host}, pid {self.pid})"
+
+    def show(self, stopped: bool = False) -> None:
+        """Ask the guard where the program is. `take_stack` gets the answer."""
+        self.stack = None
+        if self.gone or self.exited:
+            self.take_stack("")
+        else:
+            self.connection.send("show", stopped=stopped)
+
+    def take_stack(self, text: str) -> None:
+        """Take the stack that the guard has shown, and tell who has asked."""
+        self.stack = text
+        while self.askers:
+            self.askers.pop().send("stack", text=text)
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether the stack says that the program has come to its end, and waits until the others do."""
+        return re.search(_AT_THE_END, self.stack or "", re.MULTILINE) is not None
 
 
 class Ranks:
@@ -168,14 +192,19 @@ class Ranks:
         ]
         for rank in found:
             if rank.stack_until is None:
-                rank.stack_until = now + _STACK_SECONDS
-                rank.connection.send("show")
+                rank.stack_until = now + STACK_SECONDS
+                rank.show(stopped=True)
         return [rank for rank in found if rank.stack is not None or rank.exited or now > (rank.stack_until or 0.0)]
 
     def check(self, number: int, size: int | None = None) -> None:
         """Raise ProtocolError if the job has no rank of this number, or not `size` ranks."""
         if not 0 <= number < self._size or size not in (None, self._size):
             raise ProtocolError(f"a message of rank {number}, of {self._size}")
+
+    def check_group(self, number: int, size: int) -> None:
+        """Raise ProtocolError unless a rank of this number is here, and `size` ranks form the present group."""
+        if number not in self._known or size != self.present:
+            raise ProtocolError(f"a message of rank {number} of {size}, in a job of {self.present}")
 
     def send_end(self, grace: float, exited: bool) -> None:
         """Tell guards to end their ranks, and to leave.
@@ -201,39 +230,6 @@ class Ranks:
             if rank.local and not rank.gone:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(rank.guard, signal.SIGKILL)
-
-
-class Departure:
-    """Measures how long ranks take to end after their programs are finished.
-
-    The time that a rank waits for a core does not count: on a busy machine it may be long, and is no fault of the rank.
-
-    Args:
-        ranks: All ranks of the job.
-        now: The time, as of `time.monotonic`, from which on it measures.
-        starved: Returns the seconds for which a process of this machine, given by its id, has waited for a core since it
-            started. By default Linux is asked.
-    """
-
-    def __init__(self, ranks: Iterable[Rank], now: float, starved: Callable[[int], float] | None = None) -> None:
-        self._starved = starved or _starved_seconds
-        self._since = now
-        self._before = {rank.number: self._starved(rank.pid) for rank in ranks if rank.local}
-
-    def seconds(self, ranks: Iterable[Rank], now: float) -> float:
-        """Return the seconds since the beginning, less the longest time that a rank here, not ended yet, waited for a core."""
-        had = [now - self._since]
-        for rank in ranks:
-            if rank.local and not rank.exited:
-                had.append(now - self._since - (self._starved(rank.pid) - self._before.get(rank.number, 0.0)))
-        return min(had)
-
-
-def _starved_seconds(pid: int) -> float:
-    try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):  # it has just ended; or this kernel does not count
-        return 0.0
 
 
 def _is_stopped(pid: int) -> bool:

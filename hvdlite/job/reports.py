@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from hvdlite.errors import ranks_text
@@ -14,6 +15,7 @@ from hvdlite.job.server import Connection
 from hvdlite.job.survival.elastic import Elastic
 from hvdlite.job.survival.survivors import Survivors
 from hvdlite.job.survival.trainings import Trainings
+from hvdlite.launcher_link.link import SILENT_SECONDS
 from hvdlite.launcher_link.session import Message
 from hvdlite.worker.rank_environment import THREADS_VARIABLE
 
@@ -36,6 +38,7 @@ class Reports:
         fail: Is called for each failure that a rank reports, or that its end shows.
         function: The pickled function of `hvdlite.run`, the answer to a message "fetch".
         verbose: Print how many threads each rank's compute libraries start.
+        try_host: Tries a host, by its address, in another way, and says what came of it.
 
     Attributes:
         results: For each rank that has sent a result: whether its function returned, and the pickled value that the function
@@ -46,7 +49,16 @@ class Reports:
         first_asked: The first rank whose guard got a signal to end the rank; None as long as no guard got one.
     """
 
-    def __init__(self, ranks: Ranks, output: Output, fail: Fail, *, function: bytes, verbose: bool) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        output: Output,
+        fail: Fail,
+        *,
+        function: bytes,
+        verbose: bool,
+        try_host: Callable[[str], str],
+    ) -> None:
         self.results: dict[int, tuple[bool, bytes]] = {}
         self.first_asked: Rank | None = None
         self.trainings = Trainings(ranks)
@@ -57,6 +69,7 @@ class Reports:
         self._fail = fail
         self._function = function
         self._verbose = verbose
+        self._try_host = try_host
 
     def take(self, connection: Connection, message: Message) -> None:
         """Act on one message.
@@ -71,6 +84,19 @@ class Reports:
                 self._ranks.check(message.fields["rank"])
                 connection.send("ok")
                 self._fail(message.fields["text"], message.fields["code"], rank=message.fields["rank"])
+            case "hung":
+                number = message.fields["rank"]
+                self._ranks.check_group(number, message.fields["size"])
+                connection.send("ok")
+                self._on_failure(self._ranks[number], message.fields["text"], 1, time.time(), consequence=False)
+            case "where":
+                self._ranks.check_group(message.fields["rank"], message.fields["size"])
+                rank = self._ranks[message.fields["rank"]]
+                if rank.stopped_at is not None:  # that it is stopped is reported apart
+                    connection.send("stack", text=rank.stack or "")
+                else:
+                    rank.askers.append(connection)
+                    rank.show()
             case "fetch":
                 connection.send("function", self._function)
             case "result":
@@ -120,7 +146,7 @@ class Reports:
             case "continued" if rank.stack_until is None:  # else it has run for a moment, to show its stack
                 rank.stopped_at = None
             case "stack":
-                rank.stack = fields["text"]
+                rank.take_stack(fields["text"])
             case "asked":
                 self.first_asked = self.first_asked or rank
                 rank.asked = True
@@ -130,11 +156,25 @@ class Reports:
                 self._on_exit(rank, fields["status"], fields["trace"], fields["time"])
             case "gone":
                 rank.gone = True
+                rank.take_stack(rank.stack or "")
                 if not rank.exited:
-                    text = f"the guard process of {rank}, pid {rank.guard}, was killed, and the rank with it."
-                    # If the MPI launcher killed the guard, or the whole host is gone, the launcher ends too and says why.
-                    consequence = rank.asked or not fields["closed"]
-                    self._fail(text, 137, rank=rank.number, consequence=consequence)
+                    if fields["closed"]:
+                        text = f"the guard process of {rank}, pid {rank.guard}, was killed, and the rank with it."
+                    else:
+                        text = self._silent_host(rank)
+                    # If the MPI launcher has sent a signal to the guard, the launcher ends too and says why.
+                    self._fail(text, 137, rank=rank.number, consequence=rank.asked)
+
+    def _silent_host(self, rank: Rank) -> str:
+        """Say what is known of a host that does not answer any more."""
+        lost = [other for other in self._ranks if other.host == rank.host and not other.exited]
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - SILENT_SECONDS))
+        return (
+            f"host {rank.host} ({rank.connection.peer}) does not answer any more, since about {since}: it has no power, or the "
+            f"network to it is cut. {ranks_text([other.number for other in lost])} "
+            f"{'was' if len(lost) == 1 else 'were'} there. Tried: the connection of the guard of {rank}, for about "
+            f"{SILENT_SECONDS} s; and {self._try_host(rank.connection.peer)}."
+        )
 
     def _check_start_of_mpi(self) -> None:
         """Fail if a rank has ended without MPI, and others start MPI: they would wait for that rank, and for ever."""

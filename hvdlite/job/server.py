@@ -31,6 +31,7 @@ class Connection:
         stream: The socket, which does not block.
         session: Authenticates both ends, and makes bytes of messages and messages of bytes.
         rank: The rank whose guard has said hello over this connection; None before, and for other connections.
+        peer: The address of the other end.
         is_local: The other end is on this machine.
         since: The time of the connection's start, as of `time.monotonic`.
     """
@@ -39,7 +40,8 @@ class Connection:
         self.stream = stream
         self.session = session
         self.rank: int | None = None
-        self.is_local = stream.getpeername()[0] == stream.getsockname()[0]
+        self.peer: str = stream.getpeername()[0]
+        self.is_local = self.peer == stream.getsockname()[0]
         self.since = time.monotonic()
         self._server = server
 

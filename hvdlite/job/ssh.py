@@ -149,13 +149,6 @@ def _advice(said: str, name: str) -> str:
     return next((what.format(name=name) for pattern, what in _ADVICE if re.search(pattern, said)), "")
 
 
-def answers(name: str, ssh: Sequence[str]) -> bool:
-    """Tell whether a host is this one, or answers ssh. It takes 20 s at most."""
-    if is_local(name):
-        return True
-    return not why_silent(name, ssh)
-
-
 def why_silent(name: str, ssh: Sequence[str], seconds: int = _SSH_SECONDS) -> str:
     """Return why a host does not answer ssh; an empty text if it does.
 
@@ -169,6 +162,23 @@ def why_silent(name: str, ssh: Sequence[str], seconds: int = _SSH_SECONDS) -> st
         return done
     said = done.stderr.strip().splitlines() or [f"ssh exit code {done.returncode}"]
     return said[-1] if done.returncode else ""
+
+
+def try_port(port: int | None, address: str) -> str:
+    """Say what comes of a connection to the port of ssh of a host, within a second.
+
+    Args:
+        port: The port; None for the usual one.
+        address: The address of the host.
+    """
+    what = f"port {port or 22} of it, that of ssh"
+    try:
+        socket.create_connection((address, port or 22), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return f"{what}, where it refused a connection: so it is up now"
+    except OSError as error:
+        return f"{what}, where nothing answered within a second ({error.strerror or error})"
+    return f"{what}, which answers: so it is up now"
 
 
 def remove_elsewhere(hosts: Sequence[Host], ssh: Sequence[str], directory: str) -> None:

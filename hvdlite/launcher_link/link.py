@@ -1,8 +1,8 @@
 """The rank's end of the connection to its launcher. These control messages travel over it, see `hvdlite.launcher_link.session`:
 
-    rank -> launcher   hello, output, done, failed, stopped, continued, stack, asked, exit, report, fetch, result, training,
-                       saved, elastic, committed, leaving, outlives, again, cannot, together, over
-    launcher -> rank   end, taken, ok, function, stay, drop, lost, save, hosts, show, generation
+    rank -> launcher   hello, output, done, failed, stopped, continued, stack, asked, exit, report, hung, where, fetch, result,
+                       training, saved, elastic, committed, leaving, outlives, again, cannot, together, over
+    launcher -> rank   end, taken, ok, function, stay, drop, lost, save, hosts, show, stack, generation
 
 This file imports only the standard library and session.py, by a relative import: `hvdlite.worker.worker` loads it on its own.
 """
@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from .session import Message, ProtocolError, Session, clip
 
 CONNECT_SECONDS = 20.0
+SILENT_SECONDS = 5
+"""After about so many seconds without an answer of the other host a connection ends."""
 _AGAIN_SECONDS = 0.1
 _ACKNOWLEDGE_SECONDS = 5.0
 
@@ -165,7 +167,7 @@ def connect(address: Address, seconds: float = CONNECT_SECONDS) -> Channel:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Let the kernel find out within about 5 s that the other host is gone. Also switch Nagle's algorithm off."""
+    """Let the kernel find out within `SILENT_SECONDS` that the other host is gone. Also switch Nagle's algorithm off."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
@@ -194,6 +196,33 @@ def request(address: Address, message: Message, timeout: float | None = None) ->
         return answers[0]
 
 
+def report_hung(address: str, rank: int, size: int, text: str) -> bool:
+    """Tell the launcher that another rank hangs. The launcher ends that rank: it has failed, and not who waits for it.
+
+    Args:
+        address: The setting ``HVDLITE_CONTROL``, which names the launcher; empty if there is none.
+        rank: The number that the launcher gave the rank that hangs.
+        size: The number of ranks that wait for each other. A launcher whose job has more or fewer does not act.
+        text: A description of the failure for the user.
+
+    Returns:
+        Whether a launcher acts on the report.
+    """
+    return _answer(address, Message("hung", {"rank": rank, "size": size, "text": clip(text)})) is not None
+
+
+def stack_by_guard(address: str, rank: int, size: int) -> str:
+    """Return the Python stacks of a rank that does not answer itself, as its guard makes it write them. It may be empty.
+
+    Args:
+        address: The setting ``HVDLITE_CONTROL``, which names the launcher; empty if there is none.
+        rank: The number that the launcher gave the rank.
+        size: The number of ranks, as for `report_hung`.
+    """
+    answer = _answer(address, Message("where", {"rank": rank, "size": size}))
+    return "" if answer is None else str(answer.fields["text"])
+
+
 def report_failure(address: str, rank: int, text: str, code: int) -> bool:
     """Tell the launcher why this job must end. The launcher then ends every rank.
 
@@ -207,11 +236,14 @@ def report_failure(address: str, rank: int, text: str, code: int) -> bool:
         Whether a launcher has received the report. It is False if there is no launcher (a plain ``mpirun`` started the
         program, or ``HVDLITE_CONTROL`` names none), or if the launcher does not answer any more.
     """
+    return _answer(address, Message("report", {"rank": rank, "text": clip(text), "code": code})) is not None
+
+
+def _answer(address: str, message: Message) -> Message | None:
+    """Send one message, and return the answer; None if there is no launcher, or if it does not answer."""
     if not address:
-        return False
+        return None
     try:
-        message = Message("report", {"rank": rank, "text": clip(text), "code": code})
-        request(Address.parse(address), message, _ACKNOWLEDGE_SECONDS)
+        return request(Address.parse(address), message, _ACKNOWLEDGE_SECONDS)
     except (OSError, ValueError):
-        return False
-    return True
+        return None

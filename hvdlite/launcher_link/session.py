@@ -48,6 +48,8 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "asked": {},
     "exit": {"status": int, "finished": bool, "trace": str, "time": _NUMBER},
     "report": {"rank": int, "text": str, "code": int},
+    "hung": {"rank": int, "size": int, "text": str},
+    "where": {"rank": int, "size": int},
     "fetch": {"rank": int},
     "result": {"rank": int, "ok": bool},
     "training": {"rank": int, "size": int, "dispensable": bool, "saves": bool},
@@ -70,7 +72,7 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "lost": {"rank": int, "text": str},
     "save": {},
     "hosts": {"update": int},
-    "show": {},
+    "show": {"stopped": bool},
     "generation": {"number": int, "ranks": list, "committed": list},
 }
 """The fields of each kind of message, with their types."""

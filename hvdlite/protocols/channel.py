@@ -17,6 +17,8 @@ class WaitKind(enum.Enum):
     """The other rank works on the message. The stall check reports the wait, and ends it at the time limit."""
     SERVICE = "service"
     """A server waits for requests. The wait may last for ever. It ends when all ranks that could send a request have left."""
+    END = "end"
+    """This rank waits for the end of all ranks. The stall check treats it like `PEER`. Ranks that have left are no failure."""
 
 
 class Channel(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 
 class Departures:
@@ -23,6 +24,18 @@ class Departures:
         self.left: dict[int, float] = {}
         self.farewells: dict[int, str] = {}
         self.are_complete = threading.Event()
+
+    def wait(self, is_alive: Callable[[], bool], seconds: float) -> list[int]:
+        """Wait until all ranks have left. Return those that have not.
+
+        Args:
+            is_alive: Whether the thread still runs that hears of them. If not, there is nothing to wait for.
+            seconds: The longest time.
+        """
+        end = time.monotonic() + seconds
+        while not self.are_complete.wait(1.0) and is_alive() and time.monotonic() <= end:
+            pass
+        return [rank for rank in range(self._size) if rank not in self.left]
 
     def note(self, rank: int, farewell: str) -> None:
         """Note that a rank has left."""

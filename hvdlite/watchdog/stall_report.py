@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ class Answer:
     last: tuple[str, float] | None
     did_its_part: bool | None = None
 
+    @property
+    def is_missing(self) -> bool:
+        """Whether the rank waits for nothing: others wait for it."""
+        return not self.waits and not self.did_its_part
+
     def seconds(self, what: str) -> float | None:
         """Return for how many seconds the rank has waited for `what`; None if it does not wait for that."""
         return next((seconds for other, seconds in self.waits if other == what), None)
@@ -56,7 +62,13 @@ def reporter(what: str, answers: Mapping[int, Answer], limit: float) -> int | No
 
 
 def report(
-    rank: int, what: str, seconds: float, ranks: Sequence[int], answers: Mapping[int, Answer], left: Mapping[int, float]
+    rank: int,
+    what: str,
+    seconds: float,
+    ranks: Sequence[int],
+    answers: Mapping[int, Answer],
+    left: Mapping[int, float],
+    stacks: Mapping[int, str],
 ) -> str:
     """Return the report of a wait.
 
@@ -67,9 +79,11 @@ def report(
         ranks: The ranks that must take part.
         answers: The answers of the ranks to the question where they are; `rank`'s own answer must be among them.
         left: The ranks that have left the job.
+        stacks: The stacks of ranks that have not answered, as far as they are known.
     """
     lines = [f"hvdlite: rank {rank} has waited {seconds:.0f} s for {what}."]
-    lines += ["  It is here:", answers[rank].stack.rstrip("\n")]
+    if stack := answers[rank].stack.rstrip("\n"):  # it is empty at the end of the program
+        lines += ["  It is here:", stack]
     here = [other for other in ranks if other in answers and answers[other].seconds(what) is not None and other != rank]
     if here:
         lines.append(f"  {ranks_text(here)} {'waits' if len(here) == 1 else 'wait'} for it too.")
@@ -80,6 +94,7 @@ def report(
             lines.append(f"  rank {other} has left the job.")
         elif other not in answers:
             lines.append(f"  rank {other} does not answer: it is stopped, or busy in code that holds Python's lock.")
+            lines += ["  " + line for line in stacks.get(other, "").splitlines()]
         else:
             lines += _absent(other, answers[other])
     return "\n".join(lines)
@@ -128,13 +143,28 @@ def is_in_messages(thread: int) -> bool:
     return frame is not None and frame.f_code.co_filename in _MESSAGES
 
 
+def stack_of_program(main_thread: int) -> str:
+    """Return the stack of a program: of its main thread; at its end, of the threads for which Python waits before it exits."""
+    frame = sys._current_frames().get(main_thread)
+    while frame is not None and (frame.f_code.co_name, frame.f_code.co_filename) != ("_shutdown", threading.__file__):
+        frame = frame.f_back
+    keepers = [each for each in threading.enumerate() if not each.daemon and each.ident not in (None, main_thread)]
+    if frame is None or not keepers:
+        return stack_of(main_thread)
+    return "".join(
+        f"    Its program has come to its end, and thread {each.name!r} keeps it:\n{stack_of(each.ident or 0)}"
+        for each in keepers
+    )
+
+
 def stack_of(thread: int) -> str:
     """Return the stack of a thread, innermost call last, without hvdlite's frames and those that started the program."""
-    frame = sys._current_frames().get(thread)
+    found = list(traceback.extract_stack(sys._current_frames().get(thread)))
+    own = max((place for place, entry in enumerate(found) if entry.filename.startswith(_PACKAGE)), default=len(found))
+    if all(entry.filename == threading.__file__ for entry in found[own + 1 :]):  # hvdlite waits there for a lock
+        del found[own + 1 :]
     frames = [
-        entry
-        for entry in traceback.extract_stack(frame)
-        if not entry.filename.startswith(_PACKAGE) and not entry.filename.endswith(_STARTERS)
+        entry for entry in found if not entry.filename.startswith(_PACKAGE) and not entry.filename.endswith(_STARTERS)
     ]
     if len(frames) <= _OUTER_FRAMES + _INNER_FRAMES:
         return _indented(frames)

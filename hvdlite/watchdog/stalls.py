@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.config import Config
@@ -12,6 +12,8 @@ from hvdlite.watchdog.stall_report import Answer, report, reporter
 from hvdlite.watchdog.waits import Wait
 
 _ANSWER_SECONDS = 1.0
+_SILENT = 4
+"""Of so many ranks that do not answer at most, the guards are asked where they are: this takes a moment each."""
 
 
 @dataclass
@@ -30,13 +32,19 @@ class Stalls:
         rank: This rank.
         config: The configuration, with the stall settings.
         tell: ``tell(rank, kind, *content)`` sends a control message. Whoever receives an answer hands it to `hear`.
-        give_up: Ends a wait that has reached its limit, with a text.
+        give_up: Ends a wait that has reached its limit, with a text and the ranks that hang.
+        stack_of: Returns the stack of a rank that does not answer; empty if it is not known.
     """
 
     def __init__(
-        self, rank: int, config: Config, tell: Callable[..., None], give_up: Callable[[Wait, str], None]
+        self,
+        rank: int,
+        config: Config,
+        tell: Callable[..., None],
+        give_up: Callable[[Wait, str, Sequence[int]], None],
+        stack_of: Callable[[int], str],
     ) -> None:
-        self._rank, self._tell, self._give_up = rank, tell, give_up
+        self._rank, self._tell, self._give_up, self._stack_of = rank, tell, give_up, stack_of
         self._enabled = not config.stall_check_disable
         self._report_after, self._end_after = config.stall_check_time_seconds, config.stall_shutdown_time_seconds
         self._questions: dict[int, _Question] = {}
@@ -79,8 +87,12 @@ class Stalls:
         shortest = min(report_after, end_after) if end_after > 0 else report_after
         if self._rank != reporter(what, question.answers, shortest):
             return  # over meanwhile, or another rank's to report
-        text = report(self._rank, what, now - wait.since, wait.members.ranks, question.answers, left)
+        ranks, answers = wait.members.ranks, question.answers
+        silent = [rank for rank in ranks if rank not in answers and rank not in left]
+        stacks = {rank: self._stack_of(rank) for rank in silent[:_SILENT]}
+        text = report(self._rank, what, now - wait.since, ranks, answers, left, stacks)
         if 0 < end_after < now - wait.since:
-            self._give_up(wait, f"{text}\nIt waits no longer: the limit for one wait is {end_after:g} s.")
+            hung = [*silent, *(rank for rank, answer in answers.items() if rank not in left and answer.is_missing)]
+            self._give_up(wait, f"{text}\nIt waits no longer: the limit for one wait is {end_after:g} s.", hung)
         else:
             tell("stalls", text, self._rank)

@@ -58,4 +58,4 @@ def of_program(waits: Mapping[int, Wait], main_thread: int) -> list[Wait]:
 
     A server in a thread beside the program is idle, and says nothing: the program itself may be what other ranks wait for.
     """
-    return [each for each in list(waits.values()) if each.kind is WaitKind.PEER or each.thread == main_thread]
+    return [each for each in list(waits.values()) if each.kind is not WaitKind.SERVICE or each.thread == main_thread]

@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from hvdlite.config import Config
@@ -22,11 +22,12 @@ from hvdlite.protocols import Transport, WaitKind
 from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 from hvdlite.watchdog.departures import Departures
+from hvdlite.watchdog.informer import Informer
 from hvdlite.watchdog.launched import LaunchWatch
 from hvdlite.watchdog.letters import Letter
 from hvdlite.watchdog.links import Link, Links
 from hvdlite.watchdog.losses import Losses
-from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, stack_of
+from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, stack_of_program
 from hvdlite.watchdog.stalls import Stalls
 from hvdlite.watchdog.threads import Threads
 from hvdlite.watchdog.waits import Wait, of_program
@@ -97,10 +98,18 @@ class Watchdog:
         transport: A transport over all ranks of the job, for the watchdog's control messages. Nobody else may post on it.
         config: The configuration, with the stall settings.
         end_job: Ends the whole job with an error text.
+        job_ranks: For each rank, the number by which the launcher knows it; None if that is the same.
     """
 
-    def __init__(self, transport: Transport, config: Config, end_job: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        config: Config,
+        end_job: Callable[[str], None],
+        job_ranks: Sequence[int] | None = None,
+    ) -> None:
         self._transport = transport
+        self._informer = Informer(config, range(transport.size) if job_ranks is None else job_ranks)
         self._config = config
         self._end_job = end_job
         self._main_thread = threading.get_ident()
@@ -117,7 +126,7 @@ class Watchdog:
         self._waits: dict[int, Wait] = {}
         self._numbers = itertools.count()
         self._completed: tuple[Callable[[], str], float] | None = None
-        self._stalls = Stalls(transport.rank, config, self._tell, self._give_up)
+        self._stalls = Stalls(transport.rank, config, self._tell, self._give_up, self._informer.stack_of)
         self.losses = Losses(transport.rank, transport.size, config.control)
         """The ranks that have failed, and without which the job goes on."""
         self._departures = Departures(transport.size)
@@ -206,18 +215,20 @@ class Watchdog:
         for rank in range(self._transport.size):
             self._tell(rank, "left", launched, farewell)
         self._wake.set()
+        # This rank waits for the others in a watched wait: one that hangs is reported here too, and only at the limit given up.
+        everybody = Members(0, tuple(range(self._transport.size)))
+        number = self.begin(Wait(lambda: "the end of all ranks", everybody, self.fail, kind=WaitKind.END))
         limit = _GAVE_UP_SECONDS if self._gave_up else float("inf")
-        began = time.monotonic()
-        while not self._departures.are_complete.wait(1.0):
-            if not self._thread.is_alive():
-                return
-            if time.monotonic() > began + limit:
-                missing = sorted(set(range(self._transport.size)) - set(self._departures.left))
-                self._end_job(
-                    f"this rank has given up a wait before, and {ranks_text(missing)} did not come to an end since."
-                )
+        missing = self._departures.wait(self._thread.is_alive, limit)
+        if not self._thread.is_alive():
+            return
+        if missing:
+            self._end_job(
+                f"this rank has given up a wait before, and {ranks_text(missing)} did not come to an end since."
+            )
         self.abandon()
         self._thread.join()
+        self.end(number)
 
     def become_child(self, error: HvdliteError) -> None:
         """Note that this process was forked from the rank: whoever begins an exchange in this process gets `error`."""
@@ -313,7 +324,7 @@ class Watchdog:
     def _where(self, letter: Letter | None) -> Answer:
         now = time.monotonic()
         waits = tuple((wait.what(), now - wait.since) for wait in of_program(self._waits, self._main_thread))
-        return Answer(waits, stack_of(self._main_thread), self._last(), self._links.did_its_part(letter))
+        return Answer(waits, stack_of_program(self._main_thread), self._last(), self._links.did_its_part(letter))
 
     def _last(self) -> tuple[str, float] | None:
         completed = self._completed
@@ -325,7 +336,7 @@ class Watchdog:
             if now > since + (_LEFT_SECONDS if is_in_messages(wait.thread) else _BUSY_SECONDS):
                 self._end_job(str(error))
             return
-        needed = wait.one_of or wait.members.ranks
+        needed = () if wait.kind is WaitKind.END else wait.one_of or wait.members.ranks
         gone = [rank for rank in needed if now > max(self._departures.left.get(rank, now), wait.since) + _LEFT_SECONDS]
         if gone and (not wait.one_of or len(gone) == len(needed)):
             error = PeerLeftError(left_text(gone[0], wait.what(), self._departures.farewells[gone[0]]))
@@ -334,7 +345,12 @@ class Watchdog:
         elif wait.kind is not WaitKind.SERVICE:
             self._stalls.check(wait, now)
 
-    def _give_up(self, wait: Wait, text: str) -> None:
+    def _give_up(self, wait: Wait, text: str, hung: Sequence[int]) -> None:
+        # What a program may catch is raised, if the job ends otherwise. In an elastic job the rank that hangs has failed, and
+        # not this one: it is ended, and the others go on without it.
+        is_fatal = wait.link is None or bool(self._config.generation)
+        if wait.limit is None and is_fatal and self._informer.has_failed(hung, text):
+            return
         if wait.link is None:
             self._end_job(text)
         else:

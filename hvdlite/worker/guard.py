@@ -133,7 +133,7 @@ class Guard:
             if message.kind == "end":
                 self._end(message.fields["grace"])
             elif message.kind == "show":
-                self._send("stack", text=self._stack_of_stopped())
+                self._send("stack", text=self._stack(message.fields["stopped"]))
             elif message.kind in ("stay", "drop"):
                 self._stays = True
                 if message.kind == "drop":
@@ -159,13 +159,17 @@ class Guard:
         else:
             self._signal(signal.SIGKILL)
 
-    def _stack_of_stopped(self) -> str:
-        """Let the stopped program run for the moment in which it writes its stack, and return that."""
+    def _stack(self, stopped: bool) -> str:
+        """Let the program write the stacks of its threads, and return them. A stopped program runs for that moment.
+
+        It writes in a handler of a signal, in C: so it does although Python's lock is held in code that does not return.
+        """
         if STACK_SIGNAL is None or self._status is not None:
             return ""
         before, deadline = len(self._report_text), time.monotonic() + _STACK_SECONDS
         _signal_main_thread(self._child, STACK_SIGNAL)
-        os.kill(self._child, signal.SIGCONT)
+        if stopped:
+            os.kill(self._child, signal.SIGCONT)
         while (
             reports := [pipe for pipe, name in self._pipes.items() if name == "reports"]
         ) and time.monotonic() < deadline:
@@ -173,7 +177,8 @@ class Guard:
                 self._pass_on(reports)
             elif self._report_text.endswith(b"\n", before):
                 break
-        os.kill(self._child, signal.SIGSTOP)
+        if stopped:
+            os.kill(self._child, signal.SIGSTOP)
         lines = bytes(self._report_text[before:]).splitlines(keepends=True)
         del self._report_text[before:]
         for line in lines:  # what it has reported meanwhile is no part of its stack

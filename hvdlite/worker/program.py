@@ -72,6 +72,8 @@ def become_rank(guard_pid: int, stdout: int, stderr: int, reports: int) -> None:
             stream.reconfigure(line_buffering=True)
     faulthandler.enable(reports)
     if STACK_SIGNAL is not None:
+        # Where no handler is any more (at the end of Python, in a program that is no Python), the signal must not kill.
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)
         faulthandler.register(STACK_SIGNAL, reports, all_threads=True)
     # A forked copy of the rank (a data loader) that crashes must not report as if it were the rank.
     os.register_at_fork(after_in_child=lambda: os.dup2(2, reports, inheritable=False))
@@ -162,7 +164,17 @@ def _fail_by(error: BaseException, reports: int) -> NoReturn:
     more += _dead_workers(error, text)
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod":
         more += _HOROVOD
-    _fail(reports, text + more, 1, type(error).__name__)
+    _fail(reports, text + more, 1, " ".join(type(each).__name__ for each in _origins(error)))
+
+
+def _origins(error: BaseException) -> list[BaseException]:
+    """Return an error and those from which it came: a program may raise its own where ours has reached it."""
+    found: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in found:
+        found.append(each)
+        each = each.__cause__ or (None if each.__suppress_context__ else each.__context__)
+    return found
 
 
 def _call_excepthook(error: BaseException) -> None:

@@ -43,6 +43,9 @@ def fail(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "hang":
+            while True:
+                time.sleep(0.01)
         case "exception":
             raise ValueError("a fault")
         case "exit3":
@@ -115,6 +118,7 @@ if hvd.rank() == 0:
 state = Noisy(weights=np.zeros(WIDTH), step=0, counted=np.zeros(100000, int), sizes=[], resets=[])
 state.register_reset_callbacks([lambda: state.resets.append((state.step, hvd.size()))])
 train(state)
+perhaps("end", state.step)
 if hvd.rank() == 0:
     print(
         f"{state.step} steps, counted {set(state.counted[: state.step])} times and {state.counted.sum()} in all, sizes "

@@ -1,11 +1,10 @@
-"""New hosts are tried by ssh before the running ranks are interrupted for them: a host that is down costs nothing."""
+"""New hosts are tried before the running ranks are interrupted for them: a host that is down costs nothing."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from hvdlite.job import ssh as by_ssh
 from hvdlite.job.hosts import Host
 
 
@@ -13,11 +12,11 @@ class Newcomers:
     """Tries new hosts, each in a thread of its own.
 
     Args:
-        ssh: The options of ssh; None if plain ssh does not reach the hosts, so that they are taken as they are.
+        answers: Tells whether a host, by its name, can run ranks. None if the hosts are taken as they are.
     """
 
-    def __init__(self, ssh: Sequence[str] | None) -> None:
-        self._ssh = ssh
+    def __init__(self, answers: Callable[[str], bool] | None) -> None:
+        self._answers = answers
         self._tries: dict[str, _Try] = {}
 
     def are_there(self, hosts: Sequence[Host]) -> bool:
@@ -26,12 +25,12 @@ class Newcomers:
         Args:
             hosts: The hosts. What was found of others is forgotten.
         """
-        if self._ssh is None:
+        if self._answers is None:
             return True
         names = {host.name for host in hosts}
         self._tries = {name: each for name, each in self._tries.items() if name in names}
         for name in names - self._tries.keys():
-            self._tries[name] = _Try(name, self._ssh)
+            self._tries[name] = _Try(name, self._answers)
         return all(each.answers for each in self._tries.values())
 
     def missing(self) -> list[str]:
@@ -43,12 +42,12 @@ class Newcomers:
 
 
 class _Try(threading.Thread):
-    def __init__(self, name: str, ssh: Sequence[str]) -> None:
+    def __init__(self, name: str, ask: Callable[[str], bool]) -> None:
         super().__init__(name=f"hvdlite-try-{name}", daemon=True)  # hvdliterun does not wait for it in the end
-        self._host, self._ssh = name, ssh
+        self._host, self._ask = name, ask
         self.is_over = self.answers = False
         self.start()
 
     def run(self) -> None:
-        self.answers = by_ssh.answers(self._host, self._ssh)
+        self.answers = self._ask(self._host)
         self.is_over = True

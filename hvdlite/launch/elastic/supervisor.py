@@ -12,7 +12,7 @@ from types import FrameType
 from hvdlite.errors import LaunchError
 from hvdlite.job import failures, signals, ssh
 from hvdlite.job.failures import Failure
-from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here
+from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here, control_host
 from hvdlite.job.job import Job, JobSpec
 from hvdlite.job.mpi import Placement
 from hvdlite.job.output import Output
@@ -69,9 +69,7 @@ class Supervisor:
         self._failure: Failure | None = None
         self._interrupted: int | None = None
         self._waits_for = ""
-        placement = spec.placement
-        options = ssh.options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
-        self._newcomers = Newcomers(options)
+        self._newcomers = Newcomers(self._can_run_ranks if spec.placement.by_ssh else None)
 
     def run(self) -> Failure | None:
         """Run the job to its end. Return the failure that has ended it, or None if all went well.
@@ -203,6 +201,17 @@ class Supervisor:
                 job.elastic.tell(update)
         elif missing := self._newcomers.missing():
             self._policy.found_unreachable(now, missing)
+
+    def _can_run_ranks(self, name: str) -> bool:
+        """Tell whether a host answers ssh, has what ranks need, and can connect to this one."""
+        placement, hosts = self._spec.placement, (Host(name, 1),)
+        options = ssh.options(placement.ssh_port, placement.ssh_identity_file)
+        try:
+            address = control_host(hosts, placement.interfaces)
+            ssh.check_hosts(hosts, options, self._spec.mpi.program, address, lambda _: None)
+        except (LaunchError, OSError):
+            return False
+        return True
 
     def _on_commit(self, call: int, number: int) -> None:
         self._committed[call] = CommitId(self._generation, number)
