@@ -124,6 +124,28 @@ def test_failures_without_a_commit_end_the_job(committed: bool) -> None:
     assert isinstance(step, Start if committed else End)
 
 
+def test_only_the_same_failure_again_and_again_ends_the_job() -> None:
+    """Failures in different ways do not, nor do ranks that somebody kills, unless it goes on for too long."""
+    made = policy(NODES[:1])
+    for why in ("a", "a", "b", None, "a", None, "b", "b", None):
+        started(made)
+        made.ended(0.0, Ended(failed=frozenset("a"), cause=why))
+    started(made)  # it has gone on
+    made.ended(0.0, Ended(failed=frozenset("a"), cause="b"))
+    end = made.next(0.0)
+    assert isinstance(end, End)
+    assert end.why == "3 generations in a row have failed in the same way before they committed anything"
+
+    patient = Policy(Limits(1, 1, fruitless=4))
+    patient.take_hosts(NODES[:1])
+    for count in range(20):
+        started(patient)
+        patient.ended(0.0, Ended(failed=frozenset("a"), cause=None if count % 4 else str(count)))
+    end = patient.next(0.0)
+    assert isinstance(end, End)
+    assert end.why == "20 generations in a row have failed before they committed anything"
+
+
 def test_what_failures_have_in_common() -> None:
     def failure(text: str, code: int = 1, rank: int | None = 0) -> Failure:
         return Failure(text, code, 0.0, rank)

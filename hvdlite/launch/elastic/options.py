@@ -16,7 +16,7 @@ from hvdlite.job.output import Output
 from hvdlite.launch.allocation import Hosts, choose_hosts, hosts_to_be_found
 from hvdlite.launch.elastic.discovery import Discovery, words_of
 from hvdlite.launch.elastic.janitor import Janitor
-from hvdlite.launch.elastic.policy import Limits
+from hvdlite.launch.elastic.policy import FRUITLESS, Limits
 from hvdlite.launch.elastic.supervisor import Supervisor
 from hvdlite.launch.numbers import positive, positive_int, whole
 from hvdlite.worker.shared_memory import name_in_memory
@@ -28,6 +28,7 @@ _ONLY_ELASTIC = (
     "blacklist_cooldown_range",
     "commit_directory",
     "always_restart",
+    "same_failure_limit",
 )
 _NAME = "hvdlite.commits."
 
@@ -52,6 +53,12 @@ def add_options(add: Callable[..., object]) -> None:
         action="store_const",
         const=True,
         help="start all processes again after a failure, even if enough are left to go on",
+    )
+    add(
+        "--same-failure-limit",
+        metavar="N",
+        type=positive_int,
+        help="end after the same failure N times in a row before a commit (3)",
     )
     add("--commit-directory", metavar="DIR", help="keep what is committed in DIR on each host (/dev/shm)")
 
@@ -163,6 +170,7 @@ def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         options.elastic_timeout or 600.0,
         options.reset_limit,
         (shortest, longest),
+        options.same_failure_limit or FRUITLESS,
     )
     if options.commit_directory is not None and not os.path.isdir(options.commit_directory):
         raise LaunchError(f"--commit-directory {options.commit_directory}: there is no such folder.")

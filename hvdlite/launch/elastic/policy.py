@@ -21,7 +21,10 @@ from hvdlite.job.hosts import Host
 from hvdlite.launcher_link.generation import ADDED, REMOVED
 
 FRUITLESS = 3
-"""So many generations in a row may fail without a commit. A failure that always comes again would otherwise never end."""
+"""So many generations in a row may fail without a commit, all in the same way, unless the user says another number. A failure
+that always comes again would otherwise never end."""
+_ANY_WAY = 5
+"""So many times as many may fail without a commit in different ways, or because somebody kills their ranks."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Limits:
         wait: Seconds to wait for enough hosts.
         restarts: How often the job may start again; None means without limit.
         cooldown: The shortest and the longest time, in seconds, for which a host is set aside.
+        fruitless: So many generations in a row may fail in the same way before they have committed anything.
     """
 
     first: int
@@ -43,6 +47,7 @@ class Limits:
     wait: float = 600.0
     restarts: int | None = None
     cooldown: tuple[float, float] = (10.0, 300.0)
+    fruitless: int = FRUITLESS
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,8 @@ class Ended:
         started: All ranks had started.
         failed: The hosts on which ranks have failed.
         unreachable: The hosts that cannot be reached.
+        cause: A text that is the same for failures that come in the same way from the same place; None if somebody outside of
+            the program has killed a rank.
         final: The job is not to go on, whatever the limits are: the user has ended it, say.
     """
 
@@ -90,6 +97,7 @@ class Ended:
     started: bool = True
     failed: frozenset[str] = frozenset()
     unreachable: frozenset[str] = frozenset()
+    cause: str | None = ""
     final: bool = False
 
 
@@ -113,6 +121,46 @@ class _Running:
         self.names = frozenset(host.name for host in self.start.hosts)
 
 
+class _Fruitless:
+    """Counts the generations in a row that have failed before they committed anything.
+
+    Args:
+        limit: The number of those that may fail in the same way.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.reset()
+
+    def reset(self) -> None:
+        """Note that a generation has committed."""
+        self._all = self._same = 0
+        self._cause: str | None = None
+
+    def note(self, cause: str | None) -> None:
+        """Count a generation, with the cause of its failure (see `Ended`)."""
+        self._all += 1
+        if cause is not None:
+            self._same = self._same + 1 if cause == self._cause else 1
+            self._cause = cause
+
+    @property
+    def too_many(self) -> str:
+        """Why the job ends; empty if it goes on."""
+        if self._same >= self._limit:
+            return f"{self._same} generations in a row have failed in the same way before they committed anything"
+        if self._all >= _ANY_WAY * self._limit:
+            return f"{self._all} generations in a row have failed before they committed anything"
+        return ""
+
+    @property
+    def nearly_too_many(self) -> str:
+        """Why another failure in the same way would end the job; empty if it would not."""
+        if self._same + 1 >= self._limit or self._all + 1 >= _ANY_WAY * self._limit:
+            return f"{self._all} generations in a row have failed before they committed anything, and one more has"
+        return ""
+
+
 class Policy:
     """A `Policy` decides for one job.
 
@@ -132,7 +180,7 @@ class Policy:
         self._holders: tuple[str, ...] = ()
         self._running: _Running | None = None
         self._generation = 0
-        self._fruitless = 0
+        self._fruitless = _Fruitless(limits.fruitless)
         self._short_since: float | None = None
         self._end: End | None = None
         self.restarts = -1
@@ -172,11 +220,11 @@ class Policy:
             elif now - running.since > self._limits.cooldown[1]:
                 self._aside.pop(name, None)
         if running.has_committed or how.left:
-            self._fruitless = 0
+            self._fruitless.reset()
         elif not how.unreachable:
-            self._fruitless += 1
-        if self._end is None and self._fruitless >= FRUITLESS:
-            self._end = End(f"{FRUITLESS} generations in a row have failed before they committed anything")
+            self._fruitless.note(how.cause)
+        if self._end is None and (why := self._fruitless.too_many):
+            self._end = End(why)
 
     def why_not_without(self, names: Sequence[str]) -> str:
         """Say why the ranks that are left must not go on in their processes; empty if they may.
@@ -191,22 +239,26 @@ class Policy:
             return f"{left} are left, and {self._limits.fewest} are needed (--min-np)"
         if self._limits.restarts is not None and self.restarts >= self._limits.restarts:
             return f"the job has started again {self._limits.restarts} times (--reset-limit)"
-        if not running.has_committed and self._fruitless + 1 >= FRUITLESS:
-            return f"{FRUITLESS} generations in a row have failed before they committed anything"
+        if not running.has_committed and (why := self._fruitless.nearly_too_many):
+            return why
         return "hosts have changed" if running.is_told else ""
 
-    def lose(self, now: float, names: Sequence[str]) -> int:
+    def lose(self, now: float, names: Sequence[str], cause: str | None = "") -> int:
         """Note that ranks of the running generation have failed, and that the others go on. Return their generation.
 
         Args:
             now: The time.
             names: The hosts of the ranks that have failed; for each rank one.
+            cause: See `Ended`.
         """
         running = self._running
         assert running is not None
         self._generation += 1
         self.restarts += 1
-        self._fruitless = 0 if running.has_committed else self._fruitless + 1
+        if running.has_committed:
+            self._fruitless.reset()
+        else:
+            self._fruitless.note(cause)
         left = [Host(host.name, host.slots - names.count(host.name)) for host in running.start.hosts]
         start = Start(self._generation, tuple(host for host in left if host.slots))
         self._running = _Running(start, now, has_lost=True)

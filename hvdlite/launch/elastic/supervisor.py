@@ -170,7 +170,7 @@ class Supervisor:
     def _go_on(self, losses: Sequence[Failure], names: Sequence[str]) -> Generation:
         """Let the ranks that are left go on in their processes, as the generation that this returns."""
         lost = [names[failure.rank] for failure in losses if failure.rank is not None]
-        number = self._policy.lose(time.monotonic(), lost)
+        number = self._policy.lose(time.monotonic(), lost, _cause(losses[0]))
         reason = "".join(failure.describe() for failure in losses)
         self._output.say(
             f"{reason}hvdliterun: {self._policy.present} ranks go on in their processes (number {self._policy.restarts}), "
@@ -232,6 +232,7 @@ class Supervisor:
             started=not job.ranks.missing,
             failed=frozenset(names[number] for number in failed if number < len(names)),
             unreachable=frozenset(names[number] for number in lost),
+            cause=None if failure is None else _cause(failure),
             final=failure is not None and failure.is_final,
         )
 
@@ -249,6 +250,11 @@ class Supervisor:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._interrupted = number
+
+
+def _cause(failure: Failure) -> str | None:
+    """Return the cause of a failure for the policy (see `Ended`)."""
+    return None if failures.is_from_outside(failure) else failures.cause(failure)
 
 
 def _names(step: Start) -> list[str]:
