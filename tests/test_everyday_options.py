@@ -88,7 +88,7 @@ import signal, sys
 from hvdlite.launch import cli
 of_next_start = cli.new_directory
 def once(flavour):
-    cli.new_directory = lambda flavour: signal.raise_signal(signal.SIGINT)
+    cli.new_directory = lambda flavour, before: signal.raise_signal(signal.SIGINT)
     return of_next_start(flavour)
 cli.new_directory = once
 sys.exit(cli.main(sys.argv[1:]))

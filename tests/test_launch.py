@@ -736,6 +736,30 @@ def test_directories_of_others_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_
             shared_memory.create_directory()
 
 
+def test_a_guard_removes_what_earlier_starts_of_its_job_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their host was cut off. What belongs to other jobs, or to other users, stays."""
+    monkeypatch.setattr(shared_memory, "_MEMORY", str(tmp_path))
+    starts = [shared_memory.new_directory("openmpi")]
+    for _ in range(10):
+        starts.append(shared_memory.new_directory("openmpi", starts[-1]))
+    assert len(set(starts)) == 11 and len({name.rpartition(".")[0] for name in starts}) == 1
+    others = [shared_memory.new_directory("openmpi"), str(tmp_path / "hvdlite.1"), str(tmp_path / "other")]
+    for path in (*starts[:3], *others):
+        Path(path).mkdir()
+        Path(path, "segment").touch()
+    Path(starts[4]).symlink_to(others[0])
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", starts[10])
+    with monkeypatch.context() as other:
+        other.setattr("os.geteuid", lambda: os.getuid() + 1)
+        shared_memory._remove_earlier(starts[10])
+    assert all(Path(path).exists() for path in starts[:3])
+    shared_memory.create_directory()
+    assert sorted(map(str, tmp_path.iterdir())) == sorted([*others, starts[4], starts[10]])
+    assert all(Path(path, "segment").exists() for path in others)
+
+
 def test_lines_wait_for_their_end() -> None:
     out = Screen()
     output = Output(out, Screen(), tagged=True)

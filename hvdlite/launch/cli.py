@@ -90,7 +90,7 @@ def _run_again(spec: JobSpec, output: Output, restarts: int) -> tuple[Failure | 
             break
         output.end_lines()
         output.say(f"{failure.describe()}hvdliterun: start again ({restart + 1} of {restarts}).\n")
-        shared = new_directory(spec.mpi.flavour)
+        shared = new_directory(spec.mpi.flavour, spec.placement.shared_directory)
         spec = dataclasses.replace(spec, placement=dataclasses.replace(spec.placement, shared_directory=shared))
     return failure, job.trainings.describe()
 

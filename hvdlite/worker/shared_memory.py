@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -18,15 +19,18 @@ _MEMORY = "/dev/shm"
 _NAME = "hvdlite."
 
 
-def new_directory(flavour: str) -> str:
+def new_directory(flavour: str, before: str = "") -> str:
     """Choose a name for the directory of one job, the same on all its hosts. The name is empty if the job needs none.
 
     Args:
         flavour: The MPI, "openmpi" or "mpich".
+        before: The name that an earlier start of the same job had. The new one differs in its last number only, so the guards
+            of a host that was cut off know what the earlier start has left there.
     """
     if flavour != "openmpi" or not os.path.isdir(_MEMORY):
         return ""
-    return name_in_memory(_NAME)
+    first = f"{name_in_memory(_NAME)}.0"
+    return re.sub(r"\d+$", lambda found: str(int(found[0]) + 1), before) if before else first
 
 
 def name_in_memory(beginning: str) -> str:
@@ -47,9 +51,22 @@ def create_directory() -> None:
     """
     if directory := _directory():
         make_private(directory)
+        _remove_earlier(directory)
         # A mark of this guard: a rank that ends before the others start MPI must not take the empty directory from them.
         with open(_mark(directory), "xb"):
             pass
+
+
+def _remove_earlier(directory: str) -> None:
+    """Remove the directories that earlier starts of the same job have left: their host was cut off, and has come back."""
+    folder, name = os.path.split(directory)
+    mark = name.rpartition(".")[0] + "."
+    if name.count(".") < 3:  # it has no mark of its job
+        return
+    for entry in os.scandir(folder):
+        is_earlier = entry.name.startswith(mark) and entry.name != name and entry.is_dir(follow_symlinks=False)
+        if is_earlier and entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+            shutil.rmtree(entry.path, ignore_errors=True)
 
 
 def make_private(directory: str) -> None:

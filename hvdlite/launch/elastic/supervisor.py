@@ -68,7 +68,7 @@ class Supervisor:
         self._committed: dict[int, CommitId] = {}
         self._failure: Failure | None = None
         self._interrupted: int | None = None
-        self._waits_for = ""
+        self._waits_for = self._shared_directory = ""
         self._newcomers = Newcomers(self._can_run_ranks if spec.placement.by_ssh else None)
 
     def run(self) -> Failure | None:
@@ -122,8 +122,9 @@ class Supervisor:
             self._spec.placement,
             num_proc=step.num_proc,
             hosts=step.hosts,
-            shared_directory=new_directory(self._spec.mpi.flavour),
+            shared_directory=new_directory(self._spec.mpi.flavour, self._shared_directory),
         )
+        self._shared_directory = placement.shared_directory
         if placement.is_local:
             check_ranks_here(step.num_proc)
         why_restart = self._why_restart(placement)
