@@ -31,10 +31,11 @@ from hvdlite.job.mpi import (
     split_interpreter_options,
     worker_command,
 )
+from hvdlite.job.mpi_process import MpiProcess
 from hvdlite.job.output import Output, Sink
 from hvdlite.job.ranks import Rank
 from hvdlite.job.reports import Reports
-from hvdlite.job.server import Connection
+from hvdlite.job.server import Connection, Server
 from hvdlite.launcher_link.session import Message
 from hvdlite.worker import shared_memory, worker
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
@@ -440,6 +441,29 @@ def test_a_host_that_does_not_answer_is_told_from_a_guard_that_was_killed(closed
             r"5 s; and a try of 10\.0\.0\.7\.",
             text,
         ), text
+
+
+def test_what_strangers_at_the_ports_of_mpirun_cause_is_said_once() -> None:
+    line = (
+        "[vm:17684] PMIX ERROR: PMIX_ERR_BAD_PARAM in file /x/src/mca/ptl/base/ptl_base_connection_hdlr.c at line 227"
+    )
+    other = "[vm:17684] PMIX ERROR: PMIX_ERR_BAD_PARAM in file /x/src/server/pmix_server.c at line 3"
+    screen, server = Screen(), Server("127.0.0.1")
+    output = Output(Screen(), screen, tagged=False)
+    words = ["/bin/printf", f"{line}\n{other}\n{line}\n"]
+    process = MpiProcess(words, os.environ, server, output, verbose=False)
+    while process.status is None:
+        for descriptor in server.poll(1.0)[1]:
+            process.read(descriptor)
+    process.release_banner(everything=True)
+    process.tell_of_strangers()
+    process.sweep()
+    server.close()
+    output.close()
+    assert screen.got.decode().splitlines() == [
+        other,
+        "hvdliterun: printf has refused 2 connections from outside of this job to its own ports; the job is not affected.",
+    ]
 
 
 def test_what_comes_of_a_try_of_a_port() -> None:

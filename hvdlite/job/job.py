@@ -326,6 +326,7 @@ class Job:
             ssh.remove_elsewhere(placement.hosts, options, placement.shared_directory)
 
     def _conclude(self) -> Failure | None:
+        self._process.tell_of_strangers()
         if self._interrupted is not None:
             name = failures.signal_name(self._interrupted)
             return Failure(f"ended by {name}.", 128 + self._interrupted, time.time(), is_final=True)

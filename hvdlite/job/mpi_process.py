@@ -21,6 +21,8 @@ from hvdlite.job.ranks import Rank
 from hvdlite.job.server import Server
 
 _BANNER_SECONDS = 1.0  # how long the MPI launcher's own messages are held back
+_STRANGER = re.compile(rb"^\[[^\]\n]*:\d+\] PMIX ERROR: \S+ in file \S*/ptl_\S* at line \d+\n?", re.MULTILINE)
+"""What PMIx says of a connection that is none of its job's: `ptl` is its layer of connections."""
 
 
 class MpiProcess:
@@ -42,6 +44,7 @@ class MpiProcess:
         self._verbose = verbose
         self._name = os.path.basename(words[0])
         self._banner: list[tuple[float, bytes]] = []
+        self._strangers = 0
         self._said = bytearray()  # the last 64 KiB that the launcher printed
         # The launcher gets a session of its own: Ctrl-C then reaches only hvdliterun, which ends the job in order.
         self._process = subprocess.Popen(
@@ -73,6 +76,11 @@ class MpiProcess:
             self._server.unwatch(descriptor)
             self._pipes.remove(descriptor)
             return
+        if not self._verbose:
+            data, strangers = _STRANGER.subn(b"", data)
+            self._strangers += strangers
+            if not data:
+                return
         self._said = (self._said + data)[-(1 << 16) :]
         if self._verbose:
             self._output.say(data.decode(errors="replace"))
@@ -86,6 +94,14 @@ class MpiProcess:
         """
         while self._banner and (everything or time.monotonic() - self._banner[0][0] > _BANNER_SECONDS):
             self._output.say(self._banner.pop(0)[1].decode(errors="replace"))
+
+    def tell_of_strangers(self) -> None:
+        """Say how often something outside of the job has written to a port of the launcher, if anything has."""
+        if self._strangers:
+            self._output.say(
+                f"hvdliterun: {self._name} has refused {self._strangers} connection{'s' * (self._strangers > 1)} from outside "
+                "of this job to its own ports; the job is not affected.\n"
+            )
 
     def exit_code(self, status: int) -> int:
         """Return the exit code of a job that the launcher ended with this status."""
