@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
 
 from hvdlite.errors import ArgumentError, MissingPackageError
 
+_OWN = "_hvdlite_own"
 _ELSEWHERE = frozenset({"allgather", "allreduce", "alltoall", "broadcast", "broadcast_", "reducescatter"})
 """The operations that the core also has for NumPy arrays and torch tensors."""
 
@@ -53,6 +54,18 @@ def times(gradient: Any, factor: Any) -> Any:
     if is_slices(gradient):
         return type(gradient)(times(gradient.values, factor), gradient.indices, gradient.dense_shape)
     return gradient * (factor if isinstance(factor, int | float) else keras.ops.cast(factor, gradient.dtype))
+
+
+def note_own(variables: Iterable[Any]) -> None:
+    """Note that variables are a rank's own, such as gradients that it adds up: no rank gets those of another one."""
+    for variable in variables:
+        for each in (variable, plain_variable(variable)):
+            setattr(each, _OWN, True)
+
+
+def is_own(variable: Any) -> bool:
+    """Return whether `note_own` was called with a variable."""
+    return hasattr(variable, _OWN)
 
 
 def plain_variable(variable: Any) -> Any:

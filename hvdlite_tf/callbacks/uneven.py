@@ -20,6 +20,7 @@ from hvdlite_tf.gradients.optimizer_parts import (
     optimizers_in,
     passes_of,
     rates_of,
+    summed_passes_of,
 )
 from hvdlite_tf.gradients.own_variables import has_own_sums, own_of, settle, without
 from hvdlite_tf.variables import plain_variable
@@ -115,6 +116,8 @@ class UnevenDataCallback(Callback):
             rates = {rank: rates for rank, (made, rates) in by_rank.items() if made == steps}
             check_rates(f"after epoch {self._epoch + 1}", rates)
         missed = len({steps for steps, _ in told}) > 1 or any(world("join()").group(self._process_set).missed)
+        for passes in filter(None, map(summed_passes_of, optimizers_in(self.model))):
+            passes.settle()
         if missed:
             build_alike(self.model, self._process_set)
             self._settle(last)

@@ -8,6 +8,7 @@ This is for optimizers of tf_keras and TensorFlow 1. Optimizers of Keras 3 accum
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import tensorflow as tf
 
 import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.adapter.arguments import rank_in
 from hvdlite.adapter.options import check_passes
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite_tf.gradients.local_variables import LocalVariables
@@ -42,7 +44,7 @@ class _Aggregation:
         """The sums so far, by the position of the gradient in its list."""
         self.counter = _variable(tf.zeros, (), tf.int32)
         """The number of passes in the sums."""
-        self._exchange = allreduce_func
+        self._exchange, self._process_set = allreduce_func, process_set
         self.local = LocalVariables(scale_local_gradients, process_set)
         """The variables whose gradients are not exchanged."""
 
@@ -127,6 +129,26 @@ class _Aggregation:
         gradients = [gradient for gradient, _ in args[0] if gradient is not None] if args else []
         with tf.control_dependencies([] if tf.executing_eagerly() else gradients):
             return _choose(tf.equal(self.counter.read_value(), 0), apply, count)
+
+    def settle(self) -> None:
+        """Forget the passes since the last update, if some ranks have made more of them than others. Every rank calls this.
+
+        Otherwise the ranks would exchange in different passes from then on.
+        """
+        name, process_set = "passes since the last update", self._process_set
+        made: list[int] = hvdlite.allgather_object(int(self.counter.numpy()), name, process_set=process_set)
+        if len(set(made)) == 1:
+            return
+        for total in [*self.locally_aggregated_grads.values(), self.counter]:
+            total.assign(tf.zeros_like(total))
+        if rank_in(process_set) == 0:
+            warnings.warn(
+                "hvdlite: some ranks ran out of data between two updates, with backward_passes_per_step="
+                f"{self.backward_passes_per_step}: the batches since the last update do not count. Give all ranks the same "
+                "number of batches, or multiples of it.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _dense(self, gradient: Any) -> Any:
         if not isinstance(gradient, tf.IndexedSlices):

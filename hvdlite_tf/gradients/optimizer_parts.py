@@ -68,6 +68,11 @@ def _distributed_state_of(optimizer: Any) -> Any:
     return None
 
 
+def summed_passes_of(optimizer: Any) -> Any:
+    """Return what adds up the gradients of several passes of an optimizer that cannot itself, as those of tf_keras; or None."""
+    return getattr(_distributed_state_of(optimizer), "passes", None)
+
+
 def has_servers(optimizer: Any) -> bool:
     """Return whether an optimizer trains with a parameter server (`AsyncDistributedOptimizer`)."""
     return hasattr(optimizer, "_hvdlite_training")

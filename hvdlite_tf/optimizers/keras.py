@@ -24,11 +24,11 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
 from hvdlite_tf.gradients.optimizer_parts import has_servers, innermost, passes_of, rates_of_variables, settings_of
 from hvdlite_tf.gradients.optimizer_sync import OptimizerSync
-from hvdlite_tf.gradients.own_variables import own_of, settle, without
+from hvdlite_tf.gradients.own_variables import has_own_sums, own_of, settle, sums_of, without
 from hvdlite_tf.optimizers import backends
 from hvdlite_tf.optimizers.local_steps import LocalSteps, OwnGradients
 from hvdlite_tf.optimizers.plain_class import named_like
-from hvdlite_tf.variables import has_value, is_slices, plain_variable, times
+from hvdlite_tf.variables import has_value, is_slices, note_own, plain_variable, times
 
 
 def distribute_keras(
@@ -164,6 +164,8 @@ class Distributed(keras.optimizers.Optimizer):  # type: ignore[misc]  # mypy doe
         super().build(variables)
         if self._hvdlite.steps is not None:
             self._hvdlite.steps.build(self._trainable_variables)
+        if has_own_sums(self):
+            note_own(sums_of(self))
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradient of a variable on this rank. Every rank registers the variables at the same positions of its model.

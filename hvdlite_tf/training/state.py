@@ -15,13 +15,14 @@ from hvdlite_tf.ops.broadcast import broadcast_
 from hvdlite_tf.ops.ordered import as_written, operation_of
 from hvdlite_tf.split import check_apart
 from hvdlite_tf.training.objects import broadcast_eagerly
+from hvdlite_tf.variables import is_own
 
 
 @as_written
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = Everybody, inplace: bool = False
 ) -> tf.Operation | None:
-    """Overwrite the variables of every rank with the root's values.
+    """Overwrite the variables of every rank with the root's values, but gradients that an optimizer of each rank adds up.
 
     Args:
         variables: Variables of TensorFlow or Keras, such as ``model.weights``, in the same order on every rank. Do not pass
@@ -54,7 +55,7 @@ def broadcast_variables(
             "broadcast_variables takes a list of variables, such as model.weights or optimizer.variables; got a "
             f"{type(variables).__name__}."
         )
-    listed = list(variables)
+    listed = [each for each in variables if not is_own(each)]
     check_apart(listed, process_set)
     if listed and keras.backend.backend() != "tensorflow" and all(isinstance(each, keras.Variable) for each in listed):
         broadcast_eagerly(listed, root_rank, process_set)

@@ -18,6 +18,7 @@ import tensorflow as tf
 import hvdlite_tf as hvd
 from hvdlite.testing import on_ranks
 from hvdlite_tf.gradients.own_variables import own_of, sums_of
+from hvdlite_tf.variables import plain_variable
 from tests.conftest import UNDER_MPI
 
 if not UNDER_MPI:
@@ -226,3 +227,46 @@ def test_checkpoints_of_sums_for_other_numbers_of_ranks(tmp_path: Path, op: Any,
         for weights in on_ranks(size, loaded):
             for got, wanted in zip(weights, expected, strict=True):
                 np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_broadcasts_leave_each_rank_its_sums(ranks: Any) -> None:
+    def check() -> None:
+        variable = keras.Variable([float(hvd.rank())])
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2))
+        optimizer.apply([tf.constant([1.0 + hvd.rank()])], [variable])
+        (own,) = sums_of(optimizer)
+        everything = [variable, *optimizer.variables]
+        for share in (hvd.broadcast_variables, lambda given: hvd.elastic.TensorFlowState(variables=given).sync()):
+            share(everything)
+            share([plain_variable(each) for each in everything])
+            assert own.numpy().tolist() == [1.0 + hvd.rank()]
+        assert variable.numpy().tolist() == [0.0]
+
+    ranks(check)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:.*shuffle=True")
+def test_uneven_passes_of_tf_keras(ranks: Any) -> None:
+    """After an epoch with uneven data the ranks exchange in the same passes again, so the next one is as in a new job."""
+    tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed")
+
+    def check() -> None:
+        model = tf_keras.Sequential(
+            [tf_keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", input_shape=(1,))]
+        )
+        optimizer = hvd.DistributedOptimizer(tf_keras.optimizers.SGD(0.1), backward_passes_per_step=2)
+        model.compile(
+            optimizer, lambda y, p: tf.reduce_mean(y * p), run_eagerly=True
+        )  # the gradient is that of the data
+        y = np.array([1.0, 2.0, 4.0, 8.0, 16.0])[: 5 - 3 * hvd.rank()] * (1 + hvd.rank())
+        seen = []
+        for _ in range(2):
+            before = model.get_weights()[0].item()
+            callbacks = [hvd.callbacks.UnevenDataCallback()]
+            model.fit(np.ones((len(y), 1)), y, batch_size=1, shuffle=False, verbose=0, callbacks=callbacks)
+            seen.append(before - model.get_weights()[0].item())
+        # One update of both ranks with the passes 1 and 2, and one with 3 and 4, of rank 0 alone; rank 0's fifth is left out.
+        np.testing.assert_allclose(seen, [0.1 * ((3 + 6) / 2 + 12)] * 2, rtol=1e-5)
+
+    ranks(check)
