@@ -115,6 +115,9 @@ class _OptimizerState:
             found["sums"] = Own(given) if has_own_sums(optimizer) else given
         return {**found, "exchange": Own(exchange)} if exchange else found
 
+    def check(self, value: Any, rank: int, ranks: int) -> None:
+        return  # `restore` looks before it sets anything of this object
+
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         optimizer, stages = self.optimizer, self.stages
         variables = value["variables"]
@@ -199,6 +202,9 @@ class _ModelState:
             value["weights"] = _values_of(_by_place(self._model.weights))
         value["optimizers"] = {str(number): each.value(whole) for number, each in enumerate(self._optimizers)}
         return Snapshot(value, on_each_rank=own)
+
+    def check(self, value: Any, rank: int, ranks: int) -> None:
+        return  # `restore` looks before it sets anything of this object
 
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         _check_built(self._model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ def stateful(value: Any) -> Stateful | None:
         return _StagesState(value)
     if isinstance(value, torch.nn.Module):
         tensors = [tensor for tensor in value.state_dict().values() if isinstance(tensor, torch.Tensor)]
-        return _SlicedState(value) if any(map(is_sliced, tensors)) else StateDict(value)
+        return _SlicedState(value) if any(map(is_sliced, tensors)) else _ModuleState(value)
     if not isinstance(value, torch.optim.Optimizer) or hasattr(value, "_hvdlite_training"):
         return StateDict(value)
     if is_split(optimizer_parameters(value)):
@@ -42,6 +44,40 @@ def stateful(value: Any) -> Stateful | None:
     if isinstance(value, Local):
         return _LocalState(value)
     return _AggregatingState(value) if isinstance(value, Aggregating) else _OptimizerState(value)
+
+
+class _ModuleState(StateDict):
+    """The state of a module."""
+
+    def check(self, value: Any, rank: int, ranks: int) -> None:
+        module = self._target
+        if any(map(_loads_in_its_own_way, module.modules())):
+            return
+        # torch itself compares the names and shapes, with a copy of the module whose tensors have no memory.
+        tensors = [*module.parameters(), *module.buffers()]
+        memo: dict[int, Any] = {id(tensor): _without_memory(tensor) for tensor in tensors}
+        try:
+            shell = copy.deepcopy(module, memo)
+        except Exception:  # something in it cannot be copied: then loading it shows whether it fits
+            return
+        states = copy.copy(value)  # torch keeps more in it than its keys
+        for name, tensor in value.items():
+            if isinstance(tensor, torch.Tensor):
+                states[name] = _without_memory(tensor)
+        shell.load_state_dict(states)
+
+
+def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
+    """Tell whether code that is not torch's takes part in loading: it might do more than to compare."""
+    names = ("load_state_dict", "_load_from_state_dict", "set_extra_state", "__deepcopy__")
+    own = (cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.nn.modules."))
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
+    return bool(hooks) or any(name in vars(cls) for cls in own for name in names)
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    meta = torch.empty_like(tensor.detach(), device="meta")
+    return torch.nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else meta
 
 
 class _GatheredState(StateDict):
@@ -83,6 +119,30 @@ class _OptimizerState:
     def snapshot(self, rank: int) -> Snapshot:
         return Snapshot(self.optimizer.state_dict(), trained_by=self._trained_by)
 
+    def check(self, value: Any, rank: int, ranks: int) -> None:
+        if isinstance(value, list):
+            value = value[rank % len(value)]
+        groups = value.get("param_groups")
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            return
+        optimizer = self.optimizer
+        classes = [cls for cls in type(optimizer).__mro__ if issubclass(cls, torch.optim.Optimizer)]
+        plain = next(cls for cls in classes if not issubclass(cls, Distributed))
+        needed = {name for name in optimizer.defaults if all(name in group for group in optimizer.param_groups)}
+        found = _with_defaults(plain, optimizer, groups)
+        if lacking := sorted({name for group in found for name in needed if name not in group}):
+            raise ValueError(
+                f"this is the state of an optimizer of another class: its groups have {', '.join(sorted(groups[0]))}, and "
+                f"no {', '.join(lacking)}, which {plain.__name__} needs. Nothing is loaded."
+            )
+        if not all(NAMES in group for group in groups) and not is_split(optimizer_parameters(optimizer)):
+            there, here = ([len(group["params"]) for group in each] for each in (groups, optimizer.param_groups))
+            if there != here:
+                raise ValueError(
+                    f"this is the state of an optimizer whose groups have {there} parameters, and here are {here}. Nothing "
+                    "is loaded."
+                )
+
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         if isinstance(value, list):  # of the ranks that saved, each had a state of its own
             value = value[rank % len(value)]
@@ -101,6 +161,16 @@ class _OptimizerState:
     def have_same_state(self) -> None:
         if isinstance(self.optimizer, Distributed):
             self.optimizer._hvdlite_driver.have_same_state()
+
+
+def _with_defaults(plain: Any, optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return saved groups with what the class itself adds when it loads: later versions have more than earlier ones."""
+    groups: list[dict[str, Any]] = [{**group, "params": []} for group in saved]
+    shell: Any = object.__new__(plain)
+    vars(shell).update(state={}, param_groups=groups, defaults=dict(optimizer.defaults))
+    with contextlib.suppress(AttributeError):  # a class of the program's, which has more attributes
+        plain.__setstate__(shell, {"state": {}, "param_groups": groups})
+    return groups
 
 
 class _SplitState(_OptimizerState):

@@ -76,7 +76,8 @@ def load(
     Raises:
         ArgumentError: The checkpoint does not have one of these names, an object has no state to set, or the checkpoint has
             pickled values. The text says what the checkpoint has.
-        CheckpointError: There are checkpoints, and none is whole; or an object refuses its state, because it is another model.
+        CheckpointError: There are checkpoints, and none is whole; or an object refuses its state, because it is another model,
+            or an optimizer of another class. Nothing has changed then, unless the object itself has found it while it loaded.
         MismatchError: The ranks load different things.
         HvdliteError: A rank is missing. (All ranks raise the same error, but where a rank is missing.)
 
@@ -118,13 +119,21 @@ def load(
         )
     reader = Reader(files, allow_pickle)
     values: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+
+    def check() -> None:
+        values.update({name: reader.value_of(tree) for name, tree in found.values.items()})
+        states.update({name: reader.value_of(found.states[name]) for name in targets})
+        for name, target in targets.items():
+            target.check(states[name], ranks.rank, ranks.size)
 
     def restore() -> None:
-        values.update({name: reader.value_of(tree) for name, tree in found.values.items()})
         for name, target in targets.items():
-            target.restore(reader.value_of(found.states[name]), ranks.rank, ranks.size)
+            target.restore(states.pop(name), ranks.rank, ranks.size)
             target.have_same_state()
 
+    # What one object refuses, none gets: they belong together.
+    ranks.all_do("looking whether the states fit", check)
     # No rank goes on before all have their state: what they have may be memory that all share.
     ranks.all_do("setting the states", restore)
     return Loaded(values, folder.of(found.number), found.ranks)

@@ -49,6 +49,10 @@ class Stateful(Protocol):
         """
         ...
 
+    def check(self, value: Any, rank: int, ranks: int) -> None:
+        """Raise if `restore` would, as far as that can be told, with the same arguments. Nothing is changed."""
+        ...
+
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         """Set the object's state.
 
@@ -78,6 +82,9 @@ class StateDict:
 
     def snapshot(self, rank: int) -> Snapshot:
         return Snapshot(self._target.state_dict())
+
+    def check(self, value: Any, rank: int, ranks: int) -> None:
+        return
 
     def restore(self, value: Any, rank: int, ranks: int) -> None:
         self._target.load_state_dict(value)

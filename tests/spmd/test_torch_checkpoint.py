@@ -171,6 +171,40 @@ def test_wrong_use(ranks: Any, tmp_path: Path) -> None:
     ranks(check)
 
 
+def test_what_does_not_fit_changes_nothing(ranks: Any, tmp_path: Path) -> None:
+    """Of the objects that are loaded together none is changed if one does not fit: another class, shape, group or name."""
+
+    def check() -> None:
+        folder = common(tmp_path)
+        training = Training("AdamW")
+        training.steps(0, 2)
+        hvd.checkpoint.save(folder, **training.objects(), head=torch.nn.Linear(2, 2))
+        for kind, options, said in (
+            ("SGD", "whole", "no dampening, momentum, which SGD needs"),
+            ("SGD", "sharded", "no dampening, momentum, which SGD needs"),
+            ("Adafactor", "whole", "which Adafactor needs"),
+        ):
+            other = Training(kind, options)
+            before = other.state()
+            with pytest.raises(CheckpointError, match=said):
+                hvd.checkpoint.load(folder, **other.objects())
+            torch.testing.assert_close(other.state(), before, rtol=0, atol=0)
+        other = Training("AdamW")
+        before = other.state()
+        with pytest.raises(CheckpointError, match="size mismatch for weight"):
+            hvd.checkpoint.load(folder, **other.objects(), head=torch.nn.Linear(2, 3))
+        with pytest.raises(CheckpointError, match="Missing key"):
+            hvd.checkpoint.load(folder, **other.objects(), head=torch.nn.Sequential(torch.nn.Linear(2, 2)))
+        some = torch.optim.AdamW(list(other.model.parameters())[1:])
+        with pytest.raises(CheckpointError, match=r"groups have \[8\] parameters, and here are \[7\]"):
+            hvd.checkpoint.load(folder, model=other.model, optimizer=some)
+        torch.testing.assert_close(other.state(), before, rtol=0, atol=0)
+        hvd.checkpoint.load(folder, **other.objects())
+        torch.testing.assert_close(other.state(), training.state(), rtol=0, atol=0)
+
+    ranks(check)
+
+
 def test_pickled_values_need_a_word(ranks: Any, tmp_path: Path) -> None:
     def check() -> None:
         folder = common(tmp_path)
