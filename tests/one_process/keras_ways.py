@@ -255,10 +255,6 @@ class Strategy(Distributed):
         with self.strategy.scope():
             super().compile()
 
-    def resume_from_checkpoint(self) -> None:
-        with self.strategy.scope():
-            super().resume_from_checkpoint()
-
 
 class Pipelined(Distributed):
     words = "ipeline|stage"
