@@ -65,18 +65,30 @@ def _allreducing(function: Callable[P, R]) -> Callable[P, R]:
     return _plain(with_first(function, check))
 
 
+def _scattering(function: Callable[P, R]) -> Callable[P, R]:
+    """Return a reducescatter that refuses scalars, as Horovod does: hvdlite's takes them for vectors of one element."""
+
+    def check(given: Any, said: Mapping[str, Any]) -> Any:
+        if any(not isinstance(each, tf.IndexedSlices) and as_tensor(each).shape.rank == 0 for each in as_list(given)):
+            raise ArgumentError(
+                f"{function.__name__}: a scalar has no rows to deal out to the ranks: reshape it to [1], or use allreduce."
+            )
+        return given
+
+    return _with_gradient(with_first(function, check), float)
+
+
 allreduce, grouped_allreduce = _allreducing(own.allreduce), _allreducing(own.grouped_allreduce)
 alltoall, broadcast_ = _plain(own.alltoall), _plain(own.broadcast_)
 allgather = _with_gradient(own.allgather, divided)
 grouped_allgather = _with_gradient(own.grouped_allgather, divided)
 broadcast = _with_gradient(own.broadcast, divided)
-reducescatter = _with_gradient(own.reducescatter, float)
-grouped_reducescatter = _with_gradient(own.grouped_reducescatter, float)
+reducescatter, grouped_reducescatter = _scattering(own.reducescatter), _scattering(own.grouped_reducescatter)
 
 keras_allreduce = _plain(values.allreduce)
 keras_allgather = _with_gradient(values.allgather, divided)
 keras_broadcast = _with_gradient(values.broadcast, divided)
-keras_reducescatter = _with_gradient(values.reducescatter, float)
+keras_reducescatter = _scattering(values.reducescatter)
 """The operations of Horovod's Keras modules, which have fewer arguments."""
 
 __all__ = [

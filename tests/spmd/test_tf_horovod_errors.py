@@ -65,6 +65,8 @@ def test_a_bad_argument_is_an_invalid_argument_too(ranks: Any, mode: str) -> Non
         for call, text in (
             (lambda: hvd.alltoall(tf.ones([size + 1])), "splits"),
             (lambda: hvd.alltoall(tf.ones([size - 1]), tf.ones([size], tf.int32)), "splits"),
+            (lambda: hvd.reducescatter(tf.constant(1.0)), "reducescatter: a scalar has no rows"),
+            (lambda: hvd.grouped_reducescatter([tf.ones([size, 1]), 1.0]), "grouped_reducescatter: a scalar"),
             *([] if own.rank() == 0 else [(lambda: hvd.allreduce(tf.ones(2), process_set=alone), "is not in")]),
         ):
             with pytest.raises(tf.errors.InvalidArgumentError, match=text) as caught:
