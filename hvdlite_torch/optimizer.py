@@ -40,6 +40,7 @@ from hvdlite_torch.tensors import split_norm
 from hvdlite_torch.tensors.device import device_kind
 from hvdlite_torch.tensors.sliced import is_sliced, local_of
 from hvdlite_torch.training.state import share_state
+from hvdlite_torch.training.whole_state import name_in_state
 
 
 @typed
@@ -151,6 +152,7 @@ def DistributedOptimizer(
     optimizer._hvdlite_plain = plain  # type: ignore[attr-defined]
     optimizer._hvdlite_names = options.names  # type: ignore[attr-defined]
     optimizer._hvdlite_aggregator = aggregator  # type: ignore[attr-defined]
+    name_in_state(optimizer)
     driver.attach()
     world().group(process_set).add(OptimizerMember(driver, not shard, share_state))
     teach_grad_scaler()

@@ -115,6 +115,39 @@ def load_whole_state(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any])
     load_optimizer_state(optimizer, {**whole, "param_groups": own_groups, "state": state})
 
 
+def name_in_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let the states of a stage's optimizer name its parameters, so that it takes no other stage's state of equal shapes."""
+    if all_stages(optimizer_parameters(optimizer)):
+        optimizer.register_state_dict_post_hook(_add_names)
+        optimizer.register_load_state_dict_pre_hook(_check_names)
+
+
+def _names(optimizer: torch.optim.Optimizer) -> list[list[str | None]]:
+    return [[name_of(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _add_names(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    for group, names in zip(state_dict["param_groups"], _names(optimizer), strict=True):
+        if None not in names:
+            group[NAMES] = names
+
+
+def _check_names(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise if a state names other parameters than those of an optimizer.
+
+    Raises:
+        ArgumentError: It does.
+    """
+    saved = [name for group in state_dict["param_groups"] for name in group.get(NAMES, ())]
+    own = [name for names in _names(optimizer) for name in names]
+    if saved and None not in own and saved != own:
+        raise ArgumentError(
+            f"load_state_dict: this is the state of {', '.join(map(repr, saved[:3]))} …, and the stage of this rank has "
+            f"{', '.join(map(repr, own[:3]))} …: give each stage its own state. hvd.checkpoint.load and "
+            "pipeline.load_optimizer_state_dict(optimizer, whole) take the state of all stages, however they are cut."
+        )
+
+
 def _only_stages(optimizer: torch.optim.Optimizer) -> list[Stages]:
     """Return the stages whose parameters an optimizer has, in a list of at most one.
 

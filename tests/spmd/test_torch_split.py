@@ -309,6 +309,22 @@ def test_states_of_other_models_are_refused(tmp_path: Path) -> None:
         hvd.checkpoint.save(folder, optimizer=apart)
 
 
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
+def test_the_state_of_another_stage_is_refused(options: dict[str, Any]) -> None:
+    """Its tensors have the same shapes. A state of this stage is loaded."""
+    grid = own_grid()
+    pipeline = staged(grid)
+    adam = torch.optim.Adam(pipeline.parameters())
+    optimizer = hvd.DistributedOptimizer(adam, pipeline.named_parameters(), process_set=grid["dp"], **options)
+    pipeline.step(*batch(), optimizer)
+    states = hvd.allgather_object(optimizer.state_dict())
+    optimizer.load_state_dict(states[hvd.rank()])
+    for other in set(range(hvd.size())) - {hvd.rank()}:
+        with pytest.raises(ArgumentError, match=r"load_state_dict: this is the state of '.*the stage of this rank has"):
+            optimizer.load_state_dict(states[other])
+    pipeline.step(*batch(), optimizer)
+
+
 def test_an_elastic_state_has_all_stages() -> None:
     grid = own_grid()
 
