@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 
 import hvdlite.config
+from hvdlite.comm.mpi.start import start_mpi
 from hvdlite.testing import on_ranks
+from tests import selection
 from tests.jobs import Start, Started
+from tests.leftovers import Leftovers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # With several threads for each rank, most of torch's CPU time is spent in loops that wait for threads which have no core.
@@ -37,33 +40,9 @@ THREAD_RANKS = (1, 3)
 threads are two ranks as well.
 """
 
-FIRST = (
-    "test_under_mpirun",
-    *("test_launch", "test_faults", "test_failures", "test_out_of_step", "test_run_function", "test_channel"),
-    *(
-        "test_two_hosts",
-        "test_elastic_jobs",
-        "test_keras_training",
-        "test_pages",
-        "test_tf_strategy",
-        "test_keras_backends",
-        "test_keras_checks",
-    ),
-    *("test_benchmarks", "test_torch_models", "test_examples", "test_tf_data", "test_compat"),
-)
-"""The files that go first with `pytest -n 2`, so that no process is left with a long one in the end. The first one takes a
-third of the time, on all cores. Meanwhile the other process runs jobs that wait more than they work. Then jobs of several ranks
-and tests by threads are mixed: two jobs at once have more ranks than there are cores, and ranks that wait take time from
-others.
-"""
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--everything",
-        action="store_true",
-        help="run every test on every number of ranks, as threads and as processes: takes twice as long",
-    )
+    selection.add_options(parser)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -74,7 +53,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """`pytest -n 2`: each file is one process's, in our order. A file shares its imports, fixtures and TensorFlow's state."""
+    """`pytest -n 2`: each file is one process's, for it shares its imports, fixtures and TensorFlow's state."""
     if getattr(config.option, "numprocesses", None) and config.option.dist == "no":
         config.option.dist = "loadfile"
         config.option.loadscopereorder = False
@@ -82,31 +61,34 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         config.option.maxworkerrestart = "0"
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return selection.scheduler(config, log) if config.option.dist == "loadfile" else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    if not UNDER_MPI and not session.config.pluginmanager.has_plugin("dsession"):
+        start_mpi()  # it leaves no file in /dev/shm, and the import of mpi4py by a test does
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Some files go first. Under mpirun, of a costly test only the first case stays: threads compare the cases."""
-    place = {name: number for number, name in enumerate(FIRST)}
-    if not UNDER_MPI:
-        items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
-    elif not config.option.everything:
-        seen: set[str] = set()
-        left_out = []
-        for item in items:
-            test = item.nodeid.partition("[")[0]
-            if test in seen and item.get_closest_marker("costly"):
-                left_out.append(item)
-            seen.add(test)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    selection.choose(config, items, UNDER_MPI)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Under mpirun every rank has a folder of its own: in a common one each would clear away what another is clearing away."""
+    selection.settle(config)
     if UNDER_MPI:
         folder = tempfile.TemporaryDirectory(prefix="hvdlite-rank-", ignore_cleanup_errors=True)
         config.option.basetemp = Path(folder.name) / "pytest"
         config.add_cleanup(folder.cleanup)
+    elif not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Leftovers())
+        if config.option.renew_durations:
+            config.pluginmanager.register(selection.Durations())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -122,7 +104,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         else:
             everywhere = (1, 2, 3) if metafunc.config.option.everything else THREAD_RANKS
             chosen = [n for n in everywhere if is_for(n, mark)] or list(mark.args)
-            counts = [pytest.param(n) for n in chosen]
+            # What holds on several ranks is quick, and what one rank alone does is left to the rest.
+            counts = [pytest.param(n, marks=pytest.mark.slow if n != max(chosen) else ()) for n in chosen]
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda n: f"{n}ranks")
 
 

@@ -21,6 +21,7 @@ ALL, LAST = (), ("--servers", "1")
 """Who serves: all ranks, or the last one only."""
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("program", "how", "code", "mode", "servers"),
     [
@@ -43,6 +44,7 @@ def test_a_rank_that_fails_ends_the_job(
         assert ended.err.endswith("ValueError: the reason of rank 1\n")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("mode", "servers"), [("sync", ALL), ("ssp", LAST)])
 def test_a_rank_that_does_not_go_on_is_named(start: Start, mode: str, servers: Sequence[str]) -> None:
     limit = ("--stall-check-shutdown-time-seconds", "0.5")
@@ -54,6 +56,7 @@ def test_a_rank_that_does_not_go_on_is_named(start: Start, mode: str, servers: S
     assert "a rank whose loop is over calls optimizer.finish()" in ended.err
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("servers", "workers"), [(ALL, 3), (LAST, 2)])
 def test_a_rank_that_ends_early_lets_the_others_go_on(start: Start, servers: Sequence[str], workers: int) -> None:
     """Nobody calls finish: the end of the program and shutdown do."""
@@ -100,6 +103,7 @@ def test_the_values_are_saved_when_a_server_is_killed(start: Start, tmp_path: Pa
     assert [each.name for each in tmp_path.iterdir()] == ["values.pt"]
 
 
+@pytest.mark.slow
 def test_keras_goes_on_without_workers_and_saves_when_the_server_is_killed(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "values.npz"
     ended = start("-np", "4", *LAST, "--no-tag-output", "python", KERAS_LOSES, str(path)).end()

@@ -56,6 +56,7 @@ def test_wrong_weights_are_found() -> None:
             check_weights({"a": 0.0, "b": deviation})
 
 
+@pytest.mark.slow
 def test_all_parts(tmp_path: Path) -> None:
     command = [*(sys.executable, "-m", "benchmarks", "--quick", "--tiny"), *("--rounds", "1", "--ranks", "2")]
     command += ["--workloads", "gpt,resnet18,lstm,small_layers,bert", "--variants", "sharded,zero"]
@@ -89,6 +90,7 @@ def test_all_parts(tmp_path: Path) -> None:
         assert (tmp_path / f"p-{part}.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_backend_of_torch_distributed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "backend", "--tiny", "--rounds", "2", "--sizes", "4", "4096"]
     command += ["--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "p.png")]
@@ -104,6 +106,7 @@ def test_the_backend_of_torch_distributed(tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_this_tree_against_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "against", str(job.ROOT), "--tiny", "--rounds", "3", "--sizes", "4"]
     command += ["--variants", "plain", "--workloads", "mlp_adam", "--kinds", "float32"]
@@ -126,6 +129,7 @@ def test_ratio_of_medians() -> None:
     assert against.ratio_of_medians([2.0] * 5, [3.0] * 5) == (1.5, 1.5, 1.5)
 
 
+@pytest.mark.slow
 def test_keras(tmp_path: Path) -> None:
     command = [*(sys.executable, "-m", "benchmarks", "keras", "--tiny", "--rounds", "1"), "--json", str(tmp_path / "f")]
     done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)

@@ -80,6 +80,7 @@ def power_off(two: Hosts) -> None:
     two.power_off("node2")
 
 
+@pytest.mark.costly
 @pytest.mark.timeout(5 * LIMIT)
 @pytest.mark.parametrize("happens", [cut_off, cut_at_the_launcher, power_off])
 def test_a_host_is_lost_and_comes_back(happens: Callable[[Hosts], None], two: Hosts, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_a_host_is_lost_and_comes_back(happens: Callable[[Hosts], None], two: Ho
         training.job.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(5 * LIMIT)
 def test_a_script_names_a_host_and_another_one_later(two: Hosts, tmp_path: Path) -> None:
     """2 ranks on the one, 4 on both, 2 on the other: the state goes from the first host to the second."""

@@ -26,6 +26,7 @@ def committed_by(pid: int) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith("hvdlite.") and f".{pid}." in name]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * FAULTS_LIMIT + 20)
 def test_ten_faults(tmp_path: Path) -> None:
     """Two jobs at once on this host, with five faults each; `scripts/faults --elastic` runs many."""
@@ -100,6 +101,7 @@ def test_a_failure_that_always_comes_again_ends_the_job(start: Start, tmp_path: 
     assert committed_by(job.process.pid) == []
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_nothing_stays_whatever_ends_hvdliterun(start: Start, tmp_path: Path, number: int, code: int) -> None:
     env = {"COUNTER_FOLDER": str(tmp_path), "COUNTER_UNTIL": str(tmp_path / "never"), "COUNTER_TELL": "1"}
@@ -121,6 +123,7 @@ def test_each_training_of_a_program_has_commits_of_its_own(start: Start, tmp_pat
     assert found[2] in [("second", "3"), ("second", "4")]
 
 
+@pytest.mark.slow
 def test_the_page_is_a_program(start: Start, tmp_path: Path) -> None:
     """Alone, and on two ranks of which one kills itself in the middle: the same weights."""
     text, place = program_of(ROOT / "docs/elastic.md"), "        state.commit()"

@@ -44,6 +44,8 @@ JOBS = {
         "algorithms.py --ranks 4,6 --sizes 1K,1M --plot FOLDER/algorithms.png",
         *WRONG,
     ],
+    "digits on 2": ["torch_digits.py", "numpy_digits.py"],
+    "Keras on 2": ["keras_digits.py", "tf_custom_loop.py"],
     "torch on 2": [
         "torch_large_batch.py",
         *(f"torch_training.py --folder FOLDER/torch {more}" for more in FIRST_AND_REST),
@@ -58,7 +60,7 @@ JOBS = {
         "torch_siamese.py --check --steps 10 --exchange allgather --separate",
     ],
     "tensorflow on 2": [
-        *("keras_digits.py", "tf_custom_loop.py", "keras_strategy.py"),
+        "keras_strategy.py",
         *(f"keras_training.py --folder FOLDER/keras {more}" for more in FIRST_AND_REST),
         # The last one, for it changes Keras' default dtype.
         "keras_pipeline.py --check --epochs 2 --batch-size 32 --plot FOLDER/keras.png",
@@ -73,6 +75,7 @@ JOBS = {
     ],
 }
 """The commands whose programs run in one job, one after the other. FOLDER stands for a folder of the job's own."""
+ON_OTHER_NUMBERS = [("torch_digits", "alone"), ("torch_digits", "3"), ("numpy_digits", "3")]
 
 
 @dataclass
@@ -120,8 +123,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize(
     ("name", "job"),
     [
-        *[("torch_digits", "alone"), ("torch_digits", "3"), ("numpy_digits", "3")],
-        *[("keras_digits", "tensorflow on 2"), ("tf_custom_loop", "tensorflow on 2")],
+        *[("torch_digits", "digits on 2"), ("numpy_digits", "digits on 2")],
+        *[("keras_digits", "Keras on 2"), ("tf_custom_loop", "Keras on 2")],
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ON_OTHER_NUMBERS),
     ],
 )
 def test_digits(run: Run, name: str, job: str) -> None:
@@ -132,6 +136,7 @@ def test_digits(run: Run, name: str, job: str) -> None:
     assert f"weights: identical on {run(job).size} rank" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "job"), [("torch", "torch on 2"), ("keras", "tensorflow on 2")])
 def test_training(run: Run, name: str, job: str) -> None:
     """A program as people write them stops and goes on from its checkpoint; one rank writes, and only once."""
@@ -177,6 +182,7 @@ def digits(run: Run) -> Iterator[str]:
             server.kill()
 
 
+@pytest.mark.slow
 def test_digits_are_served(digits: str) -> None:
     page = httpx.get(digits)
     assert page.headers["content-type"].startswith("text/html")
@@ -197,6 +203,7 @@ STROKES: dict[int, list[list[Point]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"{MISSING}: the page of the example is tried in it")
 def test_digits_are_drawn_in_a_browser(digits: str, tmp_path: Path) -> None:
     with browser() as page:
@@ -212,6 +219,7 @@ def test_digits_are_drawn_in_a_browser(digits: str, tmp_path: Path) -> None:
             assert page.text("#answer") == page.text("#status") == ""
 
 
+@pytest.mark.slow
 def test_keras_strategy(run: Run) -> None:
     out = run("tensorflow on 2").out("keras_strategy")
     accuracy = re.search(r"test accuracy: ([\d.]+) % of 360 images", out)
@@ -222,6 +230,7 @@ def test_keras_strategy(run: Run) -> None:
     assert "weights: identical on 2 ranks" in out
 
 
+@pytest.mark.slow
 def test_large_batch(run: Run) -> None:
     out = run("torch on 2").out("torch_large_batch")
     accuracy = {
@@ -241,6 +250,7 @@ def gpt_losses(out: str) -> tuple[float, float]:
     return float(losses[1]), float(losses[2])
 
 
+@pytest.mark.slow
 def test_gpt_text(run: Run) -> None:
     alone = gpt_losses(run("alone").out("torch_gpt_text.py --steps 200"))  # one process that knows no other
     job = run("3")
@@ -261,6 +271,7 @@ def test_gpt_text(run: Run) -> None:
     assert (job.folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "option"),
     [("alone", ""), *[("torch on 2", option) for option in ("--fp16-allreduce", "--shard", "--use-adasum")]],
@@ -278,6 +289,7 @@ def test_synthetic_benchmark(run: Run, job: str, option: str) -> None:
         assert float(found[2]) == pytest.approx(scale * deviation, abs=0.2 * scale + 0.06)
 
 
+@pytest.mark.slow
 def test_bert_size(run: Run) -> None:
     out = run("torch on 2").out("torch_bert_size")
     losses = re.search(r"^loss ([\d.]+) to ([\d.]+) nats for each masked word$", out, re.MULTILINE)
@@ -287,6 +299,7 @@ def test_bert_size(run: Run) -> None:
     assert "hvdlite, shard=True: 2,0" in out  # parameters
 
 
+@pytest.mark.slow
 def test_pipeline(run: Run) -> None:
     job = run("torch on 2")
     out = job.out("torch_pipeline")
@@ -299,6 +312,7 @@ def test_pipeline(run: Run) -> None:
     assert (job.folder / "pipeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_keras_pipeline(run: Run) -> None:
     job = run("tensorflow on 2")
     out = job.out("keras_pipeline")
@@ -310,6 +324,7 @@ def test_keras_pipeline(run: Run) -> None:
     assert (job.folder / "keras.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_tensor_parallel(run: Run) -> None:
     job = run("torch on 2")
     out = job.out("torch_tensor_parallel")
@@ -322,6 +337,7 @@ def test_tensor_parallel(run: Run) -> None:
     assert (job.folder / "letters.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_hybrid(run: Run) -> None:
     job = run("torch on 2")
     out = job.out("torch_hybrid")
@@ -334,6 +350,7 @@ def test_hybrid(run: Run) -> None:
     assert (job.folder / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_lstm_wavefront(run: Run) -> None:
     job = run("torch on 2")
     out = job.out("torch_lstm_wavefront")
@@ -346,6 +363,7 @@ def test_lstm_wavefront(run: Run) -> None:
     assert (job.folder / "chunks.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["--check --steps 100 --plot", "--check --steps 10 --exchange allgather --separate"])
 def test_siamese(run: Run, option: str) -> None:
     job = run("torch on 2")
@@ -358,6 +376,7 @@ def test_siamese(run: Run, option: str) -> None:
         assert (job.folder / "vectors.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_async_digits(run: Run) -> None:
     job = run("3")
     found = {
@@ -379,6 +398,7 @@ def test_async_digits(run: Run) -> None:
     assert re.search(r"pushes of the ranks \d+, \d+, 0, missed", out), out  # the last one only serves
 
 
+@pytest.mark.slow
 def test_a3c(run: Run) -> None:
     job = run("3")
     out = job.out("torch_a3c.py --goal")
@@ -390,6 +410,7 @@ def test_a3c(run: Run) -> None:
     assert (job.folder / "a3c.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", WRONG)
 def test_wrong_arguments(run: Run, command: str) -> None:
     code, _, err = run("alone").ends[0][command]
@@ -397,6 +418,7 @@ def test_wrong_arguments(run: Run, command: str) -> None:
     assert WRONG[command] in err
 
 
+@pytest.mark.slow
 def test_algorithms(run: Run) -> None:
     out = run("alone").out("algorithms")
     rows = [line for line in out.splitlines() if "iB" in line]

@@ -13,7 +13,7 @@ LEAVES = str(PROGRAMS / "leaves.py")
 HANGS = str(PROGRAMS / "hangs.py")
 
 
-@pytest.mark.parametrize("wait", ["operation", "gradients"])
+@pytest.mark.parametrize("wait", ["operation", pytest.param("gradients", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("how", "code"), [("exception", 1), ("exit3", 3), ("exit0", 1)])
 def test_hvdliterun(start: Start, how: str, code: int, wait: str) -> None:
     ended = start("-np", "3", "python", LEAVES, how, wait).end()
@@ -30,6 +30,7 @@ def test_hvdliterun(start: Start, how: str, code: int, wait: str) -> None:
         assert f"rank 1 has left the job, and this rank still waits for {awaited}" in ended.err
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("wait", ["operation", "gradients"])
 def test_an_endless_loop_ends_at_the_stall_limit(start: Start, wait: str) -> None:
     ended = start("-np", "2", "--stall-check-shutdown-time-seconds", "0.5", "python", LEAVES, "loop", wait).end()
@@ -54,6 +55,7 @@ def test_a_stall_is_reported_while_the_job_goes_on(start: Start) -> None:
     assert job.end().code == 143
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["after the last exchange", "while others shut down", "in a thread", "in C code"])
 def test_a_rank_that_hangs_while_others_are_at_their_end(start: Start, how: str) -> None:
     """The others wait for it in a watched wait: it is reported with its stack, and it is the one that has failed."""
@@ -89,6 +91,7 @@ def test_an_exit_handler_that_keeps_one_rank_is_named_alone_and_ends_the_job_at_
     assert "3 s" in last and "rank 0" not in ended.err
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("wait", ["operation", "gradients"])
 @pytest.mark.parametrize("how", ["exception", "exit3", "exit0"])
 def test_plain_mpirun(how: str, wait: str) -> None:

@@ -13,12 +13,14 @@ _QUICK = [kind.name for kind in KINDS.values() if not kind.needs and not kind.pa
 _HOSTS = [kind.name for kind in KINDS.values() if kind.needs == "hosts" and not kind.patience]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("fault", choose(SEED, 13, _QUICK, torch=0.0), ids=lambda fault: fault.kind.name)
 def test_a_fault_ends_as_it_should(fault: Fault) -> None:
     outcome = run(fault)
     assert outcome.wrong == [], f"{fault}\n{outcome.last_words}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", choose(SEED, 2, _HOSTS, torch=0.0), ids=lambda fault: fault.kind.name)
 def test_a_fault_on_several_hosts(fault: Fault) -> None:
     if reason := why_not():

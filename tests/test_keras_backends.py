@@ -51,6 +51,7 @@ def test_training_on_torch_equals_one_process(start: Start) -> None:
         assert weights == "alike", case
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("backend", ["tensorflow", "torch"])
 def test_training_goes_on_after_a_restart(start: Start, backend: str) -> None:
     """`shutdown` and `init` around what was compiled, wrapped and traced before."""

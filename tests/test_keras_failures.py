@@ -9,6 +9,7 @@ from tests.jobs import PROGRAMS, Start, mpirun
 PROGRAM = str(PROGRAMS / "keras_callback_fails.py")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", ["batch", "epoch"])
 def test_hvdliterun(start: Start, where: str) -> None:
     ended = start("-np", "2", "python", PROGRAM, where).end()
@@ -17,6 +18,7 @@ def test_hvdliterun(start: Start, where: str) -> None:
     assert ended.err.endswith("ValueError: the reason of rank 1\n")
 
 
+@pytest.mark.slow
 def test_plain_mpirun() -> None:
     done = mpirun(2, PROGRAM, "batch")
     assert done.returncode != 0

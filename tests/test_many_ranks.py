@@ -140,6 +140,7 @@ def test_subgroups_do_not_mix() -> None:
     assert sums == [4.0] * 4
 
 
+@pytest.mark.slow
 def test_the_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Measures on two and four ranks of this machine, and simulates."""
     path, plot = tmp_path / "f.json", tmp_path / "p.svg"

@@ -13,6 +13,7 @@ LIMIT = 150
 """Seconds for one cell, of which the start of two ranks and of torch takes the most."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(2 * LIMIT)
 # jupyter_client warns of its own use of paths and of event loops.
 @pytest.mark.filterwarnings(

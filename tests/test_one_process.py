@@ -17,6 +17,7 @@ DRAWN = ("torch",)
 """Pairs of Keras are run by ``python -m tests.one_process``: not all of them have been looked at yet."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("framework", DRAWN)
 def test_each_pair_equals_one_process_or_is_refused(framework: str, pytestconfig: pytest.Config) -> None:

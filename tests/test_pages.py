@@ -38,6 +38,7 @@ def losses(out: str) -> list[tuple[int, float, float]]:
     return [(int(epoch), float(loss), float(accuracy)) for epoch, loss, accuracy in found]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT + 20)
 def test_torch_training(start: Start, tmp_path: Path) -> None:
     """One rank; two that stop, each with a shard of the optimizer's state; and one that goes on from there."""
@@ -65,6 +66,7 @@ def test_torch_training(start: Start, tmp_path: Path) -> None:
     assert seen["alone"][-1][2] > 85
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT + 20)
 def test_keras_training(start: Start, tmp_path: Path) -> None:
     """One rank and two train alike; and one goes on from where two stopped."""
@@ -89,6 +91,7 @@ def test_keras_training(start: Start, tmp_path: Path) -> None:
     assert loss < seen["together"][-1][1]
 
 
+@pytest.mark.slow
 def test_jax(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="JAX is not installed, which docs/jax.md is about")
     program = tmp_path / "train.py"
@@ -135,6 +138,7 @@ def test_every_piece_is_run(page: str) -> None:
             assert kind in JOBS or re.match(r"sketch: \w+", kind), f"{page}, line {line}: {kind}"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(5 * LIMIT)
 @pytest.mark.parametrize("job", JOBS)
 def test_pieces(job: str, tmp_path: Path) -> None:

@@ -237,6 +237,7 @@ def test_any_order_of_events(events: list[tuple[str, int]]) -> None:
     assert set(reported) <= absorbed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 20)
 def test_five_faults(tmp_path: Path) -> None:
     """They go on with two ranks or more, and start again with four later. ``scripts/faults --elastic --fewest 2`` runs many."""

@@ -28,6 +28,7 @@ GRIDS = {
 LIMIT = 180.0  # eight processes that import torch and train take 20 s on two quiet cores, and far more on busy ones
 
 
+@pytest.mark.costly
 @pytest.mark.timeout(LIMIT + 20)
 @pytest.mark.parametrize(("size", "grids"), GRIDS.items(), ids=map(str, GRIDS))
 def test_a_grid_trains_as_one_process_does(size: int, grids: list[str]) -> None:

@@ -235,6 +235,7 @@ def hugging_face() -> Iterator[tuple[Any, str, Any, Any]]:
     yield transformers.ViTForImageClassification(vit), "vit.layers", pixels, "logits"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_models_of_transformers() -> None:
     for model, layers, inputs, _ in hugging_face():

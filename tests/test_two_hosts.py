@@ -79,13 +79,14 @@ OTHERS = ["communicator", "order", "torch_operations", "torch_options", "torch_p
 ON_EVEN_HOSTS = ("join", "message_sizes", "operations", "torch_distributed", "torch_join")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SPMD_LIMIT + 20)
 @pytest.mark.parametrize("where", [EVEN, UNEVEN])
 def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None:
     everything = where == EVEN or pytestconfig.option.everything
     chosen = [name for name in SPMD if everything or name not in ON_EVEN_HOSTS]
     chosen += OTHERS if pytestconfig.option.everything else []
-    files = [str(ROOT / f"tests/spmd/test_{name}.py") for name in chosen]
+    files = ["--quick", *(str(ROOT / f"tests/spmd/test_{name}.py") for name in chosen)]
     done = mpirun(
         two_hosts,
         where,
@@ -100,6 +101,7 @@ def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None
     assert done.stdout.count(" passed") == slots(where)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("where", "places"),
     [
@@ -114,6 +116,7 @@ def test_places(two_hosts: Hosts, where: str, places: list[str]) -> None:
     assert_nothing_left(two_hosts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [("SIGKILL", 137, "was killed by SIGKILL"), ("exception", 1, "the reason of the last rank")],
@@ -143,6 +146,7 @@ def test_a_host_that_is_cut_off_ends_the_job(two_hosts: Hosts) -> None:
     assert_nothing_left(two_hosts)  # on node2 neither
 
 
+@pytest.mark.slow
 def test_a_slow_network() -> None:
     if reason := why_not(needs_rate=True):
         pytest.skip(reason)
@@ -170,6 +174,7 @@ print(answers)
 """
 
 
+@pytest.mark.slow
 def test_a_server_on_each_host(two_hosts: Hosts) -> None:
     launch = ["-m", "hvdlite.launch", "-np", "2", "-H", "node1:1,node2:1", sys.executable, "-m", "hvdlite", "serve"]
     words = [sys.executable, *launch, "tests.programs.servables:counted", "--host", "0.0.0.0"]
@@ -191,6 +196,7 @@ def test_a_server_on_each_host(two_hosts: Hosts) -> None:
     assert_nothing_left(two_hosts)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_tests_are_killed(tmp_path: Path) -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -108,6 +108,7 @@ def pages() -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_mypy(tmp_path: Path) -> None:
     """All programs pass but one that is wrong, with the cache that scripts/check leaves."""

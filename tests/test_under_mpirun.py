@@ -1,12 +1,14 @@
 """The tests of tests/spmd once more, under plain mpirun, each rank a process.
 
 As threads they run on one and three ranks. What is left for processes to show: that each test holds on two ranks that share
-nothing, and that what moves data between processes does so for other numbers of them (three, and four).
+nothing, and that what moves data between processes does so for other numbers of them (three, and four). Of a costly test the
+first case shows it.
 Each process takes seconds to import TensorFlow, so its tests run on two processes alone, except with --everything.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,9 +34,19 @@ MESSAGES = named("adasum", "join", "order", "overlap", "process_sets", "schedule
 MOVES_DATA = [*MESSAGES, *named("operations", "checks", "timeline", "torch_gradients", "torch_join", "torch_training")]
 ON_DEVICES_AND_SHARDS = named("device_gradients", "device_operations", "distributed_gradient", "sharded_state")
 
+# Of each kind one file or two, on two processes: with `pytest -n 2`. The rest of the files, and more processes, are the rest.
+QUICK = [
+    *MESSAGES,
+    *named("operations", "checks", "timeline", "messages", "communicator", "distributed_gradient"),
+    *named("torch_gradients", "torch_training", "torch_join", "torch_async", "torch_elastic", "torch_distributed"),
+]
+QUICK_TENSORFLOW = named("keras_training", "keras_sharded", "keras_elastic", "tf_operations", "tf_graph", "tf_tape")
+
 FEW = {
-    "2": (2, REST),
-    "2-tensorflow": (2, TENSORFLOW),
+    "2": (2, QUICK),
+    "2-tensorflow": (2, QUICK_TENSORFLOW),
+    "2-rest": (2, [path for path in REST if path not in QUICK]),
+    "2-tensorflow-rest": (2, [path for path in TENSORFLOW if path not in QUICK_TENSORFLOW]),
     "3": (
         3,
         [
@@ -42,30 +54,16 @@ FEW = {
             *ON_DEVICES_AND_SHARDS,
             *named("sync_batch_norm", "communicator", "message_sizes"),
             *named("torch_distributed", "torch_pipeline", "torch_slicing"),
-            *named(
-                "torch_checkpoint",
-                "torch_pipeline_steps",
-                "torch_wavefront",
-                "torch_split",
-                "torch_few_bytes",
-                "torch_local_steps",
-                "torch_async",
-                "torch_hogwild",
-            ),
+            *named("torch_checkpoint", "torch_pipeline_steps", "torch_wavefront", "torch_split", "torch_few_bytes"),
+            *named("torch_local_steps", "torch_async", "torch_hogwild"),
         ],
     ),
     "4": (
         4,
-        named(
-            "join",
-            "overlap",
-            "process_sets",
-            "schedule",
-            "sharded",
-            "torch_distributed",
-            "torch_pipeline",
-            "torch_operations",
-        ),
+        [
+            *named("join", "overlap", "process_sets", "schedule", "sharded"),
+            *named("torch_distributed", "torch_pipeline", "torch_operations"),
+        ],
     ),
 }
 """For each job the number of ranks, and the files."""
@@ -78,19 +76,32 @@ ALL = FEW | {
     ),
 }
 """The jobs of ``pytest --everything``."""
+SOON = ("2", "2-tensorflow")
+"""The jobs of ``pytest -n 2``; the others are slow."""
 
 LIMIT = 900.0  # on a busy machine
 
 
+def failures(said: str) -> str:
+    """What has failed in a job, in one line: pytest's summary has the first line of a failure."""
+    return (
+        ", ".join(sorted(set(re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", said, re.MULTILINE)))) or "no test has failed"
+    )
+
+
 @pytest.mark.timeout(LIMIT + 20)
-@pytest.mark.parametrize("job", FEW)
+@pytest.mark.parametrize(
+    "job", [pytest.param(job, marks=pytest.mark.slow if "-rest" in job or job[0] > "2" else ()) for job in ALL]
+)
 def test_spmd(job: str, pytestconfig: pytest.Config) -> None:
-    everything = ["--everything"] if pytestconfig.option.everything else []
+    everything = pytestconfig.option.everything
+    if job not in FEW and not everything:
+        pytest.skip("with --everything only")
     size, files = (ALL if everything else FEW)[job]
     done = mpirun(
         size,
         *("-m", "pytest", "-x", "-q", "--timeout=150", "--color=no", "-p", "no:cacheprovider"),
-        *everything,
+        "--everything" if everything else "--quick",
         *map(str, files),
         timeout=LIMIT,
         HVDLITE_TEST_MPI="1",
@@ -98,5 +109,5 @@ def test_spmd(job: str, pytestconfig: pytest.Config) -> None:
         HVDLITE_ADVICE="0",
         OMP_NUM_THREADS="1",
     )
-    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]
+    assert done.returncode == 0, f"{failures(done.stdout)}\n{done.stdout[-20_000:]}{done.stderr[-5_000:]}"
     assert done.stdout.count(" passed") == size

@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -26,6 +27,7 @@ def main(framework: str, results: str, seconds: str, pairs: str) -> None:
         importlib.import_module("keras").config.set_floatx("float64")
     kind = importlib.import_module(f"tests.one_process.{framework}_ways")
     warnings.simplefilter("ignore")  # advice
+    tempfile.tempdir = str(Path(results).parent)  # whose owner removes it
     hvdlite.init()
     end = time.monotonic() + float(seconds)
     with Path(results).open("a") as file:

@@ -9,6 +9,7 @@ import io
 import json
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import hvdlite
@@ -31,6 +32,7 @@ def run(command: str) -> tuple[int, str, str]:
 
 
 folder, *commands = sys.argv[1:]
+tempfile.tempdir = folder  # what programs leave goes with it
 ends, rank = {}, 0
 for command in commands:
     ends[command] = run(command)
