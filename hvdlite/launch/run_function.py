@@ -151,6 +151,7 @@ def run(
         blacklist_cooldown_range=cooldown_range,
         commit_directory=None,
         always_restart=None,
+        same_failure_limit=None,
         servers=None,
     )
     elastic = elastic_options(options, os.environ) if is_elastic(options) else None
