@@ -1,6 +1,6 @@
 """What a run of the tests has left in /dev/shm and in the folder for temporary files: it fails, and names what was left.
 
-What is in /dev/shm may be of other programs: it makes the run fail where HVDLITE_TESTS_ALONE is set, as in `.ci/run`.
+What is in /dev/shm may be of other programs: it makes the run fail only where HVDLITE_TESTS_ALONE is set.
 """
 
 from __future__ import annotations

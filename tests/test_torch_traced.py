@@ -144,6 +144,9 @@ class Straight(torch.autograd.Function):
         return gradient
 
 
+straight = Straight.apply  # as programs do, long before a pipeline is made
+
+
 class Odd(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -154,6 +157,8 @@ class Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "function":
             x = Straight.apply(x)
+        if self.kind == "bound function":
+            return self.layers[1](straight(self.layers[0](x)))
         x = self.norm(self.layers[0](x))
         if self.kind == "tensor hook":
             x.register_hook(lambda gradient: -gradient)
@@ -174,6 +179,7 @@ class Odd(nn.Module):
     ("kind", "told"),
     [
         ("function", "uses Straight, an autograd.Function with a gradient of its own"),
+        ("bound function", "uses Straight, an autograd.Function with a gradient of its own"),
         ("tensor hook", "registers the hook Odd.forward.*for a tensor"),
         ("counter", "the forward pass changes 'calls'"),
         ("random", "the forward pass draws random numbers of Python"),

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from hvdlite.errors import ArgumentError
@@ -34,11 +35,12 @@ def refuse(what: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def faithfully(model: nn.Module) -> Iterator[Callable[[], None]]:
+def faithfully(model: nn.Module) -> Iterator[Callable[[Any], None]]:
     """Refuse what a model does while it is recorded, and what would be left out.
 
     Yields:
-        A function that is called at the end of the forward pass. (torch.export takes back what the pass does to the model.)
+        A function that is called with the output at the end of the forward pass.
+        (torch.export takes back what the pass does to the model.)
 
     Raises:
         ArgumentError: It has hooks, gradients of its own, numbers that a forward pass changes, or random numbers of Python.
@@ -65,7 +67,12 @@ def faithfully(model: nn.Module) -> Iterator[Callable[[], None]]:
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", "The tensor attributes?.*assigned during export")
-            yield lambda: _check(model, numbers, drawn)
+
+            def settle(output: Any) -> None:
+                _check_gradients(output)
+                _check(model, numbers, drawn)
+
+            yield settle
 
 
 def _check(model: nn.Module, numbers: dict[str, dict[str, str]], drawn: tuple[Any, ...]) -> None:
@@ -76,6 +83,21 @@ def _check(model: nn.Module, numbers: dict[str, dict[str, str]], drawn: tuple[An
         for attribute, value in found.items():
             if value != numbers.get(name, {}).get(attribute, value):
                 refuse(f"the forward pass changes {f'{name}.{attribute}'.lstrip('.')!r}")
+
+
+def _check_gradients(output: Any) -> None:
+    """Raise for an autograd.Function in the graph: ``square = Square.apply`` of a program is older than what is patched."""
+    nodes: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        kind = getattr(type(node), "_forward_cls", None)
+        if kind not in (None, CheckpointFunction):
+            refuse(f"the forward pass uses {kind.__name__}, an autograd.Function with a gradient of its own")
 
 
 def refuse_hooks_within(model: nn.Module) -> None:

@@ -73,7 +73,7 @@ class Tied:
         groups: dict[tuple[int, ...], list[Shared]] = {}
         for each in shared:
             places = tuple(sorted({stage % len(members) for stage in each.stages}))
-            if len(places) > 1 and each.parameter.requires_grad:
+            if len(places) > 1:  # also one that is frozen: a program may train it later
                 groups.setdefault(places, []).append(each)
         self._groups: list[tuple[Communicator, Mapping[str, nn.Parameter]]] = []
         self.copies: list[nn.Parameter] = []
@@ -90,18 +90,23 @@ class Tied:
         Raises:
             HvdliteError: They are not, on all ranks that have them.
         """
-        for communicator, parameters in self._groups:
+        apart = []
+        for communicator, parameters in self._groups:  # all of them: a rank of another group waits for this one
             own = np.array([_digest(parameter) for parameter in parameters.values()], np.int64)
             most = np.concatenate([own, -own])
             _reduce(communicator, most, ReduceOp.MAX)
             highest, lowest = most[: len(own)], -most[len(own) :]
-            for name, high, low in zip(parameters, highest, lowest, strict=True):
-                if high != low:
-                    raise HvdliteError(
-                        f"the parameter {name} is tied over stages on {ranks_text(list(communicator.members.ranks))}, and its "
-                        "copies differ. Change it on all of these ranks alike: load states on all of them, and use the same "
-                        "optimizer with the same options."
-                    )
+            apart += [
+                (name, communicator)
+                for name, high, low in zip(parameters, highest, lowest, strict=True)
+                if high != low
+            ]
+        for name, communicator in apart:
+            raise HvdliteError(
+                f"the parameter {name} is tied over stages on {ranks_text(list(communicator.members.ranks))}, and its "
+                "copies differ. Change it on all of these ranks alike: load states on all of them, and use the same "
+                "optimizer with the same options."
+            )
 
     def add_up(self) -> None:
         """Give all copies the sum of their gradients. All ranks of the pipeline call this, after the backward pass."""

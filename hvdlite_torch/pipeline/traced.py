@@ -234,10 +234,10 @@ def trace(model: nn.Module, cuts: Sequence[str], example: Inputs) -> list[Traced
 def _record(model: nn.Module, cuts: Sequence[str], example: Inputs) -> Recording:
     """Record a model in the mode in which it is."""
     returned: list[Any] = []
-    over: list[Callable[[], None]] = []
+    over: list[Callable[[Any], None]] = []
 
     def flat(module: nn.Module, args: Any, output: Any) -> tuple[torch.Tensor, ...]:
-        over[-1]()
+        over[-1](output)
         leaves, nested = pytree.tree_flatten(output)
         is_tensor = [isinstance(leaf, torch.Tensor) for leaf in leaves]
         # What is neither a tensor nor a plain value, such as a cache of keys and values, is left out: None.
