@@ -7,12 +7,19 @@ the blocking ones are differentiable, functions for training scripts; and the na
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from hvdlite import basics
 from hvdlite.adapter import capabilities
 from hvdlite.adapter.async_sgd.unfinished import serve_parameters
 from hvdlite.adapter.capabilities import *  # noqa: F403
 from hvdlite.api import at_the_end
-from hvdlite.basics import *  # noqa: F403
+
+if TYPE_CHECKING:  # mypy keeps the first of two imports of a name
+    from hvdlite_torch.distributed.backend import init as init
+    from hvdlite_torch.distributed.grid import ProcessGrid as ProcessGrid
+
+from hvdlite.basics import *  # type: ignore[assignment]  # noqa: F403
 from hvdlite.checks import require
 from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
 from hvdlite.serving.serve import serve
