@@ -10,15 +10,18 @@ of additions. In a training the ranks compute gradients between their steps, so 
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 import hvdlite_torch as hvd
-from hvdlite_torch.async_sgd.optimizer import AsyncOptimizer
+
+if TYPE_CHECKING:
+    from hvdlite_torch.async_sgd.typed import AsyncSGD
 
 
-def parameter(elements: int) -> tuple[torch.nn.Parameter, AsyncOptimizer]:
+def parameter(elements: int) -> tuple[torch.nn.Parameter, AsyncSGD]:
     """Return a parameter of zeros, and an optimizer that adds 1 to each element."""
     p = torch.nn.Parameter(torch.zeros(elements, dtype=torch.float64))
     optimizer = hvd.AsyncDistributedOptimizer(torch.optim.SGD([p], lr=1.0), hogwild=True)
