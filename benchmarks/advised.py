@@ -18,6 +18,7 @@ import torch
 
 import hvdlite_torch as hvd
 from examples.torch_gpt_text import GPT, load, summed_loss
+from hvdlite.adapter.async_sgd.options import Servers
 from hvdlite.advise import Strategy, parse_strategy
 
 BATCH, CONTEXT, LAYERS, WIDTH = 8, 64, 4, 128
@@ -28,7 +29,7 @@ def wrap(strategy: Strategy, optimizer: torch.optim.Optimizer, model: torch.nn.M
     """Return the optimizer of a strategy."""
     number, named = strategy.number, model.named_parameters()
     if strategy.kind in ("sync", "async"):
-        servers = int(number) or "sharded"
+        servers: Servers = int(number) or "sharded"
         return hvd.AsyncDistributedOptimizer(optimizer, model, mode=strategy.kind, servers=servers, overlap=False)
     options: dict[str, Callable[[], dict[str, Any]]] = {
         "gradients": lambda: {"overlap": False},

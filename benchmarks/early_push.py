@@ -26,7 +26,7 @@ from tests.hosts import Hosts, hosts, why_not
 LIMIT = 200.0
 """The longest time of one job in seconds."""
 WIDTH, LAYERS = 512, 8
-TRAININGS: dict[str, dict[str, bool]] = {
+TRAININGS: dict[str, dict[str, Any]] = {
     "step": {"overlap": False},
     "early": {"overlap": True},
     "both": {"overlap": True, "overlap_pull": True},
@@ -44,7 +44,7 @@ def on_rank(mode: str, batch: int, turns: int) -> None:
 
     hvd.init()
     torch.manual_seed(0)
-    trainings: dict[str, tuple[nn.Module, Any]] = {}
+    trainings: dict[str, tuple[nn.Sequential, Any]] = {}
     for name, options in TRAININGS.items():
         model = nn.Sequential(*(each for _ in range(LAYERS) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
         plain = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -135,7 +135,7 @@ class Training:
         self.optimizer.zero_grad()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
             loss = F.cross_entropy(self.module(inputs), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         self.losses.append(loss.detach())
 
@@ -160,7 +160,7 @@ def unspared() -> Iterator[list[DeviceCollectives]]:
         return made[-1]
 
     module.SPARE_ONE_RANK = False
-    here.group().device_collectives = connect  # type: ignore[method-assign, assignment]
+    here.group().device_collectives = connect  # type: ignore[method-assign]
     try:
         yield made
     finally:
@@ -178,7 +178,8 @@ def start_ddp(device: torch.device) -> None:
     """Make torch's process group of one rank, if there is none."""
     if not torch.distributed.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # torch does not say that it exports this
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def measure_steps(device: torch.device, name: str, rounds: int, steps: int, tiny: bool) -> list[dict[str, Any]]:

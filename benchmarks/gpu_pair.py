@@ -38,7 +38,7 @@ def measure(tiny: bool, trace: str | None = None) -> dict[str, Any]:
     inputs, labels = task.batch(torch.Generator().manual_seed(hvd.rank()))
     batch = inputs.to(device), labels.to(device)
     if not torch.distributed.is_initialized():
-        store = torch.distributed.FileStore(hvd.broadcast_object(tempfile.mktemp(prefix="gpu_pair")), hvd.size())
+        store = torch.distributed.FileStore(hvd.broadcast_object(tempfile.mktemp(prefix="gpu_pair")), hvd.size())  # type: ignore[attr-defined]  # torch does not say that it exports this
         torch.distributed.init_process_group("nccl", store=store, rank=hvd.rank(), world_size=hvd.size())
     trainings = {variant: Training(variant, initial, device) for variant in (NOTHING, DDP, "hvdlite")}
     times: dict[str, list[float]] = {variant: [] for variant in trainings}

@@ -132,7 +132,10 @@ def _handling() -> tuple[float, float]:
     def agree(ranks: int) -> tuple[float, float, float, float]:
         """Return the time to announce, of a rank's first step, of the root's step, and of a rank's last step."""
         transports, controllers = make_controllers(ranks)
-        announced, first, decided, last = [], [], [], []
+        announced: list[float] = []
+        first: list[float] = []
+        decided: list[float] = []
+        last: list[float] = []
         for number in range(_ROUNDS):
             for controller in reversed(controllers):
                 began = time.perf_counter()

@@ -263,4 +263,4 @@ def parameters_of(model: nn.Module) -> int:
 def train(module: nn.Module, batch: Any) -> None:
     """Run the forward and the backward pass. The gradients are in ``grad`` afterwards."""
     inputs, labels = batch
-    F.cross_entropy(module(inputs), labels).backward()  # type: ignore[no-untyped-call]
+    F.cross_entropy(module(inputs), labels).backward()

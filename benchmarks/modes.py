@@ -57,7 +57,8 @@ STALLS: dict[str, Callable[[int, torch.Generator], float]] = {
 
 def measure(part: str, **settings: Any) -> Any:
     """Measure on this rank; see `benchmarks.job`."""
-    return {"pace": _pace, "learning": _learning}[part](**settings)
+    parts: dict[str, Callable[..., Any]] = {"pace": _pace, "learning": _learning}
+    return parts[part](**settings)
 
 
 def _pace(rounds: int, seconds: float) -> list[dict[str, Any]]:
@@ -137,6 +138,7 @@ def _learning(task: str, mode: str, seconds: float, intervals: int) -> dict[str,
     optimizer = hvd.AsyncDistributedOptimizer(
         trained.optimizer, trained.model, **MODES["sync" if mode == SCALED else mode]
     )
+    assert isinstance(optimizer, hvd.AsyncDistributed)  # a type checker cannot know
     slow, batches = hvd.rank() == RANKS - 1, trained.batches()
     points, spent, used = [(0.0, 0, *trained.test())], 0.0, 0
     for _ in tqdm(range(intervals), f"{task}, {mode}", leave=False, disable=hvd.rank() > 0):

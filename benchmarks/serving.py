@@ -153,8 +153,12 @@ def _running(
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, *command, "--port", str(port)],
-            **{"cwd": ROOT, "env": {**environ, "OMP_NUM_THREADS": "1"}, "start_new_session": True},
-            **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log},
+            cwd=ROOT,
+            env={**environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
         try:
             yield f"http://127.0.0.1:{port}{path}", process

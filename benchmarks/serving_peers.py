@@ -29,7 +29,7 @@ PEER, MODEL, MAX_BATCH, WAIT = settings()
 if PEER == "mosec":
     import mosec
 
-    class MosecWorker(mosec.Worker):
+    class MosecWorker(mosec.Worker):  # type: ignore[misc]  # mypy does not see mosec
         """The model in mosec."""
 
         def __init__(self) -> None:
@@ -49,7 +49,7 @@ if PEER == "mosec":
 else:
     import litserve
 
-    class LitServeApi(litserve.LitAPI):
+    class LitServeApi(litserve.LitAPI):  # type: ignore[misc]  # mypy does not see LitServe
         """The model in LitServe."""
 
         def setup(self, device: str) -> None:

@@ -10,6 +10,7 @@ can serve. The points are what the chooser settles on for a p99 of at most 50 ms
 from __future__ import annotations
 
 import argparse
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -88,7 +89,7 @@ def _plot(lines: dict[float, list[Served]], marks: dict[float, tuple[float, Serv
     left, right = picture.subplots(1, 2)
     for number, (load, served) in enumerate(lines.items()):
         wait, at = marks[load]
-        for axes, value in ((left, lambda each: each.p99), (right, lambda each: each.compute)):
+        for axes, value in ((left, operator.attrgetter("p99")), (right, operator.attrgetter("compute"))):
             axes.plot(WAITS * 1e3, [value(each) * 1e3 for each in served], color=f"C{number}", label=f"{load:.0%}")
             axes.plot(wait * 1e3, value(at) * 1e3, "o", color=f"C{number}")
     left.axhline(BOUND * 1e3, color="black", linestyle=":", linewidth=1)

@@ -183,7 +183,8 @@ def _fsdp2(group: dist.ProcessGroup, tiny: bool) -> tuple[Callable[[], None], Ca
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _training(model, tiny), lambda: torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+    parameters: list[Any] = list(model.parameters())  # they are DTensors
+    return _training(model, tiny), lambda: torch.cat([p.full_tensor().detach().flatten() for p in parameters])
 
 
 TRAININGS = {"DDP": _ddp, "FSDP2": _fsdp2}

@@ -85,7 +85,8 @@ class _Trained:
 
     def way(self) -> np.ndarray[Any, Any]:
         """Return the change of the weights by training, as a flat float32 array."""
-        return _weights(self._variant.model) - self._start
+        way: np.ndarray[Any, Any] = _weights(self._variant.model) - self._start
+        return way
 
 
 class _Summed:

@@ -206,7 +206,7 @@ class Cluster:
         self.clocks = [start] * self.size
         everybody = tuple(range(self.size))
         # A program of its own for each rank: the lambda must not see the last rank only.
-        programs = [lambda rank=rank: program(VirtualTransport(self, everybody, rank, -1)) for rank in everybody]  # type: ignore[misc]
+        programs = [lambda rank=rank: program(VirtualTransport(self, everybody, rank, -1)) for rank in everybody]
         results = self.clock.run(programs)
         return max(self.clocks) - start, results
 

@@ -63,7 +63,9 @@ def serve(
         batcher.joined(replica)
     numbers = itertools.count()
     events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-    requests, latency, busy, batches = [], {}, 0.0, 0
+    requests: list[Request] = []
+    latency: dict[int, float] = {}
+    busy, batches = 0.0, 0
     now, alarm = 0.0, math.inf
 
     def at(time: float, what: Callable[..., None], *arguments: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,11 +74,12 @@ def test_nccl_of_one_rank(library: nccl.Library, kind: str) -> None:
                 device.fill(out, 0)
                 channel.allreduce(x, op, stream, out)
                 np.testing.assert_array_equal(device.to_host(out), values)
-            for call in (
+            calls: tuple[Callable[[Any, Any], None], ...] = (
                 lambda x, out: channel.reduce_scatter(x, out, [8], hvdlite.Sum, stream),
                 lambda x, out: channel.allgather(x, out, [8], stream),
                 lambda x, out: channel.alltoall(x, [8], out, [8], stream),
-            ):
+            )
+            for call in calls:
                 device.fill(out, 0)
                 call(x, out)
                 np.testing.assert_array_equal(device.to_host(out), values)

@@ -21,7 +21,7 @@ import hvdlite_tf as hvd
 EPOCHS = 3
 
 
-class FailOnce(keras.callbacks.Callback):
+class FailOnce(keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not see Keras
     def __init__(self, folder: str, state: Any) -> None:
         super().__init__()
         self.folder, self.state = folder, state

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import hvdlite as hvd
 
@@ -14,7 +15,7 @@ MARK = Path(sys.argv[1])
 
 @hvd.elastic.run
 def count(state: hvd.elastic.ObjectState, name: str) -> int:
-    begun = state.count
+    begun: int = state.count
     while state.count < 5:
         state.count += 1
         if name == "second" and state.count == 4 and hvd.rank() == 1 and not MARK.exists():
@@ -25,6 +26,7 @@ def count(state: hvd.elastic.ObjectState, name: str) -> int:
 
 
 for name in ("first", "second"):
-    begun = count(hvd.elastic.ObjectState(count=0, **{name: name}), name)
+    values: dict[str, Any] = {"count": 0, name: name}
+    begun = count(hvd.elastic.ObjectState(**values), name)
     if hvd.rank() == 0:
         print(f"{name} from {begun}")

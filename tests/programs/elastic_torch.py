@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -37,7 +38,8 @@ def main(folder: str = "") -> tuple[list[list[int]], torch.Tensor]:
     optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-2), shard=True)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     sampler = hvd.elastic.ElasticSampler(range(ROWS))
-    loader = DataLoader(range(ROWS), BATCH, sampler=sampler)
+    rows: Any = range(ROWS)  # all that a loader needs of a dataset
+    loader: DataLoader[int] = DataLoader(rows, BATCH, sampler=sampler)
     seen: list[list[int]] = [[] for _ in range(EPOCHS)]
     state = hvd.elastic.TorchState(model, optimizer, schedule=schedule, sampler=sampler, epoch=0, steps=0, seen=seen)
 

@@ -5,6 +5,7 @@ mpirun -n 2 python gpu_training.py
 
 import copy
 import functools
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -36,7 +37,8 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rows: slice)
 
 single = copy.deepcopy(START).to(gpu)
 expected = train(single, make(single.parameters()), slice(None))
-for options in ({}, {"shard": True}, {"overlap": False}):
+WAYS: tuple[dict[str, Any], ...] = ({}, {"shard": True}, {"overlap": False})
+for options in WAYS:
     model = copy.deepcopy(START).to(gpu)
     optimizer = hvd.DistributedOptimizer(make(model.parameters()), **options)
     first = 48 * rank * (rank + 1) // (size * (size + 1))

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -11,16 +12,16 @@ import numpy as np
 import hvdlite_tf as hvd
 
 
-class Fails(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
+class Fails(keras.callbacks.Callback):  # type: ignore[misc]  # mypy does not see Keras
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if sys.argv[1] == "batch" and batch == 2:
             self.fail()
 
-    def on_epoch_end(self, epoch, logs=None):
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if sys.argv[1] == "epoch" and epoch == 1:
             self.fail()
 
-    def fail(self):
+    def fail(self) -> None:
         if hvd.rank() == 1:
             raise ValueError("the reason of rank 1")
 

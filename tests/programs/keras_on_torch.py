@@ -3,6 +3,8 @@
 import functools
 import itertools
 import os
+from collections.abc import Callable
+from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["KERAS_BACKEND"] = "torch"
@@ -21,7 +23,7 @@ Y = rng.integers(0, 4, (BATCHES, ROWS))
 WEIGHTS = [rng.standard_normal(shape).astype("float32") * 0.3 for shape in [(10, 16), (16,), (16, 4), (4,)]]
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(1e-2),
     "all settings": lambda: keras.optimizers.AdamW(
@@ -36,7 +38,7 @@ OPTIMIZERS = {
 }
 
 
-def make_model(optimizer, scale=1.0, **options):
+def make_model(optimizer: Any, scale: float = 1.0, **options: Any) -> Any:
     layers = [keras.layers.Input((10,)), keras.layers.Dense(16, activation="tanh"), keras.layers.Dense(4)]
     model = keras.Sequential(layers)
     model.set_weights([weights * scale for weights in WEIGHTS])
@@ -45,22 +47,22 @@ def make_model(optimizer, scale=1.0, **options):
     return model
 
 
-def fit(model, rank, size, epochs=3, batches=BATCHES, **options):
+def fit(model: Any, rank: int, size: int, epochs: int = 3, batches: int = BATCHES, **options: Any) -> Any:
     rows = slice(rank * ROWS // size, (rank + 1) * ROWS // size)
     x, y = X[:batches, rows].reshape(-1, 10), Y[:batches, rows].reshape(-1)
     return model.fit(x, y, batch_size=ROWS // size, epochs=epochs, shuffle=False, verbose=0, **options).history
 
 
-def flat(model):
+def flat(model: Any) -> np.ndarray[Any, Any]:
     return np.concatenate([weight.reshape(-1) for weight in model.get_weights()])
 
 
-def deviation(got, expected):
+def deviation(got: Any, expected: Any) -> float:
     got, expected = np.asarray(got), np.asarray(expected)
     return float(np.abs(got - expected).max() / np.abs(expected).max())
 
 
-def show(what, model, value):
+def show(what: str, model: Any, value: float) -> None:
     """Print the largest deviation of all ranks, and whether all ranks have the same weights."""
     same = len({each.tobytes() for each in hvd.allgather_object(flat(model))}) == 1
     values = hvd.allgather_object(value)
@@ -68,7 +70,7 @@ def show(what, model, value):
         print(f"{what}: {max(values):.1e} {'alike' if same else 'different'}")
 
 
-def alone(make, epochs=3, batches=BATCHES):
+def alone(make: Callable[[], Any], epochs: int = 3, batches: int = BATCHES) -> Any:
     model = make_model(make())
     return model, fit(model, 0, 1, epochs, batches)
 
@@ -84,7 +86,7 @@ for name, make in OPTIMIZERS.items():
     show(f"{name}, loss", model, deviation(found["loss"], history["loss"]))
 
 # All that travels in few bytes, with settings by which nothing is lost.
-FEW_BYTES = {
+FEW_BYTES: dict[str, Callable[[], dict[str, Any]]] = {
     "topk of all": lambda: {"compression": hvd.Compression.topk(1.0, smallest=0)},
     "LocalSGD of each step": lambda: {"local_steps": hvd.LocalSGD(every=1)},
     "DiLoCo of each step": lambda: {"local_steps": hvd.DiLoCo(every=1, outer=keras.optimizers.SGD(1.0))},

@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -19,7 +20,7 @@ optimizer = hvd.AsyncDistributedOptimizer(
 )
 
 
-def fail(batch, logs):
+def fail(batch: int, logs: Any) -> None:
     if hvd.rank() == 1 and batch == 5:
         print(f"failing at {time.time()}", flush=True)
         raise ValueError("the reason of rank 1")

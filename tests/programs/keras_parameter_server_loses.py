@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -27,19 +28,19 @@ if hvd.is_server():
     sys.exit()
 
 
-def kill(pid):
+def kill(pid: int) -> None:
     print(f"failing at {time.time()}", flush=True)
     os.kill(pid, signal.SIGKILL)
 
 
-def fail(batch, logs):
+def fail(batch: int, logs: Any) -> None:
     if (hvd.rank(), batch) == (1, 2):
         os.kill(os.getpid(), signal.SIGKILL)
     if (hvd.rank(), batch) == (2, 4):
         raise ValueError("the reason of rank 2")
 
 
-def pulled(batch, logs):
+def pulled(batch: int, logs: Any) -> None:
     print("pulled", hashlib.sha256(b"".join(w.tobytes() for w in model.get_weights())).hexdigest(), flush=True)
     if batch == 3:
         kill(pids[-1])

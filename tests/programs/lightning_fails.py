@@ -5,6 +5,7 @@ import time
 import lightning
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,15 +14,17 @@ import hvdlite_torch.lightning
 from hvdlite.errors import ArgumentError
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, "enable_progress_bar": False}
-calls = []
+calls: list[str] = []
 
 
-def hook(state: list[str], bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+# torch looks at the annotation of the bucket, but does not say that it exports this class.
+def hook(state: list[str], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     state.append("hook")
-    return default_hooks.allreduce_hook(None, bucket)
+    assert dist.group.WORLD is not None
+    return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
 
 
-class Model(lightning.LightningModule):
+class Model(lightning.LightningModule):  # type: ignore[misc]  # mypy does not see Lightning
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()
         self.layer, self.fails_at = torch.nn.Linear(3, 1), fails_at
@@ -30,7 +33,8 @@ class Model(lightning.LightningModule):
         if number == self.fails_at and hvd.rank() == 1:
             print(f"failing at {time.time()}", flush=True)
             raise ValueError("the reason of rank 1")
-        return self.layer(batch[0]).square().mean()
+        loss: torch.Tensor = self.layer(batch[0]).square().mean()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -51,7 +55,7 @@ model = Model()
 trainer.fit(model, data)
 hvd.assert_in_sync(model)
 assert calls == ["hook"] * 3, calls
-assert torch.distributed.get_backend() == "hvdlite"
+assert dist.get_backend() == "hvdlite"
 seen = (
     trainer.global_rank,
     trainer.local_rank,

@@ -1,10 +1,13 @@
 """MPI fails on rank 1 while the ranks negotiate an operation."""
 
+from typing import Any
+
 import numpy as np
 from mpi4py import MPI
 
 import hvdlite as hvd
 from hvdlite.api import world
+from hvdlite.comm.mpi.transport import MpiTransport
 
 
 class Broken:
@@ -23,7 +26,9 @@ hvd.init()
 hvd.allreduce(np.ones(3), name="right")
 if hvd.rank() == 1:
     transport = world().engine()._transport
-    transport.comm = Broken(transport.comm)
+    assert isinstance(transport, MpiTransport)
+    broken: Any = Broken(transport.comm)
+    transport.comm = broken
 try:
     hvd.allreduce(np.ones(3), name="wrong")
 except hvd.CommunicationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def process_sets() -> None:
 def equal_sets() -> None:
     """init() refuses sets of equal ranks on every rank, and starts no job. Then it accepts sets of different ranks."""
     for bad in ([[0, 1], [1, 0]], [range(size)], [[0, size]], [[0, 1], everybody]):
-        refused(lambda bad=bad: hvd.init(process_sets=map(hvd.ProcessSet, bad)), "ProcessSet(")
+        refused(functools.partial(hvd.init, process_sets=map(hvd.ProcessSet, bad)), "ProcessSet(")
         assert not hvd.is_initialized()
     good = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
     hvd.init(process_sets=good)

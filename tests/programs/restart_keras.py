@@ -6,6 +6,8 @@ after the other. With KERAS_BACKEND=torch, only the cases without TensorFlow run
 """
 
 import os
+from collections.abc import Callable, Iterable
+from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 
@@ -26,12 +28,22 @@ WORDS = rng.integers(0, 6, (WORLDS * STEPS, ROWS, 1))
 START = [rng.standard_normal(shape).astype("float32") for shape in [(4, 3), (3,), (3, 1), (1,)]]
 
 
-def flat(values):
+Step = Callable[[int, slice], Any]
+"""Trains one step with these rows of a batch, by its number, and returns the weights."""
+Make = Callable[[bool], Step]
+"""Makes a step, on one process, or distributed."""
+
+
+def flat(values: Iterable[Any]) -> np.ndarray[Any, Any]:
     return np.concatenate([np.asarray(keras.ops.convert_to_numpy(value)).reshape(-1) for value in values])
 
 
-def fitted(optimizer, callbacks=list, options=dict):
-    def make(distributed):
+def fitted(
+    optimizer: Callable[[], Any],
+    callbacks: Callable[[], list[Any]] = list,
+    options: Callable[[], dict[str, Any]] = dict,
+) -> Make:
+    def make(distributed: bool) -> Step:
         model = keras.Sequential(
             [keras.layers.Input((4,)), keras.layers.Dense(3, activation="tanh"), keras.layers.Dense(1)]
         )
@@ -39,7 +51,7 @@ def fitted(optimizer, callbacks=list, options=dict):
         plain = optimizer()
         model.compile(optimizer=hvd.DistributedOptimizer(plain, **options()) if distributed else plain, loss="mse")
 
-        def step(number, rows):
+        def step(number: int, rows: slice) -> Any:
             x, y = X[number, rows], Y[number, rows]
             model.fit(x, y, batch_size=len(x), verbose=0, callbacks=callbacks() if distributed else None)
             return model.weights
@@ -49,10 +61,10 @@ def fitted(optimizer, callbacks=list, options=dict):
     return make
 
 
-def applied(traced, passes=1):
+def applied(traced: bool, passes: int = 1) -> Make:
     """A custom loop that calls an optimizer's apply()."""
 
-    def make(distributed):
+    def make(distributed: bool) -> Step:
         kernel, bias = tf.Variable(START[0]), tf.Variable(START[1])
         optimizer = keras.optimizers.SGD(
             0.1, momentum=0.9, gradient_accumulation_steps=None if distributed or passes == 1 else passes
@@ -63,14 +75,14 @@ def applied(traced, passes=1):
             )
         optimizer.build([kernel, bias])
 
-        def train(x):
+        def train(x: Any) -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(x @ kernel + bias))
             optimizer.apply(tape.gradient(loss, [kernel, bias]), [kernel, bias])
 
         train = tf.function(train) if traced else train
 
-        def step(number, rows):
+        def step(number: int, rows: slice) -> Any:
             train(tf.constant(X[number, rows]))
             return [kernel, bias]
 
@@ -79,17 +91,17 @@ def applied(traced, passes=1):
     return make
 
 
-def taped(traced):
+def taped(traced: bool) -> Make:
     """A custom loop with a gradient tape, for a table with sparse gradients and a dense layer.
 
     Only rank 0 has a gradient of the bias of the dense layer.
     """
 
-    def make(distributed):
+    def make(distributed: bool) -> Step:
         table, kernel, bias = tf.Variable(np.ones((6, 4), "float32")), tf.Variable(START[0]), tf.Variable(START[1])
         sources = [table, kernel, bias]
 
-        def train(x, words):
+        def train(x: Any, words: Any) -> None:
             with tf.GradientTape() as tape:
                 seen = x + tf.gather(table, words[:, 0])
                 has_bias = not distributed or hvd.rank() == 0
@@ -103,7 +115,7 @@ def taped(traced):
 
         train = tf.function(train) if traced else train
 
-        def step(number, rows):
+        def step(number: int, rows: slice) -> Any:
             train(tf.constant(X[number, rows]), tf.constant(WORDS[number, rows]))
             return sources
 
@@ -112,11 +124,11 @@ def taped(traced):
     return make
 
 
-def legacy(passes):
+def legacy(passes: int) -> Make:
     """An optimizer of tf_keras in a tf.function."""
     import tf_keras
 
-    def make(distributed):
+    def make(distributed: bool) -> Step:
         kernel = tf.Variable(START[0])
         optimizer = tf_keras.optimizers.SGD(0.1)
         if distributed:
@@ -124,13 +136,13 @@ def legacy(passes):
                 optimizer, backward_passes_per_step=passes, average_aggregated_gradients=True
             )
 
-        @tf.function
-        def train(x):
+        @tf.function  # type: ignore[untyped-decorator]  # mypy does not see TensorFlow
+        def train(x: Any) -> None:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean(tf.square(x @ kernel))
             optimizer.apply_gradients([(tape.gradient(loss, kernel), kernel)])
 
-        def step(number, rows):
+        def step(number: int, rows: slice) -> Any:
             if distributed or passes == 1:
                 train(tf.constant(X[number, rows]))
             elif number % passes == passes - 1:  # one step with the rows of all passes
@@ -142,14 +154,14 @@ def legacy(passes):
     return make
 
 
-def arrays():
+def arrays() -> Make:
     """A training loop with NumPy alone."""
 
-    def make(distributed):
+    def make(distributed: bool) -> Step:
         weights = {"kernel": START[0].copy(), "bias": START[1].copy()}
-        combine = hvd.DistributedGradient() if distributed else lambda gradients, weight: gradients
+        combine: Callable[..., Any] = hvd.DistributedGradient() if distributed else lambda gradients, weight: gradients
 
-        def step(number, rows):
+        def step(number: int, rows: slice) -> Any:
             x = X[number, rows]
             error = (x @ weights["kernel"] + weights["bias"]) * 2 / (3 * len(x))
             gradients = combine({"kernel": x.T @ error, "bias": error.sum(0)}, weight=len(x))

@@ -11,12 +11,13 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import hvdlite_torch as hvd
 
@@ -57,7 +58,9 @@ def train(axes: dict[str, int], how: set[str]) -> list[Trained]:
     model = make_model()
     if "tp" in axes:
         mesh = grid.to_torch()
-        plan = {str(number): RowwiseParallel() if number % 4 else ColwiseParallel() for number in LAYERS}
+        plan: dict[str, ParallelStyle] = {
+            str(number): RowwiseParallel() if number % 4 else ColwiseParallel() for number in LAYERS
+        }
         parallelize_module(model, mesh["tp"], plan)
         if "fsdp" in how:
             for number in LAYERS:
@@ -121,7 +124,7 @@ def train_alone(clip: bool) -> Trained:
     return reference.state_dict(), state_of(optimizer)
 
 
-folder = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0)
+folder: Any = hvd.broadcast_object(tempfile.mkdtemp() if hvd.rank() == 0 else None, 0)
 
 for argument in sys.argv[1:]:
     words = argument.split(",")

@@ -1,11 +1,13 @@
 """An optimizer that was made before shutdown() works after the next init(), with ranks as processes. Each rank prints "ok"."""
 
+from typing import Any
+
 import torch
 
 import hvdlite_torch as hvd
 
 
-def train(**options: object) -> None:
+def train(**options: Any) -> None:
     """Make six steps with two restarts, and compare the parameters with training in one process."""
     hvd.init()
     torch.manual_seed(0)

@@ -3,22 +3,23 @@
 import os
 import signal
 import time
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import hvdlite as hvd
 
 
 class Rows:
-    def __init__(self, loader: DataLoader) -> None:
+    def __init__(self, loader: Any) -> None:
         self._rows = iter(loader)
         self._workers = [worker.pid for worker in self._rows._workers]
 
     def __iter__(self) -> "Rows":
         return self
 
-    def __next__(self) -> torch.Tensor:
+    def __next__(self) -> Any:
         return next(self._rows)
 
     def __del__(self) -> None:
@@ -28,5 +29,5 @@ class Rows:
 
 
 hvd.init()
-for _ in Rows(DataLoader(torch.zeros(8, 1), num_workers=1)):
+for _ in Rows(DataLoader(TensorDataset(torch.zeros(8, 1)), num_workers=1)):
     raise ConnectionResetError("the connection to the data loader")
