@@ -43,6 +43,8 @@ class Losses:
         if reduction not in ("mean", "sum"):
             raise ArgumentError(f"reduction={reduction!r}: expected 'mean' or 'sum'.")
         own = getattr(loss, "reduction", reduction)
+        if own == "batchmean":  # of KLDivLoss: over the samples, as torch recommends
+            own = "mean"
         if own not in ("mean", "sum"):
             raise ArgumentError(f"the loss {type(loss).__name__} has reduction={own!r}: expected 'mean' or 'sum'.")
         self._loss, self._is_sum = loss, "sum" in (reduction, own)

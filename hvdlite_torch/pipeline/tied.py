@@ -97,9 +97,7 @@ class Tied:
             _reduce(communicator, most, ReduceOp.MAX)
             highest, lowest = most[: len(own)], -most[len(own) :]
             apart += [
-                (name, communicator)
-                for name, high, low in zip(parameters, highest, lowest, strict=True)
-                if high != low
+                (name, communicator) for name, high, low in zip(parameters, highest, lowest, strict=True) if high != low
             ]
         for name, communicator in apart:
             raise HvdliteError(

@@ -50,7 +50,7 @@ class TensorCodec:
                     f"the output of a stage has a {type(value).__name__} of the layout {value.layout} in it: expected plain "
                     "dense tensors. Cut elsewhere, or convert it at the end of the stage."
                 )
-            arrays.append(_bytes(value.detach().contiguous().cpu()))
+            arrays.append(_bytes(value.detach().resolve_conj().resolve_neg().contiguous().cpu()))
             return _Kind(value.dtype, tuple(value.shape), value.requires_grad)
 
         return Packed(tree_map(described, values), arrays)

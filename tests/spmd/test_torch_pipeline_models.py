@@ -252,6 +252,55 @@ def test_tied_weights_that_have_come_apart() -> None:
 
 
 @processes
+def test_tied_weights_that_come_apart_in_one_pair_of_ranks() -> None:
+    """Ranks 0 and 1 differ. The others, and they with the others, compare theirs before anybody raises."""
+    shared = [nn.Linear(6, 6) for _ in range(hvd.size())]
+    model = nn.Sequential(*[layer for rank in range(hvd.size()) for layer in (shared[rank - 1], shared[rank])])
+    pipeline = hvd.Pipeline(model, loss=mse, cuts=[str(2 * rank) for rank in range(1, hvd.size())])
+    if hvd.rank() == 0:
+        with torch.no_grad():
+            shared[0].weight.add_(1.0)
+    with pytest.raises(HvdliteError, match="is tied over stages on ranks 0-1" if hvd.rank() < 2 else "rank"):
+        pipeline.step(numbers(4, 6), numbers(4, 6))
+
+
+@processes
+def test_tied_weights_that_were_frozen_and_are_trained_later() -> None:
+    model = in_sequence()
+    model[0].weight.requires_grad_(False)
+    alone = copy.deepcopy(model)
+    pipeline = hvd.Pipeline(model, loss=cross_entropy, cuts=cuts())
+    x, y = letters()
+    for parameter in (*pipeline.parameters(), *alone.parameters()):
+        parameter.requires_grad_(True)
+    ours, plain = (torch.optim.SGD(each.parameters(), lr=0.5) for each in (pipeline, alone))
+    for _ in range(2):
+        pipeline.step(x, y, ours)
+        plain.zero_grad()
+        cross_entropy(alone(x), y).backward()
+        plain.step()
+    for name, value in pipeline.full_state_dict().items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=0, atol=TOLERANCE)
+
+
+@processes
+def test_a_stage_that_returns_conjugated_numbers_and_a_mean_over_the_batch() -> None:
+    class Conjugated(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.fft.fft(x).conj()
+
+    class Real(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.log_softmax(x.real, -1)
+
+    torch.manual_seed(1)
+    before = [layer for _ in range(hvd.size() - 2) for layer in (nn.Linear(6, 6), nn.Tanh())]
+    model = nn.Sequential(*before, nn.Linear(6, 6), Conjugated(), Real(), nn.Linear(6, 6))
+    loss = nn.KLDivLoss(reduction="batchmean")
+    assert_trains_alike(model, numbers(8, 6), numbers(8, 6).softmax(-1), loss, cuts=cuts())
+
+
+@processes
 def test_tied_weights_of_a_wavefront() -> None:
     def recurrent() -> nn.Sequential:
         torch.manual_seed(0)
