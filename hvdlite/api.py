@@ -192,13 +192,13 @@ def _connect(comm: Sequence[int] | Any | None, config: Config) -> World:
     if not start_mpi() and comm is None:
         alone = LocalFabric(1).transports[0]
         return World(alone, PointToPointCollectives, [0], config, functools.partial(failure.end_job, config, 0))
-    from hvdlite.comm.mpi.collectives import MpiCollectives
-    from hvdlite.comm.mpi.job import connect
+    from hvdlite.comm.mpi.job import connect, make_collectives
 
     interrupt = Interrupt() if comm is None and _outlives(config) else None
     transport, hosts = connect(comm, interrupt)
+    make_flat, endpoint = make_collectives(transport, config, interrupt)
     end_job = functools.partial(failure.end_job, config, transport.rank)
-    return World(transport, MpiCollectives, hosts, config, end_job, interrupt)
+    return World(transport, make_flat, hosts, config, end_job, interrupt, endpoint=endpoint)
 
 
 def _outlives(config: Config) -> bool:
@@ -221,8 +221,7 @@ def go_on(hosts: Mapping[int, int], number: int, config: Config, interrupt: Inte
         interrupt: Ends every wait of the new world.
     """
     global _process_world
-    from hvdlite.comm.mpi.collectives import MpiCollectives
-    from hvdlite.comm.mpi.job import connect_again
+    from hvdlite.comm.mpi.job import connect_again, make_collectives
     from hvdlite.comm.mpi.start import never_finalize
 
     never_finalize()
@@ -230,8 +229,9 @@ def go_on(hosts: Mapping[int, int], number: int, config: Config, interrupt: Inte
     ranks = sorted(hosts)
     places = [hosts[rank] for rank in ranks]
     transport = connect_again(ranks, number, places, interrupt)
+    make_flat, endpoint = make_collectives(transport, config, interrupt)
     end_job = functools.partial(failure.end_job, config, ranks[transport.rank])
-    _process_world = World(transport, MpiCollectives, places, config, end_job, interrupt, ranks)
+    _process_world = World(transport, make_flat, places, config, end_job, interrupt, ranks, endpoint)
     _rebind(_process_world)
 
 

@@ -21,6 +21,10 @@ class Config:
     Attributes:
         fusion_threshold: Tensors that are ready together share one exchange of at most so many bytes.
         bucket_bytes: So many bytes of gradients go between hosts at a time.
+        between_hosts: What carries large data between hosts: "mpi"; "sockets", which are connections of hvdlite's own; or
+            "auto": sockets, unless the hosts have a fabric that MPI drives itself, or cannot connect to each other.
+        ports: The ports for these connections, as in "31000-31100", if a firewall lets only some through: one for each rank of
+            a host. Empty for any.
         overlap: Exchange gradients during the backward pass: "on", "off", or "auto", which does so if ranks have a core to
             spare.
         autotune: Search in the first steps for the fastest way to exchange gradients.
@@ -54,11 +58,13 @@ class Config:
         control: ``host:port:secret`` of the launcher that started this process; hvdliterun sets it.
 
     Raises:
-        ArgumentError: `overlap` or `log_level` has another value, or `servers` is negative.
+        ArgumentError: `between_hosts`, `ports`, `overlap` or `log_level` has another value, or `servers` is negative.
     """
 
     fusion_threshold: int = 64 * 2**20
     bucket_bytes: int = 25 * 2**20
+    between_hosts: str = "mpi"
+    ports: str = ""
     overlap: str = "auto"
     autotune: bool = False
     autotune_log: str = ""
@@ -84,12 +90,26 @@ class Config:
     control: str = ""
 
     def __post_init__(self) -> None:
+        if self.between_hosts not in ("auto", "mpi", "sockets"):
+            raise ArgumentError(f"HVDLITE_BETWEEN_HOSTS={self.between_hosts!r}: expected auto, mpi or sockets.")
+        if self.port_range.stop > 65536 or not self.port_range:
+            raise ArgumentError(
+                f"HVDLITE_PORTS={self.ports!r}: expected two numbers from 1 to 65535, such as 31000-31100."
+            )
         if self.overlap not in ("auto", "on", "off"):
             raise ArgumentError(f"HVDLITE_OVERLAP={self.overlap!r}: expected auto, on or off.")
         if self.log_level.lower() not in ("", *LEVELS):
             raise ArgumentError(f"HVDLITE_LOG_LEVEL={self.log_level!r}: expected one of {', '.join(LEVELS)}.")
         if self.servers < 0:
             raise ArgumentError(f"HVDLITE_SERVERS={self.servers}: expected how many ranks only serve, 0 or more.")
+
+    @property
+    def port_range(self) -> range:
+        """The ports of `ports`; 0, which is any, if that is empty. The range is empty if `ports` has another form."""
+        if not self.ports:
+            return range(1)
+        first, _, last = self.ports.partition("-")
+        return range(int(first), int(last) + 1) if first.isdecimal() and last.isdecimal() and int(first) else range(0)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> Config:

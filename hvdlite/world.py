@@ -12,6 +12,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.interrupt import Interrupt
 from hvdlite.comm.mpi.start import never_finalize
+from hvdlite.comm.sockets.endpoint import Endpoint
 from hvdlite.communicator.communicator import Communicators
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError
@@ -239,6 +240,7 @@ class World:
         end_job: A function that ends the whole job with a text. The watchdog calls it when a wait can never end and it cannot
             raise an exception.
         interrupt: Ends every wait of the world, so that this rank can go on in another one; None if nothing ever does.
+        endpoint: Where other hosts connect to this rank, which this object closes; None if MPI does everything between hosts.
         job_ranks: For each rank, its number in the job as it was started, by which the launcher knows it; None if that is the
             same.
     """
@@ -252,6 +254,7 @@ class World:
         end_job: Callable[[str], None],
         interrupt: Interrupt | None = None,
         job_ranks: Sequence[int] | None = None,
+        endpoint: Endpoint | None = None,
     ) -> None:
         set_level(config.log_level)
         self.config = config
@@ -260,6 +263,7 @@ class World:
         self.topology = Topology.of(transport.rank, hosts)
         self._transport = transport
         self._hosts = hosts
+        self._endpoint = endpoint
         self._control = transport.duplicate()
         self.watch = Watchdog(self._control, config, end_job, self.job_ranks)
         self.timeline = Timeline(transport.rank, transport.size)
@@ -285,7 +289,8 @@ class World:
         """Return how many ranks there are, on how many hosts, and the medium of their messages, as a text."""
         ranks, hosts = len(self._hosts), len(set(self._hosts))
         counts = f"{ranks} rank{'s' * (ranks > 1)} on {hosts} host{'s' * (hosts > 1)}"
-        return f"{counts} ({self._transport.medium})"
+        sockets = "" if self._endpoint is None else "; large data between hosts by sockets"
+        return f"{counts} ({self._transport.medium}{sockets})"
 
     def group(self, process_set: ProcessSet | None = None) -> Group:
         """Return the group of a process set; the group of all ranks if None.
@@ -356,10 +361,22 @@ class World:
         self.devices.close()
         self.groups.close()
         self._control.close()
+        self._close_endpoint()
         self._transport.close()
         if not for_good:
             for exchange in self.groups.left():
                 exchange.leave()
+
+    def _close_endpoint(self) -> None:
+        if self._endpoint is not None:
+            self._endpoint.close()
+            if self._endpoint.strangers:
+                tell(
+                    "hosts",
+                    f"hvdlite: connections from outside of this job: {self._endpoint.strangers}. They were closed.",
+                    self.topology.rank,
+                )
+            self._endpoint = None
 
     def binds(self) -> str:
         """Say what this rank has that ends with this world, so that another world cannot take its place; empty if nothing."""
@@ -390,6 +407,7 @@ class World:
 
     def abandon(self) -> None:
         """Stop this rank's threads and tell nobody, because the job is over already."""
+        self._close_endpoint()
         self.watch.abandon()
         self.timeline.abandon()
         for group in self.groups:

@@ -35,6 +35,13 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may lack it, and 
 UNDER_MPI = "HVDLITE_TEST_MPI" in os.environ
 """Set by tests/test_under_mpirun.py, which runs tests/spmd once more with each rank a process."""
 
+if (
+    "HVDLITE_TEST_SOCKETS" in os.environ
+):  # tests/test_two_hosts.py: everything between hosts goes by sockets, however small
+    import hvdlite.comm.sockets.collectives
+
+    hvdlite.comm.sockets.collectives.LARGE_BYTES = 1
+
 THREAD_RANKS = (1, 3)
 """Two ranks are those of `mpirun -n 2` (tests/test_under_mpirun.py): each test of tests/spmd runs there too. With --everything
 threads are two ranks as well.

@@ -23,8 +23,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdlite.job.server import STRANGERS
 from hvdlite.launcher_link.link import Address
+from hvdlite.launcher_link.server import STRANGERS
 from hvdlite.launcher_link.session import MAGIC, Message, Session
 from tests.jobs import LIMIT, PROGRAMS, Started, wait_for
 

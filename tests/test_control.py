@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.job import server as server_module
-from hvdlite.job.server import STRANGERS, Connection, Server
+from hvdlite.launcher_link import server as server_module
 from hvdlite.launcher_link.link import Address, connect, report_failure, request
+from hvdlite.launcher_link.server import STRANGERS, Connection, Server
 from hvdlite.launcher_link.session import MAGIC, Message, ProtocolError, Session, clip
 from tests.jobs import LIMIT, PROGRAMS, Start, wait_for
 from tests.strangers import GREETING, KINDS, LIE, WARM, Besieged, greeting_and_lie

@@ -35,7 +35,7 @@ from hvdlite.job.mpi_process import MpiProcess
 from hvdlite.job.output import Output, Sink
 from hvdlite.job.ranks import Rank
 from hvdlite.job.reports import Reports
-from hvdlite.job.server import Connection, Server
+from hvdlite.launcher_link.server import Connection, Server
 from hvdlite.launcher_link.session import Message
 from hvdlite.worker import shared_memory, worker
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for

@@ -93,6 +93,7 @@ def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None
         *("-m", "pytest", "-x", "-q", "--timeout=150", "--color=no", "-p", "no:cacheprovider", *files),
         timeout=SPMD_LIMIT,
         HVDLITE_TEST_MPI="1",
+        **({"HVDLITE_BETWEEN_HOSTS": "sockets", "HVDLITE_TEST_SOCKETS": "1"} if where == UNEVEN else {}),
         HVDLITE_ADVICE="0",
         HVDLITE_DEADLOCK_TIME_SECONDS="0.3",
         OMP_NUM_THREADS="1",
@@ -144,6 +145,60 @@ def test_a_host_that_is_cut_off_ends_the_job(two_hosts: Hosts) -> None:
     assert done.returncode != 0
     assert "node2" in done.stderr
     assert_nothing_left(two_hosts)  # on node2 neither
+
+
+@pytest.mark.parametrize("way", ["sockets", "mpi"])
+def test_a_rank_dies_in_a_large_exchange(two_hosts: Hosts, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDLITE_BETWEEN_HOSTS", way)
+    done = hvdliterun(two_hosts, "node1:1,node2:1", str(PROGRAMS / "large_exchange.py"), "dies")
+    assert seconds_since_failure(done.stdout, time.time()) < PROMPT
+    assert done.returncode == 137
+    assert done.stderr.startswith("hvdliterun: rank 1 on host node2 failed (exit code 137):\n"), done.stderr
+    assert_nothing_left(two_hosts)
+
+
+def test_a_cable_is_cut_in_a_large_exchange(two_hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HVDLITE_BETWEEN_HOSTS", "sockets")
+    begun = tmp_path / "begun"
+    with ThreadPoolExecutor(1) as pool:
+        program = str(PROGRAMS / "large_exchange.py"), "goes on", str(begun)
+        job = pool.submit(hvdliterun, two_hosts, "node1:1,node2:1", *program)
+        wait_for(begun.exists, LIMIT)
+        two_hosts.cut("node2")
+        cut_at = time.monotonic()
+        done = job.result()
+    assert time.monotonic() - cut_at < NOTICED + PROMPT
+    assert done.returncode != 0
+    assert "node2" in done.stderr
+    assert_nothing_left(two_hosts)
+
+
+WAY = """
+import sys, numpy as np, hvdlite as hvd
+hvd.init()
+data = np.full(2**20, hvd.rank() + 1.0)
+hvd.allreduce(data, hvd.Sum, inplace=True)
+collectives = hvd.api.world().groups.everybody.engine._collectives
+links = getattr(collectives.flat, "_links", None) or getattr(collectives.between_hosts, "_links", None)
+print("way", *([] if links is None else [links._streams[1 - hvd.rank()].getsockname()[1]]), data.min(), data.max())
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, r"way 3.0 3.0"),
+        ({"HVDLITE_BETWEEN_HOSTS": "auto"}, r"way \d+ 3.0 3.0"),
+        ({"HVDLITE_BETWEEN_HOSTS": "sockets", "HVDLITE_PORTS": "31007-31008"}, r"way \d+ 3.0 3.0"),
+    ],
+)
+def test_the_way_of_large_data(two_hosts: Hosts, options: dict[str, str], expected: str) -> None:
+    done = mpirun(two_hosts, "node1:1,node2:1", "-c", WAY, timeout=LIMIT, **options)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = re.findall(r"^way .*$", done.stdout, re.M)
+    assert len(said) == 2 and all(re.fullmatch(expected, line) for line in said), said
+    if "HVDLITE_PORTS" in options:  # rank 1 dials rank 0
+        assert any(" 31007 " in line for line in said), said
 
 
 @pytest.mark.slow

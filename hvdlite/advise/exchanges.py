@@ -12,6 +12,7 @@ from hvdlite.algorithms.choose import choose
 from hvdlite.algorithms.cost import predict, sent
 from hvdlite.algorithms.slices import slices
 from hvdlite.comm.between_hosts import reduce_between_hosts
+from hvdlite.errors import HvdliteError
 from hvdlite.protocols import Array, ReduceOp
 from hvdlite.tensors.reduction import Reduction
 
@@ -103,6 +104,9 @@ class EqualRanks:
 
     def barrier(self) -> None:
         """Do nothing: nobody is late."""
+
+    def stop(self, error: HvdliteError) -> None:
+        """Do nothing: nobody waits."""
 
     def duplicate(self) -> EqualRanks:
         """Return other collectives of as many ranks, which have sent nothing yet."""

@@ -1,6 +1,7 @@
 """Host memory moved and reduced between the ranks.
 
 - `mpi`: messages and collectives of MPI; `interrupt` ends their waits where ranks go on without others.
+- `sockets`: connections of our own, for large data between hosts.
 - `local`: a transport among the threads of one process, over a simulated network.
 - `messages`: the checks of `isend` and `irecv`; `mailbox`: how the threads of `local` exchange such messages.
 - `naps`: how a thread waits for other ranks; `background`: a thread that does what nobody waits for.

@@ -233,8 +233,12 @@ class HierarchicalCollectives:
         )
 
     def stop(self, error: HvdliteError | None = None) -> None:
-        """Fail every wait for the other ranks of this host. See `Host.stop`."""
+        """Fail every wait for other ranks: see `Host.stop`; between hosts, as far as the medium allows it."""
         self.host.stop(error)
+        error = error or HvdliteError("the hosts do not exchange data any more: hvdlite has been shut down.")
+        for each in (self.flat, self.between_hosts):
+            if each is not None:
+                each.stop(error)
 
     def close(self) -> None:
         self._hierarchy.close()

@@ -6,7 +6,10 @@ call of MPI that blocks: a transport with an `Interrupt` begins each call, and a
 
 from __future__ import annotations
 
-from hvdlite.errors import PeerLeftError
+from collections.abc import Callable
+from weakref import WeakMethod
+
+from hvdlite.errors import HvdliteError, PeerLeftError
 
 
 class Interrupt:
@@ -14,6 +17,17 @@ class Interrupt:
 
     def __init__(self) -> None:
         self._text: str | None = None
+        self._also: list[WeakMethod[Callable[[HvdliteError], None]]] = []
+
+    def also(self, stop: Callable[[HvdliteError], None]) -> None:
+        """Call `stop`, a method, with the error when the world is ended: it ends waits that do not call `check`.
+
+        The object that has the method may go away before.
+        """
+        self._also = [each for each in self._also if each() is not None]
+        self._also.append(WeakMethod(stop))
+        if self._text is not None:
+            stop(PeerLeftError(self._text))
 
     @property
     def is_set(self) -> bool:
@@ -23,6 +37,9 @@ class Interrupt:
     def set(self, text: str) -> None:
         """End the world: every wait, now and later, in every thread, raises `PeerLeftError` with this text."""
         self._text = text
+        for each in self._also:
+            if (stop := each()) is not None:
+                stop(PeerLeftError(text))
 
     def check(self) -> None:
         """Raise PeerLeftError if the world has been ended."""

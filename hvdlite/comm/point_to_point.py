@@ -12,7 +12,7 @@ from hvdlite.algorithms.broadcast import binomial_broadcast
 from hvdlite.algorithms.choose import choose
 from hvdlite.algorithms.reduce_scatter import ring_reduce_scatter
 from hvdlite.algorithms.slices import slices
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array, Combine, ReduceOp, Transport, numpy_combine
 
 
@@ -114,6 +114,9 @@ class PointToPointCollectives:
     def barrier(self) -> None:
         """Return when every rank has called it."""
         dissemination_barrier(self.transport)
+
+    def stop(self, error: HvdliteError) -> None:
+        """Do nothing: a transport fails by itself."""
 
     def duplicate(self) -> PointToPointCollectives:
         """Return collectives over the same ranks that may run at the same time as these. All ranks call this."""

@@ -5,8 +5,7 @@ job.py              runs one job from start to end
  |- ssh.py          checks by ssh that other hosts are fit for their ranks
  |- mpi.py          finds the MPI launcher, and makes its command line
  |- mpi_process.py  runs that MPI launcher
- |- server.py       receives the messages of the ranks    <--TCP-->  `hvdlite.worker` on each rank
- |- reports.py      acts on each message
+ |- reports.py      acts on each message of the ranks     <--TCP-->  `hvdlite.worker` on each rank
  |- ranks.py        keeps the state of each rank
  |- departure.py    says what keeps ranks that do not end
  |- survival/       lets the job go on when it loses ranks, or gets others

@@ -33,9 +33,9 @@ from hvdlite.job.mpi_process import MpiProcess
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Ranks
 from hvdlite.job.reports import Reports
-from hvdlite.job.server import STRANGERS, Server
 from hvdlite.launcher_link.generation import Generation
 from hvdlite.launcher_link.link import SILENT_SECONDS
+from hvdlite.launcher_link.server import STRANGERS, Server
 from hvdlite.launcher_link.session import ProtocolError
 
 _POLL_SECONDS = 0.1

@@ -18,7 +18,7 @@ from pathlib import Path
 from hvdlite.job import failures
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank
-from hvdlite.job.server import Server
+from hvdlite.launcher_link.server import Server
 
 _BANNER_SECONDS = 1.0  # how long the MPI launcher's own messages are held back
 _STRANGER = re.compile(rb"^\[[^\]\n]*:\d+\] PMIX ERROR: \S+ in file \S*/ptl_\S* at line \d+\n?", re.MULTILINE)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdlite.job.server import Connection
+from hvdlite.launcher_link.server import Connection
 from hvdlite.launcher_link.session import ProtocolError
 
 _STOPPED_SECONDS = 1.5

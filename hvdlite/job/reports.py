@@ -11,11 +11,11 @@ from hvdlite.job import failures
 from hvdlite.job.failures import Failure
 from hvdlite.job.output import Output
 from hvdlite.job.ranks import Rank, Ranks
-from hvdlite.job.server import Connection
 from hvdlite.job.survival.elastic import Elastic
 from hvdlite.job.survival.survivors import Survivors
 from hvdlite.job.survival.trainings import Trainings
 from hvdlite.launcher_link.link import SILENT_SECONDS
+from hvdlite.launcher_link.server import Connection
 from hvdlite.launcher_link.session import Message
 from hvdlite.worker.rank_environment import THREADS_VARIABLE
 

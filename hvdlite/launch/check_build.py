@@ -15,9 +15,11 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from hvdlite.config import Config
 from hvdlite.errors import LaunchError
 from hvdlite.job.mpi import find_mpi
 from hvdlite.process.memory_ways import memory_ways
+from hvdlite.process.network import has_fabric, own_addresses
 
 _FRAMEWORKS = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "JAX": "jax", "CuPy": "cupy"}
 _MPI_SECONDS = 30
@@ -46,6 +48,7 @@ def check_build() -> str:
     lines += ["", "MPI:", *_launcher(), *_library()]
     nccl = find_nccl()
     lines += ["", "GPU:", _line(nccl is not None, "NCCL", nccl or "not found")]
+    lines += ["", "Between hosts:", _line(*between_hosts())]
     lines += ["", "Memory:", *(_line(*way) for way in memory_ways())]
     return "\n".join(lines)
 
@@ -84,6 +87,19 @@ def _library() -> list[str]:
         _line(answer.threads == "MULTIPLE", "calls from several threads", answer.threads),
         _line(bool(answer.cuda), "CUDA-aware", cuda),
     ]
+
+
+def between_hosts() -> tuple[bool, str, str]:
+    """Return whether large data can go between hosts by sockets, and what says so, for a line of the list."""
+    name, way = "large data by sockets", Config.from_env().between_hosts
+    if way == "mpi":
+        return False, name, "by MPI (HVDLITE_BETWEEN_HOSTS=mpi)"
+    if way == "auto" and has_fabric():
+        return False, name, "by MPI, which drives this host's fabric"
+    try:
+        return True, name, ", ".join(own_addresses())
+    except OSError as error:
+        return False, name, f"by MPI: {error}"
 
 
 class Library(NamedTuple):

@@ -1,6 +1,7 @@
 """The link between a rank and its launcher: a TCP connection that carries authenticated control messages.
 
-    link.py      the rank's end: connects, sends requests, reports failures     `hvdlite.job.server` is the launcher's end
+    link.py      the rank's end: connects, sends requests, reports failures
+     |- server.py    the launcher's end: accepts connections, and receives what is asked and reported
      |- line.py      a connection that a rank keeps, to hear what becomes of other ranks and of the hosts
      '- session.py   authenticates both ends, and makes bytes of messages and messages of bytes, for both ends
     generation.py   what the ranks of one generation of an elastic job are told at their start

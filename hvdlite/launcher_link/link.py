@@ -112,6 +112,10 @@ class Channel:
                 pass
         self._stream.close()
 
+    def detach(self) -> socket.socket:
+        """Return the socket, for bytes that are no messages. All messages that were sent there must have been received."""
+        return self._stream
+
     def hang_up(self) -> None:
         """Send and receive no more: a thread that waits for messages finds that the launcher is gone."""
         with contextlib.suppress(OSError):

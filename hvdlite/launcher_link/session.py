@@ -62,6 +62,8 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "cannot": {"why": str},
     "together": {},
     "over": {},
+    # rank -> rank
+    "pair": {"to": str, "group": str, "rank": int},
     # launcher -> rank
     "end": {"grace": _NUMBER},
     "taken": {"stream": str, "bytes": int},

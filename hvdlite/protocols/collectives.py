@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from hvdlite.errors import HvdliteError
 from hvdlite.protocols.types import Array, ReduceOp
 
 
@@ -51,6 +52,10 @@ class Collectives(Protocol):
 
     def barrier(self) -> None:
         """Return when every rank has called this method."""
+        ...
+
+    def stop(self, error: HvdliteError) -> None:
+        """Fail every wait on this rank, now and later, in every thread, with `error`, if the medium allows it."""
         ...
 
     def duplicate(self) -> Collectives:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.comm.mpi.errors import in_our_words, maps_all_errors, maps_errors, maps_own_errors
 from hvdlite.comm.mpi.transport import MpiTransport, as_bytes
-from hvdlite.errors import ArgumentError
+from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Array, ReduceOp, Transport, numpy_combine, ufunc_of
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MIN: MPI.MIN, ReduceOp.MAX: MPI.MAX, ReduceOp.PRODUCT: MPI.PROD}
@@ -97,6 +97,9 @@ class MpiCollectives:
 
     def barrier(self) -> None:
         self._transport.call("Barrier")
+
+    def stop(self, error: HvdliteError) -> None:
+        pass  # nothing interrupts MPI; if it can be done without, `Interrupt` does it
 
     def duplicate(self) -> MpiCollectives:
         return MpiCollectives(self._transport.duplicate())

@@ -12,12 +12,19 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.interrupt import Interrupt
+from hvdlite.comm.mpi.collectives import MpiCollectives
 from hvdlite.comm.mpi.errors import maps_errors
 from hvdlite.comm.mpi.transport import MpiTransport
+from hvdlite.comm.sockets.collectives import MOST_RANKS, SocketCollectives
+from hvdlite.comm.sockets.endpoint import Endpoint
+from hvdlite.comm.sockets.start import start
+from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
 from hvdlite.process.log import tell
 from hvdlite.process.own_core import settle
+from hvdlite.protocols import Collectives, Transport
 
 
 def connect(
@@ -45,7 +52,8 @@ def connect(
     leader = node.bcast(world.Get_rank())  # the lowest world rank of the host stands for the host
     settle(node.Get_rank(), node.Get_size())
     node.Free()
-    return MpiTransport(world, interrupt), world.allgather(leader)
+    hosts = world.allgather(leader)
+    return MpiTransport(world, interrupt, hosts), hosts
 
 
 def connect_again(ranks: Sequence[int], number: int, hosts: Sequence[int], interrupt: Interrupt) -> MpiTransport:
@@ -67,9 +75,43 @@ def connect_again(ranks: Sequence[int], number: int, hosts: Sequence[int], inter
     settle(here.index(place), len(here))
     group = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
     try:
-        return MpiTransport(maps_errors(MPI.COMM_WORLD.Create_group)(group, number % _TAGS), interrupt)
+        return MpiTransport(maps_errors(MPI.COMM_WORLD.Create_group)(group, number % _TAGS), interrupt, hosts)
     finally:
         group.Free()
+
+
+_NETWORKS = "OMPI_MCA_btl_tcp_if_include"
+"""Where Open MPI has what --network-interface names."""
+
+
+def make_collectives(
+    transport: MpiTransport, config: Config, interrupt: Interrupt | None
+) -> tuple[MakeCollectives, Endpoint | None]:
+    """Return how collectives by messages are made in this job, and what they need on this rank. All ranks call this.
+
+    Args:
+        transport: The transport over all ranks.
+        config: The settings.
+        interrupt: See `connect`.
+
+    Raises:
+        ArgumentError: The ranks have different settings of what carries data between hosts.
+    """
+    if len(set(transport.hosts)) == 1:
+        return MpiCollectives, None
+    networks = os.environ.get(_NETWORKS, "")
+    endpoint = start(MpiCollectives(transport), config, networks.split(",") if networks else ())
+    if endpoint is None:
+        return MpiCollectives, None
+
+    def make(transport: Transport) -> Collectives:
+        assert isinstance(transport, MpiTransport)
+        flat = MpiCollectives(transport)
+        if not 1 < transport.size <= MOST_RANKS or len(set(transport.hosts)) < transport.size:
+            return flat
+        return SocketCollectives(flat, endpoint, config.between_hosts == "sockets", interrupt)
+
+    return make, endpoint
 
 
 _TAGS = 1 << 14

@@ -131,10 +131,12 @@ class MpiTransport:
     Args:
         comm: The communicator, which nobody else uses.
         interrupt: Ends the waits of this transport, and of those that are made of it; None if nothing ever does.
+        hosts: For each rank, a number of its host; empty if nobody asks.
     """
 
-    def __init__(self, comm: MPI.Intracomm, interrupt: Interrupt | None = None) -> None:
+    def __init__(self, comm: MPI.Intracomm, interrupt: Interrupt | None = None, hosts: Sequence[int] = ()) -> None:
         self.comm = comm
+        self.hosts = hosts
         self._interrupt = interrupt
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
@@ -278,18 +280,19 @@ class MpiTransport:
 
     def duplicate(self) -> MpiTransport:
         if self._interrupt is None:
-            return MpiTransport(self.comm.Dup())
+            return MpiTransport(self.comm.Dup(), None, self.hosts)
         self._interrupt.check()
         comm, request = self.comm.Idup()
         self._finish(request, comm)
-        return MpiTransport(comm, self._interrupt)
+        return MpiTransport(comm, self._interrupt, self.hosts)
 
     def subgroup(self, ranks: Sequence[int]) -> MpiTransport:
         if len(ranks) == self.size:
             return self.duplicate()
         group = self.comm.Get_group().Incl(list(ranks))
         try:
-            return MpiTransport(self.comm.Create_group(group), self._interrupt)
+            hosts = [self.hosts[rank] for rank in ranks] if self.hosts else ()
+            return MpiTransport(self.comm.Create_group(group), self._interrupt, hosts)
         finally:
             group.Free()
 

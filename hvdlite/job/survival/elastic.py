@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hvdlite.job.ranks import Ranks
-from hvdlite.job.server import Connection
+from hvdlite.launcher_link.server import Connection
 from hvdlite.launcher_link.session import Message, ProtocolError
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from hvdlite.errors import ranks_text
 from hvdlite.job.failures import Failure
 from hvdlite.job.ranks import Ranks
-from hvdlite.job.server import Connection
 from hvdlite.launcher_link.generation import Generation
+from hvdlite.launcher_link.server import Connection
 from hvdlite.launcher_link.session import Message, ProtocolError
 
 _PATIENCE_SECONDS = 10.0

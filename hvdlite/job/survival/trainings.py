@@ -6,7 +6,7 @@ import time
 
 from hvdlite.job.failures import Failure
 from hvdlite.job.ranks import Rank, Ranks
-from hvdlite.job.server import Connection
+from hvdlite.launcher_link.server import Connection
 from hvdlite.launcher_link.session import Message
 
 _SAVE_SECONDS = 1.2

@@ -1,7 +1,8 @@
 """The launcher's end of the control connections: `Server` accepts the connections of the ranks, and returns their messages.
 
-Anybody can connect to its port. A connection that has not shown that it belongs to the job is called a stranger. What a
-stranger sends is not parsed. Only 128 strangers may be connected at a time, and each for 10 s at most.
+Ranks use it too, to accept connections from ranks on other hosts (`hvdlite.comm.sockets`). Anybody can connect to its port. A
+connection that has not shown that it belongs to the job is called a stranger. What a stranger sends is not parsed. Only 128
+strangers may be connected at a time, and each for 10 s at most.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import secrets
 import selectors
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
-from hvdlite.launcher_link.link import Address, keep_alive
-from hvdlite.launcher_link.session import Message, ProtocolError, Session
+from .link import Address, keep_alive
+from .session import Message, ProtocolError, Session
 
 STRANGERS = 128
 """The largest number of strangers that may be connected. When there are more, the oldest is dropped."""
@@ -62,21 +64,39 @@ class Connection:
         self._server.drop(self)
 
 
+def _listen(host: str, ports: Iterable[int]) -> socket.socket:
+    both = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in host else socket.AF_INET
+    problem = OSError("there is no port to listen at")
+    for port in ports:
+        try:
+            return socket.create_server((host, port), family=family, backlog=512, dualstack_ipv6=both)
+        except OSError as error:
+            problem = error
+    raise problem
+
+
 class Server:
     """A `Server` listens for the ranks of one job.
 
     Args:
-        host: The address of this machine that the ranks can reach.
+        host: The address of this machine that the ranks can reach; empty for all addresses of this machine.
+        ports: The ports to try, in this order; 0 is any free port.
+        secret: The secret of the job; empty for a new one.
 
     Attributes:
-        address: That address, the port, and a new secret.
+        address: That address, the port, and the secret.
+        dropped: How many strangers were dropped, because they did not know the secret, or were too slow or too many.
+
+    Raises:
+        OSError: No port is free.
     """
 
-    def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=512)
+    def __init__(self, host: str, ports: Iterable[int] = (0,), secret: str = "") -> None:
+        self._listener = _listen(host, ports)
         self._listener.setblocking(False)
-        self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(32))
+        self.address = Address(host, self._listener.getsockname()[1], secret or secrets.token_hex(32))
+        self.dropped = 0
         self._strangers: dict[Connection, None] = {}  # the oldest first
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
@@ -119,10 +139,16 @@ class Server:
 
     def drop(self, connection: Connection) -> None:
         """Close a connection. `poll` returns no more messages of it, nor a message "gone"."""
-        self._strangers.pop(connection, None)
+        if connection in self._strangers:
+            del self._strangers[connection]
+            self.dropped += 1
+        self.release(connection).close()
+
+    def release(self, connection: Connection) -> socket.socket:
+        """Return the socket of a connection, which does not block. The server has nothing to do with it any more."""
         if self._knows(connection):
             self._selector.unregister(connection.stream)
-        connection.stream.close()
+        return connection.stream
 
     def close(self) -> None:
         """Close the port and all connections. Guards take that as the order to end their ranks at once."""
