@@ -101,8 +101,12 @@ class Hosts:
         path = f"{self.directory / 'bin'}{os.pathsep}{os.environ['PATH']}"
         enter = [*self._enter_lab(), str(self.directory / "enter"), host, "env", f"--chdir={ROOT}"]
         # MPI's files end with the lab. Else a process would take the files of a killed one with the same pid for its own.
+        # Hosts of two labs have the same names and the same pids, so they must not share the folder of this run of the tests.
         own = {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.directory)}
-        return [*enter, *words], {**own, **environ, "PATH": path}
+        chosen = {
+            name: value for name, value in environ.items() if (name, value) != ("TMPDIR", os.environ.get("TMPDIR"))
+        }
+        return [*enter, *words], {**own, **chosen, "PATH": path}
 
     @property
     def started_by_srun(self) -> list[str]:
