@@ -41,7 +41,7 @@ def run(folder: Path, *options: str, leaves: bool = False) -> tuple[int, list[st
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *options],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **({"HVDLITE_TESTS_ALONE": "1"} if leaves else {})},
         capture_output=True,
         text=True,
         timeout=120,

@@ -86,6 +86,7 @@ def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None
     everything = where == EVEN or pytestconfig.option.everything
     chosen = [name for name in SPMD if everything or name not in ON_EVEN_HOSTS]
     chosen += OTHERS if pytestconfig.option.everything else []
+    by_sockets = where == UNEVEN and pytestconfig.option.everything
     files = ["--quick", *(str(ROOT / f"tests/spmd/test_{name}.py") for name in chosen)]
     done = mpirun(
         two_hosts,
@@ -93,7 +94,7 @@ def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None
         *("-m", "pytest", "-x", "-q", "--timeout=150", "--color=no", "-p", "no:cacheprovider", *files),
         timeout=SPMD_LIMIT,
         HVDLITE_TEST_MPI="1",
-        **({"HVDLITE_BETWEEN_HOSTS": "sockets", "HVDLITE_TEST_SOCKETS": "1"} if where == UNEVEN else {}),
+        **({"HVDLITE_BETWEEN_HOSTS": "sockets", "HVDLITE_TEST_SOCKETS": "1"} if by_sockets else {}),
         HVDLITE_ADVICE="0",
         HVDLITE_DEADLOCK_TIME_SECONDS="0.3",
         OMP_NUM_THREADS="1",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import shutil
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -79,7 +81,11 @@ def make(**settings: Any) -> Any:
 
 
 def new_folder() -> str:
-    return hvd.broadcast_object(tempfile.mkdtemp(prefix="hvdlite-stages-"))
+    """Return the path of a new folder, the same on all ranks. It goes with the process."""
+    folder = tempfile.mkdtemp(prefix="keras-stages-") if hvd.rank() == 0 else ""
+    if folder:
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return hvd.broadcast_object(folder)
 
 
 @pytest.mark.ranks(at_least=2)
