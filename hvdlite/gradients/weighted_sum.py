@@ -7,14 +7,13 @@ always scaled: where the sum of the weights is a power of two, that is the divis
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
 
 from hvdlite.protocols import Array
-from hvdlite.tensors.reduction import Overflow, Reduction
+from hvdlite.tensors.reduction import Overflow, Reduction, fitting_factor
 
 
 class WeightedSum:
@@ -69,7 +68,7 @@ class WeightedSum:
             how.combine(sources, wide)
         else:
             wide = self._weighed(how, sources, self.factors, result.size)
-        if not self._average or (shift := _shift(self.divisor)) == 1.0:
+        if not self._average or (shift := fitting_factor(self.divisor)) == 1.0:
             return wide
         if self._overflow.seen or how.may_have_overflowed(wide):
             factors = [1.0] * len(sources) if self.factors is None else self.factors
@@ -109,11 +108,3 @@ class WeightedSum:
             np.divide(wide, divisor, out=out)
         elif wide is not out:
             np.copyto(out, wide)
-
-
-def _shift(divisor: float) -> float:
-    """Return the largest power of two, at most 1, by which a sum of values fits where its quotient by `divisor` does."""
-    if divisor <= 1:
-        return 1.0
-    mantissa, exponent = math.frexp(divisor)
-    return 2.0 ** -(exponent - 1 if mantissa == 0.5 else exponent)

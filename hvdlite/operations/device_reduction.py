@@ -12,7 +12,7 @@ import numpy as np
 from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.protocols import ReduceOp
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
-from hvdlite.tensors.reduction import Reduction
+from hvdlite.tensors.reduction import Reduction, fitting_factor
 
 _NARROW = {*HALF_DTYPES, "float8_e4m3fn", "float8_e5m2"}
 
@@ -166,5 +166,5 @@ def _without_rounded_factor(how: Reduction, size: int) -> Reduction:
     """
     if how.op is not ReduceOp.AVERAGE or how.dtype not in _NARROW or size & (size - 1) == 0:
         return how
-    shift = 2.0 ** -(size - 1).bit_length()
+    shift = fitting_factor(size)
     return replace(how, op=ReduceOp.SUM, before=how.before * shift, after=how.after / (shift * size), divide_by=1)

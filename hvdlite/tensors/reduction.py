@@ -92,7 +92,7 @@ class Reduction:
     @functools.cached_property
     def shift(self) -> float:
         """The power of two by which floating-point numbers are scaled, so that their sum fits where their average does."""
-        return 2.0 ** -(self.divide_by - 1).bit_length() if self.wide_dtype.kind in "fc" else 1.0
+        return fitting_factor(self.divide_by) if self.wide_dtype.kind in "fc" else 1.0
 
     @functools.cached_property
     def widened(self) -> Reduction:
@@ -261,6 +261,14 @@ class Reduction:
         """
         is_average = self.op is ReduceOp.AVERAGE and self.dtype.startswith(_INTEGERS)
         return is_average or self.dtype in ("int16", "uint16")
+
+
+def fitting_factor(divisor: float) -> float:
+    """Return the largest power of two, at most 1, by which a sum of values fits where its quotient by `divisor` does."""
+    if divisor <= 1:
+        return 1.0
+    mantissa, exponent = math.frexp(divisor)
+    return 2.0 ** -(exponent - 1 if mantissa == 0.5 else exponent)
 
 
 def average_long(how: Reduction, sources: Sequence[Array], into: Array, total: Callable[[Array], Array]) -> None:

@@ -147,8 +147,6 @@ class TorchAdapter:
         wanted = TORCH[dtype]
         if wanted is torch.bfloat16 and result.dtype is torch.uint16:
             result = result.view(wanted)
-        if result.dtype is wanted and (like is None or like.is_cpu):
-            return result
         if like is None or like.is_cpu:
             return result.to(wanted)
         made = torch.empty(result.shape, dtype=wanted, device=like.device)

@@ -8,6 +8,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.protocols import ReduceOp
 from hvdlite.tensors.compression import CastCompressor
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
+from hvdlite.tensors.reduction import fitting_factor
 
 
 class Rules(NamedTuple):
@@ -44,7 +45,7 @@ class Rules(NamedTuple):
         wire = self.wire_of(dtype)
         divisor = 1.0 if wire == dtype else self.divisor
         # Sums overflow the range of half precision sooner than averages do. A power of two rounds nothing.
-        return 1.0 / divisor * (2.0 ** -(size - 1).bit_length() if wire in HALF_DTYPES else 1.0)
+        return 1.0 / divisor * (fitting_factor(size) if wire in HALF_DTYPES else 1.0)
 
 
 def cast_of(compressor: Any) -> str:
