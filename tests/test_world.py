@@ -186,3 +186,13 @@ def test_arrays_that_jax_traces_are_explained() -> None:
     )
     with pytest.raises(UnsupportedTensorError, match=r"JAX is tracing the function.*docs/jax\.md"):
         on_ranks(1, hvd.allreduce, tracer())
+
+
+@pytest.mark.parametrize("n", [2, 3, 12])
+def test_operations_that_nobody_waits_for_do_not_keep_a_rank_at_the_end(n: int) -> None:
+    def leave(operations: int) -> None:
+        for number in range(operations):
+            hvd.allgather_async(np.ones(1 + 3000 * (number % 3)), name=f"nobody waits for {number}")
+
+    for operations in (1, 4, 13, 40):
+        on_ranks(n, leave, operations, timeout=30)

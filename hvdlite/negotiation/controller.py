@@ -66,6 +66,7 @@ class Controller:
 
     Attributes:
         plans: The number of plans that this rank has made (as the root) or received.
+        ended: Whether this rank knows that there are no more plans.
         unsubmitted: Operations of a plan (on the root also of the plan in the making) that this rank has not submitted, because
             it has joined. The driver takes them out.
     """
@@ -88,6 +89,7 @@ class Controller:
         self.unsubmitted: dict[Key, Signature] = {}
         self._joins = False  # from `join` until the next messages have been read
         self.plans = 0
+        self.ended = False
         self._cache = Cache()
         self._blocked = BlockedParties(1 + len(self._children))
         self._history = History(self._children, cache_entries)
@@ -116,6 +118,12 @@ class Controller:
             if self._parent is not None:  # on the root, `step` tells all ranks
                 self._pass_on_blocked()
 
+    def end(self) -> None:
+        """Make no more plans. The root calls this; whoever hears of it has received all plans that there are."""
+        self.ended = True
+        for child in self._children:
+            self._send(child, "end")
+
     def has_work(self) -> bool:
         """Say whether `step` would do anything. This changes nothing."""
         ready = self._ready
@@ -124,6 +132,8 @@ class Controller:
 
     def step(self) -> list[Decision]:
         """Read the messages that have arrived, report complete operations, and return the new decisions, in order."""
+        if self.ended:
+            return []
         # The report comes before reading: the other ranks may wait for it.
         decisions = self._pass_on() if self._ready.complete else []
         received = None
@@ -138,6 +148,9 @@ class Controller:
                     self._receive_ready(sender, message)
                 else:
                     kind, *content = pickle.loads(message)
+                    if kind == "end":
+                        self.end()
+                        return decisions
                     if kind == "blocked":
                         self._blocked.hear(sender, *content)
                     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from hvdlite.timeline import Timeline
 from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import Need
 from hvdlite.watchdog.links import Link
+
+_NAP = 200e-6
+"""Seconds for which a rank sleeps that has nothing to do but wait for the end of the plans."""
 
 
 class Driver:
@@ -94,6 +98,23 @@ class Driver:
             return self._drive()
         finally:
             self._lock.release()
+
+    def drive_to_the_end(self) -> None:
+        """Carry out all plans that there are: a rank that is in one needs the others. All ranks call this."""
+        if self._rank == 0:
+            with self._lock:
+                self._controller.end()
+        while not self._controller.ended:
+            if self.broken is None:
+                moved = self.drive_if_free()
+            else:  # its plans are not carried out, but the ranks below wait for their end, too
+                with self._lock:
+                    try:
+                        moved = bool(self._controller.step())
+                    except PeerLeftError:
+                        return
+            if not moved:
+                time.sleep(_NAP)
 
     def run_at_once(
         self, express: Express, operation: Operation, name: str | None

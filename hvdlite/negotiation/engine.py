@@ -249,7 +249,11 @@ class Engine:
         self._background.stop()
 
     def close(self) -> None:
-        """End the background thread and release the transport. No operation may be in flight."""
+        """Carry out what all ranks have agreed on, end the background thread, and release the transport.
+
+        All ranks of the group call this. What was not agreed on is not carried out.
+        """
+        self._driver.drive_to_the_end()
         self.stop()
         self._background.join()
         del self._watch.lacks[self._members.id]
