@@ -42,7 +42,8 @@ class OwnLayers:
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         self._first = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
         own = dict(self.named_parameters())
-        self._split = Stages(type(self).__name__, process_set, own, first.values(), tied.copies)
+        sparse = [first[id(layer.weight)] for layer in model.modules() if getattr(layer, "sparse", False) is True]
+        self._split = Stages(type(self).__name__, process_set, own, first.values(), sparse, tied.copies)
         split_norm.teach()
         teach_grad_scaler()
         self._may_step: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -13,6 +13,7 @@ import torch
 from hvdlite.errors import ArgumentError, ranks_text
 from hvdlite_torch.checks.trial import ELEMENTWISE, PARAMETERWISE, differs_alone, known_algorithm
 from hvdlite_torch.step.options import Options
+from hvdlite_torch.step.shards import refuse_sparse
 from hvdlite_torch.tensors.sliced import is_sliced
 from hvdlite_torch.tensors.split import all_stages, optimizer_parameters
 
@@ -31,6 +32,7 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
 
     Raises:
         ArgumentError: The optimizer cannot be sharded, or is not known to be one that can, or other arguments do not fit.
+        UnsupportedTensorError: A stage of the model will have sparse gradients.
     """
     name, shard = type(optimizer).__name__, options.shard
     if isinstance(optimizer, UNSHARDABLE):
@@ -39,6 +41,9 @@ def check_shardable(optimizer: torch.optim.Optimizer, options: Options) -> bool:
         )
     if options.codec is not None:
         raise ArgumentError(f"compression and shard={shard!r} cannot be used together yet: leave out one of them.")
+    for stages in all_stages(optimizer_parameters(optimizer)):
+        if stages.sparse and not options.sparse_as_dense:  # later, only the ranks of one stage would raise
+            refuse_sparse(f"the parameter {stages.sparse[0]!r} of a {stages.kind}")
     known = known_algorithm(type(optimizer))
     if known in ELEMENTWISE and shard is True:
         return False

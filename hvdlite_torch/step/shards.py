@@ -25,14 +25,17 @@ from hvdlite_torch.tensors.runs import Run
 from hvdlite_torch.tensors.sliced import State, local_state, program_state
 
 
-def refuse_sparse(shape: Sequence[int]) -> None:
-    """Raise an error for a sharded parameter of this shape, which has a sparse gradient.
+def refuse_sparse(which: str) -> None:
+    """Raise an error for a sharded parameter that has a sparse gradient.
+
+    Args:
+        which: The parameter, in words.
 
     Raises:
         UnsupportedTensorError: Always.
     """
     raise UnsupportedTensorError(
-        f"a parameter of shape {tuple(shape)} has sparse gradients, which cannot be sharded: pass "
+        f"{which} has sparse gradients, which cannot be sharded: pass "
         "sparse_as_dense=True, use sparse=False in the embedding, or leave out shard=True."
     )
 

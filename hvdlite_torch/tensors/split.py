@@ -33,10 +33,11 @@ class Stages(AnyStages):
         process_set: The ranks that have the model together.
         own: The parameters of this rank, by the names that they have in the model.
         names: The names of the parameters of all ranks, in the order in which the model has them.
+        sparse: Those names whose gradients will be sparse.
         copies: Those of this rank that another one has too, and counts in what is joined.
 
     Attributes:
-        kind, process_set, names: The arguments.
+        kind, process_set, names, sparse: The arguments.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class Stages(AnyStages):
         process_set: ProcessSet,
         own: Mapping[str, torch.Tensor],
         names: Iterable[str],
+        sparse: Iterable[str] = (),
         copies: Iterable[torch.Tensor] = (),
     ) -> None:
         super().__init__(kind, process_set)
-        self.names = tuple(names)
+        self.names, self.sparse = tuple(names), tuple(sparse)
         with _lock:
             for name, parameter in own.items():
                 _stages[parameter] = self, name
