@@ -206,7 +206,8 @@ def test_time_in_which_the_process_was_stopped_is_nobodys_wait(monkeypatch: pyte
             looked.release()
             return real() + 1000.0
 
-    monkeypatch.setattr("hvdlite.watchdog.watchdog.time", Clock)
+    for module in ("watchdog", "waits"):  # the waits that begin after the stop have the same clock
+        monkeypatch.setattr(f"hvdlite.watchdog.{module}.time", Clock)
 
     def wait() -> None:
         here = world()

@@ -30,7 +30,7 @@ class Wait:
     what: Callable[[], str]
     members: Members
     fail: Callable[[HvdliteError], None]
-    since: float = field(default_factory=time.monotonic)
+    since: float = field(default_factory=lambda: time.monotonic())
     next_report: float = 0.0
     need: Callable[[], Need | None] | None = None
     """Returns what the other ranks must do; None if that is not known for certain."""
