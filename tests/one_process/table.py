@@ -75,13 +75,13 @@ def run(pairs: Sequence[Pair], ranks: int, budget: float = JOB_LIMIT) -> Iterato
                 )
                 said = done.stdout[-4000:] + done.stderr[-8000:]
             except subprocess.TimeoutExpired:
-                said = "the job did not end in time"
+                done, said = None, "the job did not end in time"
             results = _read(file, left, said)
             if not results:
                 raise RuntimeError(f"the job of {ranks} ranks ran no pair:\n{said}")
             yield from results
             left = left[len(results) :]
-            if done.returncode == 0:
+            if done is not None and done.returncode == 0:
                 break
 
 
