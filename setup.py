@@ -91,7 +91,7 @@ setup(
     package_data={"hvdlite": ["py.typed"], "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"]},
     install_requires=["numpy>=1.26", "mpi4py>=4.1", "cloudpickle>=3"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["hvdliterun = hvdlite.launch.cli:main", "hvdlite = hvdlite.cli:main"]},
+    entry_points={"console_scripts": ["hvdliterun = hvdlite.launch.cli:main", "hvdlite = hvdlite.tools.cli:main"]},
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Science/Research",

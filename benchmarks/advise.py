@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from benchmarks.machine import machine
 from benchmarks.report import aligned, heading
-from hvdlite.advise import Strategy, parse_strategy
-from hvdlite.advise.report import ms, size
-from hvdlite.advise.strategies import USUAL
+from hvdlite.tools.advise import Strategy, parse_strategy
+from hvdlite.tools.advise.report import ms, size
+from hvdlite.tools.advise.strategies import USUAL
 from tests.hosts import Hosts, hosts, why_not
 
 BURST = "64kb"

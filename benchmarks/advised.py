@@ -18,8 +18,8 @@ import torch
 
 import hvdlite_torch as hvd
 from examples.torch_gpt_text import GPT, load, summed_loss
-from hvdlite.adapter.async_sgd.options import Servers
-from hvdlite.advise import Strategy, parse_strategy
+from hvdlite.async_sgd.training.options import Servers
+from hvdlite.tools.advise import Strategy, parse_strategy
 
 BATCH, CONTEXT, LAYERS, WIDTH = 8, 64, 4, 128
 """The windows of a rank, and the sizes of the model: those that `examples/torch_gpt_text.py` has on two ranks."""

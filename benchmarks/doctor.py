@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from benchmarks.machine import machine
 from benchmarks.report import aligned, heading
-from hvdlite.advise.report import ms
+from hvdlite.tools.advise.report import ms
 from tests.hosts import Hosts, hosts, why_not
 
 LIMIT = 200.0

@@ -43,10 +43,10 @@ from benchmarks.checks import WrongResult, check_weights
 from benchmarks.figures import in_turn
 from benchmarks.models import Gpt, GptSize, ResNet, parameters_of
 from hvdlite.api import world
+from hvdlite.comm.gpu import nccl
+from hvdlite.comm.gpu.collectives import DeviceCollectives
+from hvdlite.comm.gpu.nccl_collectives import NcclCollectives
 from hvdlite.config import Config
-from hvdlite.gpu import nccl
-from hvdlite.gpu.collectives import DeviceCollectives
-from hvdlite.gpu.nccl_collectives import NcclCollectives
 from hvdlite.protocols import Device, ReduceOp
 from hvdlite.testing import on_ranks
 from hvdlite_torch.tensors.adapter import ADAPTER

@@ -33,17 +33,17 @@ from benchmarks import job
 from benchmarks.machine import machine
 from benchmarks.report import aligned, heading, size
 from benchmarks.virtual_ranks import Cluster, Costs, VirtualTransport, without_values
-from hvdlite.advise.link import Link, parse_link
 from hvdlite.algorithms.choose import choose
 from hvdlite.algorithms.cost import predict
 from hvdlite.algorithms.slices import split
 from hvdlite.comm.point_to_point import PointToPointCollectives
-from hvdlite.doctor import predict as doctor
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import WORDS
-from hvdlite.negotiation.controller import FANOUT, Controller
 from hvdlite.operations import Signature
+from hvdlite.operations.negotiation.controller import FANOUT, Controller
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
+from hvdlite.tools.advise.link import Link, parse_link
+from hvdlite.tools.doctor import predict as doctor
 
 RANKS = (8, 64, 128, 256, 512, 1024)
 LINKS = ("10gbit,50us", "100gbit,5us")

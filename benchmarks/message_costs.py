@@ -13,16 +13,16 @@ from mpi4py import MPI
 
 from benchmarks.figures import until_all_are_done
 from benchmarks.scaling import make_controllers
-from hvdlite.advise.calibrate import measure_hosts
 from hvdlite.algorithms.choose import choose
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.mpi.transport import MpiTransport
 from hvdlite.comm.point_to_point import PointToPointCollectives
-from hvdlite.negotiation.controller import Controller
-from hvdlite.negotiation.messages import READY_ONE, READY_ONE_KIND
 from hvdlite.operations import Signature
-from hvdlite.process.own_core import home
+from hvdlite.operations.negotiation.controller import Controller
+from hvdlite.operations.negotiation.messages import READY_ONE, READY_ONE_KIND
 from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.ranks.own_core import home
+from hvdlite.tools.advise.calibrate import measure_hosts
 
 SIZES = (2**12, 2**20, 2**24)
 """The bytes of the sums that are measured."""

@@ -32,12 +32,12 @@ from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
 from hvdlite.gradients.reducer import Reducer, ReducerContext
-from hvdlite.negotiation.controller import Controller
-from hvdlite.negotiation.messages import Key
 from hvdlite.operations import Signature
+from hvdlite.operations.negotiation.controller import Controller
+from hvdlite.operations.negotiation.messages import Key
 from hvdlite.protocols import Plan, ReduceOp, TensorInfo
+from hvdlite.ranks.topology import Members
 from hvdlite.timeline import Timeline
-from hvdlite.topology import Members
 from hvdlite.watchdog.watchdog import Watchdog
 
 RANKS = (2, 8, 64, 256, 1024)

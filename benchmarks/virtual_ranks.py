@@ -19,9 +19,9 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from hvdlite.advise.link import Link
 from hvdlite.protocols import Array, Combine
 from hvdlite.protocols.transport import ANY, Request
+from hvdlite.tools.advise.link import Link
 
 T = TypeVar("T")
 

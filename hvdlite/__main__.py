@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from hvdlite.cli import main
+from hvdlite.tools.cli import main
 
 sys.exit(main())

@@ -24,13 +24,9 @@ from hvdlite.comm.local import LocalFabric
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, NotInitializedError
-from hvdlite.grid import Grid
-from hvdlite.group import RebindableExchange
 from hvdlite.launcher_link.generation import Generation
 from hvdlite.launcher_link.handlers import silence_handlers
 from hvdlite.launcher_link.link import check_address
-from hvdlite.negotiation.engine import Engine
-from hvdlite.negotiation.handle import Handle
 from hvdlite.operations import (
     Allgather,
     AllgatherObject,
@@ -42,11 +38,15 @@ from hvdlite.operations import (
     Operation,
     Reducescatter,
 )
-from hvdlite.process_set import ProcessSet
+from hvdlite.operations.negotiation.engine import Engine
+from hvdlite.operations.negotiation.handle import Handle
 from hvdlite.protocols import ReduceOp
+from hvdlite.ranks.grid import Grid
+from hvdlite.ranks.process_set import ProcessSet
+from hvdlite.runtime.group import RebindableExchange
+from hvdlite.runtime.world import World
 from hvdlite.watchdog import failure
 from hvdlite.watchdog.stall_report import stack_of
-from hvdlite.world import World
 
 T = TypeVar("T")
 

@@ -57,9 +57,9 @@ from hvdlite.errors import (
 )
 from hvdlite.errors import CommunicationError as HorovodInternalError
 from hvdlite.gradients.lossy.names import Compression
-from hvdlite.negotiation.handle import Handle
-from hvdlite.process_set import ProcessSet
+from hvdlite.operations.negotiation.handle import Handle
 from hvdlite.protocols import ReduceOp
+from hvdlite.ranks.process_set import ProcessSet
 
 __all__ = [
     "DCASGD",

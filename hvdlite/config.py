@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hvdlite.errors import ArgumentError
-from hvdlite.process.log import LEVELS
+from hvdlite.ranks.log import LEVELS
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
@@ -51,9 +51,9 @@ class Config:
         nccl_start_seconds: The ranks try for so many seconds to connect by NCCL.
         share_gpu: Several ranks may use one GPU.
         log_level: The level from which on hvdlite makes records of `logging`: trace, debug, info, warning, error or fatal;
-            empty to leave that to the program (see `hvdlite.process.log`).
+            empty to leave that to the program (see `hvdlite.ranks.log`).
         servers: The last so many ranks only serve the parameters of `AsyncDistributedOptimizer`; 0 if the ranks are alike.
-        advise: What to measure of the training; ``hvdlite advise`` sets it (see `hvdlite.advise.recorder.Request`).
+        advise: What to measure of the training; ``hvdlite advise`` sets it (see `hvdlite.tools.advise.recorder.Request`).
         generation: Which generation of an elastic job this process is of; hvdliterun sets it; empty if the job is not elastic.
         control: ``host:port:secret`` of the launcher that started this process; hvdliterun sets it.
 

@@ -11,7 +11,7 @@ from hvdlite.comm.local import LocalFabric, LocalTransport, Network
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
-from hvdlite.world import World
+from hvdlite.runtime.world import World
 
 __all__ = ["LocalFabric", "LocalTransport", "Network", "on_ranks"]
 

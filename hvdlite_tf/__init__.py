@@ -21,9 +21,9 @@ from hvdlite import (
 )
 from hvdlite.adapter import capabilities
 from hvdlite.adapter.arguments import num_rank_is_power_2 as check_num_rank_power_of_2
-from hvdlite.adapter.async_sgd.unfinished import serve_parameters
 from hvdlite.adapter.capabilities import *  # noqa: F403
 from hvdlite.adapter.few_bytes.local_steps import DiLoCo, LocalSGD
+from hvdlite.async_sgd.training.unfinished import serve_parameters
 from hvdlite.basics import *  # noqa: F403
 from hvdlite.checks import require
 from hvdlite.serving.serve import serve

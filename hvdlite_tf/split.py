@@ -8,7 +8,7 @@ from typing import Any
 import hvdlite
 from hvdlite.adapter.pipeline.stages import Stages
 from hvdlite.errors import ArgumentError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_tf.variables import plain_variable
 
 _NOTE = "_hvdlite_stage"

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from hvdlite import basics
 from hvdlite.adapter import capabilities
-from hvdlite.adapter.async_sgd.unfinished import serve_parameters
 from hvdlite.adapter.capabilities import *  # noqa: F403
 from hvdlite.api import at_the_end
+from hvdlite.async_sgd.training.unfinished import serve_parameters
 
 if TYPE_CHECKING:  # mypy keeps the first of two imports of a name
     from hvdlite_torch.distributed.backend import init as init

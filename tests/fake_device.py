@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import hvdlite.api
-from hvdlite.gpu.nccl import Library
+from hvdlite.comm.gpu.nccl import Library
 from hvdlite_torch.tensors import device as torch_device
 from hvdlite_torch.tensors.device import TorchDevice
 from tests.fake_nccl import FakeNccl

@@ -1,8 +1,8 @@
-"""A stand-in for NCCL on host memory, with the Python interface of `hvdlite.gpu.nccl`. It uses sockets, and NumPy on addresses.
+"""A stand-in for NCCL on host memory, with the Python interface of `hvdlite.comm.gpu.nccl`.
 
-Ranks are threads or processes. As with NCCL, the unique id contains the address at which rank 0 listens. A server thread of
-rank 0 receives every collective, checks that all ranks ask for the same, computes the results and sends them. The server is
-slow, but simple enough to be trusted.
+It uses sockets, and NumPy on addresses. Ranks are threads or processes. As with NCCL, the unique id contains the address at
+which rank 0 listens. A server thread of rank 0 receives every collective, checks that all ranks ask for the same, computes the
+results and sends them. The server is slow, but simple enough to be trusted.
 
 The stand-in fails on request: `FakeNccl.fail_at`, `FakeNccl.hang_at`, `FakeNccl.fault`.
 """
@@ -20,8 +20,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from hvdlite.comm.gpu.nccl import DTYPES, OPS
 from hvdlite.errors import NcclError
-from hvdlite.gpu.nccl import DTYPES, OPS
 from hvdlite.protocols import ReduceOp
 
 NUMPY = {
@@ -106,7 +106,7 @@ def _answer(requests: list[Request]) -> list[Any]:
 
 
 class FakeNccl:
-    """A `hvdlite.gpu.nccl.Library`, one for each rank.
+    """A `hvdlite.comm.gpu.nccl.Library`, one for each rank.
 
     Attributes:
         fail_at: The name of a call that fails on this rank, such as "connect" or "all_reduce".
@@ -136,7 +136,7 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """A `hvdlite.gpu.nccl.Communicator`."""
+    """A `hvdlite.comm.gpu.nccl.Communicator`."""
 
     def __init__(self, library: FakeNccl, address: Any, size: int, rank: int) -> None:
         self.library, self.size, self.rank = library, size, rank

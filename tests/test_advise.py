@@ -16,19 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvdlite_torch as hvd
-from hvdlite.advise import Link, Model, parse_link, parse_strategy
-from hvdlite.advise.command import read
-from hvdlite.advise.exchanges import KINDS, EqualRanks, Exchange
-from hvdlite.advise.measured import MeasuredSync
-from hvdlite.advise.plot import crossings
-from hvdlite.advise.profile import Profile, Step
-from hvdlite.advise.recorder import Recorder, Request
-from hvdlite.advise.report import choose
-from hvdlite.advise.strategies import USUAL
-from hvdlite.advise.trial import try_aggregator, try_halves, try_sharded, try_whole
 from hvdlite.algorithms.slices import split
 from hvdlite.api import world
-from hvdlite.cli import main
 from hvdlite.comm.local import LocalTransport, Network
 from hvdlite.comm.point_to_point import PointToPointCollectives
 from hvdlite.config import Config
@@ -39,6 +28,17 @@ from hvdlite.gradients.lossy.topk import TopK
 from hvdlite.operations import Agreement
 from hvdlite.protocols import ReduceOp, TensorInfo, numpy_combine
 from hvdlite.testing import on_ranks
+from hvdlite.tools.advise import Link, Model, parse_link, parse_strategy
+from hvdlite.tools.advise.command import read
+from hvdlite.tools.advise.exchanges import KINDS, EqualRanks, Exchange
+from hvdlite.tools.advise.measured import MeasuredSync
+from hvdlite.tools.advise.plot import crossings
+from hvdlite.tools.advise.profile import Profile, Step
+from hvdlite.tools.advise.recorder import Recorder, Request
+from hvdlite.tools.advise.report import choose
+from hvdlite.tools.advise.strategies import USUAL
+from hvdlite.tools.advise.trial import try_aggregator, try_halves, try_sharded, try_whole
+from hvdlite.tools.cli import main
 from tests.jobs import PROGRAMS
 from tests.simulated import run_counting
 

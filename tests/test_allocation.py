@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.errors import LaunchError
-from hvdlite.job.hosts import Host
-from hvdlite.job.mpi import Mpi, Placement, command
 from hvdlite.launch.allocation import Hosts, choose_hosts, deal, expand_nodes
+from hvdlite.launch.job.hosts import Host
+from hvdlite.launch.job.mpi import Mpi, Placement, command
 from tests import hosts as lab
 from tests.jobs import LIMIT, PROGRAMS, Start
 

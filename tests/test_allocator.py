@@ -16,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 import hvdlite_torch as hvd
 from hvdlite.config import Config
-from hvdlite.process import memory_ways
+from hvdlite.ranks import memory_ways
 from hvdlite.testing import on_ranks
 from hvdlite_torch.distributed import backend
 from hvdlite_torch.tensors import malloc

@@ -12,7 +12,7 @@ import hvdlite as hvd
 from hvdlite.api import world
 from hvdlite.comm.local import LocalFabric, LocalTransport, Network
 from hvdlite.comm.mailbox import LocalSend
-from hvdlite.communicator.channel import WatchedChannel
+from hvdlite.comm.ordered.channel import WatchedChannel
 from hvdlite.config import Config
 from hvdlite.errors import CommunicationError, HvdliteError, PeerLeftError
 from hvdlite.protocols import ANY, Request, WaitKind

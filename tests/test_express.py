@@ -17,8 +17,8 @@ from hvdlite.api import world
 from hvdlite.comm.host import Host
 from hvdlite.config import Config
 from hvdlite.errors import CommunicationError, DuplicateNameError, HvdliteError, MismatchError, PeerLeftError
-from hvdlite.negotiation.express import Express
 from hvdlite.operations import Allreduce, Barrier
+from hvdlite.operations.negotiation.express import Express
 from hvdlite.protocols import Array, ReduceOp
 from hvdlite.tensors.reduction import Reduction
 from hvdlite.testing import on_ranks
@@ -29,7 +29,7 @@ LIMIT = 60
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank waits for the others for as long as it takes: on a busy machine they come late."""
-    monkeypatch.setattr("hvdlite.negotiation.express._SECONDS", 20.0)
+    monkeypatch.setattr("hvdlite.operations.negotiation.express._SECONDS", 20.0)
 
 
 def be_impatient() -> None:
@@ -139,7 +139,7 @@ def test_ranks_of_two_hosts_negotiate() -> None:
 
 def test_a_rank_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has waited in vain negotiates, and the ranks still get the same results. Later they run things at once again."""
-    monkeypatch.setattr("hvdlite.negotiation.express._SECONDS", 0.0)
+    monkeypatch.setattr("hvdlite.operations.negotiation.express._SECONDS", 0.0)
 
     def work() -> tuple[list[float], int]:
         results = [hvd.allreduce(np.full(1, n), hvd.Sum).item() for n in range(200)]
@@ -174,7 +174,7 @@ def test_a_rank_joins(monkeypatch: pytest.MonkeyPatch) -> None:
         hvd.join()
         return [*results, hvd.allreduce(np.ones(1), hvd.Sum).item()]
 
-    monkeypatch.setattr("hvdlite.negotiation.express._SECONDS", 0.0)
+    monkeypatch.setattr("hvdlite.operations.negotiation.express._SECONDS", 0.0)
     assert on_ranks(2, work, timeout=LIMIT) == [[2.0] * 5, [2.0] * 4 + [1.0] * 4 + [2.0]]
 
 
@@ -225,7 +225,9 @@ def test_a_rank_that_is_bound_and_interrupted_has_left(monkeypatch: pytest.Monke
             hvd.allreduce(np.ones(1), hvd.Sum)
         if hvd.rank() == 1:
             raise_once(monkeypatch, Reduction, "complete")
-            monkeypatch.setattr("hvdlite.negotiation.express._complete", lambda how, *rest: how.complete(*rest))
+            monkeypatch.setattr(
+                "hvdlite.operations.negotiation.express._complete", lambda how, *rest: how.complete(*rest)
+            )
             with pytest.raises(OutOfPatience):
                 hvd.allreduce(np.ones(1), hvd.Sum)
         else:

@@ -18,11 +18,11 @@ from typing import cast
 import pytest
 
 from hvdlite.errors import LaunchError
-from hvdlite.job import departure, failures, ranks, ssh
-from hvdlite.job.departure import Departure
-from hvdlite.job.failures import Failure
-from hvdlite.job.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
-from hvdlite.job.mpi import (
+from hvdlite.launch.job import departure, failures, ranks, ssh
+from hvdlite.launch.job.departure import Departure
+from hvdlite.launch.job.failures import Failure
+from hvdlite.launch.job.hosts import Host, check_slots, is_local, parse_hostfile, parse_hosts
+from hvdlite.launch.job.mpi import (
     Mpi,
     Placement,
     command,
@@ -31,13 +31,13 @@ from hvdlite.job.mpi import (
     split_interpreter_options,
     worker_command,
 )
-from hvdlite.job.mpi_process import MpiProcess
-from hvdlite.job.output import Output, Sink
-from hvdlite.job.ranks import Rank
-from hvdlite.job.reports import Reports
+from hvdlite.launch.job.mpi_process import MpiProcess
+from hvdlite.launch.job.output import Output, Sink
+from hvdlite.launch.job.ranks import Rank
+from hvdlite.launch.job.reports import Reports
+from hvdlite.launch.worker import shared_memory, worker
 from hvdlite.launcher_link.server import Connection, Server
 from hvdlite.launcher_link.session import Message
-from hvdlite.worker import shared_memory, worker
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
 
 
@@ -712,12 +712,12 @@ class Screen(Sink):
 def patient_tick(output: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     with monkeypatch.context() as patch:
-        patch.setattr("hvdlite.job.output.time.monotonic", lambda: now + 1)
+        patch.setattr("hvdlite.launch.job.output.time.monotonic", lambda: now + 1)
         output.tick()
 
 
 def test_an_endless_line_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite.job.output._LONGEST_KEPT", 10_000)
+    monkeypatch.setattr("hvdlite.launch.job.output._LONGEST_KEPT", 10_000)
     out = Screen()
     output = Output(out, Screen(), tagged=True)
     for _ in range(30):

@@ -13,7 +13,7 @@ from tests.jobs import Start
 
 SAYS = """
 import logging
-from hvdlite.process.log import set_level, tell
+from hvdlite.ranks.log import set_level, tell
 {first}
 set_level({level!r})
 tell("stalls", "a warning", 3)

@@ -11,13 +11,13 @@ import pytest
 
 from benchmarks import many_ranks
 from benchmarks.virtual_ranks import Cluster, Costs, Deadlock, VirtualTransport, without_values
-from hvdlite.advise.link import Link
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.algorithms.cost import predict
 from hvdlite.algorithms.fold import Core
 from hvdlite.comm.point_to_point import PointToPointCollectives
-from hvdlite.negotiation.controller import FANOUT
+from hvdlite.operations.negotiation.controller import FANOUT
 from hvdlite.protocols import ReduceOp, numpy_combine
+from hvdlite.tools.advise.link import Link
 
 LINK = Link(1e-3, 1e-6)
 REDUCTION = 3e-7

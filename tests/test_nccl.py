@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from hvdlite.adapter import capabilities
+from hvdlite.comm.gpu import nccl
+from hvdlite.comm.gpu.abandonable import AbandonableCall
+from hvdlite.comm.gpu.nccl import Nccl
 from hvdlite.errors import DeviceError, NcclError, UnsupportedTensorError
-from hvdlite.gpu import nccl
-from hvdlite.gpu.abandonable import AbandonableCall
-from hvdlite.gpu.nccl import Nccl
 from hvdlite.protocols import ReduceOp
 from hvdlite.tensors import cupy_device, device_registry, registry
 from hvdlite.tensors.cupy_device import CupyDevice

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.process import own_core
+from hvdlite.ranks import own_core
 
 OFFERS = 100
 

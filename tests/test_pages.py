@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hvdlite import cli
 from hvdlite.launch.parser import make_parser
+from hvdlite.tools import cli
 from tests import page_blocks
 from tests.jobs import ROOT, Start, run_each
 from tests.pages import program_of

@@ -14,8 +14,8 @@ import hvdlite_tf as hvd_tf
 from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError
+from hvdlite.runtime.world import World
 from hvdlite.testing import on_ranks
-from hvdlite.world import World
 
 CONFIG = Config(deadlock_time_seconds=0.3, advice=False)
 Kept = tuple[Any, World]

@@ -12,7 +12,7 @@ import hvdlite as hvd
 from benchmarks import scaling
 from hvdlite.api import world
 from hvdlite.config import Config
-from hvdlite.negotiation.controller import FANOUT
+from hvdlite.operations.negotiation.controller import FANOUT
 from hvdlite.protocols import TensorInfo
 from hvdlite.testing import on_ranks
 

@@ -18,13 +18,13 @@ import pytest
 
 pytest.importorskip("httptools")
 
-from hvdlite.cli import main
 from hvdlite.errors import ArgumentError, LaunchError
 from hvdlite.serving.bench import bodies, schedule
 from hvdlite.serving.bench.bodies import Bodies
 from hvdlite.serving.bench.client import target
 from hvdlite.serving.bench.load import closed_loop, open_loop
 from hvdlite.serving.bench.results import Results, table
+from hvdlite.tools.cli import main
 
 BODIES = Bodies("application/json", (b'{"input": 0}', b'{"input": 1}'))
 Answer = Callable[[int, bytes], Awaitable[bytes | None]]

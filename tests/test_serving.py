@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 
 import hvdlite
-from hvdlite.cli import main
 from hvdlite.errors import ArgumentError, HvdliteError, LaunchError
 from hvdlite.serving import wire
 from hvdlite.serving.metrics import CHOICE
@@ -30,6 +29,7 @@ from hvdlite.serving.replicas.replica import Begin, load, warm_up
 from hvdlite.serving.servable import Servable
 from hvdlite.serving.serve import serve
 from hvdlite.serving.server import Server
+from hvdlite.tools.cli import main
 from tests.browser import MISSING, browser
 from tests.jobs import PYTHONPATH
 from tests.programs.servables import BAD, ENDLESS, FATAL, FATAL_ONCE

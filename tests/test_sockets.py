@@ -27,8 +27,8 @@ from hvdlite.comm.sockets.start import start
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, PeerLeftError
 from hvdlite.launcher_link.link import Address, connect
-from hvdlite.process.network import nearest_first, own_addresses
 from hvdlite.protocols import ReduceOp
+from hvdlite.ranks.network import nearest_first, own_addresses
 
 SECRET = "what the ranks of this job alone know"
 HERE = ["127.0.0.1/8"]

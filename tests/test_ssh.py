@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hvdlite.errors import LaunchError
-from hvdlite.job import ssh
-from hvdlite.job.hosts import Host
+from hvdlite.launch.job import ssh
+from hvdlite.launch.job.hosts import Host
 from tests import hosts as lab
 from tests.jobs import LIMIT, PROGRAMS, ROOT
 

@@ -18,8 +18,8 @@ from hvdlite.api import in_world, world
 from hvdlite.config import Config
 from hvdlite.errors import HvdliteError, MismatchError
 from hvdlite.protocols import TensorInfo
+from hvdlite.ranks.topology import Members
 from hvdlite.testing import on_ranks
-from hvdlite.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 
 FAST = Config(deadlock_time_seconds=0.3)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from hvdlite.config import Config
 from hvdlite.errors import PeerLeftError
-from hvdlite.job.failures import Failure
-from hvdlite.job.ranks import Ranks
-from hvdlite.job.survival.survivors import Survivors
+from hvdlite.launch.job.failures import Failure
+from hvdlite.launch.job.ranks import Ranks
+from hvdlite.launch.job.survival.survivors import Survivors
+from hvdlite.launch.worker.rank_environment import HOROVOD_VARIABLE, renumber_horovod_variables
 from hvdlite.launcher_link.generation import Generation
 from hvdlite.launcher_link.session import Message, ProtocolError
 from hvdlite.testing import on_ranks
-from hvdlite.worker.rank_environment import HOROVOD_VARIABLE, renumber_horovod_variables
 from tests.elastic_faults import LIMIT, Training, choose
 from tests.jobs import PROGRAMS, Start
 

@@ -16,7 +16,6 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.api import world
-from hvdlite.cli import main
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError
 from hvdlite.testing import on_ranks
@@ -25,6 +24,7 @@ from hvdlite.timeline.merge import load, merge, merge_files
 from hvdlite.timeline.rank_file import ClockLine, RankFile
 from hvdlite.timeline.steps import divide
 from hvdlite.timeline.summary import summarize
+from hvdlite.tools.cli import main
 from tests.chrome_trace import check_chrome_trace
 from tests.jobs import PROGRAMS, Start
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import hvdlite_torch as hvd
 from hvdlite import api
-from hvdlite.adapter.async_sgd.checkpoint import check_path, write_whole
+from hvdlite.async_sgd.training.checkpoint import check_path, write_whole
 from hvdlite.config import Config
 from hvdlite.errors import LaunchError
 from hvdlite.launch.cli import job_spec
@@ -174,7 +174,7 @@ def test_where_nobody_can_go_on(
 ) -> None:
     """The ranks are threads, so no launcher is asked: the error comes before."""
     if not config:
-        monkeypatch.setattr("hvdlite.adapter.async_sgd.options.check_failures", lambda *_: (True, None))
+        monkeypatch.setattr("hvdlite.async_sgd.training.options.check_failures", lambda *_: (True, None))
 
     def program() -> None:
         with pytest.raises(hvd.ArgumentError, match=text):

@@ -26,8 +26,8 @@ from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError
 from hvdlite.gradients.plan import plan_buckets
+from hvdlite.runtime.world import World
 from hvdlite.testing import on_ranks
-from hvdlite.world import World
 from tests.fake_device import fake_gpu
 from tests.jobs import PROGRAMS, Start
 from tests.spmd.test_torch_training import MODEL, OPTIMIZERS, X, Y, distance, flat

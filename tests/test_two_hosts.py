@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite.job.hosts import parse_hosts
-from hvdlite.job.mpi import Placement, command, environment, find_mpi
+from hvdlite.launch.job.hosts import parse_hosts
+from hvdlite.launch.job.mpi import Placement, command, environment, find_mpi
 from tests.hosts import Hosts, hosts, why_not
 from tests.jobs import LIMIT, PROGRAMS, PROMPT, ROOT, seconds_since_failure, wait_for
 

@@ -18,8 +18,8 @@ from hvdlite.errors import HvdliteError, MismatchError
 from hvdlite.launch import cli
 from hvdlite.launch.parser import make_parser
 from hvdlite.protocols import TensorInfo
+from hvdlite.ranks.topology import Members
 from hvdlite.testing import on_ranks
-from hvdlite.topology import Members
 from hvdlite.watchdog import stall_report
 from hvdlite.watchdog.stall_report import Answer, reporter, stack_of
 from hvdlite.watchdog.waits import Wait

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import hvdlite as hvd
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, NotInitializedError, UnsupportedTensorError
+from hvdlite.ranks.topology import Topology
 from hvdlite.testing import on_ranks
-from hvdlite.topology import Topology
 
 X = np.ones(2)
 CALLS = [

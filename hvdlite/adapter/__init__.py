@@ -13,7 +13,6 @@
 - `few_bytes`: what sends fewer bytes, in a folder of its own.
 - `identity`: matches the optimizers of different ranks; `agreement`: checks that the ranks are given the same.
 - `joining/`: what the ranks find out about each other's optimizers when all have joined.
-- `async_sgd/`: training with a parameter server.
 - `advice`: warns of silent mistakes in the first steps.
 - `guide`: the error for names that are not in `hvdlite`, but in an adapter's package.
 - `inner_class`: stand-ins for Horovod's internal classes that programs name.

@@ -8,8 +8,8 @@ from typing import Any
 
 from hvdlite.api import allgather_object, world
 from hvdlite.errors import HvdliteError, MismatchError, ranks_text
-from hvdlite.negotiation.mismatch import variants_text
-from hvdlite.process_set import ProcessSet
+from hvdlite.operations.negotiation.mismatch import variants_text
+from hvdlite.ranks.process_set import ProcessSet
 
 
 def gather_from_all(what: str, process_set: ProcessSet | None) -> Callable[[Any], list[Any]]:

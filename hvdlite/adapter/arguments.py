@@ -10,8 +10,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from hvdlite.api import Average, Sum, global_process_set, world
 from hvdlite.errors import ArgumentError
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
+from hvdlite.ranks.process_set import ProcessSet
 
 P = ParamSpec("P")
 R = TypeVar("R")

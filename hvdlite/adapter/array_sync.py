@@ -29,8 +29,8 @@ from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.header import Header, digest
 from hvdlite.gradients.reducer import Postponed
 from hvdlite.gradients.shared_reducers import Layout
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array, Device, ReduceOp, TensorInfo
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite.tensors.numpy_adapter import dtype_of
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from hvdlite.gradients.header import Header
 from hvdlite.gradients.reducer import Reducer
 from hvdlite.gradients.reducers import Reducers
 from hvdlite.gradients.shared_reducers import Layout, stand_in
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array, Device, ReduceOp
+from hvdlite.ranks.process_set import ProcessSet
+from hvdlite.runtime.world import World
 from hvdlite.tensors.numpy_adapter import dtype_of
 from hvdlite.tensors.reduction import reduction
-from hvdlite.world import World
 
 ROOMS = 3
 """The number of steps whose results the framework may hold without a copy. A framework releases the results of one step while

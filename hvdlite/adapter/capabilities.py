@@ -13,9 +13,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from hvdlite.comm.gpu import nccl
 from hvdlite.config import Config
 from hvdlite.errors import DeviceError
-from hvdlite.gpu import nccl
 
 __all__ = [
     "ccl_built",

@@ -24,8 +24,8 @@ from hvdlite.adapter.tree import Flat, flatten
 from hvdlite.api import Adasum, Average, allgather_object, world
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.gradients.aggregator import Aggregator
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp, TensorInfo
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite.tensors.registry import adapter_for, device_kind_of
 

@@ -25,8 +25,8 @@ from hvdlite.adapter.options import Options
 from hvdlite.api import allgather_object, broadcast, broadcast_object, global_process_set, world
 from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.gradients.shared_reducers import Layout
-from hvdlite.process_set import ProcessSet
-from hvdlite.world import World
+from hvdlite.ranks.process_set import ProcessSet
+from hvdlite.runtime.world import World
 
 LAYOUTS = 16
 """The number of layouts whose buckets are kept. The least recently used are released. A program has two or three layouts."""
@@ -42,7 +42,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Registry:
-    """The buckets of a process set on one rank, and its other shared state: an `hvdlite.group.RebindableExchange`.
+    """The buckets of a process set on one rank, and its other shared state: an `hvdlite.runtime.group.RebindableExchange`.
 
     All ranks have the same buckets: they make them together, and the exchanges, which all ranks make in the same order, decide
     which buckets are the least recently used. A trace does not count as a use, because a single rank may trace.

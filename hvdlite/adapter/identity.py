@@ -26,9 +26,9 @@ from hvdlite.adapter.advice import say_rates
 from hvdlite.adapter.few_bytes.local_steps import Rounds
 from hvdlite.api import allgather_object, world
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite.group import Group
-from hvdlite.negotiation.mismatch import compare_settings
-from hvdlite.process_set import ProcessSet
+from hvdlite.operations.negotiation.mismatch import compare_settings
+from hvdlite.ranks.process_set import ProcessSet
+from hvdlite.runtime.group import Group
 
 
 class Numbers:

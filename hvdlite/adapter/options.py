@@ -11,8 +11,8 @@ from hvdlite.api import Adasum, Average, Sum
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import Aggregator, name_of
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite.tensors.codec import Codec
 from hvdlite.tensors.compression import Compression, Compressor
 

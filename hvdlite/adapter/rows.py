@@ -10,7 +10,7 @@ from hvdlite.adapter.arguments import rank_in, size_of
 from hvdlite.api import allgather
 from hvdlite.errors import ArgumentError
 from hvdlite.operations.reducescatter import split_rows
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 
 
 def starts_of_own_rows(

@@ -9,8 +9,8 @@ import numpy as np
 
 from hvdlite.api import Average, Sum, allgather, allreduce
 from hvdlite.errors import HvdliteError
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array, ReduceOp, TensorInfo
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite.tensors.numpy_adapter import dtype_of
 
 

@@ -17,4 +17,5 @@ each server answers with the present values of its part. When a server applies a
 - `worker`: the pushes of one rank, and its meetings with all other ranks; `early`: what it sends before a push.
 - `objects`: what ranks send each other after a meeting: the optimizer's state.
 - `messages`: what requests and answers look like.
+- `training/`: what a rank does that trains with the servers.
 """

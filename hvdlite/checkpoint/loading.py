@@ -17,8 +17,8 @@ from hvdlite.checkpoint.states import Stateful, stateful
 from hvdlite.checkpoint.structure import Reader, files_of
 from hvdlite.checkpoint.tensor_file import Stored, tensors_in
 from hvdlite.errors import ArgumentError, CheckpointError
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array
+from hvdlite.ranks.process_set import ProcessSet
 
 
 class Loaded(dict[str, Any]):

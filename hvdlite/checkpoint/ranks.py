@@ -10,8 +10,8 @@ import numpy as np
 from hvdlite.api import allgather_object, broadcast, broadcast_object, world
 from hvdlite.checkpoint.disk import CHUNK
 from hvdlite.errors import ArgumentError, CheckpointError, MismatchError, ranks_text
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array
+from hvdlite.ranks.process_set import ProcessSet
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from hvdlite.checkpoint.states import Snapshot, stateful
 from hvdlite.checkpoint.structure import Tree, Writer
 from hvdlite.checkpoint.tensor_file import chunks_of
 from hvdlite.errors import ArgumentError, CheckpointError, ranks_text
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 
 _VALUES = "other-values"
 """The file of tensors that are no object's state. No argument in Python can have this name."""

@@ -1,6 +1,8 @@
 """Host memory moved and reduced between the ranks.
 
 - `mpi`: messages and collectives of MPI; `interrupt` ends their waits where ranks go on without others.
+- `gpu`: collectives of NCCL, and those that go through host memory.
+- `ordered`: what a program calls in the same order on all ranks: collectives without names, and messages.
 - `sockets`: connections of our own, for large data between hosts.
 - `local`: a transport among the threads of one process, over a simulated network.
 - `messages`: the checks of `isend` and `irecv`; `mailbox`: how the threads of `local` exchange such messages.

@@ -18,9 +18,9 @@ from hvdlite.algorithms.barrier import dissemination_barrier
 from hvdlite.comm.naps import LONGEST_NAP, OFFERS_SECONDS, wait_until
 from hvdlite.comm.shared_memory import PAGE, share
 from hvdlite.errors import HvdliteError
-from hvdlite.process.memory_ways import ORDERED
-from hvdlite.process.own_core import yield_core
 from hvdlite.protocols import Array, Transport
+from hvdlite.ranks.memory_ways import ORDERED
+from hvdlite.ranks.own_core import yield_core
 
 _LINE = 8
 """The number of int64 in a cache line. Each rank's counter has a cache line of its own."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from hvdlite.process.own_core import yield_core
+from hvdlite.ranks.own_core import yield_core
 
 OFFERS_SECONDS = 2e-3
 """How long a waiting thread offers its core to others before it sleeps, in seconds. A sleep lasts 0.1 ms longer than was asked

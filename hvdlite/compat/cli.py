@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hvdlite.compat import finder
 from hvdlite.config import Config
 from hvdlite.launch import horovod
-from hvdlite.worker.program import run_python, user_frames
+from hvdlite.launch.worker.program import run_python, user_frames
 
 USAGE = """\
 usage: hvdlite compat program.py [argument ...]     run a program written for Horovod: `import horovod` means hvdlite

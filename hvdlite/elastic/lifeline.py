@@ -20,11 +20,11 @@ from dataclasses import replace
 from hvdlite import api
 from hvdlite.comm.interrupt import Interrupt
 from hvdlite.errors import HvdliteError, PeerLeftError
+from hvdlite.launch.worker.rank_environment import renumber_horovod_variables
 from hvdlite.launcher_link.generation import CommitId, Generation
 from hvdlite.launcher_link.line import Line
 from hvdlite.launcher_link.link import Address
 from hvdlite.launcher_link.session import Message
-from hvdlite.worker.rank_environment import renumber_horovod_variables
 
 _WORD_SECONDS = 1.0
 """So long after a rank has found another one missing, the launcher says whether that one has failed."""

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.errors import CommitError
+from hvdlite.launch.worker.shared_memory import make_private
 from hvdlite.launcher_link.generation import CommitId
-from hvdlite.worker.shared_memory import make_private
 
 _MAGIC = b"hvdlite commit 1\n"
 _START = struct.Struct(">I32s")

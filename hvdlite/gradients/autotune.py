@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdlite.process.log import tell
 from hvdlite.protocols import Plan
+from hvdlite.ranks.log import tell
 
 SETTLE_STEPS, MEASURED_STEPS, ROUNDS = 2, 8, 3
 """The steps after a change of plans that are not measured, the steps that are, and the rounds."""

@@ -8,9 +8,9 @@ from typing import Any
 from hvdlite.config import Config
 from hvdlite.gradients.autotune import Autotune, candidates
 from hvdlite.gradients.plan import BUCKET_SECONDS, MAX_FAILED, longest, plan_buckets
-from hvdlite.process.log import tell
 from hvdlite.protocols import Plan
-from hvdlite.topology import has_free_core
+from hvdlite.ranks.log import tell
+from hvdlite.ranks.topology import has_free_core
 
 LEARNED_STEPS = 2
 _TRIED_BUCKETS = 2, 4, 8

@@ -16,8 +16,8 @@ from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.bucket import Bucket
 from hvdlite.gradients.header import Header, HeaderSum, check_divisor
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
+from hvdlite.ranks.topology import Members
 from hvdlite.timeline import BucketRecord, Row, Timeline
-from hvdlite.topology import Members
 from hvdlite.watchdog.watchdog import Watchdog
 
 _CLOSE_SECONDS = 1.0

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from hvdlite.comm.gpu.groups import Devices
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.gpu.groups import Devices
 from hvdlite.gradients.aggregator import Aggregator, name_of
 from hvdlite.gradients.device.announced import AnnouncedReducer
 from hvdlite.gradients.layout import digest_of

@@ -1,4 +1,4 @@
-"""How a user starts a job: by hvdliterun or by `hvdlite.run`. Both make a `JobSpec`, and `hvdlite.job` runs it.
+"""How a user starts a job: by hvdliterun or by `hvdlite.run`. Both make a `JobSpec`, and `job/` runs it.
 
 __main__.py            runs cli.py for ``python -m hvdlite.launch``
 cli.py                 makes a job of the options of hvdliterun, and runs it
@@ -11,5 +11,6 @@ cli.py                 makes a job of the options of hvdliterun, and runs it
  |- settings.py        is ``hvdlite env``
  |- check_build.py     lists what is installed, for --check-build
  '- allocation.py      chooses the hosts if the user names none: those of Slurm, PBS or LSF, or of a default hostfile
+job/                   starts the ranks of one job, watches them, and ends them; worker/: what it starts on each host
 run_function.py        is `hvdlite.run`; it takes its checks and its choice of hosts from cli.py
 """

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hvdlite.errors import LaunchError
-from hvdlite.job.hosts import Host, check_slots, make_host, parse_hostfile, parse_hosts
+from hvdlite.launch.job.hosts import Host, check_slots, make_host, parse_hostfile, parse_hosts
 
 DEFAULT_HOSTFILES = ("PRTE_MCA_prte_default_hostfile", "OMPI_MCA_orte_default_hostfile", "HYDRA_HOST_FILE")
 _AGENTS = ("PRTE_MCA_plm_ssh_agent", "OMPI_MCA_plm_rsh_agent", "OMPI_MCA_plm_ssh_agent", "HYDRA_LAUNCHER_EXEC")

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from hvdlite.config import Config
 from hvdlite.errors import LaunchError
-from hvdlite.job.mpi import find_mpi
-from hvdlite.process.memory_ways import memory_ways
-from hvdlite.process.network import has_fabric, own_addresses
+from hvdlite.launch.job.mpi import find_mpi
+from hvdlite.ranks.memory_ways import memory_ways
+from hvdlite.ranks.network import has_fabric, own_addresses
 
 _FRAMEWORKS = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "JAX": "jax", "CuPy": "cupy"}
 _MPI_SECONDS = 30

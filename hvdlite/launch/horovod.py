@@ -1,7 +1,7 @@
 """This file makes the environment of a job whose programs import Horovod: there ``import horovod`` means hvdlite.
 
 A folder on PYTHONPATH holds a sitecustomize.py (see `hvdlite.compat`). Every Python process of the job runs it at its start.
-The worker of each rank sets the variables that tell the rank its number, see `hvdlite.worker.rank_environment`.
+The worker of each rank sets the variables that tell the rank its number, see `hvdlite.launch.worker.rank_environment`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from hvdlite.errors import LaunchError
-from hvdlite.worker.rank_environment import HOROVOD_VARIABLE
+from hvdlite.launch.worker.rank_environment import HOROVOD_VARIABLE
 
 STARTUP = str(Path(__file__).resolve().parent.parent / "compat" / "startup")
 
@@ -36,7 +36,7 @@ def check_interpreter(command: Sequence[str]) -> None:
     """Check that the interpreter of a rank's command reads PYTHONPATH.
 
     Args:
-        command: The command that each rank starts, as `hvdlite.job.mpi.worker_command` has made it.
+        command: The command that each rank starts, as `hvdlite.launch.job.mpi.worker_command` has made it.
 
     Raises:
         LaunchError: An option of the interpreter (-E, -I or -S) would turn PYTHONPATH or sitecustomize.py off.

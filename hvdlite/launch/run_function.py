@@ -18,17 +18,17 @@ from typing import Any, TypeVar
 from hvdlite.checks import check_count, is_whole
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, LaunchError, WorkerError
-from hvdlite.job.failures import Failure
-from hvdlite.job.job import Job, JobSpec
-from hvdlite.job.mpi import Placement, find_mpi
-from hvdlite.job.output import Output, Sink, TextSink
 from hvdlite.launch.cli import check_not_nested, find_hosts, make_folder
 from hvdlite.launch.elastic.options import ElasticOptions, elastic_options, is_elastic
+from hvdlite.launch.job.failures import Failure
+from hvdlite.launch.job.job import Job, JobSpec
+from hvdlite.launch.job.mpi import Placement, find_mpi
+from hvdlite.launch.job.output import Output, Sink, TextSink
+from hvdlite.launch.worker import FILE as WORKER
+from hvdlite.launch.worker.rank_environment import own_rank
+from hvdlite.launch.worker.shared_memory import new_directory
 from hvdlite.launcher_link.link import Address, request
 from hvdlite.launcher_link.session import Message
-from hvdlite.worker import FILE as WORKER
-from hvdlite.worker.rank_environment import own_rank
-from hvdlite.worker.shared_memory import new_directory
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from hvdlite.errors import LaunchError
-from hvdlite.job.mpi import PROGRAMS
 from hvdlite.launch.allocation import choose_hosts
+from hvdlite.launch.job.mpi import PROGRAMS
 from hvdlite.launch.numbers import positive_int
 
 AUTO = 0

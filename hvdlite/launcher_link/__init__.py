@@ -7,6 +7,6 @@
     generation.py   what the ranks of one generation of an elastic job are told at their start
     handlers.py     switches the signal handlers of a program off once the program is over
 
-`hvdlite.worker.worker` loads these files without NumPy and without `hvdlite` itself, so these files import only the standard
-library and each other, by relative imports.
+`hvdlite.launch.worker.worker` loads these files without NumPy and without `hvdlite` itself. So these files import only the
+standard library and each other, by relative imports.
 """

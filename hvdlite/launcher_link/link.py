@@ -4,7 +4,7 @@
                        training, saved, elastic, committed, leaving, outlives, again, cannot, together, over
     launcher -> rank   end, taken, ok, function, stay, drop, lost, save, hosts, show, stack, generation
 
-This file imports only the standard library and session.py, by a relative import: `hvdlite.worker.worker` loads it on its own.
+This file imports only the standard library and session.py, by a relative import: `worker.py` of the guards loads it on its own.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ can change, repeat, leave out or send back a message:
 No header and no payload is parsed before its HMAC has been checked. The length of a header is used before that, so it is
 limited to 16 MiB.
 
-This file imports only the standard library: guards load it without the package, see `hvdlite.worker.worker`.
+This file imports only the standard library: guards load it without the package, see `hvdlite.launch.worker.worker`.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ the operation to its engine. The engine runs it when every rank has submitted it
   Python objects.
 - `reducible`: the reductions that each dtype allows.
 - `on_device`: operations on tensors that lie on a GPU; `device_reduction` reduces there, and `device_rows` moves rows there.
+- `negotiation/`: the ranks agree on which operations run now, in which order.
 - `joined`: the operations of a rank that has joined, made from what the others have submitted; `absent`: their tensors.
 """
 

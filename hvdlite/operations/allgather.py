@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.operations.base import TensorOperation
 from hvdlite.operations.device_rows import allgather_on_device
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from hvdlite.algorithms import ALGORITHMS
 from hvdlite.comm.ballot import SHOWN_BYTES
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError
-from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.operations.base import Part, Signature, TensorOperation
 from hvdlite.operations.device_reduction import DevicePiece, DeviceReduction
 from hvdlite.operations.on_device import agree

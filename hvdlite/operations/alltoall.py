@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.operations.base import TensorOperation
 from hvdlite.operations.device_rows import alltoall_on_device
 from hvdlite.protocols import Array

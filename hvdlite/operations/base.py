@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from hvdlite.comm.gpu.collectives import DeviceCollectives
+from hvdlite.comm.gpu.groups import GroupCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite.gpu.collectives import DeviceCollectives
-from hvdlite.gpu.groups import GroupCollectives
 from hvdlite.operations.absent import AbsentTensor
 from hvdlite.operations.on_device import DeviceInputs, on_device
 from hvdlite.protocols import Array, Device, TensorInfo
@@ -47,7 +47,7 @@ class Operation:
         hand_over: A function that turns the result of `run` into the caller's, in the caller's thread; None if there is
             nothing to do.
         at_once: True if the operation may run without a negotiation when all ranks call it at about the same time. See
-            `hvdlite.negotiation.express`.
+            `hvdlite.operations.negotiation.express`.
         is_small: True if the operation makes at most one call of its collectives, an ``allreduce`` or ``broadcast`` of at most
             `SHOWN_BYTES`, and changes nothing before it.
     """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hvdlite.comm.ballot import SHOWN_BYTES
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.operations.base import Part, TensorOperation, check_root
 from hvdlite.operations.device_rows import broadcast_on_device
 from hvdlite.tensors.reduction import nbytes_of

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.protocols import ReduceOp
 from hvdlite.tensors.numpy_adapter import HALF_DTYPES
 from hvdlite.tensors.reduction import Reduction, fitting_factor

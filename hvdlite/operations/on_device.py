@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from hvdlite.algorithms.gather_bytes import allgather_bytes
+from hvdlite.comm.gpu.groups import GroupCollectives
 from hvdlite.errors import DeviceError
-from hvdlite.gpu.groups import GroupCollectives
 from hvdlite.protocols import Collectives, Device, ReduceOp
 
 

@@ -27,7 +27,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from hvdlite.topology import Members
+from hvdlite.ranks.topology import Members
 
 _ROUND_LOOKS = 8
 """How often rank 0 looks for answers before it asks again, for a rank may be stopped or dead."""

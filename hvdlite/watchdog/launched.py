@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from hvdlite.errors import HvdliteError, PeerLeftError
-from hvdlite.topology import Members
+from hvdlite.ranks.topology import Members
 
 Launcher = tuple[int, int]
 """The number of a group, and how many launchers were made for the group before: a name that all of its ranks know."""
@@ -19,7 +19,7 @@ Launcher = tuple[int, int]
 class LaunchedWork(Protocol):
     """Work that goes on on a GPU after the calls that began it have returned.
 
-    `hvdlite.gpu.collectives.DeviceCollectives` is such work.
+    `hvdlite.comm.gpu.collectives.DeviceCollectives` is such work.
     """
 
     @property

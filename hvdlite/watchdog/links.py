@@ -6,7 +6,7 @@ from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 from hvdlite.errors import CommunicationError, HvdliteError, PeerLeftError
-from hvdlite.topology import Members
+from hvdlite.ranks.topology import Members
 from hvdlite.watchdog.letters import Letter, Letters, LinkId
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.config import Config
-from hvdlite.process.log import tell
+from hvdlite.ranks.log import tell
 from hvdlite.watchdog.stall_report import Answer, report, reporter
 from hvdlite.watchdog.waits import Wait
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from hvdlite.errors import HvdliteError
 from hvdlite.protocols import WaitKind
-from hvdlite.topology import Members
+from hvdlite.ranks.topology import Members
 from hvdlite.watchdog.deadlock import Need
 from hvdlite.watchdog.letters import Letter
 from hvdlite.watchdog.links import Link

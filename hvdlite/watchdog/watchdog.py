@@ -19,7 +19,7 @@ from functools import partial
 from hvdlite.config import Config
 from hvdlite.errors import CommunicationError, HvdliteError, MismatchError, PeerLeftError, ranks_text
 from hvdlite.protocols import Transport, WaitKind
-from hvdlite.topology import Members
+from hvdlite.ranks.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 from hvdlite.watchdog.departures import Departures
 from hvdlite.watchdog.informer import Informer

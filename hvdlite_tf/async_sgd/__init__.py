@@ -1,4 +1,4 @@
-"""Training with a parameter server, for Keras 3: what `hvdlite.adapter.async_sgd` leaves to a framework.
+"""Training with a parameter server, for Keras 3: what `hvdlite.async_sgd.training` leaves to a framework.
 
 - `optimizer`: `AsyncDistributedOptimizer`, and which optimizers fit (`checks`).
 - `wrapped`: the methods that the optimizer gets; `training`: what they do on one rank.

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from hvdlite.adapter.async_sgd.options import Options
 from hvdlite.async_sgd.server import Mode
+from hvdlite.async_sgd.training.options import Options
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
 from hvdlite_tf.gradients.optimizer_parts import has_servers, options_of
 from hvdlite_tf.gradients.stepped_alone import differs_alone

@@ -12,9 +12,9 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.agreement import check_same
 from hvdlite.adapter.arguments import size_of
-from hvdlite.adapter.async_sgd.options import Options, Servers, make_options
 from hvdlite.api import world
 from hvdlite.async_sgd.compensation import DelayCompensation
+from hvdlite.async_sgd.training.options import Options, Servers, make_options
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.async_sgd.checks import check_optimizer, check_parts, check_settings, check_torch_only
 from hvdlite_tf.async_sgd.training import KerasTraining

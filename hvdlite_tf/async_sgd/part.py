@@ -19,7 +19,7 @@ from hvdlite_tf.gradients.copies import copy_for, variable_like
 
 
 class KerasPart:
-    """A `hvdlite.adapter.async_sgd.replica.StatefulPart` of Keras.
+    """A `hvdlite.async_sgd.training.replica.StatefulPart` of Keras.
 
     Args:
         optimizer: The program's optimizer, which is built. The part has another one like it, with the same state.

@@ -18,7 +18,7 @@ from hvdlite_tf.async_sgd.served import Served
 
 
 class KerasReplica:
-    """A `hvdlite.adapter.async_sgd.replica.Replica` of Keras.
+    """A `hvdlite.async_sgd.training.replica.Replica` of Keras.
 
     Args:
         optimizer: The program's optimizer, which is built.

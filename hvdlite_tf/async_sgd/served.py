@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdlite.adapter.async_sgd.gradients import slices
 from hvdlite.async_sgd.deal import Layout
 from hvdlite.async_sgd.rows import Rows
+from hvdlite.async_sgd.training.gradients import slices
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.numpy_adapter import dtype_of
 

@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvdlite.adapter.async_sgd.options import Options
-from hvdlite.adapter.async_sgd.training import AsyncTraining
 from hvdlite.api import rank
+from hvdlite.async_sgd.training.options import Options
+from hvdlite.async_sgd.training.training import AsyncTraining
 from hvdlite.protocols import Array, TensorInfo, WaitKind
 from hvdlite.tensors.numpy_adapter import dtype_of
 from hvdlite_tf.async_sgd.replica import KerasReplica

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvdlite.adapter.async_sgd.methods import AsyncMethods
+from hvdlite.async_sgd.training.methods import AsyncMethods
 from hvdlite.errors import ArgumentError
 from hvdlite_tf.async_sgd.training import KerasTraining
 from hvdlite_tf.variables import is_slices, plain_variable, times

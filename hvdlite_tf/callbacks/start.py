@@ -9,7 +9,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.arguments import root_within
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite.negotiation.mismatch import compare_settings
+from hvdlite.operations.negotiation.mismatch import compare_settings
 from hvdlite_tf.callbacks.base import Callback
 from hvdlite_tf.gradients import optimizer_parts as optimizers
 from hvdlite_tf.gradients.own_variables import own_of, without

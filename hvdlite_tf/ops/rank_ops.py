@@ -14,8 +14,8 @@ import hvdlite
 from hvdlite.adapter.arguments import size_of
 from hvdlite.api import world
 from hvdlite.errors import HvdliteError
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_tf.ops.ordered import as_written, is_built_for_a_session
 
 

@@ -9,7 +9,7 @@ import keras
 
 import hvdlite
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_tf.gradients.optimizer_parts import innermost
 from hvdlite_tf.gradients.stepped_alone import differs_alone, steps_each_alone
 

@@ -18,7 +18,7 @@ from hvdlite.adapter.pipeline.schedules import one_forward_one_backward
 from hvdlite.adapter.pipeline.stages import Stages
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_tf.pipeline.batch import cut, length_of
 from hvdlite_tf.pipeline.checks import check_optimizer, own_stage
 from hvdlite_tf.pipeline.joint import join_stages

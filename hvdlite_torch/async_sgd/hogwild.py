@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdlite.adapter.async_sgd.gradients import check_finite
-from hvdlite.adapter.async_sgd.options import Options
-from hvdlite.adapter.async_sgd.training import AsyncTraining
 from hvdlite.api import rank, world
 from hvdlite.async_sgd.deal import deal
 from hvdlite.async_sgd.messages import Purpose
-from hvdlite.communicator.calls import Call
+from hvdlite.async_sgd.training.gradients import check_finite
+from hvdlite.async_sgd.training.options import Options
+from hvdlite.async_sgd.training.training import AsyncTraining
+from hvdlite.comm.ordered.calls import Call
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import WaitKind
 from hvdlite_torch.async_sgd.checks import check_no_momentum

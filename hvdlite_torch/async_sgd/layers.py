@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from hvdlite.adapter.async_sgd.pull import Values
+from hvdlite.async_sgd.training.pull import Values
 from hvdlite.errors import ArgumentError
 
 

@@ -13,9 +13,9 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.adapter.agreement import check_same
 from hvdlite.adapter.arguments import size_of
-from hvdlite.adapter.async_sgd.options import Options, Servers, make_options
 from hvdlite.api import world
 from hvdlite.async_sgd.compensation import DelayCompensation
+from hvdlite.async_sgd.training.options import Options, Servers, make_options
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.async_sgd.checks import check_compensation, check_optimizer, check_plain_sgd
 from hvdlite_torch.async_sgd.hogwild import HogwildTraining

@@ -21,7 +21,7 @@ _MEAN_SQUARE = "delay_mean_square"
 
 
 class TorchPart:
-    """A `hvdlite.adapter.async_sgd.replica.StatefulPart` of torch.
+    """A `hvdlite.async_sgd.training.replica.StatefulPart` of torch.
 
     Args:
         optimizer: The program's optimizer. The part has another one of its class, with the same groups and the same state.

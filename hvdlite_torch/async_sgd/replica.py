@@ -22,7 +22,7 @@ from hvdlite_torch.tensors.ownership import same_bits
 
 
 class TorchReplica:
-    """A `hvdlite.adapter.async_sgd.replica.Replica` of torch.
+    """A `hvdlite.async_sgd.training.replica.Replica` of torch.
 
     Args:
         optimizer: The program's optimizer.

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hvdlite.adapter.async_sgd.options import Options
-from hvdlite.adapter.async_sgd.training import AsyncTraining
+from hvdlite.async_sgd.training.options import Options
+from hvdlite.async_sgd.training.training import AsyncTraining
 from hvdlite_torch.async_sgd.layers import Layers
 from hvdlite_torch.async_sgd.replica import TorchReplica
 from hvdlite_torch.step.batch_weight import BatchWeight

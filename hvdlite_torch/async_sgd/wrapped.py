@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import hvdlite
-from hvdlite.adapter.async_sgd.methods import AsyncMethods
+from hvdlite.async_sgd.training.methods import AsyncMethods
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.async_sgd.hogwild import HogwildTraining
 from hvdlite_torch.async_sgd.training import TorchTraining

@@ -18,7 +18,7 @@ import hvdlite
 from hvdlite import ReduceOp
 from hvdlite.api import world
 from hvdlite.errors import MismatchError
-from hvdlite.negotiation.mismatch import variants_text
+from hvdlite.operations.negotiation.mismatch import variants_text
 from hvdlite.tensors.registry import adapter_for
 
 _NOT_THE_USERS = ("hvdlite", "hvdlite_torch", "torch")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from hvdlite.process.log import tell
-from hvdlite.world import World
+from hvdlite.ranks.log import tell
+from hvdlite.runtime.world import World
 
 # broadcast_parameters uses the last one, to compare names.
 _SHARES_NO_GRADIENTS = {"broadcast", "broadcast_object", "barrier", "allgather_object"}

@@ -15,7 +15,7 @@ import hvdlite
 from hvdlite.api import world
 from hvdlite.errors import MismatchError
 from hvdlite.gradients.header import digest
-from hvdlite.negotiation.mismatch import variants_text
+from hvdlite.operations.negotiation.mismatch import variants_text
 from hvdlite_torch.checks.advice import say
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hvdlite import api
 from hvdlite.errors import ArgumentError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.distributed import rendezvous
 from hvdlite_torch.distributed.process_group import HvdliteProcessGroup
 from hvdlite_torch.tensors.malloc import keep_freed_memory

@@ -15,8 +15,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from hvdlite import api
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.communicator.calls import Call
-from hvdlite.communicator.communicator import Communicator
+from hvdlite.comm.ordered.calls import Call
+from hvdlite.comm.ordered.communicator import Communicator
 from hvdlite.errors import DeviceError, NotYetError, UnsupportedTensorError
 from hvdlite_torch.distributed.operands import Operand
 from hvdlite_torch.distributed.work import CollectiveWork, SeveralWorks

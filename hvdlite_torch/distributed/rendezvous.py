@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 
 from hvdlite import api
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError
-from hvdlite.job.hosts import address_towards
+from hvdlite.launch.job.hosts import address_towards
 from hvdlite.launcher_link.link import Address
 
 _CONNECT_SECONDS = 3.0

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvdlite.communicator.calls import Pending
-from hvdlite.communicator.communicator import Communicator
+from hvdlite.comm.ordered.calls import Pending
+from hvdlite.comm.ordered.communicator import Communicator
 from hvdlite.errors import NotYetError
 from hvdlite.protocols import Request
 from hvdlite_torch.distributed.operands import Operand

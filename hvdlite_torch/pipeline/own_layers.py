@@ -12,7 +12,7 @@ from torch import nn
 import hvdlite
 from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.errors import ArgumentError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.pipeline.tied import Tied
 from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.shardable import check_independent

@@ -14,7 +14,7 @@ from hvdlite.adapter.pipeline.schedules import Schedule, gpipe, one_forward_one_
 from hvdlite.api import world
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.checks.plain import is_plain_sequential
 from hvdlite_torch.pipeline.batch import Batch
 from hvdlite_torch.pipeline.losses import Losses

@@ -14,7 +14,7 @@ import hvdlite
 from hvdlite.adapter.pipeline.bubble import Bubble
 from hvdlite.adapter.pipeline.relay import Relay
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.pipeline.batch import Batch
 from hvdlite_torch.pipeline.losses import Losses
 from hvdlite_torch.pipeline.passes import StagePasses

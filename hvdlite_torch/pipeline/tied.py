@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from hvdlite.api import world
-from hvdlite.communicator.calls import Call
-from hvdlite.communicator.communicator import Communicator
+from hvdlite.comm.ordered.calls import Call
+from hvdlite.comm.ordered.communicator import Communicator
 from hvdlite.errors import ArgumentError, HvdliteError, ranks_text
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array, ReduceOp
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.tensors.sliced import is_sliced
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

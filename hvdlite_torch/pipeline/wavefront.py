@@ -15,7 +15,7 @@ from hvdlite.adapter.pipeline.schedules import there_and_back
 from hvdlite.api import world
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.pipeline.batch import Batch
 from hvdlite_torch.pipeline.losses import Losses
 from hvdlite_torch.pipeline.own_layers import OwnLayers

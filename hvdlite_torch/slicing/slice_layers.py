@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import hvdlite
 from hvdlite.errors import ArgumentError, ranks_text
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.distributed import backend
 from hvdlite_torch.slicing.attention import divide_heads, slice_heads
 from hvdlite_torch.slicing.convolution import slice_channels

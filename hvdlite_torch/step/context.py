@@ -13,7 +13,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
 from hvdlite.gradients.header import Header, HeaderSum
-from hvdlite.group import Group
+from hvdlite.runtime.group import Group
 from hvdlite_torch.checks.advice import Advice
 from hvdlite_torch.checks.in_effect import refuse_to_step
 from hvdlite_torch.checks.in_step import InStep

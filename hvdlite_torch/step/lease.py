@@ -2,7 +2,7 @@
 
 A program drops an optimizer at any time, and Python may notice that later on one rank than on another. Releasing memory and
 channels needs all ranks. So a lease is kept until all ranks meet to make another optimizer, and all have dropped this one
-(`hvdlite.group.Group.release_dropped`).
+(`hvdlite.runtime.group.Group.release_dropped`).
 """
 
 from __future__ import annotations

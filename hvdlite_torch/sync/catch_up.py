@@ -13,7 +13,7 @@ from hvdlite_torch.tensors.sliced import local_of
 
 
 class OptimizerMember:
-    """The `hvdlite.group.RebindableExchange` of one optimizer. It does not keep the optimizer alive.
+    """The `hvdlite.runtime.group.RebindableExchange` of one optimizer. It does not keep the optimizer alive.
 
     Args:
         driver: The driver of the optimizer.

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 
 import hvdlite
-from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.gradients.device.parameter_bucket import ParameterBucket
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.protocols import ReduceOp

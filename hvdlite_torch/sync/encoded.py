@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite.negotiation.mismatch import variants_text
+from hvdlite.operations.negotiation.mismatch import variants_text
 from hvdlite.protocols import TensorInfo
 from hvdlite.tensors.codec import Codec
 from hvdlite_torch.tensors.adapter import ADAPTER

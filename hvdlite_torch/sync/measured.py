@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from hvdlite.advise.measured import MeasuredSync
-from hvdlite.advise.profile import WHOLE
-from hvdlite.advise.recorder import Recorder, Request
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
 from hvdlite.gradients.sync import GradientSync
+from hvdlite.tools.advise.measured import MeasuredSync
+from hvdlite.tools.advise.profile import WHOLE
+from hvdlite.tools.advise.recorder import Recorder, Request
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.sync.device import DeviceSync
 from hvdlite_torch.tensors.gradient import gradient_info

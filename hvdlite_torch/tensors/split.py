@@ -14,7 +14,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdlite.adapter.pipeline.stages import Stages as AnyStages
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.tensors import sliced
 from hvdlite_torch.tensors.sliced import is_sliced, local_of
 

@@ -12,8 +12,8 @@ import torch
 
 import hvdlite
 import hvdlite_torch as hvd
-from hvdlite.gpu import nccl
-from hvdlite.gpu.nccl_collectives import NcclCollectives
+from hvdlite.comm.gpu import nccl
+from hvdlite.comm.gpu.nccl_collectives import NcclCollectives
 from hvdlite.protocols import Device
 from hvdlite.tensors.cupy_device import CupyDevice
 from hvdlite.tensors.reduction import reduction

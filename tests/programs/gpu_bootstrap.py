@@ -7,8 +7,8 @@ import sys
 from functools import partial
 
 import hvdlite
+from hvdlite.comm.gpu import nccl
 from hvdlite.errors import NcclError
-from hvdlite.gpu import nccl
 from tests.fake_device import FakeDevice
 
 hvdlite.init()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import hvdlite
 from hvdlite.api import world
-from hvdlite.gpu.nccl import DTYPES, OPS, in_words
+from hvdlite.comm.gpu.nccl import DTYPES, OPS, in_words
 from hvdlite.protocols import ReduceOp
 from hvdlite_torch.tensors.device import current_device
 from tests.gpu.card import take_card

@@ -2,8 +2,8 @@
 
 import sys
 
-from hvdlite.cli import main
-from hvdlite.doctor import command, install, job
+from hvdlite.tools.cli import main
+from hvdlite.tools.doctor import command, install, job
 
 LIMIT = 60.0
 command.START_SECONDS = job.SILENCE_SECONDS = install.MPI_SECONDS = LIMIT

@@ -13,8 +13,8 @@ import pytest
 import hvdlite as hvd
 from hvdlite.api import world
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.communicator.calls import Call
-from hvdlite.communicator.communicator import Communicator
+from hvdlite.comm.ordered.calls import Call
+from hvdlite.comm.ordered.communicator import Communicator
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, MismatchError, PeerLeftError
 from hvdlite.protocols import ReduceOp

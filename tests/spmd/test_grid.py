@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import hvdlite as hvd
 from hvdlite.errors import ArgumentError
-from hvdlite.grid import Grid
+from hvdlite.ranks.grid import Grid
 from hvdlite.testing import on_ranks
 
 Ranks = Callable[..., list[Any]]

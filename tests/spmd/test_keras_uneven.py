@@ -12,8 +12,8 @@ import pytest
 import tensorflow as tf
 
 import hvdlite_tf as hvd
-from hvdlite.negotiation.engine import Engine
-from hvdlite.negotiation.handle import Handle
+from hvdlite.operations.negotiation.engine import Engine
+from hvdlite.operations.negotiation.handle import Handle
 from hvdlite_tf.gradients import own_variables
 from tests.conftest import UNDER_MPI
 

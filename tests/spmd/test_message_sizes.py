@@ -17,7 +17,7 @@ import pytest
 import hvdlite as hvd
 from hvdlite.api import world
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.communicator.calls import Call
+from hvdlite.comm.ordered.calls import Call
 from hvdlite.protocols import ANY, Array, ReduceOp, Request
 
 Ranks = Callable[..., list[Any]]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import hvdlite_torch as hvd
-from hvdlite.adapter.async_sgd.pull import Pull
+from hvdlite.async_sgd.training.pull import Pull
 from hvdlite.async_sgd.worker import Worker
 from hvdlite_torch import ArgumentError
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from hvdlite.adapter.identity import Identity, members, numbers_in
 from hvdlite.errors import MismatchError, ranks_text
-from hvdlite.group import Group
 from hvdlite.protocols import TensorInfo
+from hvdlite.runtime.group import Group
 from hvdlite.tensors.registry import adapter_for
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from hvdlite import api
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import ReduceOp
+from hvdlite.ranks.process_set import ProcessSet
 from hvdlite.timeline import Row
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdlite.communicator.communicator import Communicator
+from hvdlite.comm.ordered.communicator import Communicator
 from hvdlite.protocols import Array, Request
 
 _AS_BEFORE, _NEW, _FAILED = range(3)

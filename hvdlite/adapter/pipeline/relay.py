@@ -12,8 +12,8 @@ from hvdlite.adapter.pipeline.messages import Codec, Messages, Received
 from hvdlite.adapter.pipeline.schedules import Pass, Schedule, forward_only
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, ranks_text
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array, ReduceOp
+from hvdlite.ranks.process_set import ProcessSet
 
 _FORWARD, _BACKWARD = 0, 1
 

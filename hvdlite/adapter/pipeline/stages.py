@@ -10,7 +10,7 @@ import numpy as np
 
 from hvdlite.api import Sum, allgather_object, allreduce
 from hvdlite.errors import ArgumentError, ranks_text
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 
 _numbers = itertools.count()
 

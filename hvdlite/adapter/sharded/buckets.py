@@ -10,9 +10,9 @@ from hvdlite.gradients.layout import Piece
 from hvdlite.gradients.reducers import Reducers
 from hvdlite.gradients.sharded_reducer import ShardedReducer
 from hvdlite.gradients.shared_reducers import Layout
-from hvdlite.process_set import ProcessSet
 from hvdlite.protocols import Array
-from hvdlite.world import World
+from hvdlite.ranks.process_set import ProcessSet
+from hvdlite.runtime.world import World
 
 
 class ShardedBuckets(HostBuckets):

@@ -26,9 +26,9 @@ from hvdlite.gradients.header import Header
 from hvdlite.gradients.layout import Piece
 from hvdlite.gradients.sharded_reducer import Place
 from hvdlite.gradients.shared_reducers import Layout
-from hvdlite.negotiation.mismatch import variants_text
-from hvdlite.process_set import ProcessSet
+from hvdlite.operations.negotiation.mismatch import variants_text
 from hvdlite.protocols import Array, Device, ReduceOp, TensorInfo
+from hvdlite.ranks.process_set import ProcessSet
 
 
 class ShardedSync(ArraySync):

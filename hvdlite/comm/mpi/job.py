@@ -22,9 +22,9 @@ from hvdlite.comm.sockets.endpoint import Endpoint
 from hvdlite.comm.sockets.start import start
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
-from hvdlite.process.log import tell
-from hvdlite.process.own_core import settle
 from hvdlite.protocols import Collectives, Transport
+from hvdlite.ranks.log import tell
+from hvdlite.ranks.own_core import settle
 
 
 def connect(

@@ -13,8 +13,8 @@ from hvdlite.comm.sockets.endpoint import Endpoint
 from hvdlite.comm.sockets.links import Links
 from hvdlite.comm.sockets.meeting import meet
 from hvdlite.errors import CommunicationError, HvdliteError
-from hvdlite.process.log import tell
 from hvdlite.protocols import Array, Collectives, ReduceOp, numpy_combine
+from hvdlite.ranks.log import tell
 
 LARGE_BYTES = 2**19
 """From so many bytes on, data goes by sockets. Below, the messages of MPI are faster."""

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from hvdlite.launcher_link.link import Address, connect
 from hvdlite.launcher_link.server import Connection, Server
 from hvdlite.launcher_link.session import Message
-from hvdlite.process.network import nearest_first, own_addresses
+from hvdlite.ranks.network import nearest_first, own_addresses
 
 _DIAL_SECONDS = 3.0
 """How long one address is tried. A firewall that answers nothing takes so long."""

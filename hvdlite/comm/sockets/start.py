@@ -14,8 +14,8 @@ from hvdlite.comm.sockets.endpoint import Endpoint
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError
 from hvdlite.launcher_link.link import Address
-from hvdlite.process.network import has_fabric
 from hvdlite.protocols import Collectives
+from hvdlite.ranks.network import has_fabric
 
 
 def start(flat: Collectives, config: Config, only: Sequence[str] = ()) -> Endpoint | None:

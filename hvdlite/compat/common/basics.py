@@ -8,7 +8,7 @@ from typing import Any
 from hvdlite import api
 from hvdlite.adapter import capabilities
 from hvdlite.errors import ArgumentError
-from hvdlite.process_set import ProcessSet
+from hvdlite.ranks.process_set import ProcessSet
 
 __all__ = ["init"]
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hvdlite.comm.gpu.collectives import DeviceCollectives
+from hvdlite.comm.gpu.groups import Devices
 from hvdlite.comm.hierarchical import HierarchicalCollectives
-from hvdlite.gpu.collectives import DeviceCollectives
-from hvdlite.gpu.groups import Devices
 from hvdlite.gradients.device.bucket import DeviceBucket
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.gradients.device.rules import Rules
 from hvdlite.gradients.layout import Block, Piece, lay_out, pieces, with_equal_parts
 from hvdlite.protocols import Device, ReduceOp, Stream, TensorInfo

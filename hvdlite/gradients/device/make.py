@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.errors import HvdliteError
-from hvdlite.gpu.collectives import DeviceCollectives
 from hvdlite.gradients.device.bucket import DeviceBucket, Layout
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules

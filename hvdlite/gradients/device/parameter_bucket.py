@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.gradients.device.bucket import DeviceBucket, Layout
 from hvdlite.gradients.device.rules import Rules
 from hvdlite.protocols import Stream

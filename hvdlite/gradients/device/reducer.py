@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hvdlite.gpu.collectives import DeviceCollectives
+from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.gradients.device.bucket import DeviceBucket
 from hvdlite.gradients.device.late_changes import LateChanges
 from hvdlite.gradients.device.tail import Tail

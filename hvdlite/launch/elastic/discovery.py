@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import IO
 
 from hvdlite.errors import LaunchError
-from hvdlite.job.hosts import Host, make_host
+from hvdlite.launch.job.hosts import Host, make_host
 
 PERIOD = 1.0
 """Seconds between the ends of a call of the script and the next call."""

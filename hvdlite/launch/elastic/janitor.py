@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from hvdlite.job.hosts import Host
-from hvdlite.job.ssh import remove_elsewhere
+from hvdlite.launch.job.hosts import Host
+from hvdlite.launch.job.ssh import remove_elsewhere
 
 _SECONDS = 5.0  # so long may ranks of a job that was killed still write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from hvdlite.job.hosts import Host
+from hvdlite.launch.job.hosts import Host
 
 
 class Newcomers:

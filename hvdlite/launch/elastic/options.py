@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hvdlite.errors import LaunchError
-from hvdlite.job import ssh
-from hvdlite.job.failures import Failure
-from hvdlite.job.hosts import Host, check_ranks_here, is_local
-from hvdlite.job.job import Job, JobSpec
-from hvdlite.job.output import Output
 from hvdlite.launch.allocation import Hosts, choose_hosts, hosts_to_be_found
 from hvdlite.launch.elastic.discovery import Discovery, words_of
 from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.policy import FRUITLESS, Limits
 from hvdlite.launch.elastic.supervisor import Supervisor
+from hvdlite.launch.job import ssh
+from hvdlite.launch.job.failures import Failure
+from hvdlite.launch.job.hosts import Host, check_ranks_here, is_local
+from hvdlite.launch.job.job import Job, JobSpec
+from hvdlite.launch.job.output import Output
 from hvdlite.launch.numbers import positive, positive_int, whole
-from hvdlite.worker.shared_memory import name_in_memory
+from hvdlite.launch.worker.shared_memory import name_in_memory
 
 _ONLY_ELASTIC = (
     "slots_per_host",

@@ -17,7 +17,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hvdlite.job.hosts import Host
+from hvdlite.launch.job.hosts import Host
 from hvdlite.launcher_link.generation import ADDED, REMOVED
 
 FRUITLESS = 3

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from types import FrameType
 
 from hvdlite.errors import LaunchError
-from hvdlite.job import failures, signals, ssh
-from hvdlite.job.failures import Failure
-from hvdlite.job.hosts import Host, UnreachableError, check_ranks_here, control_host
-from hvdlite.job.job import Job, JobSpec
-from hvdlite.job.mpi import Placement
-from hvdlite.job.output import Output
 from hvdlite.launch.elastic.discovery import Discovery
 from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.newcomers import Newcomers
 from hvdlite.launch.elastic.policy import End, Ended, Limits, Policy, Start, Wait
+from hvdlite.launch.job import failures, signals, ssh
+from hvdlite.launch.job.failures import Failure
+from hvdlite.launch.job.hosts import Host, UnreachableError, check_ranks_here, control_host
+from hvdlite.launch.job.job import Job, JobSpec
+from hvdlite.launch.job.mpi import Placement
+from hvdlite.launch.job.output import Output
+from hvdlite.launch.worker.shared_memory import new_directory
 from hvdlite.launcher_link.generation import CommitId, Generation
-from hvdlite.worker.shared_memory import new_directory
 
 _POLL_SECONDS = 0.1
 

@@ -1,0 +1,12 @@
+"""What a rank does that trains with a parameter server, as far as it is the same in all frameworks.
+
+- `training`: what one rank does: pushes, meetings, the state of the servers, and the end.
+- `replica`: what a framework adds: the parameters of a rank as bytes, its gradients, and the parts of the servers.
+- `options`: the arguments of `AsyncDistributedOptimizer`, checked.
+- `pull`: the values that were pulled; receives them while the program goes on.
+- `gradients`: adds up a worker's gradients for the next push.
+- `failing`: what a rank does if ranks fail; `on_failure`: the arguments for that, checked.
+- `checkpoint`: a file for the parameters, in case the job fails.
+- `methods`: the methods that an optimizer gets in every framework.
+- `unfinished`: `serve_parameters`; finishes at the end of the program what the program has not.
+"""

@@ -1,0 +1,278 @@
+"""Named operations in any order: every rank submits an operation, and it runs when all ranks have submitted it.
+
+A thread that waits for an operation drives the engine itself. So a small blocking operation costs no thread switch, and there
+is no cycle time. While nobody waits, a background thread drives the engine. It starts with the first operation that needs it,
+sleeps while no operation is in flight, and never spins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, TypeVar
+
+from hvdlite.comm.background import Background
+from hvdlite.comm.gpu.groups import GroupCollectives
+from hvdlite.config import Config
+from hvdlite.errors import ArgumentError, HvdliteError
+from hvdlite.operations import Join, Operation, Signature, describe, needs_every_rank
+from hvdlite.operations.negotiation.driver import Driver, interrupted
+from hvdlite.operations.negotiation.execution import Execution
+from hvdlite.operations.negotiation.express import Express, Undecided, make_express
+from hvdlite.operations.negotiation.handle import Handle
+from hvdlite.operations.negotiation.in_flight import InFlight, in_words
+from hvdlite.operations.negotiation.messages import JOIN, Key
+from hvdlite.operations.negotiation.waiters import Waiters
+from hvdlite.protocols import Transport
+from hvdlite.ranks.topology import Members
+from hvdlite.timeline import Row, Timeline
+from hvdlite.watchdog.waits import Wait
+from hvdlite.watchdog.watchdog import Watchdog
+
+T = TypeVar("T")
+
+
+class Engine:
+    """The named operations of one group of ranks.
+
+    Args:
+        transport: The transport for the control messages.
+        collectives: The collectives that run the operations. Nobody else may use them.
+        members: The ranks of the group.
+        watch: The watchdog, which owns waits that last.
+        config: The settings: fusion threshold and time limits.
+        timeline: The timeline, which records every operation.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        collectives: GroupCollectives,
+        members: Members,
+        watch: Watchdog,
+        config: Config,
+        timeline: Timeline,
+    ) -> None:
+        self._transport = transport
+        self._collectives = collectives
+        self._members = members
+        self._watch = watch
+        self._timeline = timeline
+        # Reentrant, so that a signal handler that has interrupted the owner can go on and raise `interrupted`.
+        self._submit_lock = threading.RLock()
+        self._submitting = False
+        self._in_flight = InFlight(timeline)
+        self._link = watch.link(members, 0, self._interrupt)
+        self._driver = Driver(
+            transport,
+            self._in_flight,
+            self._submit_lock,
+            Execution(self._in_flight, collectives, members, watch, self._link, timeline),
+            members,
+            self._link,
+            config.fusion_threshold,
+            partial(Handle, self),
+            timeline,
+        )
+        self._deadlock_seconds = config.deadlock_time_seconds
+        self._waiters = Waiters(self._driver.drive_for, self._report_if_blocked, self._watched, watch)
+        self._background = Background(
+            lambda: not self._in_flight.entries, self._drive_unless_waited_for, "hvdlite-engine"
+        )
+        watch.lacks[members.id] = self._driver.lacks
+        patience = watch.guarded(
+            lambda: "an operation that all ranks have called", members, remember=False, link=self._link
+        )
+        self._express = make_express(collectives, patience)
+
+    def submit(self, operation: Operation, name: str | None = None, background: bool = True) -> Handle[Any]:
+        """Submit an operation and return its handle.
+
+        Args:
+            operation: The operation.
+            name: The name of the operation. Operations of equal name belong together on all ranks, in any order of submission.
+                Operations without a name belong together by their order.
+            background: True lets the background thread drive the operation; False if the caller waits at once.
+
+        Raises:
+            DuplicateNameError: The program has not yet waited for an earlier operation of this name.
+            ArgumentError: `name` is not a str.
+            HvdliteError: This rank has joined, or a signal handler that has interrupted an operation calls this.
+            DeviceError: The tensors lie on another GPU than those of earlier operations.
+        """
+        _check_name(name)
+        if operation.device is not None:
+            self._collectives.choose(operation.device)
+        with self._submit_lock:
+            if self._submitting or self._driver.thread:
+                self._check_not_interrupted()
+            joined = JOIN in self._in_flight.entries and not needs_every_rank(operation.signature)
+            if joined or self._driver.broken is not None:
+                self._refuse(operation.signature)
+            try:
+                self._submitting = True
+                handle = self._put(self._in_flight.new_key(name), operation)
+            finally:
+                self._submitting = False
+        if background:
+            self._background.wake()
+        return handle
+
+    def run(self, operation: Operation, name: str | None = None) -> Any:
+        """Submit an operation and wait for its result."""
+        if operation.at_once and self._express is not None and not (self._in_flight.entries or self._timeline.on):
+            try:
+                return self._run_at_once(self._express, operation, name)
+            except Undecided:
+                pass
+        return self.submit(operation, name, background=False).wait()
+
+    def _run_at_once(self, express: Express, operation: Operation, name: str | None) -> Any:
+        """Run an operation if all ranks call it now, and return its result. Otherwise raise `Undecided`."""
+        _check_name(name)
+        if self._submitting or self._driver.thread:
+            self._check_not_interrupted()
+        self._waiters.add_submitter()
+        self._in_flight.kinds.add(operation.signature[0])
+        key, result, handle = self._driver.run_at_once(express, operation, name)
+        if handle is not None:
+            return handle.wait()
+        self._watch.completed(partial(in_words, key, operation.signature))
+        return result
+
+    def begin_join(self) -> Handle[int]:
+        """Let this rank join: until all ranks have joined, it takes part in the operations of the others with no values.
+
+        Returns:
+            A handle. Its `wait` returns the rank that joined last, the same on all ranks. It raises PeerLeftError if a rank has
+            left the job without joining.
+
+        Raises:
+            HvdliteError: This rank has joined already (in another thread).
+        """
+        with self._submit_lock:
+            self._check_not_interrupted()
+            operation = Join()
+            if self._driver.broken is not None or self.has_joined:
+                self._refuse(operation.signature)
+            return self._put(JOIN, operation)
+
+    @property
+    def has_joined(self) -> bool:
+        """True while this rank has joined and others have not."""
+        return self._in_flight.has_joined
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds of the operations that this rank has submitted."""
+        return self._in_flight.kinds
+
+    def use_to_make_late(self, make: Callable[[Signature], Operation]) -> None:
+        """Use `make` for the operation that makes shared gradient buckets on a rank that has joined. The group calls this."""
+        self._driver.make_late = make
+
+    def _check_not_interrupted(self) -> None:
+        """Raise `interrupted` if the calling thread is in the middle of a submission or a step of the driver."""
+        if self._submitting:
+            raise interrupted()
+        self._driver.check_not_interrupted()
+
+    def _refuse(self, signature: Signature) -> NoReturn:
+        if self._driver.broken is not None:
+            raise self._driver.broken
+        raise HvdliteError(
+            f"this rank has called join(), so until all ranks have, it cannot call {describe(signature)}: another "
+            "thread of it has to wait for join() to return."
+        )
+
+    def _put(self, key: Key, operation: Operation) -> Handle[Any]:
+        handle: Handle[Any] = Handle(self, key)
+        self._in_flight.put(key, operation, handle)
+        self._waiters.add_submitter()
+        return handle
+
+    def poll(self, handle: Handle[Any]) -> bool:
+        """Say whether `handle` is done. Drive the engine one step if no other thread does."""
+        done = handle.done
+        if done:
+            self.release_name(handle)
+        else:
+            self._driver.drive_if_free()
+        return done
+
+    def release_name(self, handle: Handle[Any]) -> None:
+        """Allow the name of `handle` again: the program has seen the result, or cannot ask for it any more."""
+        self._in_flight.release_name(handle)
+
+    def wait(self, handle: Handle[Any]) -> None:
+        """Drive the engine until `handle` is done."""
+        if not handle.done:
+            begin = self._timeline.clock() if self._timeline.on else 0
+            try:
+                self._waiters.wait(handle)
+            finally:
+                if begin and handle.record is not None:
+                    self._timeline.add(Row.PROGRAM, "WAIT", handle.record.name, begin)
+        self.release_name(handle)
+
+    def abandon(self, error: HvdliteError) -> None:
+        """Fail all operations in flight and all later ones with `error`."""
+        self._driver.broken = self._driver.broken or error
+
+    def _interrupt(self, error: HvdliteError) -> None:
+        self.abandon(error)
+        self._collectives.stop(error)
+
+    def become_child(self, error: HvdliteError) -> None:
+        """Let every operation raise `error`: this process was forked from the rank and takes no part in the job."""
+        self._submit_lock, self._submitting = threading.RLock(), False  # a thread that is not here may have held it
+        self._driver.become_child(error)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return self._transport.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+        return self._transport.size
+
+    @property
+    def busy(self) -> bool:
+        """True while operations of this rank are in flight."""
+        return bool(self._in_flight.entries)
+
+    def stop(self) -> None:
+        """End the background thread."""
+        self._background.stop()
+
+    def close(self) -> None:
+        """Carry out what all ranks have agreed on, end the background thread, and release the transport.
+
+        All ranks of the group call this. What was not agreed on is not carried out.
+        """
+        self._driver.drive_to_the_end()
+        self.stop()
+        self._background.join()
+        del self._watch.lacks[self._members.id]
+        self._collectives.close()
+        self._transport.close()
+
+    # For the threads that wait
+
+    def _watched(self, handle: Handle[Any], started: float) -> Wait:
+        what, need = partial(self._in_flight.describe, handle.key), partial(self._driver.need, handle.key)
+        return Wait(what, self._members, self._link.fail, started, need=need, link=self._link)
+
+    def _report_if_blocked(self) -> None:
+        self._driver.report_blocked(partial(self._waiters.all_have_waited, self._deadlock_seconds))
+
+    def _drive_unless_waited_for(self) -> bool:
+        return not self._waiters and self._driver.drive_if_free()
+
+
+def _check_name(name: object) -> None:
+    if name is not None and not isinstance(name, str):
+        raise ArgumentError(f"name={name!r}: expected a text (str), or None; got {type(name).__name__}.")
