@@ -48,9 +48,6 @@ waits_in(quick_execute.__code__)
 
 _TOKEN = tf.TensorSpec((), tf.int64)
 _one_token = threading.Lock()
-_NODE = "hvdlite_exchange_which_XLA_cannot_compile"
-"""The name of the call in a graph. A function that was traced before, and then is called in one that XLA compiles, is not
-traced again: the error is TensorFlow's, and all that it says of the call is this name."""
 _PARALLEL = re.compile("Parallel|MapAndBatch")
 """What the names of TensorFlow's datasets have that call their function in several threads."""
 _LATEST, _NAMES = object(), object()
@@ -90,11 +87,7 @@ def ordered(
             arrays = function(*(_read_only(tensor.numpy()) for tensor in inputs))
         return [tf.convert_to_tensor(array, spec.dtype) for array, spec in zip(arrays, outputs, strict=True)]
     graph = tf.compat.v1.get_default_graph()
-    if GraphOrParentsInXlaContext(graph):
-        raise ArgumentError(
-            "XLA cannot compile a function that exchanges tensors with other ranks: pass jit_compile=False to "
-            "model.compile() (or to your tf.function)."
-        )
+    _refuse_xla(graph)
     if (dataset := _parallel_dataset()) is not None:
         raise ArgumentError(
             f"an exchange with other ranks in a function of tf.data that runs in parallel ({dataset}): its calls have no order "
@@ -120,6 +113,14 @@ def ordered(
     for result, spec in zip(results[1:], outputs, strict=True):
         result.set_shape(spec.shape)
     return list(results[1:])
+
+
+def _refuse_xla(graph: tf.Graph) -> None:
+    if GraphOrParentsInXlaContext(graph):
+        raise ArgumentError(
+            "XLA cannot compile a function that exchanges tensors with other ranks: pass jit_compile=False to "
+            "model.compile() (or to your tf.function)."
+        )
 
 
 @as_written
@@ -187,11 +188,27 @@ def _order_token() -> tf.Variable:
         return _make_token()
 
 
+class _Token(ResourceVariable):  # type: ignore[misc]  # mypy does not see TensorFlow
+    """A variable that refuses to be used in what XLA compiles.
+
+    A function that was traced before is not traced again when a function that XLA compiles calls it. But TensorFlow asks each
+    variable of the function whether it is trainable then.
+    """
+
+    @property
+    def trainable(self) -> bool:
+        """False."""
+        _refuse_xla(tf.compat.v1.get_default_graph())
+        return False
+
+
 @functools.cache
 def _make_token() -> tf.Variable:
     with tf.init_scope(), tf.device("CPU:0"):
         # Not a tf.Variable, because in the scope of a strategy that would be a distributed variable.
-        return ResourceVariable(0, dtype=tf.int64, trainable=False, name="hvdlite_order")
+        token = ResourceVariable(0, dtype=tf.int64, trainable=False, name="hvdlite_order")
+        token.__class__ = _Token
+        return token
 
 
 def _token_in(graph: Any) -> tf.Tensor:
@@ -201,9 +218,13 @@ def _token_in(graph: Any) -> tf.Tensor:
     gradient of a loop or branch cannot capture a variable that no graph around it has captured, but it can capture what is in
     the graph around it. So the outer graph captures the handle first, and the gradient captures the outer graph's handle.
     """
-    inherits = _is_in_gradient_of_control_flow(graph)
-    handle: tf.Tensor = graph.capture(_token_in(graph.outer_graph) if inherits else _order_token().handle)
-    return handle
+    if _is_in_gradient_of_control_flow(graph):
+        handle = _token_in(graph.outer_graph)
+    else:
+        handle = _order_token().handle
+        graph.watch_variable(_order_token())
+    captured: tf.Tensor = graph.capture(handle)
+    return captured
 
 
 def _is_in_gradient_of_control_flow(graph: Any) -> bool:
@@ -233,7 +254,9 @@ def _in_thread_of_tensorflow(
     call: Function, inputs: Sequence[tf.Tensor], outputs: Sequence[tf.TensorSpec]
 ) -> Sequence[tf.Tensor]:
     """Call `tf.numpy_function`, which runs in one of the few threads that TensorFlow has for operations."""
-    results: Sequence[tf.Tensor] = tf.numpy_function(call, inputs, [spec.dtype for spec in outputs], name=_NODE)
+    results: Sequence[tf.Tensor] = tf.numpy_function(
+        call, inputs, [spec.dtype for spec in outputs], name="hvdlite_exchange"
+    )
     return results
 
 
@@ -251,7 +274,7 @@ def _in_own_thread(
 
     @tf.function(input_signature=signature, autograph=False)  # type: ignore[untyped-decorator]
     def body(*tensors: tf.Tensor) -> Any:
-        return tf.numpy_function(call, tensors, dtypes, name=_NODE)
+        return tf.numpy_function(call, tensors, dtypes, name="hvdlite_exchange")
 
     elements = tf.raw_ops.TensorDataset(components=list(inputs), output_shapes=[spec.shape for spec in signature])
     mapped = tf.raw_ops.MapDataset(
