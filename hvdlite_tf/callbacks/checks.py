@@ -65,10 +65,16 @@ def problem_of(model: Any, process_set: ProcessSet | None) -> str:
     return ""
 
 
-def problem_of_backups(callbacks: Sequence[Any], process_set: ProcessSet | None) -> str:
-    """Return the reason why ranks would overwrite each other's backups; "" if there is none. Every rank calls this."""
+def problem_of_backups(callbacks: Sequence[Any], process_set: ProcessSet | None, name: str | None = None) -> str:
+    """Return the reason why ranks would overwrite each other's backups; "" if there is none. Every rank calls this.
+
+    Args:
+        callbacks: This rank's callbacks.
+        process_set: The ranks that train together; None means all ranks.
+        name: A name for the operation by which the ranks tell each other their folders.
+    """
     own = [os.path.realpath(each.backup_dir) for each in callbacks if type(each).__name__ == "BackupAndRestore"]
-    everybody = hvdlite.allgather_object(own, process_set=process_set)
+    everybody = hvdlite.allgather_object(own, name, process_set=process_set)
     used = Counter(folder for folders in everybody for folder in set(folders))
     if not (several := [folder for folder, ranks in used.items() if ranks > 1]):
         return ""

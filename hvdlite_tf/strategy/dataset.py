@@ -6,11 +6,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 import hvdlite
+from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
+from hvdlite_tf.callbacks.checks import problem_of_backups
 from hvdlite_tf.data.shard import rows_of_batches
 from hvdlite_tf.data.shuffle_check import check_order, seeds_of
 from hvdlite_tf.ops.ordered import as_written, ordered
@@ -125,6 +128,27 @@ def _looks_only() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def meet_before_keras_reads() -> None:
+    """Let the ranks meet where Keras asks for the dataset of `fit`, `evaluate` or `predict`. Every rank calls this.
+
+    The strategy knows neither the call nor its callbacks, so this looks for Keras' method among the callers. A rank that calls
+    it alone reads so in the error, by the name of this meeting.
+
+    Raises:
+        ArgumentError: Several ranks give a `BackupAndRestore` of Keras 3 the same folder, to which each of them writes.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None:
+        package, method = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_name
+        if package in ("keras", "tf_keras") and method in ("fit", "evaluate", "predict"):
+            given = frame.f_locals.get("callbacks") if method == "fit" and package == "keras" else None
+            name = f"{method} of a model under hvd.Strategy, which all ranks call"
+            if problem := problem_of_backups(keras.tree.flatten(getattr(given, "callbacks", given)), None, name):
+                raise ArgumentError(problem)
+            return
+        frame = frame.f_back
 
 
 def in_order_of_rank_0(iterator: Any) -> None:

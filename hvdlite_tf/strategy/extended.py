@@ -25,7 +25,7 @@ from hvdlite_tf.gradients.exchange import GradientExchange
 from hvdlite_tf.ops.allgather import allgather
 from hvdlite_tf.ops.allreduce import grouped_allreduce
 from hvdlite_tf.strategy.context import Replica, Share
-from hvdlite_tf.strategy.dataset import DistributedDataset, distribute
+from hvdlite_tf.strategy.dataset import DistributedDataset, distribute, meet_before_keras_reads
 from hvdlite_tf.strategy.variables import create_variable
 
 _LARGE_BYTES = 2**16
@@ -176,6 +176,7 @@ class Extended(OneDeviceExtended):  # type: ignore[misc]  # mypy does not see Te
         return create_variable(create, kwargs)
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> DistributedDataset:
+        meet_before_keras_reads()
         return distribute(dataset, self._rank, self._size)
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> DistributedDataset:

@@ -74,22 +74,31 @@ def losses_of_all_rows(model: Any, share: Share) -> Iterator[None]:
         yield
 
 
-def _is_sum_over_rows(loss: tf.Tensor) -> bool:
+def _is_sum_over_rows(loss: tf.Tensor, divisor: Any = None) -> bool:
     """Return whether a tensor of a graph is a sum over the rows of a batch, times constants, or such a sum is added in it.
 
     Only what is certain counts: rows of the data, which come through operations that keep rows apart.
+
+    Args:
+        loss: The tensor.
+        divisor: The number by which it is divided afterwards: a sum that is divided by the number of its rows is a mean.
     """
     kind, inputs = loss.op.type, loss.op.inputs
     if kind in ("Identity", "Cast", "Neg", "StopGradient", "Reshape", "Squeeze"):
-        return _is_sum_over_rows(inputs[0])
+        return _is_sum_over_rows(inputs[0], divisor)
     if kind in ("Add", "AddV2", "AddN", "Sub", "Pack"):
-        return any(map(_is_sum_over_rows, inputs))
+        return any(_is_sum_over_rows(each, divisor) for each in inputs)
     if kind in ("Mul", "RealDiv", "DivNoNan"):
         first, second = inputs
-        return (_is_constant(second) and _is_sum_over_rows(first)) or (
-            kind == "Mul" and _is_constant(first) and _is_sum_over_rows(second)
+        below = divisor if kind == "Mul" else tf.get_static_value(second)
+        return (_is_constant(second) and _is_sum_over_rows(first, below)) or (
+            kind == "Mul" and _is_constant(first) and _is_sum_over_rows(second, divisor)
         )
-    return kind == "Sum" and (_is_sum_over_rows(inputs[0]) or (_reduces_rows(loss.op) and _has_rows(inputs[0])))
+    if kind != "Sum":
+        return False
+    shape = inputs[0].shape
+    is_mean = divisor is not None and divisor in (shape[:1].num_elements(), shape.num_elements())
+    return (_reduces_rows(loss.op) and _has_rows(inputs[0]) and not is_mean) or _is_sum_over_rows(inputs[0], divisor)
 
 
 def _reduces_rows(reduction: tf.Operation) -> bool:

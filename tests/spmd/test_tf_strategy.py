@@ -568,6 +568,12 @@ def test_bad_use(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             outside.fit(X, Y, batch_size=ROWS, verbose=0)
         with pytest.raises(ArgumentError, match="loss/total was made outside .* build and compile the model within"):
             compiled_outside.fit(X, Y, batch_size=ROWS, verbose=0)
+        if hvd.size() > 1:
+            with pytest.raises(MismatchError, match="evaluate of a model under hvd.Strategy, which all ranks call"):
+                (twice.evaluate if hvd.rank() == 0 else twice.fit)(X, Y, verbose=0)
+            backups = keras.callbacks.BackupAndRestore("nothing is written there")
+            with pytest.raises(ArgumentError, match="several ranks give BackupAndRestore the folder"):
+                compiled_outside.fit(X, Y, batch_size=ROWS, verbose=0, callbacks=backups)
         with strategy.scope(), pytest.raises(ArgumentError, match="made in a tf.function, of a value"):
             tf.function(lambda: tf.Variable(tf.ones(3)), autograph=False)()
         with pytest.raises(ArgumentError, match="call it within strategy.run"):

@@ -317,6 +317,26 @@ def test_a_sum_over_rows_is_refused(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(2)
+def test_a_sum_that_is_divided_by_the_known_number_of_rows_is_a_mean(ranks: Any) -> None:
+    """Keras divides what an activity regularizer returns by the number of rows, a constant where all batches are even."""
+
+    def fit() -> np.ndarray:
+        ones = {"kernel_initializer": "ones", "activity_regularizer": "l2"}
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1, **ones)])
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(X[:6, 0, :2], X[:6, 0, :1], batch_size=2, shuffle=False, verbose=0)
+        return np.concatenate([each.ravel() for each in model.get_weights()])
+
+    expected = fit()
+
+    def check() -> None:
+        with Strategy().scope():
+            assert fit() == pytest.approx(expected, rel=1e-5)
+
+    ranks(check)
+
+
 @pytest.mark.costly
 @pytest.mark.ranks(2)
 def test_a_step_of_ones_own_in_tf_keras(ranks: Any) -> None:
