@@ -27,6 +27,7 @@ class SummedPasses(OptimizerSync):
 
     Attributes:
         passes: The object that accumulates gradients; None if each pass is exchanged.
+        trained: The variables of the latest call; empty before the first one.
 
     Raises:
         ArgumentError: `passes` is less than 1.
@@ -42,6 +43,7 @@ class SummedPasses(OptimizerSync):
     ) -> None:
         super().__init__(GradientExchange(options, identity), scale_local_gradients, identity)
         self.passes: LocalGradientAggregationHelperEager | None = None
+        self.trained: list[Any] = []
         if passes != 1:
             self.passes = LocalGradientAggregationHelperEager(
                 passes,
@@ -57,6 +59,7 @@ class SummedPasses(OptimizerSync):
         """Return the gradients of all ranks with their variables; before the last pass, this rank's sums so far."""
         listed = list(pairs)
         variables, gradients = [variable for _, variable in listed], [gradient for gradient, _ in listed]
+        self.trained = variables
         if self.passes is None:
             combined = self.combine(variables, gradients)
         else:

@@ -7,14 +7,15 @@ overrides this method, and combines the gradients of all ranks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
-from hvdlite_tf.gradients.optimizer_parts import rates_of_variables, settings_of
+from hvdlite_tf.gradients.optimizer_parts import passes_of, rates_of_variables, settings_of, state_of
 from hvdlite_tf.optimizers.summed_passes import SummedPasses
+from hvdlite_tf.variables import has_value
 
 
 def is_tf_keras(optimizer: Any) -> bool:
@@ -76,6 +77,7 @@ def distribute_tf_keras(
     )
     # A plain assignment would make tf_keras save the state in checkpoints.
     object.__setattr__(optimizer, "_hvdlite_state", state)
+    state.identity.optimizer = optimizer
     state.identity.rates = rates_of_variables(optimizer)
     state.identity.settings = settings_of(optimizer)
     return optimizer
@@ -101,6 +103,31 @@ class DistributedTfKeras:
     def register_local_var(self, var: Any) -> None:
         """Leave the gradient of a variable out of the exchange; see `hvdlite_tf.gradients.local_variables`."""
         self._hvdlite_state.local.register(var)
+
+    def hvdlite_variables(self) -> list[Any]:
+        """Return the variables that are equal on all ranks: the model's trainable ones and the optimizer's."""
+        return [*self._hvdlite_state.trained, *state_of(self)]
+
+    def hvdlite_passes(self) -> int | None:
+        """Return how many backward passes the optimizer has had; None while its variables have no values.
+
+        None with local variables too: which slots belong to them is not known, so a join gives no rank the others' state.
+        """
+        state = self._hvdlite_state
+        if state.local or not state.trained or not all(map(has_value, self.hvdlite_variables())):
+            return None
+        made, passes = passes_of(self), state.passes
+        if passes is None or state.counts_passes:
+            return made
+        return made * passes.backward_passes_per_step + int(passes.counter.numpy())
+
+    def hvdlite_settle(self, passes: Sequence[int], root: int) -> None:
+        """Forget the passes since the last update, after some ranks have missed passes."""
+        if self._hvdlite_state.passes is not None:
+            self._hvdlite_state.passes.settle()
+
+    def hvdlite_rounds(self) -> None:
+        """None: all ranks have the same state."""
 
     @classmethod
     def from_config(cls, config: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -10,6 +10,7 @@ import tensorflow as tf
 from hvdlite.adapter.options import Options
 from hvdlite.errors import ArgumentError, DistributedAlreadyError
 from hvdlite_tf.optimizers.summed_passes import SummedPasses
+from hvdlite_tf.training.objects import note_out_of_reach
 from hvdlite_tf.training.state import broadcast_variables
 
 
@@ -43,6 +44,7 @@ def distribute_v1(
     optimizer._hvdlite_sync = SummedPasses(
         options, backward_passes_per_step, average_aggregated_gradients, scale_local_gradients
     )
+    note_out_of_reach(options.process_set)
     return optimizer
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -11,9 +14,19 @@ from hvdlite.adapter.arguments import Everybody, root_within
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.api import world
 from hvdlite.errors import HvdliteError, ranks_text
+from hvdlite.runtime.group import Group
 from hvdlite_tf.variables import plain_variable
 
 T = TypeVar("T")
+
+_out_of_reach: weakref.WeakSet[Group] = weakref.WeakSet()
+"""The groups that have optimizers whose variables a join cannot reach."""
+
+
+def note_out_of_reach(process_set: ProcessSet | None) -> None:
+    """Note that an optimizer of TensorFlow 1 is made, whose variables are in a session, so that `join` says what to do."""
+    with contextlib.suppress(HvdliteError):  # before init()
+        _out_of_reach.add(world("DistributedOptimizer()").group(process_set))
 
 
 def broadcast_eagerly(variables: Iterable[Any], root_rank: int = 0, process_set: ProcessSet = Everybody) -> None:
@@ -49,6 +62,15 @@ def join_eagerly(*, process_set: ProcessSet = Everybody) -> int:
             f"{ranks_text(behind)} called join() before the first step, when the optimizer had no variables there, "
             "and so cannot take over what the others have reached: call optimizer.build(model.trainable_variables) on all "
             "ranks before they train."
+        )
+    group = here.group(process_set)
+    if group.rank == 0 and any(group.missed) and group in _out_of_reach:
+        warnings.warn(
+            "hvdlite: ranks have missed steps of an optimizer of TensorFlow 1, whose variables join() cannot reach: give all "
+            f"ranks those of rank {last}, which join() returns, by session.run(hvd.broadcast_global_variables({last})). With "
+            "backward_passes_per_step run tf.compat.v1.local_variables_initializer() too: all begin with the same pass then.",
+            RuntimeWarning,
+            stacklevel=2,
         )
     return last
 

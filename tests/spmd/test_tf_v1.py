@@ -113,6 +113,32 @@ def test_a_session(ranks: Any, passes: int) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(2)
+def test_a_join_in_a_session_says_how_all_ranks_get_the_variables(ranks: Any) -> None:
+    roots = []
+
+    def check() -> None:
+        rank = hvd.rank()
+        with tf.Graph().as_default(), v1.Session() as session:
+            variable = v1.get_variable("variable", initializer=0.0, use_resource=True)
+            train = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)).minimize(variable * 2)
+            joined, shared = hvd.join(), hvd.broadcast_global_variables(0)
+            session.run(v1.global_variables_initializer())
+            for _ in range(3 - 2 * rank):
+                session.run(train)
+            assert session.run(joined) == 0
+            assert session.run(variable) == -6 + 4 * rank
+            session.run(shared)
+            assert session.run(variable) == -6
+        roots.append(rank)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ranks(check)
+    told = [each for each in said if "which join() returns, by session.run(hvd.broadcast_global" in str(each.message)]
+    assert len(told) == roots.count(0)
+
+
 def test_broadcast_global_variables(ranks: Any) -> None:
     def check() -> None:
         root = hvd.size() - 1
