@@ -273,7 +273,8 @@ class Normalizes(Program):
     normalization: Any = None
 
     def second(self, seed: int) -> list[Any]:
-        kind = self.normalization or (lambda: keras.layers.BatchNormalization(synchronized=True))
+        synchronized = keras.backend.backend() == "tensorflow"
+        kind = self.normalization or (lambda: keras.layers.BatchNormalization(synchronized=synchronized))
         return [keras.Input((WIDTH,)), kind(), *super().second(seed)[1:]]
 
 

@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import importlib
 import json
+import os
 import re
 import sys
 import tempfile
@@ -23,7 +24,9 @@ LIMIT = 150.0  # seconds for a pair, also on a busy machine: only a hang takes t
 
 
 def main(framework: str, results: str, seconds: str, pairs: str) -> None:
-    if framework == "keras":  # before its rows make losses, and not where other tests run in the process
+    if framework == "keras_on_torch":
+        os.environ["KERAS_BACKEND"] = "torch"
+    if framework.startswith("keras"):  # before its rows make losses, and not where other tests run in the process
         importlib.import_module("keras").config.set_floatx("float64")
     kind = importlib.import_module(f"tests.one_process.{framework}_ways")
     warnings.simplefilter("ignore")  # advice
