@@ -4,6 +4,7 @@
     python -m benchmarks.recovery --in-process        the ranks that are left go on; 10 jobs with a kill each
     python -m benchmarks.recovery --framework torch   each rank imports torch too
     python -m benchmarks.recovery --state 64          a committed state of 64 MiB
+    python -m benchmarks.recovery --commits 200       no kill: what commits cost, with and without hvdliterun --state
 
 One rank, another one each time, kills itself (SIGKILL) after a step, and writes down the time. The time ends with the first
 step that the restarted ranks, or those that go on, have finished: a step exchanges the state's gradient, and commits. The parts
@@ -67,7 +68,22 @@ def train() -> None:
                 done = {**told, "called": called, "done": time.time(), "commit": time.time() - before}
                 first_step.write_text(json.dumps(done))
 
-    steps(state)
+    @elastic.run
+    def commits(state: elastic.ObjectState) -> None:
+        square, told = np.ones((300, 300)), []
+        while state.step < settings["commits"]:
+            begun = time.time()
+            for _ in range(10):
+                square = square @ square / 300.0
+            hvd.allreduce(np.ones(1000))
+            state.step += 1
+            before = time.time()
+            state.commit()
+            told.append((time.time() - begun, time.time() - before))
+        if hvd.rank() == 0:
+            (folder / "commits").write_text(json.dumps(told))
+
+    (commits if settings["commits"] else steps)(state)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,12 +94,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--kills", type=int, default=10, help="how often a rank dies (10)")
     parser.add_argument("--in-process", action="store_true", help="let the ranks that are left go on")
     parser.add_argument("--state", type=float, default=1.0, metavar="MIB", help="the size of what is committed (1)")
+    parser.add_argument(
+        "--commits", type=int, default=0, help="measure so many commits in each of six jobs, without kills"
+    )
     parser.add_argument("--framework", choices=("torch", "tensorflow"), help="import this too")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args(arguments)
-    parts = _in_process(options) if options.in_process else _by_restart(options)
+    measure = _commits if options.commits else _in_process if options.in_process else _by_restart
+    parts = measure(options)
     waits = next(iter(parts.values()))
-    print(f"{options.ranks} ranks, a state of {options.state:g} MiB, {len(waits)} kills; seconds")
+    count = f"{len(waits)} {'commits' if options.commits else 'kills'}"
+    print(f"{options.ranks} ranks, a state of {options.state:g} MiB, {count}; seconds")
     print(f"{'':<42} median   fastest  slowest")
     for name, values in parts.items():
         print(f"{name:<42} {statistics.median(values):<8.3f} {min(values):<8.3f} {max(values):<8.3f}")
@@ -129,8 +150,21 @@ def _in_process(options: argparse.Namespace) -> dict[str, list[float]]:
     }
 
 
+def _commits(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Run jobs with and without a folder in turn, and return the times of their steps and commits."""
+    parts: dict[str, list[float]] = {}
+    for number in range(6):
+        with tempfile.TemporaryDirectory(dir=".") as name:
+            folder, words = Path(name).resolve(), ("without --state", "with --state")[number % 2]
+            _run(options, folder, 0, options.ranks, more=["--state", str(folder / "state")] if number % 2 else [])
+            told = json.loads((folder / "commits").read_text())
+        parts.setdefault(f"a step with its commit, {words}", []).extend(step for step, _ in told)
+        parts.setdefault(f"the commit, {words}", []).extend(commit for _, commit in told)
+    return parts
+
+
 def _run(
-    options: argparse.Namespace, folder: Path, kills: int, fewest: int, first: int = 0
+    options: argparse.Namespace, folder: Path, kills: int, fewest: int, first: int = 0, more: Sequence[str] = ()
 ) -> tuple[list[dict[str, float]], list[float]]:
     """Run a job. Return what each rank 0 has told after its first step with a number of ranks, and the times of the kills."""
     settings = {
@@ -139,8 +173,9 @@ def _run(
         "mebibytes": options.state,
         "folder": str(folder),
         "framework": options.framework,
+        "commits": options.commits,
     }
-    command = [sys.executable, "-m", "hvdlite.launch", "-np", str(options.ranks), "--min-np", str(fewest)]
+    command = [sys.executable, "-m", "hvdlite.launch", "-np", str(options.ranks), "--min-np", str(fewest), *more]
     done = subprocess.run(
         [*command, "python", "-m", "benchmarks.recovery", "--rank"],
         env={**os.environ, SETTINGS: json.dumps(settings)},

@@ -1,38 +1,29 @@
 """The committed states of one host, as files in memory that outlives the processes.
 
-    MAGIC, length of the head, HMAC of the head, head (JSON: which commit, number of ranks, lengths, checksums), pickle, arrays
-
-A file has its name only once it is whole: it is written under another name, and renamed. Nothing is unpickled before the HMACs
-of the head and of the pickle were checked, so this job has written it. The arrays lie behind the pickle as they are
-(out-of-band buffers of pickle's protocol 5), and have a checksum.
+A file has its name only once it is whole: it is written under another name, and renamed. Its form is that of
+`hvdlite.launcher_link.commit_file`. hvdliterun may hold a file by another name while it copies it; such a file is not written
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
-import json
 import os
 import pickle
-import re
 import shutil
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hvdlite.errors import CommitError
 from hvdlite.launch.worker.shared_memory import make_private
+from hvdlite.launcher_link import commit_file
+from hvdlite.launcher_link.commit_file import CommitFile
 from hvdlite.launcher_link.generation import CommitId
 
-_MAGIC = b"hvdlite commit 1\n"
-_START = struct.Struct(">I32s")
-_LONGEST_HEAD = 1 << 26
 _KEPT = 2
 _DRAFT = ".draft"
-_NAME = re.compile(r"commit\.([0-9]+)\.([0-9]+)\.([0-9]+)")
 _PARTS_AT_ONCE = 512  # Linux takes at most 1024 buffers in one write
 
 
@@ -80,7 +71,7 @@ class Store:
             CommitError: The state cannot be pickled, or there is no room for it.
         """
         parts = self._encode(commit)
-        path = os.path.join(self._directory, f"commit.{self._call}.{commit.id.generation}.{commit.id.number}")
+        path = self._path(commit.id)
         draft = path + _DRAFT
         try:
             self._reuse_oldest(draft)
@@ -100,9 +91,9 @@ class Store:
 
     def newest(self) -> Commit | None:
         """Return the newest commit that is whole; None if there is none."""
-        for name, _ in reversed(self._files()):
-            if (found := self._read(os.path.join(self._directory, name))) is not None:
-                return found
+        for path in reversed(self._files()):
+            if (found := commit_file.read(path, self._call, self._key)) is not None:
+                return Commit(found.id, found.size, pickle.loads(found.stream, buffers=found.arrays))
         return None
 
     def _encode(self, commit: Commit) -> list[memoryview]:
@@ -111,73 +102,27 @@ class Store:
             stream = pickle.dumps(commit.saved, protocol=5, buffer_callback=buffers.append)
         except Exception as error:
             raise CommitError(_unpicklable(commit.saved, error)) from error
-        arrays = [buffer.raw() for buffer in buffers]
-        head = json.dumps(
-            {
-                "call": self._call,
-                "id": commit.id,
-                "size": commit.size,
-                "pickle": [len(stream), self._seal(stream).hex()],
-                "arrays": [[array.nbytes, zlib.crc32(array)] for array in arrays],
-            }
-        ).encode()
-        start = _MAGIC + _START.pack(len(head), self._seal(head)) + head
-        return [memoryview(start), memoryview(stream), *arrays]
-
-    def _seal(self, data: bytes | memoryview) -> bytes:
-        return hmac.digest(self._key, data, "sha256")
+        content = CommitFile(commit.id, commit.size, memoryview(stream), [buffer.raw() for buffer in buffers])
+        return [memoryview(commit_file.head_of(self._call, content, self._key)), content.stream, *content.arrays]
 
     def _reuse_oldest(self, draft: str) -> None:
         """Make room: the oldest commit becomes the draft of the new one, so that its memory is used again."""
-        surplus = [os.path.join(self._directory, name) for name, _ in self._files()][: 1 - _KEPT]
+        surplus = self._files()[: 1 - _KEPT]
         for path in surplus[1:]:
             os.unlink(path)
         if surplus:
             os.rename(surplus[0], draft)
+            if os.stat(draft).st_nlink > 1:  # nobody can begin to hold it now: it has lost its name
+                os.unlink(draft)
 
-    def _files(self) -> list[tuple[str, CommitId]]:
-        """Return the names of the commits, the oldest first."""
-        found = []
+    def _files(self) -> list[str]:
+        """Return the files of the commits, the oldest first."""
         with contextlib.suppress(OSError):
-            for name in os.listdir(self._directory):
-                match = _NAME.fullmatch(name)
-                if match is not None and int(match[1]) == self._call:
-                    found.append((name, CommitId(int(match[2]), int(match[3]))))
-        return sorted(found, key=lambda each: each[1])
+            return [self._path(each) for call, each in commit_file.commits_in(self._directory) if call == self._call]
+        return []
 
-    def _read(self, path: str) -> Commit | None:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with open(descriptor, "rb", buffering=0) as file:
-                data = memoryview(bytearray(os.fstat(descriptor).st_size))
-                filled = 0
-                while filled < len(data) and (count := file.readinto(data[filled:])):
-                    filled += count
-        except OSError:
-            return None
-        return self._decode(data[:filled])
-
-    def _decode(self, data: memoryview) -> Commit | None:
-        """Read a commit. Return None if it is not whole, or this job has not written it."""
-        start = len(_MAGIC) + _START.size
-        if len(data) < start or data[: len(_MAGIC)] != _MAGIC:
-            return None
-        length, seal = _START.unpack(data[len(_MAGIC) : start])
-        head, rest = data[start : start + length], data[start + length :]
-        if length > _LONGEST_HEAD or not hmac.compare_digest(seal, self._seal(head)):
-            return None
-        fields = json.loads(bytes(head))  # this job has written it
-        length, tag = fields["pickle"]
-        stream, rest = rest[:length], rest[length:]
-        if fields["call"] != self._call or not hmac.compare_digest(bytes.fromhex(tag), self._seal(stream)):
-            return None
-        arrays = []
-        for length, checksum in fields["arrays"]:
-            array, rest = rest[:length], rest[length:]
-            if len(array) != length or zlib.crc32(array) != checksum:
-                return None
-            arrays.append(array)
-        return Commit(CommitId(*fields["id"]), fields["size"], pickle.loads(stream, buffers=arrays))
+    def _path(self, commit: CommitId) -> str:
+        return os.path.join(self._directory, commit_file.name_of(self._call, commit))
 
     def _why(self, error: OSError, parts: Sequence[memoryview]) -> str:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):

@@ -152,6 +152,8 @@ def run(
         commit_directory=None,
         always_restart=None,
         same_failure_limit=None,
+        state=None,
+        state_every=None,
         servers=None,
     )
     elastic = elastic_options(options, os.environ) if is_elastic(options) else None

@@ -5,6 +5,7 @@
      |- line.py      a connection that a rank keeps, to hear what becomes of other ranks and of the hosts
      '- session.py   authenticates both ends, and makes bytes of messages and messages of bytes, for both ends
     generation.py   what the ranks of one generation of an elastic job are told at their start
+    commit_file.py  the form of a file that holds what such a job has committed
     handlers.py     switches the signal handlers of a program off once the program is over
 
 `hvdlite.launch.worker.worker` loads these files without NumPy and without `hvdlite` itself. So these files import only the

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+from hvdlite.launch.elastic.state_folder import StateFolder
 from hvdlite.launch.job.hosts import Host
 from hvdlite.launch.job.ssh import remove_elsewhere
 
@@ -22,14 +23,15 @@ class Janitor:
     Args:
         directory: The directory.
         ssh: The options of ssh; None if plain ssh does not reach the hosts, so that only this machine is cleaned.
+        state: The folder whose writer copies from the directory, until it has ended; None if there is none.
     """
 
-    def __init__(self, directory: str, ssh: Sequence[str] | None) -> None:
+    def __init__(self, directory: str, ssh: Sequence[str] | None, state: StateFolder | None = None) -> None:
         self._known: set[str] = set()
         read, self._write = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            _serve(read, self._write, directory, ssh)
+            _serve(read, self._write, directory, ssh, state)
         os.close(read)
 
     def add(self, hosts: Iterable[Host]) -> None:
@@ -45,9 +47,11 @@ class Janitor:
             os.waitpid(self._pid, 0)
 
 
-def _serve(read: int, write: int, directory: str, ssh: Sequence[str] | None) -> NoReturn:
+def _serve(read: int, write: int, directory: str, ssh: Sequence[str] | None, state: StateFolder | None) -> NoReturn:
     try:
         os.close(write)
+        if state is not None:
+            state.let_go()
         os.setsid()  # Ctrl-C on the terminal must not end it
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
@@ -57,6 +61,8 @@ def _serve(read: int, write: int, directory: str, ssh: Sequence[str] | None) -> 
         names = b""
         while data := os.read(read, 4096):
             names += data
+        if state is not None:
+            state.wait_for_writer()
         _remove(directory)
         if ssh is not None:
             remove_elsewhere([Host(name, 1) for name in names.decode().split()], ssh, directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from hvdlite.launch.allocation import Hosts, choose_hosts, hosts_to_be_found
 from hvdlite.launch.elastic.discovery import Discovery, words_of
 from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.policy import FRUITLESS, Limits
+from hvdlite.launch.elastic.state_folder import StateFolder
 from hvdlite.launch.elastic.supervisor import Supervisor
 from hvdlite.launch.job import ssh
 from hvdlite.launch.job.failures import Failure
@@ -29,6 +31,8 @@ _ONLY_ELASTIC = (
     "commit_directory",
     "always_restart",
     "same_failure_limit",
+    "state",
+    "state_every",
 )
 _NAME = "hvdlite.commits."
 
@@ -61,6 +65,12 @@ def add_options(add: Callable[..., object]) -> None:
         help="end after the same failure N times in a row before a commit (3)",
     )
     add("--commit-directory", metavar="DIR", help="keep what is committed in DIR on each host (/dev/shm)")
+    add(
+        "--state",
+        metavar="DIR",
+        help="keep commits in DIR too; the same command, started again, goes on from the last one",
+    )
+    add("--state-every", metavar="N", type=positive_int, help="keep each N-th commit in the folder of --state (1)")
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
@@ -89,6 +99,8 @@ class ElasticOptions:
         slots: The slots of a host for which the script prints no number.
         folder: The folder of what is committed, on each host; empty for memory.
         always_restart: Start all processes again after a failure, even if enough are left to go on.
+        state: The folder that keeps commits when the job is lost; empty for none.
+        state_every: Each so many commits, one is kept there.
     """
 
     limits: Limits
@@ -97,6 +109,8 @@ class ElasticOptions:
     slots: int
     folder: str
     always_restart: bool
+    state: str
+    state_every: int
 
     def run(self, spec: JobSpec, output: Output) -> tuple[Job | None, Failure | None]:
         """Run the job, and remove from its hosts what it has committed.
@@ -118,12 +132,18 @@ class ElasticOptions:
                 self.script, self.slots, lambda why: output.say(f"hvdliterun: --host-discovery-script: {why}.\n")
             )
         options = ssh.options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
-        janitor = Janitor(directory, options)
-        try:
-            supervisor = Supervisor(spec, self.limits, hosts, directory, output, janitor, self.always_restart)
+        with contextlib.ExitStack() as at_end:
+            is_over = False
+            state = StateFolder(self.state, spec.program, self.state_every, output.say) if self.state else None
+            if state is not None:
+                state.start(directory)
+            janitor = Janitor(directory, options, state)
+            at_end.callback(janitor.finish)  # after what is called back next
+            if state is not None:
+                at_end.callback(lambda: state.finish(is_over))
+            supervisor = Supervisor(spec, self.limits, hosts, directory, output, janitor, self.always_restart, state)
             failure = supervisor.run()
-        finally:
-            janitor.finish()
+            is_over = failure is None
         return supervisor.last, failure
 
 
@@ -172,6 +192,8 @@ def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         (shortest, longest),
         options.same_failure_limit or FRUITLESS,
     )
+    if options.state_every is not None and not options.state:
+        raise LaunchError("--state-every N is for --state DIR: give that too.")
     if options.commit_directory is not None and not os.path.isdir(options.commit_directory):
         raise LaunchError(f"--commit-directory {options.commit_directory}: there is no such folder.")
     return ElasticOptions(
@@ -181,4 +203,6 @@ def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> 
         options.slots_per_host or 1,
         options.commit_directory or "",
         bool(options.always_restart),
+        options.state or "",
+        options.state_every or 1,
     )

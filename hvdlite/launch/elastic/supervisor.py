@@ -14,9 +14,10 @@ from hvdlite.launch.elastic.discovery import Discovery
 from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.newcomers import Newcomers
 from hvdlite.launch.elastic.policy import End, Ended, Limits, Policy, Start, Wait
+from hvdlite.launch.elastic.state_folder import StateFolder
 from hvdlite.launch.job import failures, signals, ssh
 from hvdlite.launch.job.failures import Failure
-from hvdlite.launch.job.hosts import Host, UnreachableError, check_ranks_here, control_host
+from hvdlite.launch.job.hosts import Host, UnreachableError, check_ranks_here, control_host, is_local
 from hvdlite.launch.job.job import Job, JobSpec
 from hvdlite.launch.job.mpi import Placement
 from hvdlite.launch.job.output import Output
@@ -37,6 +38,7 @@ class Supervisor:
         output: Prints the output of the ranks.
         janitor: Removes that directory in the end.
         always_restart: Start all processes again after a failure, even if some could go on.
+        state: The folder that keeps commits when the job is lost, and has those of an earlier start; None if there is none.
 
     Attributes:
         last: The generation that ran last, or runs; None before the first.
@@ -51,6 +53,7 @@ class Supervisor:
         output: Output,
         janitor: Janitor,
         always_restart: bool = False,
+        state: StateFolder | None = None,
     ) -> None:
         self._spec = spec
         self._policy = Policy(limits)
@@ -58,14 +61,17 @@ class Supervisor:
         if not isinstance(hosts, Discovery):
             self._policy.take_hosts(hosts)
         self._directory = directory
-        self._key = secrets.token_hex(32)
+        self._state = state
+        self._key = secrets.token_hex(32) if state is None else state.key
         self._output = output
         self._janitor = janitor
         self._always_restart = always_restart
         self._generation = 0
         self._said = ""
         self.last: Job | None = None
-        self._committed: dict[int, CommitId] = {}
+        self._committed = {} if state is None else state.restore(directory)
+        self._earlier = max((each.generation for each in self._committed.values()), default=0)
+        """How many generations earlier starts of this job have had."""
         self._failure: Failure | None = None
         self._interrupted: int | None = None
         self._waits_for = self._shared_directory = ""
@@ -117,6 +123,7 @@ class Supervisor:
     def _run(self, step: Start) -> None:
         self._waits_for = ""
         self._say_start(step)
+        self._check_state(step)
         self._janitor.add(step.hosts)
         placement = dataclasses.replace(
             self._spec.placement,
@@ -149,10 +156,21 @@ class Supervisor:
         self._policy.ended(time.monotonic(), how)
 
     def _describe(self, number: int, outlives: bool) -> Generation:
+        number += self._earlier
         self._generation = number
         calls = range(max(self._committed, default=-1) + 1)
         committed = tuple(self._committed.get(call, CommitId()) for call in calls)
         return Generation(number, self._key, self._directory, committed, outlives)
+
+    def _check_state(self, step: Start) -> None:
+        """Check that this host has what is committed, if it is to be kept in a folder."""
+        if self._state is None or any(is_local(host.name) for host in step.hosts):
+            return
+        why = "--state: a rank must run on the host of hvdliterun, from whose memory commits are kept; "
+        why += f"the ranks are on {','.join(map(str, step.hosts))}"
+        if step.generation == 1:
+            raise LaunchError(f"{why}. Start it on one of these.")
+        self._output.say(f"hvdliterun: {why}. Until one runs here, nothing is kept.\n")
 
     def _why_restart(self, placement: Placement) -> str:
         """Say why the ranks of a generation cannot go on in their processes when others fail; empty if they can."""
@@ -196,6 +214,8 @@ class Supervisor:
     def _look(self, job: Job) -> None:
         with contextlib.suppress(LaunchError):  # the script has been good before
             self._discover()
+        if self._state is not None:
+            self._state.look()
         now = time.monotonic()
         if self._newcomers.are_there(self._policy.newcomers(now)):
             if update := self._policy.update(now):
@@ -217,6 +237,8 @@ class Supervisor:
     def _on_commit(self, call: int, number: int) -> None:
         self._committed[call] = CommitId(self._generation, number)
         self._policy.committed()
+        if self._state is not None:
+            self._state.committed()
 
     def _judge(self, job: Job, failure: Failure | None, step: Start) -> Ended:
         """Say how a generation has ended: which of its hosts have failed, by the numbers of the ranks."""
