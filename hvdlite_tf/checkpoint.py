@@ -17,7 +17,7 @@ from hvdlite.adapter.arguments import rank_in, size_of
 from hvdlite.adapter.few_bytes.resumed import share_of
 from hvdlite.adapter.pipeline.stages import Stages
 from hvdlite.api import Sum
-from hvdlite.checkpoint import Loaded, load, save
+from hvdlite.checkpoint import Loaded, load, save, wait
 from hvdlite.checkpoint.states import Snapshot, StateDict, Stateful
 from hvdlite.checkpoint.structure import Own
 from hvdlite.errors import ArgumentError
@@ -35,7 +35,7 @@ from hvdlite_tf.gradients.own_variables import (
 from hvdlite_tf.split import place_of, stages_of
 from hvdlite_tf.variables import plain_variable
 
-__all__ = ["Loaded", "load", "save"]
+__all__ = ["Loaded", "load", "save", "wait"]
 
 
 def stateful(value: Any) -> Stateful | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvdlite.adapter.few_bytes.resumed import share_of
-from hvdlite.checkpoint import Loaded, load, save
+from hvdlite.checkpoint import Loaded, load, save, wait
 from hvdlite.checkpoint.states import Snapshot, StateDict, Stateful
 from hvdlite.checkpoint.structure import Own, Piece
 from hvdlite.errors import ArgumentError
@@ -21,7 +21,7 @@ from hvdlite_torch.tensors.split import all_stages, is_split, optimizer_paramete
 from hvdlite_torch.training.state import load_optimizer_state
 from hvdlite_torch.training.whole_state import NAMES, load_whole_state, part_of_whole_state
 
-__all__ = ["Loaded", "load", "save"]
+__all__ = ["Loaded", "load", "save", "wait"]
 
 
 def stateful(value: Any) -> Stateful | None:

@@ -26,7 +26,7 @@ from hvdlite.checkpoint import disk
 from hvdlite.checkpoint.states import Snapshot, StateDict
 from hvdlite.checkpoint.structure import Own, Piece
 from hvdlite.config import Config
-from hvdlite.errors import CheckpointError, HvdliteError
+from hvdlite.errors import ArgumentError, CheckpointError, HvdliteError
 from hvdlite.testing import on_ranks
 
 
@@ -145,12 +145,15 @@ class FaultyDisk:
                 os.truncate(path, self._chance.randrange(os.path.getsize(path) + 1))
 
 
-def attempt(folder: Path, size: int, value: int, faulty: FaultyDisk, monkeypatch: pytest.MonkeyPatch) -> bool:
+def attempt(
+    folder: Path, size: int, value: int, faulty: FaultyDisk, monkeypatch: pytest.MonkeyPatch, wait: bool = True
+) -> bool:
     """Save on a disk that fails. Return whether it was saved; if not, all ranks have raised."""
 
     def work() -> str:
         try:
-            save(folder, value, keep=2)
+            save(folder, value, keep=2, wait=wait)
+            hvd.checkpoint.wait()
         except CheckpointError as error:
             return str(error)
         return ""
@@ -168,25 +171,27 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != ".lock")
 
 
-def number_of_calls(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> int:
+def number_of_calls(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch, wait: bool) -> int:
     counting = FaultyDisk(0, dies=False)
     for value in (1, 2):
         run(size, save, tmp_path / "counted", value)
-    assert attempt(tmp_path / "counted", size, 3, counting, monkeypatch)
+    assert attempt(tmp_path / "counted", size, 3, counting, monkeypatch, wait)
     return counting.calls
 
 
 @pytest.mark.parametrize("dies", [False, True], ids=["disk is full", "process dies"])
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_failure_at_every_call(tmp_path: Path, size: int, dies: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = number_of_calls(tmp_path, size, monkeypatch)
+@pytest.mark.parametrize(("size", "wait"), [(1, True), (3, True), (3, False)])
+def test_a_failure_at_every_call(
+    tmp_path: Path, size: int, wait: bool, dies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = number_of_calls(tmp_path, size, monkeypatch, wait)
     assert calls > 20
     saved = 0
     for at in range(1, calls + 1):
         folder = tmp_path / str(at)
         for value in (1, 2):
             run(size, save, folder, value)
-        done = attempt(folder, size, 3, FaultyDisk(at, dies, seed=at), monkeypatch)
+        done = attempt(folder, size, 3, FaultyDisk(at, dies, seed=at), monkeypatch, wait)
         found = run(1, load, folder)[0]
         # A process may die, or the disk fail, when the new checkpoint has its name already.
         assert found in ([(3, [])] if done else [(2, []), (3, [])]), at
@@ -286,6 +291,8 @@ def test_a_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:
 
     def work() -> None:
         folder = tmp_path / ("here" if hvd.rank() != 1 else "elsewhere")
+        with pytest.raises(ArgumentError, match="ranks? .*does not see the folder of rank 0, and wait=False needs that"):
+            save(folder, 1, wait=False)
         save(folder, 1)
         assert load(folder) == (1, [])
 

@@ -137,9 +137,19 @@ def rename(path: Path, name: str) -> Path:
     Raises:
         OSError: It cannot be renamed.
     """
+    new = show(path, name)
+    sync_folder(path.parent)
+    return new
+
+
+def show(path: Path, name: str) -> Path:
+    """Give a file another name in the same folder for other processes to see. After a power failure it may have the old one.
+
+    Raises:
+        OSError: It cannot be renamed.
+    """
     new = path.with_name(name)
     os.rename(path, new)
-    sync_folder(path.parent)
     return new
 
 

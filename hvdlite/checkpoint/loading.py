@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdlite.checkpoint import disk, manifest
+from hvdlite.checkpoint import behind, disk, manifest
 from hvdlite.checkpoint.disk import UnreadableError
 from hvdlite.checkpoint.folder import Folder
 from hvdlite.checkpoint.manifest import Manifest
@@ -89,6 +89,7 @@ def load(
         [3, 3, 3]
     """
     ranks = Ranks("checkpoint.load()", process_set)
+    behind.finish(ranks)
     ranks.check_same("names", list(objects))
     folder = Folder(Path(path))
     targets: dict[str, Stateful] = {}

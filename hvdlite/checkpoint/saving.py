@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hvdlite.checkpoint import disk, manifest
+from hvdlite.checkpoint import behind, disk, manifest
 from hvdlite.checkpoint.disk import FileRecord
 from hvdlite.checkpoint.folder import Folder, Unfinished, is_seen
 from hvdlite.checkpoint.manifest import Manifest
@@ -17,8 +17,9 @@ from hvdlite.checkpoint.parts import merge, own_part, tensor_keys, what_is_missi
 from hvdlite.checkpoint.ranks import Ranks
 from hvdlite.checkpoint.states import Snapshot, stateful
 from hvdlite.checkpoint.structure import Tree, Writer
-from hvdlite.checkpoint.tensor_file import chunks_of
+from hvdlite.checkpoint.tensor_file import chunks_of, content_of
 from hvdlite.errors import ArgumentError, CheckpointError, ranks_text
+from hvdlite.protocols import Array
 from hvdlite.ranks.process_set import ProcessSet
 
 _VALUES = "other-values"
@@ -32,6 +33,7 @@ def save(
     keep: int = 3,
     allow_pickle: bool = False,
     process_set: ProcessSet | None = None,
+    wait: bool = True,
     **state: Any,
 ) -> Path:
     """Save a checkpoint, which is there whole or not at all. Every rank calls this, at the same point.
@@ -49,11 +51,15 @@ def save(
         allow_pickle: Whether values that are neither numbers, texts, tensors nor lists, tuples, dictionaries and sets of them
             are pickled. If not, they are an error.
         process_set: The ranks that save; all if None. Then "rank 0" is the first of them.
+        wait: Whether the checkpoint is there when `save` returns. If not, the state is copied in memory, and a thread of each
+            rank writes it while the training goes on. At most one checkpoint is under way: the next `save`, `load` or
+            `checkpoint.wait`, and the end of the program, wait for it, and raise what has failed. All ranks with a part of the
+            state must see the folder.
         state: By names of your choice: objects with `state_dict` and `load_state_dict`, such as modules, optimizers, schedules
             and ``GradScaler``; models and optimizers of Keras; and any other values, of which rank 0's are saved.
 
     Returns:
-        The folder of this checkpoint.
+        The folder of this checkpoint. With ``wait=False`` it is not there yet.
 
     Raises:
         ArgumentError: `path` is a file, `keep` is less than 1, or a value cannot be saved. The text says where it is.
@@ -68,6 +74,7 @@ def save(
         ['checkpoint-00000001', 'checkpoint-00000001']
     """
     ranks = Ranks("checkpoint.save()", process_set)
+    memory = behind.finish(ranks)
     ranks.check_same("names", list(state))
     folder = Folder(Path(path))
 
@@ -83,27 +90,44 @@ def save(
     with contextlib.ExitStack() as stack:
         begun: list[Unfinished] = []  # on the first rank
 
-        def begin() -> tuple[str, str]:
+        def begin() -> tuple[str, str, Path, bool]:
             begun.append(stack.enter_context(folder.saving()))
-            return begun[0].name, begun[0].token
+            return begun[0].name, begun[0].token, folder.of(begun[0].number), wait
 
-        name, token = ranks.first_does("beginning", begin)
+        name, token, saved, waits = ranks.first_does("beginning", begin)
         target = folder.path / name
         own = _Parts.of(snapshots, values, ranks, allow_pickle)
-        written = own.write(target, token)
+        contents: dict[str, Array] = {}
+        # Memory that all ranks share may change when this has returned: then all have copied their parts of it.
+        written = own.write(target, token) if waits else own.copy(target, token, contents, memory)
 
-        def finish() -> Path:
-            (unfinished,) = begun
-            whole = _manifest_of(written, unfinished.number)
-            disk.write_file(target / manifest.NAME, whole.chunks())
-            return unfinished.finish()
+        made: list[Manifest] = []  # on the first rank
 
-        saved = ranks.first_does("finishing", finish)
-        if ranks.is_first:
+        def finish(files: Mapping[str, FileRecord], passing: Sequence[str] = ()) -> str:
+            (whole,) = made
+            disk.write_file(target / manifest.NAME, whole._replace(files={**whole.files, **files}).chunks())
+            for each in passing:
+                disk.remove_file(target / each)
+            begun[0].finish()
             try:
                 folder.remove_all_but(keep)
             except OSError as error:
-                warnings.warn(f"hvdlite: an old checkpoint cannot be removed: {error}", RuntimeWarning, stacklevel=2)
+                return f"hvdlite: an old checkpoint cannot be removed: {error}"
+            return ""
+
+        def begin_to_finish() -> str:
+            made.append(_manifest_of(written, begun[0].number))
+            return finish({}) if waits else ""
+
+        if (warning := ranks.first_does("finishing", begin_to_finish)) and ranks.is_first:
+            warnings.warn(warning, RuntimeWarning, stacklevel=2)
+        if not waits:
+            first = None
+            if ranks.is_first:
+                others = [rank for rank, each in enumerate(written) if rank and each.files]
+                passing = [behind.records_of(rank) for rank in others]
+                first = behind.First(others, lambda files: finish(files, passing), stack.pop_all().close)
+            behind.Behind(saved, target, contents, ranks, process_set, first)
     return saved
 
 
@@ -217,6 +241,29 @@ class _Parts(NamedTuple):
             for name in names:
                 self._hand_over(target, name, sender, files)
         return ranks.all_do("writing", lambda: _Written(files, self.states, self.values))
+
+    def copy(self, target: Path, token: str, contents: dict[str, Array], memory: Mapping[str, Array]) -> list[_Written]:
+        """Copy what this rank's files will have, and return what all ranks will write. Every rank calls this.
+
+        Args:
+            target, token: See `write`.
+            contents: Gets the contents, by the names of the files.
+            memory: Memory for them, if its length is right.
+        """
+
+        def copy() -> _Written:
+            if self.writers and not self.ranks.is_first and not is_seen(target, token):
+                raise ArgumentError(
+                    "a rank with a part of the state does not see the folder of rank 0, and wait=False needs that. Name a "
+                    "folder that all hosts share, or leave out wait=False."
+                )
+            for writer in self.writers:
+                contents[writer.file] = content_of(writer.tensors, memory.get(writer.file))
+            return _Written(
+                {name: FileRecord(len(each), "") for name, each in contents.items()}, self.states, self.values
+            )
+
+        return self.ranks.all_do("copying", copy)
 
     def _hand_over(self, target: Path, name: str, sender: int, files: dict[str, FileRecord]) -> None:
         """Let the first rank write a file of a rank that does not see the folder. Every rank calls this."""

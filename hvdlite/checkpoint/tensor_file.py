@@ -84,6 +84,21 @@ def chunks_of(tensors: Mapping[str, Any]) -> Iterator[Any]:
             yield np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
+def content_of(tensors: Mapping[str, Any], memory: Array | None = None) -> Array:
+    """Return the content of the file of these tensors, which is a copy: uint8, flat.
+
+    Args:
+        tensors: See `chunks_of`.
+        memory: Memory for it, which is used if its length is right.
+    """
+    length, end = length_of(tensors), 0
+    content = memory if memory is not None and len(memory) == length else np.empty(length, np.uint8)
+    for chunk in chunks_of(tensors):
+        begin, end = end, end + len(chunk)
+        content[begin:end] = np.frombuffer(chunk, np.uint8)
+    return content
+
+
 def tensors_in(content: Array) -> dict[str, Stored]:
     """Return the tensors of a file, by name. They share its memory.
 
