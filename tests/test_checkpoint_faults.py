@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import random
 import stat
@@ -179,8 +181,11 @@ def number_of_calls(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch, 
     return counting.calls
 
 
-@pytest.mark.parametrize("dies", [False, True], ids=["disk is full", "process dies"])
-@pytest.mark.parametrize(("size", "wait"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("size", "wait", "dies"),
+    [(1, True, False), (1, True, True), (3, True, False), (3, True, True), (3, False, False)],
+    ids=["one, disk is full", "one, process dies", "disk is full", "process dies", "disk is full behind the training"],
+)
 def test_a_failure_at_every_call(
     tmp_path: Path, size: int, wait: bool, dies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +248,27 @@ def test_nothing_is_whole(tmp_path: Path) -> None:
         run(2, load, tmp_path)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_ranks_check_parts_of_a_file(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checksum is the SHA-256 of those of the parts; whichever part is damaged, by whomever it is checked, it is found."""
+    monkeypatch.setattr(disk, "CHUNK", 10000)
+    for value in (1, 2):
+        run(size, save, tmp_path, value)
+    path = tmp_path / "checkpoint-00000002/weights.other-values.safetensors"
+    content = path.read_bytes()
+    parts = [hashlib.sha256(content[begin : begin + 10000]).digest() for begin in range(0, len(content), 10000)]
+    assert len(parts) == 5
+    record = json.loads((path.parent / "manifest.json").read_text())["checkpoint"]["files"][path.name]
+    assert record == {"bytes": len(content), "sha256": hashlib.sha256(b"".join(parts)).hexdigest()}
+    assert run(size, load, tmp_path) == [(2, [])] * size
+    for place in range(5000, len(content), 10000):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        found = run(size, load, tmp_path)
+        assert [number for number, _ in found] == [1] * size
+        said = [text for _, texts in found for text in texts]
+        assert "weights.other-values.safetensors has another checksum" in said[0]
+
+
 def test_two_jobs_save_in_one_folder(tmp_path: Path) -> None:
     run(1, save, tmp_path, 1)
     with disk.locked(tmp_path / ".lock") as mine:
@@ -291,7 +317,9 @@ def test_a_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:
 
     def work() -> None:
         folder = tmp_path / ("here" if hvd.rank() != 1 else "elsewhere")
-        with pytest.raises(ArgumentError, match="ranks? .*does not see the folder of rank 0, and wait=False needs that"):
+        with pytest.raises(
+            ArgumentError, match="ranks? .*does not see the folder of rank 0, and wait=False needs that"
+        ):
             save(folder, 1, wait=False)
         save(folder, 1)
         assert load(folder) == (1, [])

@@ -12,7 +12,7 @@ import hashlib
 import io
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +25,46 @@ CHUNK = 1 << 24
 
 
 class FileRecord(NamedTuple):
-    """What a file must be: its length in bytes, and the SHA-256 of its content in hexadecimal digits."""
+    """What a file must be: its length in bytes, and its checksum (see `Checksum`) in hexadecimal digits."""
 
     bytes: int
     sha256: str
+
+
+class Checksum:
+    """The SHA-256 of the SHA-256s of a file's parts, each of `CHUNK` bytes but the last: so that ranks can share the work.
+
+    Attributes:
+        parts: The SHA-256s of the parts that are complete.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._part, self._filled = hashlib.sha256(), 0
+
+    def update(self, data: memoryview) -> None:
+        """Add bytes."""
+        while data:
+            fits, data = data[: CHUNK - self._filled], data[CHUNK - self._filled :]
+            self._part.update(fits)
+            self._filled += len(fits)
+            if self._filled == CHUNK:
+                self._end_part()
+
+    def hexdigest(self) -> str:
+        """Return the checksum. Nothing is added after that."""
+        if self._filled:
+            self._end_part()
+        return checksum_of(self.parts)
+
+    def _end_part(self) -> None:
+        self.parts.append(self._part.digest())
+        self._part, self._filled = hashlib.sha256(), 0
+
+
+def checksum_of(parts: Iterable[bytes]) -> str:
+    """Return the checksum of a file, by the SHA-256s of its parts."""
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 class UnreadableError(Exception):
@@ -45,7 +81,7 @@ def write_file(path: Path, chunks: Iterable[Any]) -> FileRecord:
     Raises:
         OSError: The file cannot be written, for example because the disk is full.
     """
-    digest, length = hashlib.sha256(), 0
+    digest, length = Checksum(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for chunk in chunks:
@@ -60,29 +96,36 @@ def write_file(path: Path, chunks: Iterable[Any]) -> FileRecord:
     return FileRecord(length, digest.hexdigest())
 
 
-def read_file(path: Path, record: FileRecord) -> Array:
-    """Return the content of a file: uint8, shape ``(record.bytes,)``.
+def read_file(path: Path, record: FileRecord, check: Container[int]) -> tuple[Array, dict[int, bytes]]:
+    """Read a file.
+
+    Args:
+        path: The file.
+        record: What it must be. The caller compares the checksum.
+        check: The numbers of the parts (see `Checksum`) whose SHA-256s the caller wants.
+
+    Returns:
+        The content: uint8, shape ``(record.bytes,)``; and the SHA-256s of these parts.
 
     Raises:
-        UnreadableError: The file is not there, or is not what the record says.
+        UnreadableError: The file is not there, cannot be read, or has another length.
     """
-    digest = hashlib.sha256()
+    parts: dict[int, bytes] = {}
     try:
         with open_plain(path) as file:
             found = os.fstat(file.fileno()).st_size
             if found != record.bytes:
                 raise UnreadableError(f"{path.name} has {found} bytes, and should have {record.bytes}")
             content = np.empty(found, np.uint8)
-            for begin in range(0, found, CHUNK):
+            for number, begin in enumerate(range(0, found, CHUNK)):
                 part = content[begin : begin + CHUNK]
                 if file.readinto(part.data) != len(part):  # it has become shorter meanwhile
                     raise UnreadableError(f"{path.name} ends too early")
-                digest.update(part.data)
+                if number in check:
+                    parts[number] = hashlib.sha256(part.data).digest()  # while it is in the cache
     except OSError as error:
         raise UnreadableError(f"{path.name} cannot be read: {error.strerror or error}") from error
-    if digest.hexdigest() != record.sha256:
-        raise UnreadableError(f"{path.name} has another checksum (SHA-256) than when it was saved")
-    return content
+    return content, parts
 
 
 def open_plain(path: Path) -> io.FileIO:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,9 @@ def load(
     ``found = hvd.checkpoint.load("checkpoints", model=model, optimizer=optimizer)`` sets the states of `model` and
     `optimizer`, and returns the other values that were saved, such as ``found["epoch"]``. Afterwards all ranks have the same.
 
-    Rank 0 decides which checkpoint it is. Each file is read once, by a rank that sees it, and sent to the others: so the folder
-    may be on the disk of rank 0 only. If a file is missing or is not as it was saved (its length and its SHA-256 are known),
-    all ranks load the checkpoint before, and rank 0 warns.
+    Rank 0 decides which checkpoint it is. The ranks that see the folder read it, each of them checks a part of every file, and
+    one sends it to those that do not see it: so the folder may be on the disk of rank 0 only. If a file is missing or is not as
+    it was saved (its length and its checksum are known), all ranks load the checkpoint before, and rank 0 warns.
 
     Args:
         path: The folder that `save` was given. Rank 0's counts.
@@ -118,7 +118,7 @@ def load(
             RuntimeWarning,
             stacklevel=2,
         )
-    reader = Reader(files, allow_pickle)
+    reader = Reader(files, allow_pickle, copies=False)  # nobody else has this memory
     values: dict[str, Any] = {}
     states: dict[str, Any] = {}
 
@@ -183,27 +183,54 @@ def _read_files(
     needed = sorted(set().union(*map(files_of, trees)) if trees else ())
     # A rank that sees the same manifest sees the files; the first one does.
     readers = [rank for rank, sees in enumerate(ranks.all_do("reading", lambda: _sees(folder, found))) if sees]
-    reader_of = {name: readers[number % len(readers)] for number, name in enumerate(needed)}
-    mine: dict[str, Array] = {}
+    contents: dict[str, Array] = {}
 
-    def read() -> str:
+    def read() -> tuple[str, dict[str, dict[int, bytes]]]:
+        parts: dict[str, dict[int, bytes]] = {}
+        if ranks.rank not in readers:
+            return "", parts
+        place = readers.index(ranks.rank)
         try:
             for name in needed:
-                if reader_of[name] == ranks.rank:
-                    mine[name] = disk.read_file(folder / name, found.files[name])
-                    tensors_in(mine[name])
+                number = -(-found.files[name].bytes // disk.CHUNK)
+                mine = range(place, number, len(readers))
+                contents[name], parts[name] = disk.read_file(folder / name, found.files[name], mine)
         except UnreadableError as error:
-            return str(error)
+            return str(error), {}
+        return "", parts
+
+    told = ranks.all_do("reading", read)
+    failed = list(dict.fromkeys(text for text, _ in told if text))
+    if not failed:
+        failed = [
+            f"{name} has another checksum (SHA-256) than when it was saved"
+            for name in needed
+            if _checksum(name, [parts for _, parts in told]) != found.files[name].sha256
+        ]
+    if failed:
+        return ", ".join(failed)
+    if len(readers) < ranks.size:
+        for number, name in enumerate(needed):
+            sender = readers[number % len(readers)]
+            contents[name] = ranks.send(contents.get(name), found.files[name].bytes, sender)
+
+    tensors: dict[str, dict[str, Stored]] = {}
+
+    def parse() -> str:
+        try:
+            for name in needed:
+                tensors[name] = tensors_in(contents[name])
         except (ValueError, KeyError, TypeError) as error:
             return f"{name} is no file of tensors: {error}"
         return ""
 
-    failed = [text for text in ranks.all_do("reading", read) if text]
-    if failed:
-        return ", ".join(failed)
-    return {
-        name: tensors_in(ranks.send(mine.pop(name, None), found.files[name].bytes, reader_of[name])) for name in needed
-    }
+    return next(filter(None, ranks.all_do("reading", parse)), "") or tensors
+
+
+def _checksum(name: str, told: Sequence[Mapping[str, Mapping[int, bytes]]]) -> str:
+    """Return the checksum of a file, of whose parts each rank has some."""
+    parts = {number: part for each in told for number, part in each.get(name, {}).items()}
+    return disk.checksum_of(part for _, part in sorted(parts.items()))
 
 
 def _sees(folder: Path, wanted: Manifest) -> bool:

@@ -12,7 +12,7 @@ from hvdlite.checkpoint.disk import FileRecord, UnreadableError, open_plain
 from hvdlite.checkpoint.structure import Tree
 
 NAME = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Manifest(NamedTuple):
@@ -43,7 +43,7 @@ def read(folder: Path) -> Manifest:
     """Return the manifest of the checkpoint in a folder.
 
     Raises:
-        UnreadableError: It is not there, or not whole, or of a later version of hvdlite.
+        UnreadableError: It is not there, or not whole, or of another version of hvdlite.
     """
     try:
         with open_plain(folder / NAME) as file:
@@ -62,7 +62,7 @@ def read(folder: Path) -> Manifest:
     if not whole:
         raise UnreadableError(f"{NAME} has another checksum (SHA-256) than when it was saved")
     if content.pop("format") != _FORMAT:
-        raise UnreadableError(f"{NAME} is of a later version of hvdlite")
+        raise UnreadableError(f"{NAME} is of another version of hvdlite")
     files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
     return Manifest(files=files, **content)
 

@@ -150,10 +150,12 @@ class Reader:
     Args:
         files: For each file, its tensors by name.
         allow_pickle: Whether pickled values are unpickled.
+        copies: Whether tensors get memory of their own. If not, they share that of the files.
     """
 
-    def __init__(self, files: Mapping[str, Mapping[str, Stored]], allow_pickle: bool) -> None:
+    def __init__(self, files: Mapping[str, Mapping[str, Stored]], allow_pickle: bool, copies: bool = True) -> None:
         self._files = files
+        self._copies = copies
         self._allow_pickle = allow_pickle
 
     def value_of(self, tree: Tree) -> Any:
@@ -178,7 +180,8 @@ class Reader:
         return found
 
     def _tensor(self, tree: dict[str, Any]) -> Any:
-        return _tensor_of(self._files[tree["file"]][tree["$tensor"]], tree)
+        stored = self._files[tree["file"]][tree["$tensor"]]
+        return _tensor_of(stored._replace(array=stored.array.copy()) if self._copies else stored, tree)
 
     def _joined(self, tree: dict[str, Any]) -> Any:
         """Return a tensor, put together from pieces."""
@@ -230,12 +233,12 @@ def files_of(tree: Tree) -> set[str]:
 
 
 def _tensor_of(stored: Stored, about: Mapping[str, Any]) -> Any:
-    """Return a tensor of the framework from which it came. It has memory of its own.
+    """Return a tensor of the framework from which it came. It shares the memory, if the framework can do that.
 
     Raises:
         ArgumentError: It is NumPy's bfloat16, which needs a package that is not installed.
     """
-    array = stored.array.copy()
+    array = stored.array
     if "of" in about:
         return framework_adapter(about["of"]).from_array(array, stored.dtype, None)
     if stored.dtype == "bfloat16":
