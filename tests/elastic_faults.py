@@ -15,6 +15,7 @@ import hashlib
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,11 @@ _STEPS_FOR_A_FAULT = 12
 _MEMORY = 64 << 20  # so much may a rank take that is to run out of memory
 _AT_ONCE = ("exception", "exit3", "exit0")
 _ANYWHERE = ("kill", "memory", "os_exit", "segfault", "stop")
+KINDS = (*_AT_ONCE, *_ANYWHERE)
+MORE_KINDS = ("hang", "slow", "launcher")
+"""A rank that hangs, also after the last exchange, in a commit or in an exit handler; a slow start; hvdliterun is killed."""
+_STALL_SECONDS = ("2", "5")
+"""When a wait is reported, and when the rank that hangs has failed."""
 
 
 @dataclass(frozen=True)
@@ -56,16 +62,19 @@ class Fault:
         return f"{self.kind}.{self.rank}.{self.step}.{self.place}.{self.delay}"
 
 
-def choose(seed: int, count: int, ranks: int = RANKS, in_a_job: int = IN_A_JOB) -> list[list[Fault]]:
+def choose(
+    seed: int, count: int, ranks: int = RANKS, in_a_job: int = IN_A_JOB, among: Sequence[str] = KINDS
+) -> list[list[Fault]]:
     """Return the faults of a run, by job. The same seed gives the same faults.
 
     Args:
         seed, count: What is chosen.
         ranks: They strike the first so many ranks.
         in_a_job: So many happen in each job.
+        among: The kinds, each of which comes once at first.
     """
     rng = random.Random(seed)
-    kinds = [*_AT_ONCE, *_ANYWHERE]
+    kinds = [*among]
     rng.shuffle(kinds)
     kinds += rng.choices(kinds, k=count)
     return [_of_a_job(rng, kinds[first : min(first + in_a_job, count)], ranks) for first in range(0, count, in_a_job)]
@@ -75,7 +84,7 @@ def _of_a_job(rng: random.Random, kinds: list[str], ranks: int) -> list[Fault]:
     """Draw the faults of one job. A third one before the next commit would end it: then it is drawn again."""
     while True:
         steps = rng.sample(range(1, steps_of(len(kinds))), len(kinds))
-        faults = [_draw(rng, kind, step, ranks) for kind, step in zip(kinds, steps, strict=True)]
+        faults = [_draw(rng, kind, step, ranks, steps_of(len(kinds))) for kind, step in zip(kinds, steps, strict=True)]
         before = Counter((fault.step - (fault.place == "commit")) // 2 for fault in faults)
         if max(before.values()) < FRUITLESS:
             return faults
@@ -86,9 +95,13 @@ def steps_of(faults: int) -> int:
     return max(STEPS, _STEPS_FOR_A_FAULT * faults)
 
 
-def _draw(rng: random.Random, kind: str, step: int, ranks: int) -> Fault:
-    place = rng.choice(["step", "exchanged", "commit"])
+def _draw(rng: random.Random, kind: str, step: int, ranks: int, last: int) -> Fault:
+    place = rng.choice(["step", "exchanged", "commit", *(["end", "exit"] if kind == "hang" else [])])
     rank = rng.randrange(ranks)
+    if kind == "slow":
+        return Fault(kind, rank, 0, "begin", 0)
+    if place in ("end", "exit"):
+        return Fault(kind, rank, last, place, 0)
     if place == "commit":
         rank, step = 0, step + step % 2  # rank 0 writes what is committed; some trainings commit each second step
     return Fault(kind, rank, step, place, rng.choice([0, rng.randrange(1, 300)]) if kind in _ANYWHERE else 0)
@@ -155,12 +168,22 @@ class Training:
             "COUNTER_FOLDER": str(folder),
             "COUNTER_FAULTS": words,
             "COUNTER_EVERY": str(every),
+            "COUNTER_TELL": "starts too",
         }
-        options = ["--min-np", str(fewest), "--blacklist-cooldown-range", "0.05", "0.1"]
-        program = [*options, "python", str(PROGRAMS / "elastic_counter.py")]
-        self.started = Started(["-np", str(RANKS), *program], environ)
+        kinds = {fault.kind for fault in faults}
+        options = ["-np", str(RANKS), "--min-np", str(fewest), "--blacklist-cooldown-range", "0.05", "0.1"]
+        if "launcher" in kinds:
+            options += ["--state", str(folder / "state")]
+        if "hang" in kinds:
+            report, end = _STALL_SECONDS
+            options += ["--stall-check-warning-time-seconds", report, "--stall-check-shutdown-time-seconds", end]
+        self._words, self._environ = [*options, "python", str(PROGRAMS / "elastic_counter.py")], environ
+        self._every = every
+        self.started = Started(self._words, environ)
         self.recoveries = 0
         """How often ranks have gone on in their processes."""
+        self.seconds: dict[str, list[float]] = {}
+        """The seconds from each fault to the next finished step, by kind; faults after the last step have none."""
 
     def end(self) -> list[str]:
         """Wait for the end. Return all that was wrong, as texts."""
@@ -172,13 +195,23 @@ class Training:
                     self._group.rmdir()
 
     def _end(self) -> list[str]:
-        try:
-            ended = self.started.end(self._limit)
-        except Exception as error:
-            self.started.process.kill()
-            return [f"it has not come to its end: {error}"]
-        wrong = []
-        self.recoveries = ended.err.count(" go on in their processes")
+        out, wrong = "", []
+        kills = sorted(fault.step for fault in self._faults if fault.kind == "launcher")
+        while True:
+            try:
+                ended = self.started.end(self._limit)
+            except Exception as error:
+                self.started.process.kill()
+                return [f"it has not come to its end: {error}"]
+            out += ended.out
+            self.recoveries += ended.err.count(" go on in their processes")
+            if ended.code != -signal.SIGKILL or not kills:
+                break
+            if kills.pop(0) > self._every:  # it has committed something
+                wrong += [] if self._goes_on() else ["it has begun anew after hvdliterun was killed"]
+            else:
+                self.started = Started(self._words, self._environ)
+        self._measure(out)
         said = [line.partition("] ")[2] for line in ended.out.splitlines() if " steps, counted " in line]
         once = repr({np.int64(1)})
         steps = self._steps
@@ -210,6 +243,22 @@ class Training:
             wrong.append(f"files that are left: {files}")
         return wrong
 
+    def _goes_on(self) -> bool:
+        """Start the same command again. Return whether it says that it goes on."""
+        self.started = Started(self._words, self._environ)
+        assert self.started.process.stderr is not None
+        return "It goes on from commit number" in self.started.process.stderr.readline()
+
+    def _measure(self, out: str) -> None:
+        begins, finished = (
+            sorted(float(at) for at in re.findall(rf"{words} at ([\d.]+)", out)) for words in ("begins", "ranks")
+        )
+        for path in self._folder.glob("fault.*"):
+            begun = path.stat().st_mtime
+            again = next((at for at in begins if at > begun), float("inf"))
+            if at := next((at for at in finished if at > again), None):
+                self.seconds.setdefault(path.name.rpartition(".")[2], []).append(at - begun)
+
     @property
     def restarts(self) -> int:
         """How often the training has started, less one."""
@@ -234,7 +283,9 @@ def main() -> int:
     else:
         group.rmdir()
     bad, done, begun, restarts, recoveries = 0, 0, time.monotonic(), 0, 0
-    for number, faults in enumerate(choose(options.seed, options.count, options.fewest, options.in_a_job)):
+    seconds: dict[str, list[float]] = {}
+    chosen = choose(options.seed, options.count, options.fewest, options.in_a_job, [*KINDS, *MORE_KINDS])
+    for number, faults in enumerate(chosen):
         with tempfile.TemporaryDirectory() as folder:
             training = Training(faults, Path(folder), every=1 + number % 2, fewest=options.fewest)
             watch = threading.Thread(target=_show, args=(Path(folder), training, done, options.count), daemon=True)
@@ -243,16 +294,20 @@ def main() -> int:
             watch.join()
             restarts += training.restarts
             recoveries += training.recoveries
+            for kind, each in training.seconds.items():
+                seconds.setdefault(kind, []).extend(each)
         done += len(faults)
         bad += bool(wrong)
         if wrong:
             print(f"{' '.join(map(str, faults))}\n" + "\n".join(f"    {text}" for text in wrong))
-        seconds = time.monotonic() - begun
         print(
             f"{done}/{options.count} faults, {restarts} restarts, {recoveries} times gone on in the processes, "
-            f"{bad} trainings wrong, {seconds:.0f} s",
+            f"{bad} trainings wrong, {time.monotonic() - begun:.0f} s",
             flush=True,
         )
+    print("seconds from a fault to the next finished step: number, median, 99th percentile")
+    for kind, each in sorted(seconds.items()):
+        print(f"  {kind:10} {len(each):5} {np.median(each):8.3f} {np.percentile(each, 99):8.3f}")
     return 1 if bad else 0
 
 
@@ -263,7 +318,20 @@ def _show(folder: Path, training: Training, before: int, count: int) -> None:
             training.started.process.wait(10.0)
             return
         except subprocess.TimeoutExpired:
-            print(f"    {before + len([*folder.glob('fault.*')])}/{count} faults have happened", flush=True)
+            print(
+                f"    {before + len([*folder.glob('fault.*')])}/{count} faults have happened; hvdliterun: "
+                f"{_size_of(training.started.process.pid)}",
+                flush=True,
+            )
+
+
+def _size_of(pid: int) -> str:
+    """Return the memory and the open descriptors of a process, in words."""
+    with contextlib.suppress(OSError, StopIteration):
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        memory = next(line.split()[1] for line in status if line.startswith("VmRSS"))
+        return f"{int(memory) / 1024:.1f} MiB, {len(os.listdir(f'/proc/{pid}/fd'))} descriptors"
+    return "gone"
 
 
 if __name__ == "__main__":

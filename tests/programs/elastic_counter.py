@@ -5,13 +5,14 @@ COUNTER_FAULTS    faults, separated by commas: ``number.kind.rank.step.place.del
 COUNTER_FOLDER    a folder in which each fault, and each start of rank 0, leaves a file
 COUNTER_UNTIL     a file; the training comes to its end when it is there, instead of after so many steps
 COUNTER_EVERY     commit after so many steps; after the others, only look whether hosts have changed
-COUNTER_TELL      print each step
+COUNTER_TELL      print each step; if "starts too", when the training begins or goes on, too
 COUNTER_SETS      if "1", the program makes a process set
 COUNTER_MEMORY    a control group in which the fault "memory" runs out of memory; empty if there is none
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import signal
@@ -54,14 +55,28 @@ def fail(kind: str) -> None:
             sys.exit(0)
         case "os_exit":
             os._exit(0)
+        case "slow":
+            time.sleep(3.0)
+        case "launcher":
+            os.kill(launcher(), signal.SIGKILL)
+            time.sleep(60.0)  # the guard ends this process
         case "segfault":
             os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def perhaps(place: str, step: int) -> None:
+def launcher() -> int:
+    """The process id of hvdliterun."""
+    pid = os.getpid()
+    while b"hvdlite.launch" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
+def perhaps(place: str, step: int, rank: int | None = None) -> None:
     """Cause the fault that is due here, unless it has happened already."""
-    for number, kind, rank, at, where, delay in FAULTS:
-        if (int(rank), int(at), where) != (hvd.rank(), step, place):
+    mine = hvd.rank() if rank is None else rank
+    for number, kind, whose, at, where, delay in FAULTS:
+        if (int(whose), int(at), where) != (mine, step, place):
             continue
         try:
             (FOLDER / f"fault.{number}.{kind}").touch(exist_ok=False)
@@ -91,6 +106,8 @@ class Noisy(elastic.ObjectState):
 
 @elastic.run
 def train(state: Noisy) -> None:
+    if os.environ.get("COUNTER_TELL") == "starts too" and hvd.rank() == 0:
+        print(f"begins at {time.time():.4f}", flush=True)
     perhaps("start", state.step)
     while not is_over(state.step):
         perhaps("step", state.step)
@@ -111,6 +128,7 @@ def train(state: Noisy) -> None:
             state.check_host_updates()
 
 
+perhaps("begin", 0, int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 hvd.init(process_sets=[[0]] if os.environ.get("COUNTER_SETS") == "1" else [])
 if hvd.rank() == 0:
     with (FOLDER / "starts").open("a") as file:
@@ -118,6 +136,7 @@ if hvd.rank() == 0:
 state = Noisy(weights=np.zeros(WIDTH), step=0, counted=np.zeros(100000, int), sizes=[], resets=[])
 state.register_reset_callbacks([lambda: state.resets.append((state.step, hvd.size()))])
 train(state)
+atexit.register(perhaps, "exit", state.step)
 perhaps("end", state.step)
 if hvd.rank() == 0:
     print(
