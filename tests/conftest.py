@@ -46,6 +46,8 @@ THREAD_RANKS = (1, 3)
 """Two ranks are those of `mpirun -n 2` (tests/test_under_mpirun.py): each test of tests/spmd runs there too. With --everything
 threads are two ranks as well.
 """
+OF_TENSORFLOW = (2, 3, 1)
+"""On how many ranks a test of TensorFlow runs: the first of these that it is for. With --everything it runs on each."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -110,7 +112,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             counts = [pytest.param(size, marks=skip)]
         else:
             everywhere = (1, 2, 3) if metafunc.config.option.everything else THREAD_RANKS
-            chosen = [n for n in everywhere if is_for(n, mark)] or list(mark.args)
+            if few := selection.needs_tensorflow(metafunc.definition.path) and everywhere is THREAD_RANKS:
+                everywhere = OF_TENSORFLOW
+            chosen = [n for n in everywhere if is_for(n, mark)][: 1 if few else None] or list(mark.args)
             # What holds on several ranks is quick, and what one rank alone does is left to the rest.
             counts = [pytest.param(n, marks=pytest.mark.slow if n != max(chosen) else ()) for n in chosen]
         metafunc.parametrize("ranks", counts, indirect=True, ids=lambda n: f"{n}ranks")

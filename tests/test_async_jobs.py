@@ -26,8 +26,8 @@ ALL, LAST = (), ("--servers", "1")
     ("program", "how", "code", "mode", "servers"),
     [
         (LEAVES, "killed", 137, "sync", ALL),
-        (LEAVES, "exception", 1, "sync", ALL),
-        (KERAS_LEAVES, "exception", 1, "ssp", LAST),
+        pytest.param(LEAVES, "exception", 1, "sync", ALL, marks=pytest.mark.weekly),
+        pytest.param(KERAS_LEAVES, "exception", 1, "ssp", LAST, marks=pytest.mark.weekly),
     ],
     ids=["torch-killed", "torch-exception", "keras-exception"],
 )
@@ -44,8 +44,7 @@ def test_a_rank_that_fails_ends_the_job(
         assert ended.err.endswith("ValueError: the reason of rank 1\n")
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize(("mode", "servers"), [("sync", ALL), ("ssp", LAST)])
+@pytest.mark.parametrize(("mode", "servers"), [("sync", ALL), pytest.param("ssp", LAST, marks=pytest.mark.weekly)])
 def test_a_rank_that_does_not_go_on_is_named(start: Start, mode: str, servers: Sequence[str]) -> None:
     limit = ("--stall-check-shutdown-time-seconds", "0.5")
     ended = start("-np", "3", *limit, *servers, "python", LEAVES, "loop", mode).end()
@@ -56,8 +55,10 @@ def test_a_rank_that_does_not_go_on_is_named(start: Start, mode: str, servers: S
     assert "a rank whose loop is over calls optimizer.finish()" in ended.err
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize(("servers", "workers"), [(ALL, 3), (LAST, 2)])
+@pytest.mark.parametrize(
+    ("servers", "workers"),
+    [pytest.param(ALL, 3, marks=pytest.mark.weekly), pytest.param(LAST, 2, marks=pytest.mark.slow)],
+)
 def test_a_rank_that_ends_early_lets_the_others_go_on(start: Start, servers: Sequence[str], workers: int) -> None:
     """Nobody calls finish: the end of the program and shutdown do."""
     ended = start("-np", "3", "--no-tag-output", *servers, "python", LEAVES, "end", "async").end()
@@ -65,6 +66,7 @@ def test_a_rank_that_ends_early_lets_the_others_go_on(start: Start, servers: Seq
     assert ended.out.count(f"rank ends with {10 * (workers - 1) + 5}\n") == 2
 
 
+@pytest.mark.slow
 def test_the_others_go_on_without_workers_that_fail(start: Start, tmp_path: Path) -> None:
     """One is killed, another raises an exception. What they have pushed counts: 20 + 5 + 9, and 1 after a load."""
     path = tmp_path / "values.pt"
@@ -89,6 +91,7 @@ def test_the_others_go_on_without_workers_that_fail(start: Start, tmp_path: Path
     assert not path.exists()
 
 
+@pytest.mark.slow
 def test_the_values_are_saved_when_a_server_is_killed(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "values.pt"
     ended = start("-np", "3", *LAST, "--no-tag-output", "python", LOSES, "server", str(path)).end()

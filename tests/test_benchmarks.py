@@ -22,13 +22,6 @@ from benchmarks.report import allreduce_tables, size, step_table
 # Horovod, sharding and MPI's own halves may be there or not.
 PEERS = {"hvdlite", "hvdlite buckets", "MPI", "torch gloo", "memcpy"}
 VARIANTS = {"no exchange, tuned", "hvdlite shard", "torch ZeRO, tuned"}
-WORKLOADS = {
-    "GPT, AdamW",
-    "ResNet-18, SGD momentum",
-    "LSTM, Adam",
-    "300 small layers, Adam",
-    "BERT size, AdamW",
-}
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES.values()))
@@ -56,10 +49,18 @@ def test_wrong_weights_are_found() -> None:
             check_weights({"a": 0.0, "b": deviation})
 
 
-@pytest.mark.slow
-def test_all_parts(tmp_path: Path) -> None:
+FEW = {"small_layers": "300 small layers, Adam"}
+MANY = {"gpt": "GPT, AdamW", "resnet18": "ResNet-18, SGD momentum", "lstm": "LSTM, Adam", "bert": "BERT size, AdamW"}
+
+
+@pytest.mark.parametrize(
+    "workloads",
+    [pytest.param(FEW, marks=pytest.mark.slow), pytest.param(MANY, marks=pytest.mark.weekly)],
+    ids=["few", "many"],
+)
+def test_all_parts(tmp_path: Path, workloads: dict[str, str]) -> None:
     command = [*(sys.executable, "-m", "benchmarks", "--quick", "--tiny"), *("--rounds", "1", "--ranks", "2")]
-    command += ["--workloads", "gpt,resnet18,lstm,small_layers,bert", "--variants", "sharded,zero"]
+    command += ["--workloads", ",".join(workloads), "--variants", "sharded,zero"]
     command += ["--sizes", "4", "4096", "--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "p.png")]
     done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -74,7 +75,7 @@ def test_all_parts(tmp_path: Path) -> None:
             assert found >= (PEERS - {"hvdlite buckets"} if "NumPy" in kind else PEERS)
     steps = results["steps"]["figures"]
     assert {(f["workload"], f["variant"]) for f in steps} == {
-        (name, variant) for name in WORKLOADS for variant in VARIANTS
+        (name, variant) for name in workloads.values() for variant in VARIANTS
     }
     for figure in sums + steps:
         assert figure["median"] >= figure["minimum"] > 0
@@ -90,7 +91,7 @@ def test_all_parts(tmp_path: Path) -> None:
         assert (tmp_path / f"p-{part}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_backend_of_torch_distributed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "backend", "--tiny", "--rounds", "2", "--sizes", "4", "4096"]
     command += ["--json", str(tmp_path / "figures.json"), "--plot", str(tmp_path / "p.png")]
@@ -106,7 +107,7 @@ def test_the_backend_of_torch_distributed(tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_this_tree_against_itself(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "against", str(job.ROOT), "--tiny", "--rounds", "3", "--sizes", "4"]
     command += ["--variants", "plain", "--workloads", "mlp_adam", "--kinds", "float32"]
@@ -129,7 +130,7 @@ def test_ratio_of_medians() -> None:
     assert against.ratio_of_medians([2.0] * 5, [3.0] * 5) == (1.5, 1.5, 1.5)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_keras(tmp_path: Path) -> None:
     command = [*(sys.executable, "-m", "benchmarks", "keras", "--tiny", "--rounds", "1"), "--json", str(tmp_path / "f")]
     done = subprocess.run(command, cwd=job.ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=100)

@@ -112,6 +112,7 @@ def result(ends: Ends, command: str) -> dict[str, float]:
     return dict(zip(words[::2], map(float, words[1::2]), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [FP16, ADASUM])
 def test_training_on_digits(torch_programs: Ends, command: str) -> None:
     seen = result(torch_programs, command)
@@ -120,6 +121,7 @@ def test_training_on_digits(torch_programs: Ends, command: str) -> None:
     assert 0 < seen["loss"] < 0.5
 
 
+@pytest.mark.slow
 def test_unit_tests(torch_programs: Ends) -> None:
     for end in torch_programs:
         err = end[UNIT][2]
@@ -127,6 +129,7 @@ def test_unit_tests(torch_programs: Ends) -> None:
         assert "FAILED" not in err and "skipped" not in err
 
 
+@pytest.mark.slow
 def test_keras_and_tensorflow(tmp_path: Path) -> None:
     command = f"horovod_tensorflow.py {tmp_path}"
     ends = run_programs(tmp_path, "option", "horovod_keras.py", command)
@@ -138,12 +141,14 @@ def test_keras_and_tensorflow(tmp_path: Path) -> None:
     assert all(float(accuracy) > 0.9 for _, accuracy in found)  # one class in ten is guessing
 
 
+@pytest.mark.slow
 def test_tf_keras_as_keras_of_tensorflow(tmp_path: Path) -> None:
     ends = run_programs(tmp_path, "option", "horovod_keras.py", TF_USE_LEGACY_KERAS="1")
     seen = result(ends, "horovod_keras.py")
     assert seen["ranks"] == 2 and seen["models"] == 1 and seen["accuracy"] > 0.9
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_children_import_it_too(start: Start, way: str) -> None:
     lines = program(start, way, "horovod_children.py").out.splitlines()
@@ -164,6 +169,7 @@ def test_other_commands_and_their_children_import_it(start: Start) -> None:
     assert ended.code == 0 and ended.out.count("<function run") == 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
 def test_traceback_is_the_programs(start: Start, tmp_path: Path, way: str) -> None:
     (tmp_path / "fails.py").write_text("import horovod\n\n\ndef f():\n    raise KeyError('why')\n\n\nf()\n")
@@ -187,6 +193,7 @@ def test_place_of_ranks(start: Start) -> None:
     assert start("-np", "2", "--no-tag-output", "python", "-c", code).end().out == "[]\n[]\n"
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("where", ["node1:2,node2:2", "node1:1,node2:2"])
 def test_place_of_ranks_on_two_hosts(where: str) -> None:
     if reason := why_not():

@@ -267,6 +267,7 @@ def test_a_framework_is_missing_on_one_host() -> None:
     assert "torch 2.9 on node1, 2.10 on node2" in named(rules.hosts([one, newer], 2), "different versions").found
 
 
+@pytest.mark.slow
 def test_a_slow_link_and_a_missing_framework_on_real_hosts(tmp_path: Path) -> None:
     if reason := why_not(needs_rate=True):
         pytest.skip(reason)
@@ -491,6 +492,7 @@ def test_the_ranks_are_examined(tmp_path: Path) -> None:
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_in_a_job_that_was_started_already() -> None:
     done = subprocess.run(
         [str(MPIRUN), *MPIRUN_FLAGS, "-n", "2", sys.executable, DOCTOR, "--skip", "imports"],

@@ -31,6 +31,7 @@ def said(ended: Ended, word: str) -> object:
     return ast.literal_eval(found)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 60)
 def test_torch(start: Start, tmp_path: Path) -> None:
     from tests.programs.elastic_torch import ROWS, main
@@ -42,6 +43,7 @@ def test_torch(start: Start, tmp_path: Path) -> None:
     assert said(ended, "weights") == pytest.approx(weights.tolist(), rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT + 60)
 def test_keras(start: Start, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow", reason="TensorFlow is not installed, on which Keras trains here")

@@ -80,9 +80,14 @@ def power_off(two: Hosts) -> None:
     two.power_off("node2")
 
 
-@pytest.mark.costly
 @pytest.mark.timeout(5 * LIMIT)
-@pytest.mark.parametrize("happens", [cut_off, cut_at_the_launcher, power_off])
+@pytest.mark.parametrize(
+    "happens",
+    [
+        pytest.param(cut_off, marks=pytest.mark.slow),
+        *(pytest.param(other, marks=pytest.mark.weekly) for other in (cut_at_the_launcher, power_off)),
+    ],
+)
 def test_a_host_is_lost_and_comes_back(happens: Callable[[Hosts], None], two: Hosts, tmp_path: Path) -> None:
     """4 ranks, then 2 on the launcher's host, then 4. The ranks that were cut off go on nowhere: each step counts once."""
     training = Training(two, tmp_path, "-np", "4", "-H", "node1:2,node2:2", "--min-np", "2")

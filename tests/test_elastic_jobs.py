@@ -26,7 +26,7 @@ def committed_by(pid: int) -> list[str]:
     return [name for name in os.listdir("/dev/shm") if name.startswith("hvdlite.") and f".{pid}." in name]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(2 * FAULTS_LIMIT + 20)
 def test_ten_faults(tmp_path: Path) -> None:
     """Two jobs at once on this host, with five faults each; `scripts/faults --elastic` runs many."""

@@ -66,8 +66,6 @@ JOBS = {
         "keras_pipeline.py --check --epochs 2 --batch-size 32 --plot FOLDER/keras.png",
     ],
     "3": [
-        "torch_digits.py",
-        "numpy_digits.py",
         f"torch_gpt_text.py {SMALL_GPT} --shard --plot FOLDER/loss.png",
         "torch_async_digits.py --mode all --seconds 3 --intervals 3 --slow-rank 3 --plot FOLDER/modes.png",
         "torch_async_digits.py --mode ssp --staleness 0 --seconds 1 --intervals 1 --servers 1",
@@ -75,7 +73,6 @@ JOBS = {
     ],
 }
 """The commands whose programs run in one job, one after the other. FOLDER stands for a folder of the job's own."""
-ON_OTHER_NUMBERS = [("torch_digits", "alone"), ("torch_digits", "3"), ("numpy_digits", "3")]
 
 
 @dataclass
@@ -124,8 +121,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ("name", "job"),
     [
         *[("torch_digits", "digits on 2"), ("numpy_digits", "digits on 2")],
-        *[("keras_digits", "Keras on 2"), ("tf_custom_loop", "Keras on 2")],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ON_OTHER_NUMBERS),
+        *(pytest.param(name, "Keras on 2", marks=pytest.mark.slow) for name in ("keras_digits", "tf_custom_loop")),
+        pytest.param("torch_digits", "alone", marks=pytest.mark.slow),
     ],
 )
 def test_digits(run: Run, name: str, job: str) -> None:

@@ -13,8 +13,11 @@ LEAVES = str(PROGRAMS / "leaves.py")
 HANGS = str(PROGRAMS / "hangs.py")
 
 
-@pytest.mark.parametrize("wait", ["operation", pytest.param("gradients", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("how", "code"), [("exception", 1), ("exit3", 3), ("exit0", 1)])
+@pytest.mark.parametrize("wait", ["operation", pytest.param("gradients", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [("exit0", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("exception", 1), ("exit3", 3)))],
+)
 def test_hvdliterun(start: Start, how: str, code: int, wait: str) -> None:
     ended = start("-np", "3", "python", LEAVES, how, wait).end()
     assert seconds_since_failure(ended.out, ended.at) < PROMPT
@@ -92,7 +95,7 @@ def test_an_exit_handler_that_keeps_one_rank_is_named_alone_and_ends_the_job_at_
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("wait", ["operation", "gradients"])
+@pytest.mark.parametrize("wait", ["operation", pytest.param("gradients", marks=pytest.mark.weekly)])
 @pytest.mark.parametrize("how", ["exception", "exit3", "exit0"])
 def test_plain_mpirun(how: str, wait: str) -> None:
     done = mpirun(2, LEAVES, how, wait)

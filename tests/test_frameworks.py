@@ -69,6 +69,7 @@ def test_lightning_learns_who_is_where() -> None:
         on_ranks(3, numbers, hosts=[0, 0, 1])
 
 
+@pytest.mark.slow
 @needs("lightning")
 @pytest.mark.timeout(LIMIT + 20)
 def test_lightning_refuses_trains_and_fails(start: Start) -> None:
@@ -80,6 +81,7 @@ def test_lightning_refuses_trains_and_fails(start: Start) -> None:
     assert ended.err.endswith("ValueError: the reason of rank 1\n")
 
 
+@pytest.mark.slow
 @needs("accelerate")
 @pytest.mark.timeout(LIMIT + 20)
 def test_accelerate(start: Start) -> None:

@@ -51,8 +51,9 @@ def test_training_on_torch_equals_one_process(start: Start) -> None:
         assert weights == "alike", case
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("backend", ["tensorflow", "torch"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param("tensorflow", marks=pytest.mark.slow), pytest.param("torch", marks=pytest.mark.weekly)]
+)
 def test_training_goes_on_after_a_restart(start: Start, backend: str) -> None:
     """`shutdown` and `init` around what was compiled, wrapped and traced before."""
     ended = start("-np", "2", "python", str(PROGRAMS / "restart_keras.py"), env={"KERAS_BACKEND": backend}).end(

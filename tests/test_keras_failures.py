@@ -9,8 +9,9 @@ from tests.jobs import PROGRAMS, Start, mpirun
 PROGRAM = str(PROGRAMS / "keras_callback_fails.py")
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("where", ["batch", "epoch"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("batch", marks=pytest.mark.slow), pytest.param("epoch", marks=pytest.mark.weekly)]
+)
 def test_hvdliterun(start: Start, where: str) -> None:
     ended = start("-np", "2", "python", PROGRAM, where).end()
     assert ended.code == 1, ended.err
@@ -18,7 +19,7 @@ def test_hvdliterun(start: Start, where: str) -> None:
     assert ended.err.endswith("ValueError: the reason of rank 1\n")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_plain_mpirun() -> None:
     done = mpirun(2, PROGRAM, "batch")
     assert done.returncode != 0

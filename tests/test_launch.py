@@ -87,6 +87,7 @@ def test_localhost_is_no_other_host(start: Start) -> None:
     assert (ended.code, ended.err) == (0, "")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("words", "argv", "path0"),
     [
@@ -114,6 +115,7 @@ def test_other_commands(start: Start) -> None:
     assert (ended.code, sorted(ended.out.splitlines()), ended.err) == (0, ["[0] hi 2", "[1] hi 2"], "")
 
 
+@pytest.mark.slow
 def test_ranks_share_the_cores(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
@@ -147,6 +149,7 @@ def test_lines_stay_whole_and_on_their_stream(start: Start, tmp_path: Path) -> N
         assert len(text.splitlines()) == 600
 
 
+@pytest.mark.slow
 def test_nothing_of_many_last_words_is_lost(start: Start) -> None:
     """A rank ends with more unread output than any buffer holds."""
     ended = start("-np", "1", "python", "-c", "print('12345\\n' * 2_000_000, end='')").end()
@@ -182,6 +185,7 @@ def test_full_disks_end_the_copying_not_the_job(start: Start, tmp_path: Path) ->
     assert done.stderr.count("three") == 2
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams(closed: str) -> None:
     done = launch_by_shell("exec {} -np 2 sh -c 'echo out; echo err >&2; exit 3' " + closed)
@@ -218,6 +222,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", FAILURES)
 def test_rank_fails(start: Start, how: str) -> None:
     before = set(os.listdir("/dev/shm"))
@@ -268,6 +273,7 @@ def test_killed_rank_with_a_forked_copy(start: Start) -> None:
     assert ended.code == 137
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["well", "badly", "guard"])
 def test_what_a_rank_left_behind_ends_with_it(start: Start, how: str) -> None:
     job = start("-np", "2", str(PROGRAMS / "leaves_behind.py"), "well" if how == "well" else "waits")
@@ -309,6 +315,7 @@ def test_reported_failure_is_printed(start: Start) -> None:
 # ---- ended from outside ----
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signal_ends_the_job(start: Start, number: signal.Signals) -> None:
     job = start("-np", "2", str(PROGRAMS / "meet.py"), "/nowhere")
@@ -362,6 +369,7 @@ HELPERS = {
 }
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("victim", "number"), HELPERS)
 def test_killed_helper_leaves_nothing(start: Start, victim: str, number: signal.Signals) -> None:
     before = set(os.listdir("/dev/shm"))

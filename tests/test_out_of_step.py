@@ -188,6 +188,7 @@ def test_signals(start: Start) -> None:
         assert f"[{rank}] out of exchanges: all right" in ended.out
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("launcher", ["hvdliterun", "mpirun"])
 def test_a_signal_after_the_end_of_the_program(start: Start, launcher: str) -> None:
     program = str(PROGRAMS / "signal_at_exit.py")

@@ -133,6 +133,7 @@ def test_arguments_in_the_wrong_place(arguments: tuple[object, ...], words: str)
         run(*arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("horovod", [False, True])
 def test_an_elastic_function_goes_on_after_a_failure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], horovod: bool

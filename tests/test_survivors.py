@@ -237,7 +237,7 @@ def test_any_order_of_events(events: list[tuple[str, int]]) -> None:
     assert set(reported) <= absorbed
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(LIMIT + 20)
 def test_five_faults(tmp_path: Path) -> None:
     """They go on with two ranks or more, and start again with four later. ``scripts/faults --elastic --fewest 2`` runs many."""
@@ -261,6 +261,7 @@ def test_torch(start: Start, tmp_path: Path) -> None:
     assert said["weights"] == pytest.approx(weights[::500].tolist(), rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -278,6 +279,7 @@ def test_why_they_start_again(start: Start, tmp_path: Path, options: list[str], 
     assert "from commit number 5." in ended.err
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("place", ["step", "end"])
 def test_a_rank_that_hangs_is_the_one_that_has_failed(start: Start, tmp_path: Path, place: str) -> None:
     """The others wait for it: in an exchange, from which they go on; or at their ends, and all start again."""

@@ -28,9 +28,14 @@ GRIDS = {
 LIMIT = 180.0  # eight processes that import torch and train take 20 s on two quiet cores, and far more on busy ones
 
 
-@pytest.mark.costly
 @pytest.mark.timeout(LIMIT + 20)
-@pytest.mark.parametrize(("size", "grids"), GRIDS.items(), ids=map(str, GRIDS))
+@pytest.mark.parametrize(
+    ("size", "grids"),
+    [
+        pytest.param(4, GRIDS[4], id="4", marks=pytest.mark.slow),
+        pytest.param(8, GRIDS[8], id="8", marks=pytest.mark.weekly),
+    ],
+)
 def test_a_grid_trains_as_one_process_does(size: int, grids: list[str]) -> None:
     program = str(PROGRAMS / "torch_grid.py")
     done = mpirun(size, program, *grids, timeout=LIMIT, HVDLITE_ADVICE="0", OMP_NUM_THREADS="1")

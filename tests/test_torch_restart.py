@@ -494,6 +494,7 @@ class TestOnAGpu:
             assert distance(flat(model), alone(9)) <= 1e-5
 
 
+@pytest.mark.slow
 def test_processes(start: Start) -> None:
     ended = start("-np", "2", str(PROGRAMS / "torch_restart.py")).end()
     assert ended.code == 0, ended.err

@@ -77,12 +77,11 @@ SPMD = [
 OTHERS = ["communicator", "order", "torch_operations", "torch_options", "torch_pipeline"]
 
 
-@pytest.mark.slow
+# Beside other tests a rank was seen to hang at its end here, and it is not known why.
+@pytest.mark.weekly
 @pytest.mark.timeout(SPMD_LIMIT + 20)
 @pytest.mark.parametrize("where", [EVEN, UNEVEN])
-def test_spmd(two_hosts: Hosts, where: str, pytestconfig: pytest.Config) -> None:
-    if not pytestconfig.option.everything:
-        pytest.skip("--everything: beside other tests a rank was seen to hang at its end here, and it is not known why")
+def test_spmd(two_hosts: Hosts, where: str) -> None:
     chosen = [*SPMD, *OTHERS]
     by_sockets = where == UNEVEN
     files = ["--quick", *(str(ROOT / f"tests/spmd/test_{name}.py") for name in chosen)]
@@ -146,6 +145,7 @@ def test_a_host_that_is_cut_off_ends_the_job(two_hosts: Hosts) -> None:
     assert_nothing_left(two_hosts)  # on node2 neither
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", ["sockets", "mpi"])
 def test_a_rank_dies_in_a_large_exchange(two_hosts: Hosts, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDLITE_BETWEEN_HOSTS", way)
@@ -156,6 +156,7 @@ def test_a_rank_dies_in_a_large_exchange(two_hosts: Hosts, way: str, monkeypatch
     assert_nothing_left(two_hosts)
 
 
+@pytest.mark.slow
 def test_a_cable_is_cut_in_a_large_exchange(two_hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDLITE_BETWEEN_HOSTS", "sockets")
     begun = tmp_path / "begun"
@@ -183,6 +184,7 @@ print("way", *([] if links is None else [links._streams[1 - hvd.rank()].getsockn
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

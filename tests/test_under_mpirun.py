@@ -1,9 +1,10 @@
 """The tests of tests/spmd once more, under plain mpirun, each rank a process.
 
-As threads they run on one and three ranks. What is left for processes to show: that each test holds on two ranks that share
-nothing, and that what moves data between processes does so for other numbers of them (three, and four). Of a costly test the
-first case shows it.
-Each process takes seconds to import TensorFlow, so its tests run on two processes alone, except with --everything.
+As threads they run on one and three ranks, those of TensorFlow on two. What is left for processes to show: that each test holds
+on two ranks that share nothing, and that what moves data between processes does so for other numbers of them: three, and four
+with --everything. Of a costly test the first case shows it.
+Each process takes seconds to import TensorFlow, and to trace its functions, so a part of its tests runs on two processes. With
+--everything all of them do, and some on three.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MESSAGES = named("adasum", "join", "order", "overlap", "process_sets", "schedule
 MOVES_DATA = [*MESSAGES, *named("operations", "checks", "timeline", "torch_gradients", "torch_join", "torch_training")]
 ON_DEVICES_AND_SHARDS = named("device_gradients", "device_operations", "distributed_gradient", "sharded_state")
 
-# Of each kind one file or two, on two processes: with `pytest -n 2`. The rest of the files, and more processes, are the rest.
+# What is about messages and who is there, on two processes: with `pytest -n 2`.
 QUICK = [
     *MESSAGES,
     *named("operations", "checks", "timeline", "messages", "communicator", "distributed_gradient"),
@@ -45,8 +46,7 @@ QUICK_TENSORFLOW = named("keras_training", "keras_sharded", "keras_elastic", "tf
 FEW = {
     "2": (2, QUICK),
     "2-tensorflow": (2, QUICK_TENSORFLOW),
-    "2-rest": (2, [path for path in REST if path not in QUICK]),
-    "2-tensorflow-rest": (2, [path for path in TENSORFLOW if path not in QUICK_TENSORFLOW]),
+    "2-rest": (2, [path for path in REST if path not in [*QUICK, *LONG]]),
     "3": (
         3,
         [
@@ -58,16 +58,11 @@ FEW = {
             *named("torch_local_steps", "torch_async", "torch_hogwild"),
         ],
     ),
-    "4": (
-        4,
-        [
-            *named("join", "overlap", "process_sets", "schedule", "sharded"),
-            *named("torch_distributed", "torch_pipeline", "torch_operations"),
-        ],
-    ),
 }
-"""For each job the number of ranks, and the files."""
+"""For each job the number of ranks, and the files: those of ``pytest -n 2`` and ``--rest``."""
 ALL = FEW | {
+    "2-rest": (2, [path for path in REST if path not in QUICK]),
+    "2-tensorflow-rest": (2, [path for path in TENSORFLOW if path not in QUICK_TENSORFLOW]),
     "3": (3, [path for path in REST if path not in LONG]),
     "3-tensorflow": (3, named("keras_sharded", "tf_graph", "tf_operations", "tf_tape", "tf_tensors")),
     "4": (
@@ -76,8 +71,14 @@ ALL = FEW | {
     ),
 }
 """The jobs of ``pytest --everything``."""
-SOON = ("2", "2-tensorflow")
-"""The jobs of ``pytest -n 2``; the others are slow."""
+SOON = ("2",)
+"""The jobs of ``pytest -n 2``."""
+
+
+def marks_of(job: str) -> list[pytest.MarkDecorator]:
+    """In which part of the tests a job is."""
+    return [] if job in SOON else [pytest.mark.slow if job in FEW else pytest.mark.weekly]
+
 
 LIMIT = 900.0  # on a busy machine
 
@@ -90,14 +91,9 @@ def failures(said: str) -> str:
 
 
 @pytest.mark.timeout(LIMIT + 20)
-@pytest.mark.parametrize(
-    "job", [pytest.param(job, marks=pytest.mark.slow if "-rest" in job or job[0] > "2" else ()) for job in ALL]
-)
+@pytest.mark.parametrize("job", [pytest.param(job, marks=marks_of(job)) for job in ALL])
 def test_spmd(job: str, pytestconfig: pytest.Config) -> None:
     everything = pytestconfig.option.everything
-    # The second one has failed once, beside two other jobs; which of its tests it was is not known: run by files they pass.
-    if (job not in FEW or job == "2-tensorflow-rest") and not everything:
-        pytest.skip("with --everything only")
     size, files = (ALL if everything else FEW)[job]
     done = mpirun(
         size,

@@ -215,6 +215,7 @@ CASES = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("load", "arrivals", "replicas"), CASES)
 def test_the_predicted_p99_is_that_of_the_batcher(
     load: float, arrivals: Callable[..., np.ndarray], replicas: int
@@ -227,6 +228,7 @@ def test_the_predicted_p99_is_that_of_the_batcher(
     assert choice.compute == pytest.approx(served.compute, rel=0.05)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("load", "arrivals", "replicas"), CASES)
 def test_the_wait_costs_little_more_than_the_best_fixed_one(
     load: float, arrivals: Callable[..., np.ndarray], replicas: int
@@ -247,6 +249,7 @@ def test_without_a_bound_the_mean_latency_is_least() -> None:
             assert mean <= 1.05 * with_fixed(other, load, poisson, None, 1).latency.mean(), (load, other)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("before", [0.04, 0.09])
 def test_the_bound_is_met_again_soon_after_a_jump_of_the_load(before: float) -> None:
     bound = 0.03
@@ -314,6 +317,7 @@ def settled(clients: int, think: float, replicas: int, slo: float | None) -> tup
     return chooser, closed(clients, think, replicas, chooser, 8.0, every=(1.0, chooser.choose))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("clients", "think", "replicas"), LOOPS)
 def test_clients_that_wait_are_known(clients: int, think: float, replicas: int) -> None:
     chooser = settled(clients, think, replicas, None)[0]
@@ -325,6 +329,7 @@ def test_clients_that_wait_are_known(clients: int, think: float, replicas: int) 
     assert f"from {clients} clients that each send again {found.mean_think * 1e3:.3g} ms after" in chooser.explanation
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("clients", "think", "replicas"), LOOPS[:3])
 @pytest.mark.parametrize("wait", [0.0, 0.002, 0.008])
 def test_what_is_predicted_for_clients_that_wait(clients: int, think: float, replicas: int, wait: float) -> None:
@@ -337,6 +342,7 @@ def test_what_is_predicted_for_clients_that_wait(clients: int, think: float, rep
     assert predicted.p99[0] == pytest.approx(served.p99, rel=0.05)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("clients", "think", "replicas"), LOOPS)
 @pytest.mark.parametrize("slo", [None, SLO])
 def test_the_wait_is_the_best_for_clients_that_wait(
@@ -350,6 +356,7 @@ def test_the_wait_is_the_best_for_clients_that_wait(
         assert served.p99 <= slo
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("load", LOADS)
 def test_requests_that_come_of_their_own_accord_are_not_taken_for_such_clients(load: float) -> None:
     for slo, arrivals in ((None, poisson), (SLO, poisson), (SLO, in_bursts)):

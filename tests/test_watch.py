@@ -120,6 +120,7 @@ def test_a_peer_that_leaves_after_its_part_is_done_is_no_failure() -> None:
 STALLS = str(PROGRAMS / "stalls.py")
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("how", ["sleep", "skip"])
 def test_hvdliterun_shows_where_a_missing_rank_is_and_what_it_did_last(start: Start, how: str, tmp_path: Path) -> None:
     release = tmp_path / "release"

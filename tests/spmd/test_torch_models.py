@@ -185,6 +185,7 @@ def test_a_model_compiled_after_the_wrap(ranks: Any, options: Any) -> None:
     assert_same_training(ranks, made(plain), ADAM, options, compiled)
 
 
+@pytest.mark.slow
 @every_way
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own code
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="torch's inductor needs a C++ compiler")
