@@ -506,6 +506,7 @@ def test_in_a_job_that_was_started_already() -> None:
     assert done.stdout.count("installed ") == 1 and "2 ranks, " in done.stdout and "rank 1 (" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_program_is_predicted(capfd: pytest.CaptureFixture[str]) -> None:
     words = ["--skip", "imports", "links", "operations", "--link", "10gbit", "--", "1000"]
     code = main(["doctor", str(ROOT / "tests/programs/advised.py"), "-np", "2", *words])

@@ -18,7 +18,7 @@ from tests.jobs import LIMIT, PROGRAMS, ROOT, Start
 CASES = ["sgd", "adam", "all settings", "accumulating", "loss scaling"]
 CASES = [shown for case in CASES for shown in (case, f"{case}, loss")]
 CASES += ["topk of all", "LocalSGD of each step", "DiLoCo of each step"]
-CASES += ["sgd, compiled", "adam, compiled", "uneven", "between two updates", "fit twice between two updates"]
+CASES += ["adam, compiled", "uneven", "between two updates", "fit twice between two updates"]
 CASES += ["missing gradients", "clipping", "weights", "different data"]
 CASES += ["server", "servers"]
 

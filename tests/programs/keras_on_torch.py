@@ -43,7 +43,7 @@ def make_model(optimizer: Any, scale: float = 1.0, **options: Any) -> Any:
     model = keras.Sequential(layers)
     model.set_weights([weights * scale for weights in WEIGHTS])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"], **options)
+    model.compile(**{"optimizer": optimizer, "loss": loss, "metrics": ["accuracy"]} | options)
     return model
 
 
@@ -98,12 +98,12 @@ for name, options in FEW_BYTES.items():
     show(name, model, deviation(flat(model), flat(expected)))
 
 # torch's compiler must find the method that exchanges gradients in the step. The backend "eager" needs no C++ compiler.
+# It takes longer than all of the rest, so it sees one optimizer, and no metrics.
 compiled, torch.compile = torch.compile, functools.partial(torch.compile, backend="eager")
-for name in ("sgd", "adam"):
-    expected, _ = alone(OPTIMIZERS[name])
-    model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[name]()), scale=1.0 + rank, jit_compile=True)
-    fit(model, rank, size, callbacks=[hvd.callbacks.Distributed()])
-    show(f"{name}, compiled", model, deviation(flat(model), flat(expected)))
+expected, _ = alone(OPTIMIZERS["adam"])
+model = make_model(hvd.DistributedOptimizer(OPTIMIZERS["adam"]()), scale=1.0 + rank, jit_compile=True, metrics=[])
+fit(model, rank, size, callbacks=[hvd.callbacks.Distributed()])
+show("adam, compiled", model, deviation(flat(model), flat(expected)))
 torch.compile = compiled
 
 # Rank 0 has all batches, and the others have one less: rank 0 makes the last step alone.
