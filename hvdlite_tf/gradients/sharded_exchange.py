@@ -11,8 +11,9 @@ this rank's pieces are read from the variables anew.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +29,8 @@ from hvdlite_tf.gradients.encoded import DENSE, NONE, Wire, as_dense
 from hvdlite_tf.gradients.exchange import Agreed, check_gradient, function_name, unexpected
 from hvdlite_tf.ops.ordered import is_built_for_a_session, ordered
 from hvdlite_tf.variables import plain_variable, read
+
+T = TypeVar("T")
 
 
 class Received(NamedTuple):
@@ -127,7 +130,7 @@ class ShardedExchange:
             )
         kinds = "".join(NONE if gradient is None else DENSE for gradient in given)
         key = tuple(self._infos), self._options.op, "sharded", function_name()
-        agreed = Agreed(self.sync, key, kinds)
+        agreed = Agreed(weakref.proxy(self.sync), key, kinds)
         expected = agreed.union() or kinds
         if set(expected) == {NONE}:  # Keras raises an error, on all ranks
             return Received(False, [None] * len(pieces), [False] * len(kinds))
@@ -135,9 +138,10 @@ class ShardedExchange:
         there = [place for place, gradient in enumerate(given) if gradient is not None]
         dtypes = [variable.dtype for variable in self._variables]
         stepped = [piece for piece in pieces if expected[piece.tensor] != NONE]
-        exchange = self._exchange  # `run` must not hold a reference to the graph
+        held = weakref.WeakMethod(self._exchange)  # and `run` must not hold a reference to the graph
 
         def run(weight: Array, *arrays: Array) -> list[Array]:
+            exchange = _still_there(held)
             agreed.check(expected)
             own: list[Array | None] = [None] * len(names)
             for place, array in zip(there, arrays, strict=False):
@@ -187,6 +191,23 @@ class ShardedExchange:
             with tf.control_dependencies(list(after)):
                 inputs = [tf.identity(read(value)) for value in values]
             specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in self._variables]
-            found = ordered(lambda *arrays: publish(pieces, arrays), inputs, specs)
+            held = weakref.WeakMethod(publish)
+            found = ordered(lambda *arrays: _still_there(held)(pieces, arrays), inputs, specs)
         for variable, value in zip(self._variables, found, strict=True):
             variable.assign(value)
+
+
+def _still_there(held: weakref.WeakMethod[Callable[..., T]]) -> Callable[..., T]:
+    """Return the method of an object that the optimizer holds.
+
+    A graph does not hold it, for Keras keeps the graphs of each `compile`: they would keep the shared memory, too.
+
+    Raises:
+        HvdliteError: The optimizer is gone.
+    """
+    found = held()
+    if found is None:
+        raise HvdliteError(
+            "the sharded optimizer of this tf.function is gone, for compile() has replaced it: make the function anew."
+        )
+    return found

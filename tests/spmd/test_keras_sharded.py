@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -483,6 +485,22 @@ def test_what_cannot_be_sharded(ranks: Any) -> None:
         dense = hvd.DistributedOptimizer(from_keras.SGD(1.0), sparse_as_dense=True, shard=True)
         dense.apply([rows], variables[:1])
         assert_close([np.array(variables[0])[0]], [START[0][0] - 1.0])
+
+    ranks(check)
+
+
+@pytest.mark.ranks(2)
+def test_what_compile_has_replaced_holds_no_shared_memory(ranks: Any) -> None:
+    """Though Keras keeps the graphs of each `compile`, which call it."""
+
+    def check() -> None:
+        model = model_of(hvd.DistributedOptimizer(from_keras.SGD(0.1), shard=True))
+        fit(model, hvd.rank(), hvd.size())
+        before = weakref.ref(model.optimizer._hvdlite.dealt.exchange.sync)
+        model.compile(hvd.DistributedOptimizer(from_keras.SGD(0.1), shard=True), "sparse_categorical_crossentropy")
+        fit(model, hvd.rank(), hvd.size())
+        gc.collect()
+        assert before() is None
 
     ranks(check)
 
