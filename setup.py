@@ -1,9 +1,9 @@
-"""Metadata, extras and the console script. Tools are set up in pyproject.toml."""
+"""The metadata that must be computed. pyproject.toml has the rest."""
 
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import setup
 
 HERE = Path(__file__).parent
 VERSION = next(
@@ -73,32 +73,10 @@ EXTRAS["all"] = sorted(
 )
 
 setup(
-    name="hvdlite",
     version=VERSION,
-    description="Data-parallel training in one line, for PyTorch, TensorFlow/Keras and plain arrays, over MPI and NCCL",
     long_description=DESCRIPTION,
     long_description_content_type="text/markdown",
-    author="the hvdlite developers",
-    license_expression="Apache-2.0",
-    license_files=["LICENSE"],
     project_urls={"Homepage": "https://pypi.org/project/hvdlite/", **({"Documentation": SITE} if SITE else {})},
-    keywords=(
-        "distributed training, data parallel, deep learning, allreduce, MPI, NCCL, PyTorch, TensorFlow, Keras, JAX, Horovod"
-    ),
-    python_requires=">=3.10",
-    packages=find_packages(include=["hvdlite*"]),
     package_dir={"": "."},  # so that an editable install is a line in a .pth file, which type checkers follow
-    package_data={"hvdlite": ["py.typed"], "hvdlite_torch": ["py.typed"], "hvdlite_tf": ["py.typed"]},
-    install_requires=["numpy>=1.26", "mpi4py>=4.1", "cloudpickle>=3"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["hvdliterun = hvdlite.launch.cli:main", "hvdlite = hvdlite.tools.cli:main"]},
-    classifiers=[
-        "Development Status :: 4 - Beta",
-        "Intended Audience :: Science/Research",
-        "Operating System :: POSIX :: Linux",
-        "Operating System :: MacOS",
-        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 15)),
-        "Topic :: Scientific/Engineering :: Artificial Intelligence",
-        "Typing :: Typed",
-    ],
 )
