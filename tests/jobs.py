@@ -13,11 +13,13 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAMS = Path(__file__).resolve().parent / "programs"
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 LIMIT = 60.0  # seconds for one job: only a hang takes that long
+GRACE = 20.0  # seconds for a job that was asked to end
 PROMPT = 3.0  # seconds from a rank's failure to the end of the job, as hvdliterun promises
 
 _BESIDE = Path(sys.executable).with_name("mpirun")
@@ -30,22 +32,22 @@ def mpirun(size: int, *command: str, timeout: float = LIMIT, **environ: str) -> 
     """Run a Python command on `size` ranks under plain mpirun.
 
     Raises:
-        TimeoutExpired: The job takes longer than `timeout` seconds. The output of the job is printed.
+        TimeoutExpired: The job takes longer than `timeout` seconds. The job is asked to end, and its output is printed.
     """
-    try:
-        return subprocess.run(
-            [str(MPIRUN), *MPIRUN_FLAGS, "-n", str(size), sys.executable, *command],
-            env={**os.environ, **environ},
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-    except subprocess.TimeoutExpired as error:
-        for said in (error.stdout, error.stderr):
-            print((said or b"").decode(errors="replace") if not isinstance(said, str) else said)
-        raise
+    words = [str(MPIRUN), *MPIRUN_FLAGS, "-n", str(size), sys.executable, *command]
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env={**os.environ, **environ}, cwd=ROOT, text=True, **pipes) as job:
+        try:
+            out, err = job.communicate(timeout=timeout)
+        except BaseException:
+            job.terminate()  # it ends the ranks, and clears away its folders and memory, which would stay after a kill
+            try:
+                print(*job.communicate(timeout=GRACE), sep="\n")
+            except subprocess.TimeoutExpired as late:
+                job.kill()
+                print((late.stdout or b"").decode(errors="replace"), (late.stderr or b"").decode(errors="replace"))
+            raise
+    return subprocess.CompletedProcess(words, job.returncode, out, err)
 
 
 def run_each(

@@ -106,7 +106,7 @@ def test_the_values_are_saved_when_a_server_is_killed(start: Start, tmp_path: Pa
     assert [each.name for each in tmp_path.iterdir()] == ["values.pt"]
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_keras_goes_on_without_workers_and_saves_when_the_server_is_killed(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "values.npz"
     ended = start("-np", "4", *LAST, "--no-tag-output", "python", KERAS_LOSES, str(path)).end()

@@ -141,7 +141,7 @@ def test_keras_and_tensorflow(tmp_path: Path) -> None:
     assert all(float(accuracy) > 0.9 for _, accuracy in found)  # one class in ten is guessing
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_tf_keras_as_keras_of_tensorflow(tmp_path: Path) -> None:
     ends = run_programs(tmp_path, "option", "horovod_keras.py", TF_USE_LEGACY_KERAS="1")
     seen = result(ends, "horovod_keras.py")

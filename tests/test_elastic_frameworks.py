@@ -55,7 +55,7 @@ def test_keras(start: Start, tmp_path: Path) -> None:
     assert said(ended, "weights") == pytest.approx(weights, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.timeout(LIMIT + 60)
 def test_growing_and_shrinking(start: Start, tmp_path: Path) -> None:
     """From 2 ranks to 4 and back, amid epochs: each sample once, and the losses of one process with the same batches."""

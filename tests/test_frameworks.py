@@ -90,7 +90,7 @@ def test_accelerate(start: Start) -> None:
     assert re.search(r"2 ranks, on cpu:0: weights differ by \S+ at most\n", ended.out), ended.out
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("name", "options", "result"),
     [

@@ -41,28 +41,25 @@ QUICK = [
     *named("operations", "checks", "timeline", "messages", "communicator", "distributed_gradient"),
     *named("torch_gradients", "torch_training", "torch_join", "torch_async", "torch_elastic", "torch_distributed"),
 ]
-QUICK_TENSORFLOW = named("keras_training", "keras_sharded", "keras_elastic", "tf_operations", "tf_graph", "tf_tape")
+FEW_TENSORFLOW = named("keras_sharded", "tf_operations", "tf_graph")
 
 FEW = {
     "2": (2, QUICK),
-    "2-tensorflow": (2, QUICK_TENSORFLOW),
+    "2-tensorflow": (2, FEW_TENSORFLOW),
     "2-rest": (2, [path for path in REST if path not in [*QUICK, *LONG]]),
     "3": (
         3,
         [
             *MOVES_DATA,
             *ON_DEVICES_AND_SHARDS,
-            *named("sync_batch_norm", "communicator", "message_sizes"),
-            *named("torch_distributed", "torch_pipeline", "torch_slicing"),
-            *named("torch_checkpoint", "torch_pipeline_steps", "torch_wavefront", "torch_split", "torch_few_bytes"),
-            *named("torch_local_steps", "torch_async", "torch_hogwild"),
+            *named("sync_batch_norm", "communicator", "torch_distributed", "torch_pipeline", "torch_async"),
         ],
     ),
 }
 """For each job the number of ranks, and the files: those of ``pytest -n 2`` and ``--rest``."""
 ALL = FEW | {
     "2-rest": (2, [path for path in REST if path not in QUICK]),
-    "2-tensorflow-rest": (2, [path for path in TENSORFLOW if path not in QUICK_TENSORFLOW]),
+    "2-tensorflow-rest": (2, [path for path in TENSORFLOW if path not in FEW_TENSORFLOW]),
     "3": (3, [path for path in REST if path not in LONG]),
     "3-tensorflow": (3, named("keras_sharded", "tf_graph", "tf_operations", "tf_tape", "tf_tensors")),
     "4": (

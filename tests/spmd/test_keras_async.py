@@ -122,6 +122,7 @@ def test_sync_in_fit_is_the_joined_batch(ranks: Any, name: str) -> None:
     ranks(check)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("name", "compiled"), [("Adam", True), *((name, False) for name in LOOPED)])
 def test_sync_in_a_loop_with_weights(ranks: Any, name: str, compiled: bool) -> None:
     """The ranks have different numbers of rows, the rate changes, some variables have no gradient in some steps, and the
@@ -263,6 +264,7 @@ def test_each_push_is_a_step_of_the_optimizer(ranks: Any, mode: str) -> None:
     ranks(check)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", ["ssp", "async"])
 def test_ranks_with_different_data_end_alike(ranks: Any, mode: str, tmp_path: Path) -> None:
     """After `fit` rank 0 alone saves the model. A plain model that is loaded from it, and one that is wrapped again, go on from
@@ -449,6 +451,7 @@ def test_sparse_gradients(ranks: Any, mode: str, push_every: int) -> None:
         assert np.array_equal(embeddings, -pushed / (len(results) if mode == "sync" else 1))
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(at_least=2)
 @pytest.mark.parametrize("compensation", [hvd.StalenessRate(), hvd.DCASGD(0.5), hvd.DCASGD(2.0, 0.9)], ids=str)
 def test_delays_are_compensated(ranks: Any, compensation: Any) -> None:

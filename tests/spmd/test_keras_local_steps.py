@@ -138,8 +138,9 @@ def test_a_loop_is_what_the_formula_says(ranks: Ranks, kind: str, graph: bool) -
     ranks(check)
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(at_least=2)
-@pytest.mark.parametrize(("kind", "even"), [("LocalSGD", False), ("DiLoCo", True), ("DiLoCo", False)])
+@pytest.mark.parametrize(("kind", "even"), [("DiLoCo", False), ("LocalSGD", False), ("DiLoCo", True)])
 def test_fit(ranks: Ranks, kind: str, even: bool) -> None:
     """The end of each epoch is a meeting, before validation. Ranks with less data, and none, follow the furthest one."""
 
@@ -176,6 +177,7 @@ def test_fit(ranks: Ranks, kind: str, even: bool) -> None:
     ranks(check)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(at_least=2)
 def test_accumulated_gradients(ranks: Ranks) -> None:
     """A step is an update, of two passes."""
@@ -197,6 +199,7 @@ def test_accumulated_gradients(ranks: Ranks) -> None:
     ranks(check)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(at_least=2)
 def test_scaled_losses(ranks: Ranks) -> None:
     """Each rank has a scale of its own, and skips the steps in which its own gradients overflow."""
@@ -377,6 +380,7 @@ def test_a_second_fit_leaves_each_rank_its_own_state(ranks: Ranks) -> None:
     ranks(check)
 
 
+@pytest.mark.costly
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "settings",

@@ -88,6 +88,7 @@ def new_folder() -> str:
     return hvd.broadcast_object(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(at_least=2)
 def test_other_cuts_and_one_process_train_on(ranks: Any) -> None:
     def check() -> None:

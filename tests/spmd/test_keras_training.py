@@ -483,6 +483,7 @@ assert type(keras.models.load_model(sys.argv[1]).optimizer) is keras.optimizers.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(UNDER_MPI, reason="about files and another process, not about ranks; done once, on threads")
 def test_a_process_without_hvdlite_loads_the_model(tmp_path: Path) -> None:
     files = tmp_path / "model.keras", tmp_path / "state.npz", tmp_path / "exported", tmp_path / "saved.weights.h5"

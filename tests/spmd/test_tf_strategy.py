@@ -83,7 +83,7 @@ def test_keras_does_what_one_process_does(ranks: Any) -> None:
     check_everything(ranks, keras, "clipped", True)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.ranks(2)  # as three threads it takes a busy machine a minute
 @pytest.mark.parametrize(("library", "kind"), [("keras", "accumulated"), ("tf_keras", "clipped")])
 def test_sums_of_passes_and_tf_keras_do_what_one_process_does(ranks: Any, library: str, kind: str) -> None:
@@ -148,7 +148,7 @@ def make_metrics(labels: str) -> list[Any]:
     ]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*lower than 2")
 @pytest.mark.parametrize("labels", ["bits", "classes"])

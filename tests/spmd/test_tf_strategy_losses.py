@@ -195,7 +195,7 @@ def compare(ranks: Any, library: Any, cases: list[tuple[bool, bool, str]], make:
     ranks(check)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("library", ["keras", "tf_keras"])
 def test_all_losses(ranks: Any, library: str, pytestconfig: pytest.Config) -> None:

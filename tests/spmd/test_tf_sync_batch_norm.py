@@ -181,6 +181,7 @@ assert type(model.layers[0]) is plain and model.layers[0].momentum == 0.25
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(UNDER_MPI, reason="about files, not about ranks; done once, on threads")
 def test_it_is_saved_with_a_model(tmp_path: Any) -> None:
     file = str(tmp_path / "model.keras")
