@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
-from tests.one_process.rows import Row, row_adder
+from tests.one_process.rows import Inapplicable, Row, row_adder
 
 if TYPE_CHECKING:
     from tests.one_process.keras_ways import Run
@@ -291,6 +291,11 @@ class Regularizes(Program):
 @program("steps_per_execution", "steps_per_execution|execution")
 class ManySteps(Program):
     compiled = {"steps_per_execution": 3}
+
+    def program(self, run: Run) -> None:
+        if keras.backend.backend() == "torch":
+            raise Inapplicable("Keras has no steps_per_execution on torch")
+        super().program(run)
 
 
 @program("run_eagerly", "eager")

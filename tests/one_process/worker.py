@@ -59,8 +59,8 @@ def _alone(kind: Any, run: Any, program: tuple[str, ...]) -> Any:
 
 def _outcome(kind: Any, program: tuple[str, ...], way: str) -> tuple[str, str]:
     column = kind.WAYS[way]
-    wanted = _alone(kind, column.alone, program)
     try:
+        wanted = _alone(kind, column.alone, program)
         off = kind.distance(kind.results(column, program), wanted)
     except Inapplicable as error:
         return "excused", str(error)
