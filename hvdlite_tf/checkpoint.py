@@ -67,6 +67,8 @@ def has_own_state(optimizer: Any) -> bool:
 class _OptimizerState:
     """The state of one optimizer: its variables, and what it remembers of the exchange of gradients."""
 
+    copies = False  # TensorFlow may take memory as it is
+
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
@@ -173,6 +175,8 @@ class _OptimizerState:
 
 class _ModelState:
     """The state of a model: its weights, and the states of its optimizers."""
+
+    copies = False  # TensorFlow may take memory as it is
 
     def __init__(self, model: Any) -> None:
         self._model = model

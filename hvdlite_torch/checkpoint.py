@@ -49,6 +49,10 @@ def stateful(value: Any) -> Stateful | None:
 class _ModuleState(StateDict):
     """The state of a module."""
 
+    @property
+    def copies(self) -> bool:  # type: ignore[override]
+        return not any(map(_loads_in_its_own_way, self._target.modules()))
+
     def check(self, value: Any, rank: int, ranks: int) -> None:
         module = self._target
         if any(map(_loads_in_its_own_way, module.modules())):
@@ -112,6 +116,7 @@ class _OptimizerState:
     """The state of an optimizer that is the same on all ranks."""
 
     parts_of: tuple[int, ...] = ()
+    copies = False
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -10,9 +10,10 @@ import errno
 import fcntl
 import hashlib
 import io
+import mmap
 import os
 import stat
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,36 +97,50 @@ def write_file(path: Path, chunks: Iterable[Any]) -> FileRecord:
     return FileRecord(length, digest.hexdigest())
 
 
-def read_file(path: Path, record: FileRecord, check: Container[int]) -> tuple[Array, dict[int, bytes]]:
-    """Read a file.
+def check_file(path: Path, record: FileRecord, check: Iterable[int]) -> dict[int, bytes]:
+    """Return the SHA-256s of some parts of a file (see `Checksum`), by their numbers.
 
     Args:
         path: The file.
         record: What it must be. The caller compares the checksum.
-        check: The numbers of the parts (see `Checksum`) whose SHA-256s the caller wants.
-
-    Returns:
-        The content: uint8, shape ``(record.bytes,)``; and the SHA-256s of these parts.
+        check: The numbers of the parts.
 
     Raises:
         UnreadableError: The file is not there, cannot be read, or has another length.
     """
     parts: dict[int, bytes] = {}
+    with _opened(path, record) as file:
+        memory = np.empty(min(CHUNK, record.bytes), np.uint8)
+        for number in check:
+            begin = number * CHUNK
+            part = memory[: record.bytes - begin]
+            file.seek(begin)
+            if file.readinto(part.data) != len(part):  # it has become shorter meanwhile
+                raise UnreadableError(f"{path.name} ends too early")
+            parts[number] = hashlib.sha256(part.data).digest()
+    return parts
+
+
+def map_file(path: Path, record: FileRecord) -> Array:
+    """Return the content of a file: uint8, shape ``(record.bytes,)``. It is read when it is used, and written to nowhere.
+
+    Raises:
+        UnreadableError: The file is not there, cannot be read, or has another length.
+    """
+    with _opened(path, record) as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), record.bytes, access=mmap.ACCESS_COPY), np.uint8)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, record: FileRecord) -> Iterator[io.FileIO]:
     try:
         with open_plain(path) as file:
             found = os.fstat(file.fileno()).st_size
             if found != record.bytes:
                 raise UnreadableError(f"{path.name} has {found} bytes, and should have {record.bytes}")
-            content = np.empty(found, np.uint8)
-            for number, begin in enumerate(range(0, found, CHUNK)):
-                part = content[begin : begin + CHUNK]
-                if file.readinto(part.data) != len(part):  # it has become shorter meanwhile
-                    raise UnreadableError(f"{path.name} ends too early")
-                if number in check:
-                    parts[number] = hashlib.sha256(part.data).digest()  # while it is in the cache
+            yield file
     except OSError as error:
         raise UnreadableError(f"{path.name} cannot be read: {error.strerror or error}") from error
-    return content, parts
 
 
 def open_plain(path: Path) -> io.FileIO:

@@ -59,9 +59,9 @@ def load(
     ``found = hvd.checkpoint.load("checkpoints", model=model, optimizer=optimizer)`` sets the states of `model` and
     `optimizer`, and returns the other values that were saved, such as ``found["epoch"]``. Afterwards all ranks have the same.
 
-    Rank 0 decides which checkpoint it is. The ranks that see the folder read it, each of them checks a part of every file, and
-    one sends it to those that do not see it: so the folder may be on the disk of rank 0 only. If a file is missing or is not as
-    it was saved (its length and its checksum are known), all ranks load the checkpoint before, and rank 0 warns.
+    Rank 0 decides which checkpoint it is. The ranks that see the folder map its files and check a part of each, and one of them
+    sends it to those that do not see it: so the folder may be on the disk of rank 0 only. If a file is missing or is not as it
+    was saved (its length and its checksum are known), all ranks load the checkpoint before, and rank 0 warns.
 
     Args:
         path: The folder that `save` was given. Rank 0's counts.
@@ -118,14 +118,14 @@ def load(
             RuntimeWarning,
             stacklevel=2,
         )
-    reader = Reader(files, allow_pickle, copies=False)  # nobody else has this memory
+    reader, sharing = Reader(files, allow_pickle), Reader(files, allow_pickle, copies=False)
     values: dict[str, Any] = {}
     states: dict[str, Any] = {}
 
     def check() -> None:
         values.update({name: reader.value_of(tree) for name, tree in found.values.items()})
-        states.update({name: reader.value_of(found.states[name]) for name in targets})
         for name, target in targets.items():
+            states[name] = (sharing if target.copies else reader).value_of(found.states[name])
             target.check(states[name], ranks.rank, ranks.size)
 
     def restore() -> None:
@@ -194,7 +194,8 @@ def _read_files(
             for name in needed:
                 number = -(-found.files[name].bytes // disk.CHUNK)
                 mine = range(place, number, len(readers))
-                contents[name], parts[name] = disk.read_file(folder / name, found.files[name], mine)
+                parts[name] = disk.check_file(folder / name, found.files[name], mine)
+                contents[name] = disk.map_file(folder / name, found.files[name])
         except UnreadableError as error:
             return str(error), {}
         return "", parts

@@ -36,10 +36,14 @@ class Stateful(Protocol):
 
     Attributes:
         parts_of: The world ranks that have the parts of one replica, if each has a part; then all of them save together.
+        copies: Whether `restore` copies all tensors that it gets, so that they may be a file that ends then.
     """
 
     @property
     def parts_of(self) -> tuple[int, ...]: ...
+
+    @property
+    def copies(self) -> bool: ...
 
     def snapshot(self, rank: int) -> Snapshot:
         """Return the object's state.
@@ -76,6 +80,7 @@ class StateDict:
     """
 
     parts_of: tuple[int, ...] = ()
+    copies: bool = False
 
     def __init__(self, target: Any) -> None:
         self._target = target
