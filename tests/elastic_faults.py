@@ -285,29 +285,31 @@ def main() -> int:
     bad, done, begun, restarts, recoveries = 0, 0, time.monotonic(), 0, 0
     seconds: dict[str, list[float]] = {}
     chosen = choose(options.seed, options.count, options.fewest, options.in_a_job, [*KINDS, *MORE_KINDS])
-    for number, faults in enumerate(chosen):
-        with tempfile.TemporaryDirectory() as folder:
-            training = Training(faults, Path(folder), every=1 + number % 2, fewest=options.fewest)
-            watch = threading.Thread(target=_show, args=(Path(folder), training, done, options.count), daemon=True)
-            watch.start()
-            wrong = training.end()
-            watch.join()
-            restarts += training.restarts
-            recoveries += training.recoveries
-            for kind, each in training.seconds.items():
-                seconds.setdefault(kind, []).extend(each)
-        done += len(faults)
-        bad += bool(wrong)
-        if wrong:
-            print(f"{' '.join(map(str, faults))}\n" + "\n".join(f"    {text}" for text in wrong))
-        print(
-            f"{done}/{options.count} faults, {restarts} restarts, {recoveries} times gone on in the processes, "
-            f"{bad} trainings wrong, {time.monotonic() - begun:.0f} s",
-            flush=True,
-        )
-    print("seconds from a fault to the next finished step: number, median, 99th percentile")
-    for kind, each in sorted(seconds.items()):
-        print(f"  {kind:10} {len(each):5} {np.median(each):8.3f} {np.percentile(each, 99):8.3f}")
+    try:
+        for number, faults in enumerate(chosen):
+            with tempfile.TemporaryDirectory() as folder:
+                training = Training(faults, Path(folder), every=1 + number % 2, fewest=options.fewest)
+                watch = threading.Thread(target=_show, args=(Path(folder), training, done, options.count), daemon=True)
+                watch.start()
+                wrong = training.end()
+                watch.join()
+                restarts += training.restarts
+                recoveries += training.recoveries
+                for kind, each in training.seconds.items():
+                    seconds.setdefault(kind, []).extend(each)
+            done += len(faults)
+            bad += bool(wrong)
+            if wrong:
+                print(f"{' '.join(map(str, faults))}\n" + "\n".join(f"    {text}" for text in wrong))
+            print(
+                f"{done}/{options.count} faults, {restarts} restarts, {recoveries} times gone on in the processes, "
+                f"{bad} trainings wrong, {time.monotonic() - begun:.0f} s",
+                flush=True,
+            )
+    finally:  # also if somebody presses Ctrl-C
+        print("seconds from a fault to the next finished step: number, median, 99th percentile")
+        for kind, each in sorted(seconds.items()):
+            print(f"  {kind:10} {len(each):5} {np.median(each):8.3f} {np.percentile(each, 99):8.3f}")
     return 1 if bad else 0
 
 

@@ -196,6 +196,7 @@ def test_options_that_cannot_be(words: str, said: str, tmp_path: Path, capfd: py
     assert said in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_hvdliterun_is_killed(start: Start, tmp_path: Path) -> None:
     """No step that was said to be committed is lost or counted twice, though only each third commit is kept meanwhile."""
     folder = tmp_path / "state"
