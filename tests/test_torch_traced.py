@@ -152,6 +152,7 @@ class Odd(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
         self.norm, self.kind, self.calls = nn.BatchNorm1d(4, affine=False), kind, 0
+        self.seen: Any = {"list": [], "tensor": torch.zeros(()), "in place": torch.zeros(())}.get(kind)
         self.layers.append(nn.Identity())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -164,6 +165,12 @@ class Odd(nn.Module):
             x.register_hook(lambda gradient: -gradient)
         if self.kind == "counter":
             self.calls += 1
+        if self.kind in ("none", "tensor"):
+            self.seen = x.mean()
+        if self.kind == "list":
+            self.seen.append(x.mean())
+        if self.kind == "in place":
+            self.seen.add_(1)
         if self.kind == "random" and random.random() < 2:
             x = 2 * x
         if self.kind == "data" and x.sum() > 0:
@@ -182,6 +189,7 @@ class Odd(nn.Module):
         ("bound function", "uses Straight, an autograd.Function with a gradient of its own"),
         ("tensor hook", "registers the hook Odd.forward.*for a tensor"),
         ("counter", "the forward pass changes 'calls'"),
+        *((kind, "the forward pass changes 'seen'") for kind in ("none", "tensor", "list", "in place")),
         ("random", "the forward pass draws random numbers of Python"),
         ("data", "Odd cannot be split automatically.*data"),
         ("views", "changes in place what it gets from the stage before .*views of the same memory"),

@@ -9,5 +9,5 @@
 - `recurrent`: cuts stacks of recurrent layers.
 - `own_layers`: parameters and state of the layers of this rank.
 - `steps`: what both do in a step: `batch` cuts a batch, `passes` makes forward and backward passes of the parts, `losses`
-  weighs their losses; `values` are what goes from rank to rank.
+  weighs their losses, `hooks` calls those of parameters; `values` are what goes from rank to rank.
 """

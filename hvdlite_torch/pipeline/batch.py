@@ -75,6 +75,11 @@ class Batch:
         """Whether an input or a target requires a gradient."""
         return bool(self._wanting)
 
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The parts of inputs and targets that get gradients."""
+        return [leaf for leaves in self._leaves for leaf in leaves]
+
     def __getitem__(self, part: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Return the inputs, the keyword arguments and the target of a part."""
         inputs, keywords, target = self._cut[part]

@@ -20,9 +20,16 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.checks.plain import hooks_of
+from hvdlite_torch.pipeline.values import nodes_below
 
 _RECORDED = (WeightNorm, SpectralNorm)
 """Hooks that compute tensors from tensors and do nothing else: torch.export records that."""
+_OF_MODULES = {
+    *vars(nn.Module()),
+    "_flat_weights",
+    "_flat_weight_refs",
+}  # the latter are parameters, of recurrent layers
+_PLAIN = (bool, int, float, str, type(None))
 _one_model = threading.Lock()  # ranks may be threads, and torch.export changes torch while it records
 
 
@@ -43,7 +50,7 @@ def faithfully(model: nn.Module) -> Iterator[Callable[[Any], None]]:
         (torch.export takes back what the pass does to the model.)
 
     Raises:
-        ArgumentError: It has hooks, gradients of its own, numbers that a forward pass changes, or random numbers of Python.
+        ArgumentError: It has hooks, gradients of its own, attributes that a forward pass changes, or random numbers of Python.
     """
     with _one_model:
         apply, register = torch.autograd.Function.apply.__func__, torch.Tensor.register_hook  # type: ignore[attr-defined]
@@ -60,7 +67,7 @@ def faithfully(model: nn.Module) -> Iterator[Callable[[Any], None]]:
                 refuse(f"the forward pass registers the hook {getattr(hook, '__qualname__', hook)} for a tensor")
             return register(tensor, hook)  # type: ignore[no-untyped-call]
 
-        numbers, drawn = _numbers(model), _random_states()
+        attributes, drawn = _attributes(model), _random_states()
         with (
             mock.patch.object(torch.autograd.Function, "apply", classmethod(own_gradient)),
             mock.patch.object(torch.Tensor, "register_hook", own_hook),
@@ -70,31 +77,25 @@ def faithfully(model: nn.Module) -> Iterator[Callable[[Any], None]]:
 
             def settle(output: Any) -> None:
                 _check_gradients(output)
-                _check(model, numbers, drawn)
+                _check(model, attributes, drawn)
 
             yield settle
 
 
-def _check(model: nn.Module, numbers: dict[str, dict[str, str]], drawn: tuple[Any, ...]) -> None:
-    """Raise if a model has changed numbers since, or if random numbers were drawn."""
+def _check(model: nn.Module, attributes: dict[str, list[Any]], drawn: tuple[Any, ...]) -> None:
+    """Raise if a model has changed attributes since, or if random numbers were drawn."""
     if _random_states() != drawn:
         refuse("the forward pass draws random numbers of Python or NumPy")
-    for name, found in _numbers(model).items():
-        for attribute, value in found.items():
-            if value != numbers.get(name, {}).get(attribute, value):
-                refuse(f"the forward pass changes {f'{name}.{attribute}'.lstrip('.')!r}")
+    now = _attributes(model)
+    for name in sorted(now.keys() | attributes.keys()):
+        if not _are_same(attributes.get(name, []), now.get(name, [])):
+            refuse(f"the forward pass changes {name!r}")
 
 
 def _check_gradients(output: Any) -> None:
     """Raise for an autograd.Function in the graph: ``square = Square.apply`` of a program is older than what is patched."""
-    nodes: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [following for following, _ in node.next_functions]
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    for node in (node for tensor in tensors for node in nodes_below(tensor)):
         kind = getattr(type(node), "_forward_cls", None)
         if kind not in (None, CheckpointFunction):
             refuse(f"the forward pass uses {kind.__name__}, an autograd.Function with a gradient of its own")
@@ -111,11 +112,33 @@ def refuse_hooks_within(model: nn.Module) -> None:
             refuse(f"the {f'layer {name!r}' if name else type(module).__name__} has hooks ({', '.join(hooks)})")
 
 
-def _numbers(model: nn.Module) -> dict[str, dict[str, str]]:
+def _attributes(model: nn.Module) -> dict[str, list[Any]]:
+    """Return for each attribute what shows a change of it, without what ``nn.Module`` itself has: that is recorded."""
     return {
-        name: {key: repr(value) for key, value in vars(module).items() if type(value) in (bool, int, float, str)}
+        f"{name}.{key}".lstrip("."): [_mark(value), *_parts(value)]
         for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _OF_MODULES
+        and key not in (hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, _RECORDED))
     }
+
+
+def _mark(value: Any) -> Any:
+    return repr(value) if type(value) in _PLAIN else value
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return the items of a container, or how often a tensor was changed in place."""
+    if isinstance(value, torch.Tensor):
+        return [repr(value._version)]
+    if isinstance(value, dict):
+        return list(map(_mark, (*value, *value.values())))
+    return list(map(_mark, value)) if isinstance(value, list | tuple | set | frozenset) else []
+
+
+def _are_same(one: list[Any], other: list[Any]) -> bool:
+    same = (a is b or (type(a) is type(b) is str and a == b) for a, b in zip(one, other, strict=False))
+    return len(one) == len(other) and all(same)
 
 
 def _random_states() -> tuple[Any, ...]:

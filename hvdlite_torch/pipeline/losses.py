@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from hvdlite.adapter.pipeline.weighing import Counted, Weighing, check_mean
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.pipeline.batch import length_of, part_of
-from hvdlite_torch.pipeline.values import gradient_targets
+from hvdlite_torch.pipeline.values import gradient_targets, nodes_below
 
 Loss = Callable[[Any, Any], Any]
 """``loss(output, target)`` returns a mean, or a pair: a sum, and what it is to be divided by."""
@@ -52,9 +52,16 @@ class Losses:
         self._steps = 0
         self.weighing, self.is_counted = Weighing(1), False
 
-    def begin(self, parts: int, rows: int) -> None:
-        """Begin a step of so many micro-batches and samples."""
+    def begin(self, parts: int, rows: int, leaves: Iterable[torch.Tensor]) -> None:
+        """Begin a step.
+
+        Args:
+            parts: The number of micro-batches.
+            rows: The number of samples.
+            leaves: The tensors that get gradients: parameters of this rank, inputs, and targets.
+        """
         self._parts, self._rows = parts, rows
+        self._leaves = set(map(id, leaves))
         self._steps += 1
         self._checks = self._steps & (self._steps - 1) == 0 and parts > 1  # in the steps 1, 2, 4, 8, …
         self.weighing = Weighing(parts)
@@ -72,7 +79,9 @@ class Losses:
         Raises:
             ArgumentError: The loss is no number; or it is no mean over the samples, and does not say what else.
         """
+        ends = [each.grad_fn for each in gradient_targets(output)]  # a loss may change the output in place
         value, counted, kind = self._evaluate(output, target, rows)
+        self._check_leaves(value, ends)
         if self._said not in (None, kind):
             raise ArgumentError(
                 f"the loss returned {self._said} for one micro-batch, and {kind} for another: expected the same for all."
@@ -108,6 +117,29 @@ class Losses:
             found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise ArgumentError(
                 f"the loss returned {found}: expected a tensor with one number, or a pair of that and what it is divided by."
+            )
+
+    def _check_leaves(self, loss: torch.Tensor, ends: Sequence[Any]) -> None:
+        """Raise if a loss trains something that no stage of this rank has.
+
+        Args:
+            loss: The loss.
+            ends: Where the graph of the model begins.
+
+        Raises:
+            ArgumentError: It does.
+        """
+        found = [loss] if loss.is_leaf and loss.requires_grad else []
+        found += [node.variable for node in nodes_below(loss, ends) if hasattr(node, "variable")]
+        foreign = [leaf for leaf in found if id(leaf) not in self._leaves]
+        if foreign:
+            own = self._loss.named_parameters() if isinstance(self._loss, torch.nn.Module) else ()
+            what = next((f"its parameter {name!r}" for name, parameter in own if parameter is foreign[0]), "a tensor")
+            raise ArgumentError(
+                f"the loss uses {what} of shape {tuple(foreign[0].shape)}, which requires a gradient and is no parameter of "
+                "the last stage: nobody would train it, and weights of other stages are not up to date here. Let the last "
+                "layer of the model have it, and return what the loss needs. For a penalty on weights call step(x, y), then "
+                "penalty(pipeline.parameters()).backward() on each rank, then optimizer.step()."
             )
 
     def _check(self, output: Any, target: Any, rows: int, counted: Counted) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,16 @@ def call_of(module: nn.Module, is_first: bool, spread: bool) -> Call:
         return module(*come) if spread else module(come), state
 
     return call
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """Return a context manager: in its body nothing is cast, as after a forward pass within autocast in one process."""
+    with contextlib.ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
 
 
 class _Pass(NamedTuple):
@@ -116,7 +127,7 @@ class StagePasses:
             wanted = gradient_targets(after[name])
             pairs += zip(wanted, gradients, strict=True)
         pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
-        with self._bubble.computing("BACKWARD", part, self._number, self._kind):
+        with self._bubble.computing("BACKWARD", part, self._number, self._kind), without_autocast():
             if pairs:
                 torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         self._of_state = {name: each.gradients for name, each in before.items()}

@@ -112,13 +112,13 @@ class Pipeline(OwnLayers):
         self.stages = list(range(rank, self._count, size))
         losses = Losses(loss, reduction, 0, "samples")
         keep_freed_memory(world("Pipeline()").config)
-        made, shared = make_stages(model, self.cuts, self.stages, example, keywords)
+        made, shared, buffers = make_stages(model, self.cuts, self.stages, example, keywords)
         super().__init__([module for module, _ in made.values()], process_set, model, Tied(shared, process_set, rank))
         self._microbatches, self._schedule = microbatches, schedule
         self._in_sequence = is_plain_sequential(model)
         passes = {number: StagePasses(call, number, self._count, self._bubble) for number, (_, call) in made.items()}
         relay = Relay(process_set, rank, size, _SCHEDULES[schedule], self._per_rank, TensorCodec(_device_of(self)))
-        self._steps = Steps(passes, relay, losses, rank == size - 1, process_set, self._bubble, self._tied)
+        self._steps = Steps(passes, relay, losses, rank == size - 1, process_set, self._bubble, self._tied, buffers)
 
     def step(self, x: Any, y: Any, optimizer: torch.optim.Optimizer | None = None, **keywords: Any) -> torch.Tensor:
         """Train on one batch. Every rank of the pipeline calls this with the same batch.

@@ -14,7 +14,7 @@ from hvdlite_torch.checks.plain import hooks_of, is_plain_sequential
 from hvdlite_torch.pipeline.costs import balance, measure
 from hvdlite_torch.pipeline.faithful import refuse_hooks_within
 from hvdlite_torch.pipeline.passes import Call, call_of
-from hvdlite_torch.pipeline.tied import Shared, shared_parameters
+from hvdlite_torch.pipeline.tied import Shared, SharedBuffers, shared_parameters
 from hvdlite_torch.pipeline.traced import Inputs, trace
 
 
@@ -124,8 +124,8 @@ def make_stages(
     own: Sequence[int],
     example: tuple[Any, ...] | None,
     keywords: Mapping[str, Any],
-) -> tuple[dict[int, tuple[nn.Module, Call]], list[Shared]]:
-    """Return the modules of this rank's stages with functions that call them, and the parameters that stages share.
+) -> tuple[dict[int, tuple[nn.Module, Call]], list[Shared], SharedBuffers]:
+    """Return the modules of this rank's stages with functions that call them, and the parameters and buffers that stages share.
 
     Args:
         model: The whole model. The layers of other ranks are not kept.
@@ -156,7 +156,7 @@ def make_stages(
         described = [f"from {cut}" for cut in ("the beginning", *cuts)]
     check_stages(modules, described)
     made = {number: (modules[number], call_of(modules[number], number == 0, spread=not in_sequence)) for number in own}
-    return made, shared_parameters(modules)
+    return made, shared_parameters(modules), SharedBuffers(modules, own)
 
 
 def refuse_hooks(model: nn.Module) -> None:

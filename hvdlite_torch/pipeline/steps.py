@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from hvdlite.adapter.pipeline.relay import Relay
 from hvdlite.errors import ArgumentError, MismatchError
 from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_torch.pipeline.batch import Batch
+from hvdlite_torch.pipeline.hooks import Hooks
 from hvdlite_torch.pipeline.losses import Losses
-from hvdlite_torch.pipeline.passes import StagePasses
-from hvdlite_torch.pipeline.tied import Tied
+from hvdlite_torch.pipeline.passes import StagePasses, without_autocast
+from hvdlite_torch.pipeline.tied import SharedBuffers, Tied
 from hvdlite_torch.step.driver import StepDriver
 
 
@@ -33,6 +35,7 @@ class Steps:
         process_set: The ranks of the pipeline.
         bubble: Measures steps.
         tied: The parameters that several ranks have.
+        buffers: The buffers that several stages have.
     """
 
     def __init__(
@@ -44,9 +47,10 @@ class Steps:
         process_set: ProcessSet,
         bubble: Bubble,
         tied: Tied,
+        buffers: SharedBuffers,
     ) -> None:
         self._stages, self._relay, self._losses, self._is_last = stages, relay, losses, is_last
-        self._process_set, self._bubble, self._tied = process_set, bubble, tied
+        self._process_set, self._bubble, self._tied, self._buffers = process_set, bubble, tied, buffers
 
     def train(
         self,
@@ -69,46 +73,96 @@ class Steps:
             error = failure
         if optimizer is not None and error is None:
             optimizer.zero_grad()
-        before = [(parameter, parameter.grad) for parameter in parameters]
-        for parameter, _ in before:
+        own = list(parameters)
+        hooks, before = Hooks(own), [parameter.grad for parameter in own]
+        for parameter in own:
             parameter.grad = None
         try:
-            correction, count, is_counted, loss, wanting = self._passes_of(batch, error)
-            self._tied.add_up()
+            with hooks.held_back():
+                found = self._passes_of(batch, error, own, hooks.are_of_program)
+                correction, count, is_counted, loss, wanting, hooked = found
+                self._tied.add_up()
+            for parameter in own:
+                if parameter.grad is not None and correction != 1:
+                    parameter.grad.mul_(correction)
+            self._call(hooks.change_gradients, hooked)
         except BaseException:
-            for parameter, gradient in before:
+            for parameter, gradient in zip(own, before, strict=True):
                 parameter.grad = gradient
             raise
-        for parameter, gradient in before:
-            _settle_gradient(parameter, gradient, correction)
+        driver = getattr(optimizer, "_hvdlite_driver", None)
+        if is_counted and isinstance(driver, StepDriver):
+            driver.set_weight(count, unless_set=True)
+        trained = [parameter for parameter in own if parameter.grad is not None]
+        for parameter, gradient in zip(own, before, strict=True):
+            _add_gradient(parameter, gradient)
+        self._call(partial(hooks.tell, trained), hooked, "Gradients are added, and hooks of other ranks have run.")
         if wanting:
             self._input_gradients(batch, correction, int(wanting))
         if optimizer is not None:
-            driver = getattr(optimizer, "_hvdlite_driver", None)
-            if is_counted and isinstance(driver, StepDriver):
-                driver.set_weight(count, unless_set=True)
-            optimizer.step()
+            with without_autocast():
+                optimizer.step()
         return torch.tensor(loss, dtype=torch.float64)
 
-    def _passes_of(self, batch: Batch | None, error: Exception | None) -> Any:
+    def _call(self, hooks: Callable[[], None], hooked: float, *left: str) -> None:
+        """Call hooks on all ranks. If they raise on one, all ranks raise.
+
+        Args:
+            hooks: Calls those of this rank.
+            hooked: How many ranks have hooks of the program. Without one no rank asks the others.
+            left: See `Relay.settle`.
+        """
+        error = None
+        try:
+            hooks()
+        except Exception as failure:
+            if not hooked:
+                raise
+            error = failure
+        if hooked:
+            self._relay.settle(error, [], *left)
+
+    def _passes_of(
+        self, batch: Batch | None, error: Exception | None, own: Sequence[nn.Parameter], hooked: bool
+    ) -> Any:
         """Make the passes of a training step, and return what the ranks have to tell each other about it."""
         begin = time.perf_counter()
         losses = self._losses
         if batch is not None:
-            losses.begin(batch.parts, batch.rows)
-        try:
-            for stage in self._stages.values():
-                stage.begin(batch, losses)
-            error = self._relay.run(self._stages, batch.parts if batch else 1, True, error)
-        finally:
-            for stage in self._stages.values():
-                stage.begin(None, None)
+            losses.begin(batch.parts, batch.rows, [*own, *batch.leaves])
+        error = self._run(batch, losses, error)
         self._bubble.total += time.perf_counter() - begin
         of_loss = [0.0, 0.0, 0.0, 0.0]
         if self._is_last and error is None:
             weighing = losses.weighing
             of_loss = [weighing.correction, weighing.count, float(losses.is_counted), weighing.loss]
-        return self._relay.settle(error, [*of_loss, batch is not None and batch.wants_gradients])
+        return self._relay.settle(error, [*of_loss, batch is not None and batch.wants_gradients, hooked])
+
+    def _run(
+        self, batch: Batch | None, losses: Losses | None, error: Exception | None, outputs: list[Any] | None = None
+    ) -> Exception | None:
+        """Let the micro-batches go through the stages; return what has failed.
+
+        Args:
+            batch: The batch; None if there is an error.
+            losses: The losses of a training step.
+            error: What has failed before.
+            outputs: Gets the outputs of a prediction.
+        """
+        torch.clear_autocast_cache()  # casts of weights as they were before a step, or without a graph
+        try:
+            with self._buffers.unchanged():
+                for stage in self._stages.values():
+                    stage.begin(batch, losses)
+                error = self._relay.run(self._stages, batch.parts if batch else 1, losses is not None, error)
+                if outputs is not None:
+                    outputs += self._stages[max(self._stages)].outputs
+        except ArgumentError as failure:
+            error = error or failure
+        finally:
+            for stage in self._stages.values():
+                stage.begin(None, None)
+        return error
 
     def _input_gradients(self, batch: Batch | None, correction: float, wanting: int) -> None:
         """Give all ranks the gradients of inputs and targets, of which each rank has those that its own stages have used."""
@@ -134,27 +188,19 @@ class Steps:
             batch = make_batch()
         except Exception as failure:
             error = failure
-        last = max(self._stages)
-        try:
-            for stage in self._stages.values():
-                stage.begin(batch, None)
-            error = self._relay.run(self._stages, batch.parts if batch else 1, False, error)
-            if self._is_last and error is None:
-                try:
-                    whole = _joined(self._stages[last].outputs, dimension)
-                except Exception as failure:
-                    error = failure
-        finally:
-            for stage in self._stages.values():
-                stage.begin(None, None)
-        self._relay.settle(error, [0.0] * 5)
+        outputs: list[Any] = []
+        error = self._run(batch, None, error, outputs)
+        if self._is_last and error is None:
+            try:
+                whole = _joined(outputs, dimension)
+            except Exception as failure:
+                error = failure
+        self._relay.settle(error, [0.0] * 6)
         return hvdlite.broadcast_object(whole, self._process_set.size() - 1, process_set=self._process_set)
 
 
-def _settle_gradient(parameter: nn.Parameter, before: torch.Tensor | None, correction: float) -> None:
-    """Correct the gradient of this step, and add it to what was there before."""
-    if parameter.grad is not None and correction != 1:
-        parameter.grad.mul_(correction)
+def _add_gradient(parameter: nn.Parameter, before: torch.Tensor | None) -> None:
+    """Add the gradient of this step to what was there before."""
     if before is None:
         return
     if parameter.grad is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,57 @@ def shared_parameters(modules: Sequence[nn.Module]) -> list[Shared]:
         for name, parameter in module.named_parameters():
             found.setdefault(id(parameter), (name, parameter, []))[2].append(number)
     return [Shared(*each) for each in found.values() if len(each[2]) > 1]
+
+
+class SharedBuffers:
+    """The buffers that several stages have, such as those of one BatchNorm that is there twice. Nobody joins their changes.
+
+    Args:
+        modules: The stages of all ranks.
+        own: The numbers of this rank's stages.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], own: Iterable[int]) -> None:
+        stages: dict[int, list[int]] = {}
+        for number, module in enumerate(modules):
+            for buffer in module.buffers():
+                stages.setdefault(id(buffer), []).append(number)
+        self._places = {
+            (name, modules[number]): stages[id(buffer)]
+            for number in own
+            for name, buffer in modules[number].named_buffers()
+            if len(stages[id(buffer)]) > 1
+        }
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Return a context manager, after whose body the buffers must be as before.
+
+        Raises:
+            ArgumentError: They are not. Then they are as they were.
+        """
+        before = {place: place[1].get_buffer(place[0]) for place in self._places}
+        values = {place: buffer.clone() for place, buffer in before.items()}
+        yield
+        changed = []
+        for (name, module), buffer in before.items():
+            value = values[name, module]
+            if module.get_buffer(name) is not buffer or _digest(buffer) != _digest(value):
+                changed.append((name, module))
+                path, _, last = name.rpartition(".")
+                setattr(module.get_submodule(path), last, buffer)
+                with torch.no_grad():
+                    buffer.copy_(value)
+        for place in changed:
+            raise differing(place[0], self._places[place])
+
+
+def differing(name: str, stages: Sequence[int]) -> ArgumentError:
+    """Return the error for what the forward pass of several stages changes."""
+    return ArgumentError(
+        f"the stages {list(stages)} use {name}, and the forward pass changes it, so it would not be the same for both. Cut so "
+        "that the layers which share it are in one stage."
+    )
 
 
 class Tied:

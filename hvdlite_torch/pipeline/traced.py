@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.pipeline.faithful import faithfully
+from hvdlite_torch.pipeline.tied import differing
 
 Values = dict[fx.Node, fx.Node]
 Tensors = dict[str, torch.Tensor]
@@ -220,10 +221,7 @@ def trace(model: nn.Module, cuts: Sequence[str], example: Inputs) -> list[Traced
     for name in sorted(set().union(*written) & tensors.keys()):
         places = [number for number, own in enumerate(used) if id(tensors[name]) in own or name in written[number]]
         if len(places) > 1:
-            raise ArgumentError(
-                f"the stages {places} use {name}, and the forward pass changes it, so it would not be the same for both. Cut "
-                "so that the layers which share it are in one stage."
-            )
+            raise differing(name, places)
     saved = model.state_dict(keep_vars=True).keys()
     return [
         TracedStage(number, recordings, {n: each for n, each in tensors.items() if id(each) in own}, saved, mode)

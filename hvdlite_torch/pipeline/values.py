@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,3 +126,19 @@ def wants_gradient(value: Any) -> bool:
 def gradient_targets(values: Any) -> list[torch.Tensor]:
     """Return the tensors in nested values that require gradients."""
     return [leaf for leaf in tree_flatten(values)[0] if wants_gradient(leaf)]
+
+
+def nodes_below(tensor: torch.Tensor, ends: Sequence[Any] = ()) -> Iterator[Any]:
+    """Yield the nodes of autograd's graph from which a tensor was computed, but not what has come from another stage.
+
+    Args:
+        tensor: The tensor.
+        ends: Nodes that are left out, as is what lies below them.
+    """
+    nodes, seen = [tensor.grad_fn], {None, *ends}
+    while nodes:
+        node: Any = nodes.pop()
+        if node not in seen and getattr(type(node), "_forward_cls", None) is not _Enter:
+            seen.add(node)
+            nodes += [following for following, _ in node.next_functions]
+            yield node

@@ -23,7 +23,7 @@ from hvdlite_torch.pipeline.passes import StagePasses
 from hvdlite_torch.pipeline.recurrent import Alone, Chunks, State, layers_of, time_dimension, units
 from hvdlite_torch.pipeline.stages import check_stages, refuse_hooks, settle_cuts
 from hvdlite_torch.pipeline.steps import Steps
-from hvdlite_torch.pipeline.tied import Tied, shared_parameters
+from hvdlite_torch.pipeline.tied import SharedBuffers, Tied, shared_parameters
 from hvdlite_torch.pipeline.values import TensorCodec
 from hvdlite_torch.tensors.malloc import keep_freed_memory
 
@@ -120,7 +120,8 @@ class Wavefront(OwnLayers):
         relay = Relay(process_set, self.stage, self._places, there_and_back, 1, codec, "wavefront")
         losses = Losses(loss, reduction, self._time, "time steps")
         is_last = self.stage == self._places - 1
-        self._steps = Steps({self.stage: passes}, relay, losses, is_last, process_set, self._bubble, tied)
+        buffers = SharedBuffers(stages, [self.stage])
+        self._steps = Steps({self.stage: passes}, relay, losses, is_last, process_set, self._bubble, tied, buffers)
 
     def step(self, x: torch.Tensor, y: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> torch.Tensor:
         """Train on one batch of sequences. Every rank of the wavefront calls this with the same batch.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -321,6 +322,161 @@ def test_calls_that_do_not_fit(ranks: Any) -> None:
         pipeline.step(x, y)
         F.mse_loss(alone(x), y).backward()
         assert_gradients(pipeline, alone)
+
+    ranks(check)
+
+
+class Arc(nn.Module):
+    """A loss with a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(3, 3))
+
+    def forward(self, o: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(o @ self.weight, t)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_losses_that_use_parameters(ranks: Any) -> None:
+    def penalized(o: torch.Tensor, t: torch.Tensor, some: Any) -> torch.Tensor:
+        return F.mse_loss(o, t) + 0.1 * sum(parameter.square().sum() for parameter in some)
+
+    def check() -> None:
+        model, cuts = network(hvd.size())
+        alone = copy.deepcopy(model)
+        x, y, free = numbers(7, 4), numbers(7, 3, seed=2), torch.ones((), requires_grad=True)
+        refused: list[tuple[str, Any]] = [
+            (r"its parameter 'weight' of shape \(3, 3\)", Arc()),
+            ("a tensor of shape", lambda o, t: penalized(o, t, model.parameters())),
+            (r"a tensor of shape \(6, 4\)", lambda o, t: penalized(o, t, [model[0].weight])),
+            (r"a tensor of shape \(\)", lambda o, t: free * F.mse_loss(o, t)),
+        ]
+        for text, loss in refused:
+            pipeline = hvd.Pipeline(model, loss=loss, microbatches=2, cuts=cuts)
+            with pytest.raises(ArgumentError, match=f"the loss uses {text}.*nobody would train it"):
+                pipeline.step(x, y)
+            assert not gradients(pipeline)
+        own, same = (lambda o, t, w=m[-1].weight: penalized(o.add_(0), t, [w]) for m in (model, alone))
+        pipeline = hvd.Pipeline(model, loss=own, microbatches=2, cuts=cuts)  # of the last stage
+        pipeline.step(x, y)
+        same(alone(x), y).backward()
+        assert_gradients(pipeline, alone)
+        # what the error says
+        pipeline = hvd.Pipeline(model, loss=F.mse_loss, microbatches=2, cuts=cuts)
+        for layers in (pipeline, alone):
+            for parameter in layers.parameters():
+                parameter.grad = None
+        pipeline.step(x, y)
+        (0.1 * sum(parameter.square().sum() for parameter in pipeline.parameters())).backward()
+        penalized(alone(x), y, alone.parameters()).backward()
+        assert_gradients(pipeline, alone)
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+@pytest.mark.parametrize("schedule", HOW)
+def test_hooks_of_parameters_see_the_gradient_of_the_batch(ranks: Any, schedule: str) -> None:
+    def check() -> None:
+        model, cuts = network(hvd.size() * (2 if schedule == "interleaved" else 1))
+        model[-1].weight = model[-3].weight = nn.Parameter(numbers(6, 6) / 2)  # tied, over no or some stages
+        model[-1].bias = nn.Parameter(numbers(6) / 2)
+        alone, told = copy.deepcopy(model), {False: [], True: []}  # type: ignore[var-annotated]
+        fails: list[int] = []
+
+        def clamp(gradient: torch.Tensor) -> torch.Tensor:
+            if hvd.rank() in fails:
+                raise KeyError("too hot")
+            return gradient.clamp(-0.01, 0.01)
+
+        def note(parameter: torch.Tensor, name: str, alone: bool) -> None:
+            assert parameter.grad is not None
+            told[alone].append((name, parameter.grad.clone()))
+
+        for layers in (model, alone):
+            for name, parameter in layers.named_parameters():
+                parameter.register_hook(clamp)
+                parameter.register_post_accumulate_grad_hook(functools.partial(note, name=name, alone=layers is alone))
+
+        def loss(o: torch.Tensor, t: torch.Tensor) -> tuple[torch.Tensor, int]:  # the count is known at the end only
+            return (o - t).square().sum(), o.numel()
+
+        pipeline = hvd.Pipeline(model, loss=loss, microbatches=3, cuts=cuts, schedule=schedule, **HOW[schedule])
+        x, y = numbers(7, 4), numbers(7, 6, seed=2)
+        for _ in range(2):  # the second is added to the first
+            pipeline.step(x, y)
+            F.mse_loss(alone(x), y).backward()
+            assert_gradients(pipeline, alone)
+        number = len(list(pipeline.parameters()))
+        assert len(told[False]) == 2 * number
+        totals = dict(told[True])
+        for name, gradient in told[False][number:]:
+            torch.testing.assert_close(gradient, totals[name], **TOLERANCE)
+        fails.append(0)
+        with pytest.raises((KeyError, HvdliteError), match="too hot"):
+            pipeline.step(x, y)
+        assert_gradients(pipeline, alone)
+        fails.clear()
+        pipeline.step(x, y)
+        F.mse_loss(alone(x), y).backward()
+        assert_gradients(pipeline, alone)
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_a_step_within_autocast(ranks: Any) -> None:
+    """Only the forward pass is cast, as in one process."""
+
+    class Exact(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.linear(x.float())
+
+    def check() -> None:
+        model = seeded(nn.Sequential(*(Exact() if n % 2 else nn.Linear(4, 4) for n in range(hvd.size() + 1)))).float()
+        alone = copy.deepcopy(model)
+        cuts = [str(n + 1) for n in range(1, hvd.size())]
+        pipeline = hvd.Pipeline(model, loss=F.mse_loss, microbatches=1, cuts=cuts)
+        sgd, plain = (torch.optim.SGD(layers.parameters(), lr=0.5) for layers in (pipeline, alone))
+        x, y = numbers(6, 4).float(), numbers(6, 4, seed=2).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            pipeline.predict(x)
+            for _ in range(2):
+                pipeline.step(x, y, sgd)
+        for _ in range(2):
+            plain.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.mse_loss(alone(x), y)
+            loss.backward()
+            plain.step()
+        expected = dict(alone.named_parameters())
+        for name, parameter in pipeline.named_parameters():
+            torch.testing.assert_close(parameter, expected[name], rtol=0, atol=0)
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_a_layer_with_statistics_in_two_stages(ranks: Any) -> None:
+    def check() -> None:
+        norm, n = nn.BatchNorm1d(6, dtype=DTYPE), hvd.size()
+        model = seeded(nn.Sequential(linear(4, 6), norm, *(linear(6, 6) for _ in range(n - 1)), norm, linear(6, 3)))
+        pipeline = hvd.Pipeline(model, loss=F.mse_loss, microbatches=1, cuts=[str(2 + k) for k in range(n - 1)])
+        x, y, before = numbers(6, 4), numbers(6, 3, seed=2), copy.deepcopy(norm.state_dict())
+        for call in (lambda: pipeline.step(x, y), lambda: pipeline.predict(x)):
+            with pytest.raises(
+                ArgumentError, match=r"the stages \[0, .\] use .*running_mean, and the forward pass changes"
+            ):
+                call()
+        assert all(torch.equal(value, before[name]) for name, value in norm.state_dict().items())
+        pipeline.eval().step(x, y)  # nothing changes
+        F.mse_loss(copy.deepcopy(model).eval()(x), y)
 
     ranks(check)
 

@@ -30,6 +30,9 @@ class Stage(Protocol):
         ...
 
 
+_AS_BEFORE = "This rank's parameters and gradients are as they were, and the next step begins anew."
+
+
 class _LetGo(Exception):
     """Another rank has failed in this step."""
 
@@ -140,12 +143,13 @@ class Relay:
         if dest is not None:
             self._messages.send(packed, said, dest, 2 * border + (_FORWARD if each.forward else _BACKWARD))
 
-    def settle(self, error: Exception | None, numbers: Sequence[float]) -> Array:
+    def settle(self, error: Exception | None, numbers: Sequence[float], left: str = _AS_BEFORE) -> Array:
         """End a step. All ranks of the pipeline call this; if one has failed, all raise.
 
         Args:
             error: What `run` has returned.
             numbers: What this rank adds, equally many on all ranks.
+            left: What a step that has failed has left, for the text of the error.
 
         Returns:
             The sums of the ranks' numbers: float64.
@@ -170,6 +174,5 @@ class Relay:
         text, is_argument = next(text for text in texts if text is not None)
         ranks = [rank for rank, text in zip(self._process_set.members, texts, strict=True) if text is not None]
         raise (ArgumentError if is_argument else HvdliteError)(
-            f"{ranks_text(ranks)} could not make this step of the {self._kind}, so no rank has made it: {text}. This rank's "
-            "parameters and gradients are as they were, and the next step begins anew."
+            f"{ranks_text(ranks)} could not make this step of the {self._kind}, so no rank has made it: {text}. {left}"
         )
