@@ -97,6 +97,8 @@ def load_whole_state(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any])
             f"this state has no parameter {unknown[0]!r}; it has those of {', '.join(map(repr, list(place_of)[:3]))} …: it is "
             "of another model, or of one stage only."
         )
+    if by_name:
+        _check_places(keys, place_of, saved_groups, optimizer.param_groups)
     parameters = optimizer_parameters(optimizer)
     numbers = iter(range(len(parameters)))
     own_groups = [
@@ -113,6 +115,27 @@ def load_whole_state(optimizer: torch.optim.Optimizer, whole: Mapping[str, Any])
         if (place := place_of[key]) in whole["state"]
     }
     load_optimizer_state(optimizer, {**whole, "param_groups": own_groups, "state": state})
+
+
+def _check_places(
+    keys: Sequence[Any],
+    place_of: Mapping[Any, int],
+    saved: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Raise if a parameter is in a group of another number than in the saved state, whose settings it would get.
+
+    Raises:
+        ArgumentError: One is.
+    """
+    group_of = {place: number for number, group in enumerate(saved) for place in group["params"]}
+    here = [number for number, group in enumerate(groups) for _ in group["params"]]
+    for key, number in zip(keys, here, strict=True):
+        if group_of[place_of[key]] != number:
+            raise ArgumentError(
+                f"this state has the parameter {key!r} in group {group_of[place_of[key]]} of the optimizer, and here it is in "
+                f"group {number}: it would get the settings of others. Make the groups in the order in which they were."
+            )
 
 
 def name_in_state(optimizer: torch.optim.Optimizer) -> None:
@@ -187,12 +210,16 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
     keys = iter(_keys_of(optimizer))
     own = [[next(keys) for _ in group["params"]] for group in optimizer.param_groups]
     for stages in _only_stages(optimizer):
-        told: Sequence[list[list[str]]] = stages.gather(own, "the groups of the optimizer")
+        mine = list(zip(own, map(_settings_of, optimizer.param_groups), strict=True))
+        everybody = stages.gather(mine, "the groups of the optimizer")
+        told: Sequence[list[list[str]]] = [[names for names, _ in each] for each in everybody]
         if len({len(each) for each in told}) > 1:
             raise ArgumentError(
                 f"the optimizers of the stages have {', '.join(str(len(each)) for each in told)} groups of parameters: make as "
                 "many on each rank, if need be without parameters."
             )
+        for number, groups in enumerate(zip(*everybody, strict=True)):
+            _check_settings(number, [settings for _, settings in groups])
         order = {name: place for place, name in enumerate(stages.names)}
         own = [
             sorted(
@@ -202,6 +229,26 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
             for number in range(len(own))
         ]
     return own
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, str]:
+    return {name: repr(value) for name, value in group.items() if name not in ("params", NAMES)}
+
+
+def _check_settings(number: int, everybody: Sequence[Mapping[str, str]]) -> None:
+    """Raise if the stages have made different groups under one number, such as in another order.
+
+    Raises:
+        ArgumentError: They have.
+    """
+    for name in dict.fromkeys(name for each in everybody for name in each):
+        values = dict.fromkeys(each.get(name, "nothing") for each in everybody)
+        if len(values) > 1:
+            raise ArgumentError(
+                f"group {number} of the optimizers has {name}={' on one stage, '.join(values)} on another: in the whole model "
+                "it is one group with one setting. Make the groups in the same order on each rank, and one for each setting "
+                "of any stage, if need be without parameters."
+            )
 
 
 def _full_value(value: Any, parameter: torch.Tensor) -> Any:

@@ -288,6 +288,24 @@ def test_a_checkpoint_is_that_of_the_whole_model(tmp_path: Path) -> None:
         assert distance(again.full_state_dict(), model) <= 1e-12
 
 
+def test_groups_that_differ_between_stages_are_refused() -> None:
+    """Their settings would be those of rank 0, for the parameters of others."""
+    pipeline = staged(own_grid())
+    in_order = adam(pipeline)
+    swapped = torch.optim.AdamW(groups_of(pipeline)[::-1], lr=0.05, weight_decay=0.1)
+    pipeline.step(*batch(), in_order)
+    whole = pipeline.full_optimizer_state_dict(in_order)
+    if hvd.size() > 1:
+        with pytest.raises(
+            ArgumentError, match=r"group 0 of the optimizers has weight_decay=0.. on one stage, 0.. on another"
+        ):
+            pipeline.full_optimizer_state_dict(in_order if hvd.rank() else swapped)
+    for state in (whole, pipeline.full_optimizer_state_dict(in_order)):
+        with pytest.raises(ArgumentError, match="in group 1 of the optimizer, and here it is in group 0"):
+            pipeline.load_optimizer_state_dict(swapped, state)
+    pipeline.load_optimizer_state_dict(in_order, whole)
+
+
 def test_states_of_other_models_are_refused(tmp_path: Path) -> None:
     folder, grid = Path(hvd.broadcast_object(str(tmp_path))), own_grid()
     pipeline = staged(grid)
