@@ -74,17 +74,22 @@ SPMD = [
     "torch_training",
 ]
 # They look at what ranks agree on, or at options of the adapter, and not at who shares memory with whom.
+FEW = ["join", "process_sets", "sharded"]
 OTHERS = ["communicator", "order", "torch_operations", "torch_options", "torch_pipeline"]
 
 
-# Beside other tests a rank was seen to hang at its end here, and it is not known why.
-@pytest.mark.weekly
 @pytest.mark.timeout(SPMD_LIMIT + 20)
-@pytest.mark.parametrize("where", [EVEN, UNEVEN])
-def test_spmd(two_hosts: Hosts, where: str) -> None:
-    chosen = [*SPMD, *OTHERS]
-    by_sockets = where == UNEVEN
-    files = ["--quick", *(str(ROOT / f"tests/spmd/test_{name}.py") for name in chosen)]
+@pytest.mark.parametrize(
+    ("where", "names"),
+    [
+        pytest.param(UNEVEN, FEW, marks=pytest.mark.slow, id="few"),
+        pytest.param(EVEN, [*SPMD, *OTHERS], marks=pytest.mark.weekly, id="even"),
+        pytest.param(UNEVEN, [*SPMD, *OTHERS], marks=pytest.mark.weekly, id="uneven, sockets"),
+    ],
+)
+def test_spmd(two_hosts: Hosts, where: str, names: list[str]) -> None:
+    by_sockets = where == UNEVEN and names != FEW
+    files = ["--quick", *(str(ROOT / f"tests/spmd/test_{name}.py") for name in names)]
     done = mpirun(
         two_hosts,
         where,
