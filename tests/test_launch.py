@@ -768,6 +768,24 @@ def test_directories_of_others_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_
             shared_memory.create_directory()
 
 
+def test_a_directory_that_a_rank_takes_as_it_ends_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path, made = tmp_path / "hvdlite.0", []
+
+    def and_another_rank_ends(directory: str) -> None:
+        make_private(directory)
+        made.append(directory)
+        if len(made) < 3:
+            path.rmdir()
+
+    make_private = shared_memory.make_private
+    monkeypatch.setenv("OMPI_MCA_btl_sm_backing_directory", str(path))
+    monkeypatch.setattr(shared_memory, "make_private", and_another_rank_ends)
+    shared_memory.create_directory()
+    assert len(made) == 3 and len(list(path.iterdir())) == 1
+
+
 def test_a_guard_removes_what_earlier_starts_of_its_job_have_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ import tempfile
 _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
 _MEMORY = "/dev/shm"
 _NAME = "hvdlite."
+_TRIES = 100
 
 
 def new_directory(flavour: str, before: str = "") -> str:
@@ -50,11 +51,16 @@ def create_directory() -> None:
         OSError: The directory cannot be created, belongs to another user, or is open to others.
     """
     if directory := _directory():
-        make_private(directory)
+        for left in reversed(range(_TRIES)):
+            try:
+                make_private(directory)
+                # A mark of this guard: a rank that ends before the others start MPI must not take the directory from them.
+                with open(_mark(directory), "xb"):
+                    break
+            except FileNotFoundError:  # a rank that has ended took the empty directory, before there was this mark
+                if not left:
+                    raise
         _remove_earlier(directory)
-        # A mark of this guard: a rank that ends before the others start MPI must not take the empty directory from them.
-        with open(_mark(directory), "xb"):
-            pass
 
 
 def _remove_earlier(directory: str) -> None:
