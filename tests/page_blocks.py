@@ -185,6 +185,13 @@ PARTS: dict[tuple[str, str], tuple[str, str, str]] = {
         + "optimizer = hvd.DistributedOptimizer(optimizer)",
         "assert hvd.checkpoint.load('checkpoints', model=model, optimizer=optimizer)['epoch'] == 2",
     ),
+    ("docs/checkpoints.md", "wait=False"): (
+        "torch",
+        _TORCH
+        + "import os, tempfile\nos.chdir(hvd.broadcast_object(tempfile.mkdtemp()))\nepoch = 2\n"
+        + "optimizer = hvd.DistributedOptimizer(optimizer)",
+        "assert hvd.checkpoint.load('checkpoints', model=model, optimizer=optimizer)['epoch'] == 2",
+    ),
     ("docs/loggers.md", "SummaryWriter"): (
         "torch",
         "import os, sys, tempfile\nfolder = tempfile.mkdtemp()\nos.chdir(folder)\nsys.argv = ['train.py']",

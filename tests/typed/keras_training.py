@@ -155,6 +155,8 @@ def saved(folder: Path) -> int:
     """A checkpoint, and the start from it."""
     model = model_of()
     assert_type(hvd.checkpoint.save(folder, model=model, epoch=2), Path)
+    assert_type(hvd.checkpoint.save(folder, model=model, epoch=3, wait=False), Path)
+    hvd.checkpoint.wait()
     loaded = hvd.checkpoint.load(folder, model=model)
     assert_type(loaded, hvd.checkpoint.Loaded | None)
     epoch: int = loaded["epoch"] if loaded else 0
