@@ -87,7 +87,7 @@ def saved(folder: Path) -> int:
     weights = np.ones(3)
     path = hvdlite.checkpoint.save(folder, weights=weights, epoch=2)
     assert_type(path, Path)
-    assert_type(hvdlite.checkpoint.save(folder, weights=weights, epoch=3, wait=False), Path)
+    assert_type(hvdlite.checkpoint.save(folder, weights=weights, epoch=2, wait=False), Path)
     hvdlite.checkpoint.wait()
     loaded = hvdlite.checkpoint.load(folder)
     assert_type(loaded, hvdlite.checkpoint.Loaded | None)
