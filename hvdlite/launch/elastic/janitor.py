@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import time
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from hvdlite.launch.elastic.state_folder import StateFolder
 from hvdlite.launch.job.hosts import Host
+from hvdlite.launch.job.signals import outlive_terminal
 from hvdlite.launch.job.ssh import remove_elsewhere
 
 _SECONDS = 5.0  # so long may ranks of a job that was killed still write
@@ -52,12 +52,7 @@ def _serve(read: int, write: int, directory: str, ssh: Sequence[str] | None, sta
         os.close(write)
         if state is not None:
             state.let_go()
-        os.setsid()  # Ctrl-C on the terminal must not end it
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):  # who reads hvdliterun's output need not wait for this process
-            os.dup2(null, descriptor)
+        outlive_terminal()
         names = b""
         while data := os.read(read, 4096):
             names += data

@@ -16,13 +16,13 @@ import fcntl
 import json
 import os
 import secrets
-import signal
 import stat
 import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from hvdlite.errors import LaunchError
+from hvdlite.launch.job.signals import outlive_terminal
 from hvdlite.launch.worker.shared_memory import make_private
 from hvdlite.launcher_link import commit_file
 from hvdlite.launcher_link.generation import CommitId
@@ -113,7 +113,8 @@ class StateFolder:
                     f"it has commits, and {_JOB} is gone: they cannot be used. Remove the folder"
                 ) from None
             key = secrets.token_hex(32)
-            self._write_job({**job, "key": key})
+            content = json.dumps({**job, "key": key}).encode()
+            _write_whole(path, lambda file: os.write(file, content))
             return key
         except (ValueError, KeyError, AttributeError, TypeError):
             raise self._error(f"{_JOB} is damaged, so its commits cannot be used. Remove the folder") from None
@@ -123,16 +124,6 @@ class StateFolder:
                 "remove this one"
             )
         return str(key)
-
-    def _write_job(self, job: dict[str, object]) -> None:
-        draft = os.path.join(self._path, _JOB + _DRAFT)
-        file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-        try:
-            os.write(file, json.dumps(job).encode())
-            os.fsync(file)
-        finally:
-            os.close(file)
-        os.rename(draft, os.path.join(self._path, _JOB))
 
     # ---- what an earlier start has left ----
 
@@ -270,12 +261,7 @@ def _words(job: dict[str, object]) -> str:
 def _write_behind(requests: int, news: int, directory: str, folder: str) -> NoReturn:
     """Copy the newest commits when asked to, and once more when hvdliterun has ended without a word."""
     try:
-        os.setsid()  # Ctrl-C on the terminal must not end it
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in (0, 1, 2):  # who reads hvdliterun's output need not wait for this process
-            os.dup2(null, descriptor)
+        outlive_terminal()
         os.nice(19)
         while (word := os.read(requests, 1)) != b"q":
             try:
@@ -314,21 +300,30 @@ def _keep_newest(directory: str, folder: str) -> None:
 
 def _copy(source: str, target: str) -> None:
     """Copy a file, and return when it is on the disk, whole, under its name."""
-    draft = os.path.join(os.path.dirname(target), _DRAFT)
     with open(source, "rb") as file:
-        copy = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
+
+        def send(copy: int) -> None:
             place = 0
             while count := os.sendfile(copy, file.fileno(), place, _AT_ONCE):
                 place += count
-            os.fsync(copy)
-            os.rename(draft, target)
-        except OSError:
-            os.unlink(draft)
-            raise
-        finally:
-            os.close(copy)
-    folder = os.open(os.path.dirname(target), os.O_RDONLY)
+
+        _write_whole(target, send)
+
+
+def _write_whole(path: str, write: Callable[[int], object]) -> None:
+    """Let `write` write to a descriptor, and give the file its name when it is on the disk."""
+    draft = os.path.join(os.path.dirname(path), _DRAFT)
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        write(file)
+        os.fsync(file)
+        os.rename(draft, path)
+    except OSError:
+        os.unlink(draft)
+        raise
+    finally:
+        os.close(file)
+    folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

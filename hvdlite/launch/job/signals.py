@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,3 +24,13 @@ def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[Non
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+def outlive_terminal() -> None:
+    """Let this process, forked from hvdliterun, end by none of these signals, and keep nobody waiting for its output."""
+    os.setsid()  # Ctrl-C on the terminal must not end it
+    for number in ENDS:
+        signal.signal(number, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):  # who reads hvdliterun's output need not wait for this process
+        os.dup2(null, descriptor)
