@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hvdlite.comm.ballot import What
+from hvdlite.comm.naps import wait_until
 from hvdlite.errors import HvdliteError, PeerLeftError
 from hvdlite.operations import SHARED_BUCKETS, Operation, Signature, operation_for_absent
 from hvdlite.operations.negotiation.controller import Controller, error_of
@@ -21,9 +21,6 @@ from hvdlite.ranks.topology import Members
 from hvdlite.timeline import Timeline
 from hvdlite.watchdog.deadlock import Need
 from hvdlite.watchdog.links import Link
-
-_NAP = 200e-6
-"""Seconds for which a rank sleeps that has nothing to do but wait for the end of the plans."""
 
 
 class Driver:
@@ -104,17 +101,19 @@ class Driver:
         if self._rank == 0:
             with self._lock:
                 self._controller.end()
-        while not self._controller.ended:
-            if self.broken is None:
-                moved = self.drive_if_free()
-            else:  # its plans are not carried out, but the ranks below wait for their end, too
-                with self._lock:
-                    try:
-                        moved = bool(self._controller.step())
-                    except PeerLeftError:
-                        return
-            if not moved:
-                time.sleep(_NAP)
+        wait_until(self._has_ended, lambda: None)
+
+    def _has_ended(self) -> bool:
+        """Drive one step. Return whether there are no more plans."""
+        if self.broken is None:
+            self.drive_if_free()
+        else:  # its plans are not carried out, but the ranks below wait for their end, too
+            with self._lock:
+                try:
+                    self._controller.step()
+                except PeerLeftError:
+                    return True
+        return self._controller.ended
 
     def run_at_once(
         self, express: Express, operation: Operation, name: str | None
