@@ -19,6 +19,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from hvdlite.api import before_leaving, world
@@ -33,19 +34,18 @@ from hvdlite.runtime.world import World
 _POLL_SECONDS = 0.02
 
 
-class First:
+class First(NamedTuple):
     """What the first rank's thread does beside the writing of its own files.
 
-    Args:
+    Attributes:
         ranks: The numbers of the other ranks that have files.
         finish: Makes the checkpoint whole, of the records of all files. It returns a warning, or an empty text.
         end: Removes what was begun, unless it is whole.
     """
 
-    def __init__(
-        self, ranks: Sequence[int], finish: Callable[[Mapping[str, FileRecord]], str], end: Callable[[], None]
-    ) -> None:
-        self.ranks, self.finish, self.end = ranks, finish, end
+    ranks: Sequence[int]
+    finish: Callable[[Mapping[str, FileRecord]], str]
+    end: Callable[[], None]
 
 
 class Behind:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from hvdlite.checkpoint.disk import sync_folder
 from hvdlite.errors import ArgumentError
 
 
@@ -34,8 +35,4 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)
