@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 import keras
@@ -42,12 +43,10 @@ def list_with(callback: Any) -> list[Any] | None:
     Returns:
         Keras' own list, to which a callback can be appended; None in a training loop without `CallbackList`.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         found = getattr(frame.f_locals.get("self"), "callbacks", None)
         if isinstance(found, list) and any(each is callback for each in found):
             return found
-        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 

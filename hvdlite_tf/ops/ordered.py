@@ -22,6 +22,7 @@ import functools
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -129,13 +130,11 @@ def _parallel_dataset() -> str | None:
 
     A function does not know what it is traced for, so this looks for the constructor of the dataset among the callers.
     """
-    frame: Any = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_globals.get("__name__", "").startswith("tensorflow.python.data") and "self" in frame.f_locals:
             name = type(frame.f_locals["self"]).__name__
             if _PARALLEL.search(name) and frame.f_locals.get("num_parallel_calls") not in (None, 1):
                 return name
-        frame = frame.f_back
     return None
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,14 +122,8 @@ class _Begun:
 
 def _looks_only() -> bool:
     """Return whether Keras reads the first element only to build a model, and will read all elements after that."""
-    frame = sys._getframe(2)
-    for _ in range(_DEPTH):
-        if frame is None:
-            return False
-        if frame.f_code.co_name.endswith("_symbolic_build"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    callers = itertools.islice(traceback.walk_stack(sys._getframe(2)), _DEPTH)
+    return any(frame.f_code.co_name.endswith("_symbolic_build") for frame, _ in callers)
 
 
 def meet_before_keras_reads() -> None:
@@ -139,8 +135,7 @@ def meet_before_keras_reads() -> None:
     Raises:
         ArgumentError: Several ranks give a `BackupAndRestore` of Keras 3 the same folder, to which each of them writes.
     """
-    frame: Any = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         package, method = frame.f_globals.get("__name__", "").partition(".")[0], frame.f_code.co_name
         if package in ("keras", "tf_keras") and method in ("fit", "evaluate", "predict"):
             given = frame.f_locals.get("callbacks") if method == "fit" and package == "keras" else None
@@ -148,7 +143,6 @@ def meet_before_keras_reads() -> None:
             if problem := problem_of_backups(keras.tree.flatten(getattr(given, "callbacks", given)), None, name):
                 raise ArgumentError(problem)
             return
-        frame = frame.f_back
 
 
 def in_order_of_rank_0(iterator: Any) -> None:
