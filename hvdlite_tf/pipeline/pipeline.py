@@ -116,7 +116,12 @@ class Pipeline(keras.Model):  # type: ignore[misc]
         self._bubble.total += time.perf_counter() - begin
         if count is not None and getattr(getattr(self.optimizer, "_hvdlite", None), "weight", None) is not None:
             self.optimizer.set_batch_weight(count)  # so that pipelines side by side count alike
-        self.optimizer.apply(self._passes.gradients, self.trainable_variables)
+        error = None
+        try:
+            self.optimizer.apply(self._passes.gradients, self.trainable_variables)
+        except Exception as failure:
+            error = failure
+        self._relay.settle(error, [], "The optimizers of other ranks have made their steps.")
         return self.get_metrics_result()
 
     def test_step(self, data: Any) -> dict[str, Any]:

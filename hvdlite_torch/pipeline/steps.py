@@ -100,7 +100,7 @@ class Steps:
         if wanting:
             self._input_gradients(batch, correction, int(wanting))
         if optimizer is not None:
-            with without_autocast():
+            with without_autocast(), self._relay.alone("the optimizer's step"):
                 optimizer.step()
         return torch.tensor(loss, dtype=torch.float64)
 

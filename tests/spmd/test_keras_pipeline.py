@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -231,6 +232,22 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: Any) -> None:
         with pytest.raises(hvdlite.errors.HvdliteError, match="called with different batches"):
             pipeline.train_on_batch(X[: 2 if hvd.rank() else 9], Y[: 2 if hvd.rank() else 9])
         np.testing.assert_allclose(pipeline.evaluate(X, Y, batch_size=BATCH, verbose=0), expected, rtol=1e-6)
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_an_error_in_the_step_of_one_optimizer_is_raised_on_all(ranks: Any) -> None:
+    def check() -> None:
+        pipeline = compiled(hvd.Pipeline([keras.Sequential(part) for part in parts(hvd.size())], 3))
+        last = hvd.size() - 1
+        if hvd.rank() == last:
+            pipeline.optimizer.apply = operator.truediv  # not of lists
+        with pytest.raises(
+            TypeError if hvd.rank() == last else hvdlite.errors.HvdliteError,
+            match="unsupported operand" if hvd.rank() == last else f"^rank {last} could not make .*: TypeError",
+        ):
+            pipeline.train_on_batch(X[:BATCH], Y[:BATCH])
 
     ranks(check)
 

@@ -287,6 +287,32 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: Any, schedule: str) -> Non
 
 
 @pytest.mark.ranks(at_least=2)
+def test_an_error_in_the_step_of_one_optimizer_ends_the_next_step_of_all(ranks: Any) -> None:
+    def check() -> None:
+        model, cuts = network(hvd.size())
+        pipeline = hvd.Pipeline(model, loss=F.mse_loss, microbatches=3, cuts=cuts)
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        x, y = numbers(6, 4), numbers(6, 3, seed=2)
+        pipeline.step(x, y, optimizer)
+        if hvd.rank() == 1:
+            optimizer.register_step_pre_hook(_too_hot)
+            with pytest.raises(KeyError, match="too hot"):
+                pipeline.step(x, y, optimizer)
+        else:
+            pipeline.step(x, y, optimizer)
+            with pytest.raises(
+                HvdliteError, match="^rank 1 has failed in the optimizer's step of the pipeline: KeyError"
+            ):
+                pipeline.step(x, y, optimizer)
+
+    ranks(check)
+
+
+def _too_hot(*_: Any) -> None:
+    raise KeyError("too hot")
+
+
+@pytest.mark.ranks(at_least=2)
 def test_calls_that_do_not_fit(ranks: Any) -> None:
     """Whatever the ranks are called with, none waits in vain, and the pipeline can be used again."""
 

@@ -121,6 +121,10 @@ class Messages:
     def _wait_for(self, array: Array, source: int, tag: int) -> None:
         self._communicator.irecv(array, source, tag).wait()
 
+    def break_off(self, what: str, error: BaseException) -> None:
+        """See `Channel.break_off`."""
+        self._communicator.channel.break_off(what, error)
+
     def finish(self) -> None:
         """Wait until everything that was sent has arrived."""
         for request in self._sent:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,7 +31,9 @@ class Stage(Protocol):
         ...
 
 
-_AS_BEFORE = "This rank's parameters and gradients are as they were, and the next step begins anew."
+_AS_BEFORE = (
+    "So no rank has made it. This rank's parameters and gradients are as they were, and the next step begins anew."
+)
 
 
 class _LetGo(Exception):
@@ -143,6 +146,18 @@ class Relay:
         if dest is not None:
             self._messages.send(packed, said, dest, 2 * border + (_FORWARD if each.forward else _BACKWARD))
 
+    @contextlib.contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Do something on this rank after a step. If it raises, the other ranks raise as soon as they need this rank again.
+
+        To ask the others whether they have done it would cost each step a message.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._messages.break_off(f"{what} of the {self._kind}", error)
+            raise
+
     def settle(self, error: Exception | None, numbers: Sequence[float], left: str = _AS_BEFORE) -> Array:
         """End a step. All ranks of the pipeline call this; if one has failed, all raise.
 
@@ -174,5 +189,5 @@ class Relay:
         text, is_argument = next(text for text in texts if text is not None)
         ranks = [rank for rank, text in zip(self._process_set.members, texts, strict=True) if text is not None]
         raise (ArgumentError if is_argument else HvdliteError)(
-            f"{ranks_text(ranks)} could not make this step of the {self._kind}, so no rank has made it: {text}. {left}"
+            f"{ranks_text(ranks)} could not make this step of the {self._kind}: {text}. {left}"
         )
