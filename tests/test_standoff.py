@@ -68,6 +68,33 @@ def test_operations_of_two_process_sets() -> None:
     assert "rank 0 waits for 'in the set': barrier()\n  rank 1 waits for 'of all': barrier()" in text
 
 
+def test_messages_that_wait_for_each_other() -> None:
+    def check() -> None:
+        channel = world().group().channel("a test")
+        if hvd.rank() < 2:
+            channel.isend(np.ones(1), 1 - hvd.rank()).wait()
+            for _ in range(2):  # the second message was not sent
+                channel.irecv(np.zeros(1), 1 - hvd.rank()).wait()
+
+    text = standoff(3, check)
+    assert (
+        "two ranks wait for each other, so neither can go on:\n  rank 0 waits for a message with tag 0 from rank 1"
+        in text
+    )
+
+
+def test_a_message_and_an_operation_wait_for_each_other() -> None:
+    def check() -> None:
+        channel = world().group().channel("a test")
+        if hvd.rank() == 1:
+            channel.irecv(np.zeros(1), 0).wait()
+        else:
+            hvd.barrier("the end")
+
+    text = standoff(3, check)
+    assert "  rank 0 waits for 'the end': barrier()\n  rank 1 waits for a message with tag 0 from rank 0" in text
+
+
 @pytest.mark.parametrize("size", [3, 4, 5])
 def test_a_circle_over_process_sets(size: int) -> None:
     """Each rank waits for the next one, in a set of the two; the last for the first."""

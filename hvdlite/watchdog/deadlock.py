@@ -2,7 +2,7 @@
 
 The controller of a group compares the operations of the group. The deadlock detector compares the waits that no controller sees
 together: a gradient exchange and an operation, exchanges of different gradients, operations of different process sets,
-`join` and an exchange.
+`join` and an exchange, messages from one rank to another.
 
 A rank is *stuck* if all of its threads that use hvdlite wait, and have waited for some time. A stuck rank tells rank 0 what it
 needs. A rank *lacks* what another rank needs if it has not done its part of it: this is an edge of the wait-for graph. A set of
@@ -28,6 +28,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from hvdlite.ranks.topology import Members
+from hvdlite.watchdog.letters import Letter
 
 _ROUND_LOOKS = 8
 """How often rank 0 looks for answers before it asks again, for a rank may be stopped or dead."""
@@ -38,12 +39,13 @@ class Need(NamedTuple):
 
     Attributes:
         members: The ranks that must take part; all of them must.
-        operation: The key of the operation; None if the rank waits for a gradient exchange.
+        operation: The key of the operation; None if the rank waits for a gradient exchange or a message.
         number: For an operation, the number of plans that its controller has followed. For a gradient exchange, its number
             among the exchanges of the channel.
         text: A description for the error message.
         channel: For a gradient exchange, the number of the channel, which stands for certain gradients. All ranks make
             the exchanges of a channel in the same order.
+        letter: For a message, which one; its sender and its receiver are the members.
     """
 
     members: Members
@@ -51,11 +53,12 @@ class Need(NamedTuple):
     number: int
     text: str
     channel: int = 0
+    letter: Letter | None = None
 
     @property
-    def sequence(self) -> tuple[int, bool, int]:
-        """The sequence of matching calls in which the rank waits: the group, whether it is an operation, the channel."""
-        return self.members.id, self.operation is not None, self.channel
+    def sequence(self) -> tuple[int, bool, int, Letter | None]:
+        """The sequence of matching calls in which the rank waits: the group, whether it is an operation, the channel, the message."""
+        return self.members.id, self.operation is not None, self.channel, self.letter
 
 
 Needs = tuple[Need, ...]

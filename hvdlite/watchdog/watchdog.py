@@ -315,6 +315,8 @@ class Watchdog:
 
     def _lacks(self, need: Need) -> bool:
         """Return whether this rank has not done its part of what another rank needs."""
+        if need.letter is not None:
+            return self._links.did_its_part(need.letter) is False
         if need.operation is None:
             begun = self.exchanges_begun(need.members, need.channel)
             return self._transport.rank in need.members.ranks and begun < need.number

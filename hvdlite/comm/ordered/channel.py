@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from hvdlite.comm.naps import LONGEST_NAP, OFFERS_SECONDS, wait_until
@@ -15,6 +15,7 @@ from hvdlite.errors import HvdliteError
 from hvdlite.protocols import ANY, Array, Request, Transport, WaitKind
 from hvdlite.ranks.own_core import yield_core
 from hvdlite.ranks.topology import Members
+from hvdlite.watchdog.deadlock import Need
 from hvdlite.watchdog.letters import Letter, Letters
 from hvdlite.watchdog.waits import Wait
 from hvdlite.watchdog.watchdog import Watchdog
@@ -113,11 +114,12 @@ class WatchedChannel:
         guard, link = self._guard, self._link
         said, kind = guard.what, guard.kind
         errors: list[HvdliteError] = []
-        concerned = range(self.size) if guard.asks_all else (self.rank, *peers)
+        text = what if said is None else partial(str, said)
         wait = Wait(
-            what if said is None else partial(str, said),
-            self._members._replace(ranks=tuple(sorted({self._members.ranks[rank] for rank in concerned}))),
+            text,
+            self._among(range(self.size) if guard.asks_all else (self.rank, *peers)),
             errors.append,
+            need=None if letter is None else lambda: Need(self._among(letter[1:3]), None, 0, text(), letter=letter),
             link=link,
             kind=kind,
             one_of=tuple(self._members.ranks[rank] for rank in peers),
@@ -138,6 +140,10 @@ class WatchedChannel:
             wait_until(request.test, check, offers_seconds=offers_seconds, longest_nap=longest_nap)
         finally:
             self._watch.end(number)
+
+    def _among(self, ranks: Iterable[int]) -> Members:
+        """Return some ranks of the group, as those of the job."""
+        return self._members._replace(ranks=tuple(sorted({self._members.ranks[rank] for rank in ranks})))
 
     def cancelled(self, letter: Letter) -> None:
         """Note that a receive was given up."""
