@@ -163,6 +163,10 @@ class Odd(nn.Module):
         x = self.norm(self.layers[0](x))
         if self.kind == "tensor hook":
             x.register_hook(lambda gradient: -gradient)
+        if self.kind == "node's hook":
+            x.grad_fn.register_hook(lambda inputs, outputs: None)
+        if self.kind == "node's prehook":
+            x.grad_fn.register_prehook(lambda gradients: tuple(-gradient for gradient in gradients))
         if self.kind == "counter":
             self.calls += 1
         if self.kind in ("none", "tensor"):
@@ -188,6 +192,7 @@ class Odd(nn.Module):
         ("function", "uses Straight, an autograd.Function with a gradient of its own"),
         ("bound function", "uses Straight, an autograd.Function with a gradient of its own"),
         ("tensor hook", "registers the hook Odd.forward.*for a tensor"),
+        *((f"node's {hook}", "registers a hook for the node .*Backward") for hook in ("hook", "prehook")),
         ("counter", "the forward pass changes 'calls'"),
         *((kind, "the forward pass changes 'seen'") for kind in ("none", "tensor", "list", "in place")),
         ("random", "the forward pass draws random numbers of Python"),

@@ -93,12 +93,28 @@ def _check(model: nn.Module, attributes: dict[str, list[Any]], drawn: tuple[Any,
 
 
 def _check_gradients(output: Any) -> None:
-    """Raise for an autograd.Function in the graph: ``square = Square.apply`` of a program is older than what is patched."""
+    """Raise for what is in the graph and cannot be patched.
+
+    That is an autograd.Function, for ``square = Square.apply`` of a program is older than what is patched, and a hook of a node.
+    """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     for node in (node for tensor in tensors for node in nodes_below(tensor)):
         kind = getattr(type(node), "_forward_cls", None)
         if kind not in (None, CheckpointFunction):
             refuse(f"the forward pass uses {kind.__name__}, an autograd.Function with a gradient of its own")
+        if _has_hooks(node):
+            refuse(f"the forward pass registers a hook for the node {type(node).__name__} of autograd's graph")
+
+
+def _has_hooks(node: Any) -> bool:
+    """Return whether a node of autograd's graph has hooks. They can be seen only in the dictionary where a new one goes."""
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)
+        count = len(handle.hooks_dict_ref())
+        handle.remove()
+        if count > 1:
+            return True
+    return False
 
 
 def refuse_hooks_within(model: nn.Module) -> None:
