@@ -57,7 +57,7 @@ class Need(NamedTuple):
 
     @property
     def sequence(self) -> tuple[int, bool, int, Letter | None]:
-        """The sequence of matching calls in which the rank waits: the group, whether it is an operation, the channel, the message."""
+        """The sequence of matching calls in which the rank waits: its group, whether it has operations, channel, message."""
         return self.members.id, self.operation is not None, self.channel, self.letter
 
 

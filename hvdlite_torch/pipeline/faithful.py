@@ -95,7 +95,7 @@ def _check(model: nn.Module, attributes: dict[str, list[Any]], drawn: tuple[Any,
 def _check_gradients(output: Any) -> None:
     """Raise for what is in the graph and cannot be patched.
 
-    That is an autograd.Function, for ``square = Square.apply`` of a program is older than what is patched, and a hook of a node.
+    That is an autograd.Function (``square = Square.apply`` of a program is older than what is patched), or a hook of a node.
     """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     for node in (node for tensor in tensors for node in nodes_below(tensor)):
