@@ -10,7 +10,7 @@ the operation to its engine. The engine runs it when every rank has submitted it
 - `reducible`: the reductions that each dtype allows.
 - `on_device`: operations on tensors that lie on a GPU; `device_reduction` reduces there, and `device_rows` moves rows there.
 - `negotiation/`: the ranks agree on which operations run now, in which order.
-- `joined`: the operations of a rank that has joined, made from what the others have submitted; `absent`: their tensors.
+- `absent`: the tensors of a rank that has joined, which takes part in what the others have submitted (`Operation.of_absent`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hvdlite.operations.allgather import Allgather
 from hvdlite.operations.allreduce import Allreduce
 from hvdlite.operations.alltoall import Alltoall
 from hvdlite.operations.base import (
+    SHARED_BUCKETS,
     Agreement,
     Barrier,
     Join,
@@ -27,9 +28,10 @@ from hvdlite.operations.base import (
     Signature,
     describe,
     needs_every_rank,
+    operation_for_absent,
+    why_absent_refused,
 )
 from hvdlite.operations.broadcast import Broadcast
-from hvdlite.operations.joined import SHARED_BUCKETS, operation_for_absent, why_absent_refused
 from hvdlite.operations.objects import AllgatherObject, BroadcastObject
 from hvdlite.operations.reducescatter import Reducescatter
 

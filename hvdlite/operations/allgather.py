@@ -9,16 +9,21 @@ import numpy as np
 
 from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.operations.absent import AbsentTensor
 from hvdlite.operations.base import TensorOperation
 from hvdlite.operations.device_rows import allgather_on_device
 
 
-class Allgather(TensorOperation):
+class Allgather(TensorOperation, kind="allgather"):
     """Concatenate the ranks' tensors along the first dimension, whose length may differ. Scalars become a vector."""
 
     def __init__(self, given: Any) -> None:
         super().__init__(given)
-        self.signature = ("allgather", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), self.where)
+        self.signature = (self.kind, tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), self.where)
+
+    @classmethod
+    def of_absent(cls, absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Allgather:
+        return cls(absent)
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
         return allgather_on_device(self, collectives, channel)

@@ -15,6 +15,7 @@ from hvdlite.comm.ballot import SHOWN_BYTES
 from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError
+from hvdlite.operations.absent import AbsentTensor
 from hvdlite.operations.base import Part, Signature, TensorOperation
 from hvdlite.operations.device_reduction import DevicePiece, DeviceReduction
 from hvdlite.operations.on_device import agree
@@ -25,7 +26,7 @@ from hvdlite.tensors.reduction import Reduction, reduction
 _ALGORITHM_NAMES = ("auto", "shared_memory", "mpi", *ALGORITHMS)
 
 
-class Allreduce(TensorOperation):
+class Allreduce(TensorOperation, kind="allreduce"):
     """Reduce tensors elementwise over the ranks. Several tensors, and several such operations, share one message.
 
     float16 and bfloat16 are accumulated in float32 and rounded once at the end. An average of integers is summed in 64 bits and
@@ -51,6 +52,10 @@ class Allreduce(TensorOperation):
         self.signature, self.reductions, self.nbytes, self.fusion_key, self.is_small = _plan_allreduce(
             tuple(self.infos), op, float(prescale), float(postscale), algorithm, self.where
         )
+
+    @classmethod
+    def of_absent(cls, absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Allreduce:
+        return cls(absent, ReduceOp(arguments.pop("op")), **arguments)
 
     @classmethod
     def run_on_host(cls, operations: Sequence[Allreduce], collectives: HierarchicalCollectives) -> list[Any]:

@@ -10,13 +10,14 @@ import numpy as np
 from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
+from hvdlite.operations.absent import AbsentTensor
 from hvdlite.operations.base import TensorOperation
 from hvdlite.operations.device_rows import alltoall_on_device
 from hvdlite.protocols import Array
 from hvdlite.tensors.registry import adapter_for, device_kind_of
 
 
-class Alltoall(TensorOperation):
+class Alltoall(TensorOperation, kind="alltoall"):
     """Send a slice of the rows to every rank, and receive a slice from every rank.
 
     Each result is a pair: the received rows in the order of the senders, and the number of rows from each sender (int32, shape
@@ -32,7 +33,11 @@ class Alltoall(TensorOperation):
                 )
         self.even = splits is None
         self.splits = [_check_splits(splits, info.shape[0], size) for info in self.infos]
-        self.signature = ("alltoall", tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), self.where)
+        self.signature = (self.kind, tuple((info.dtype, (None, *info.shape[1:])) for info in self.infos), self.where)
+
+    @classmethod
+    def of_absent(cls, absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Alltoall:
+        return cls(absent, np.zeros(size, np.int64), size)
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
         pairs = alltoall_on_device(self, self.splits, collectives, channel)

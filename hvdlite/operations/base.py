@@ -21,6 +21,8 @@ Signature = tuple[str, tuple[tuple[str, tuple[int | None, ...]], ...], tuple[tup
 None in a shape stands for a length that may differ from rank to rank. Signatures are plain tuples, because they travel often.
 """
 
+SHARED_BUCKETS = "shared gradient buckets"
+"""The kind of the operation in which the ranks make buckets for gradients: see `hvdlite.gradients.shared_reducers`."""
 _TENSORS_SHOWN = 4
 _MILESTONE = "milestone"
 
@@ -37,7 +39,10 @@ def describe(signature: Signature, start: int = 0) -> str:
 class Operation:
     """An operation that all ranks of a group run together.
 
+    ``class Name(Operation, kind="name")`` says that ranks which have joined take part in it, by `of_absent`.
+
     Attributes:
+        kind: The first entry of the signature.
         signature: What must be equal on all ranks.
         fusion_key: Operations with equal keys (not None) may be fused: `run_together` runs them as one.
         nbytes: The number of bytes that travel. It limits how many operations are fused.
@@ -60,7 +65,25 @@ class Operation:
     hand_over: Callable[[Any], Any] | None = None
     at_once: bool = False
     is_small: bool = False
+    kind: str = ""
     signature: Signature
+
+    def __init_subclass__(cls, kind: str = "") -> None:
+        if kind:
+            cls.kind = kind
+            _OF_KIND[kind] = cls
+
+    @classmethod
+    def of_absent(cls, absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Operation:
+        """Return the operation of a rank that has joined: it adds no values, and drops what it receives.
+
+        Args:
+            absent: Tensors without values, as the signature of the other ranks has them; lengths that may differ are 0.
+            arguments: The arguments of that signature, by name, but for the device.
+            rank: The rank of this process in the group.
+            size: The number of ranks in the group.
+        """
+        raise NotImplementedError
 
     def run(self, collectives: GroupCollectives) -> Any:
         """Run the operation and return its result. Every rank of the group calls this at the same point of its sequence."""
@@ -74,6 +97,35 @@ class Operation:
     def run_together(cls, operations: Sequence[Any], collectives: GroupCollectives) -> list[Any]:
         """Run operations of this class that have the same fusion key. Return one result for each."""
         return [operation.run(collectives) for operation in operations]
+
+
+_OF_KIND: dict[str, type[Operation]] = {}
+"""The operations in which ranks take part that have joined."""
+
+
+def operation_for_absent(signature: Signature, rank: int, size: int) -> Operation:
+    """Make the operation of a rank that has joined.
+
+    Args:
+        signature: The signature of the operation on the other ranks. `why_absent_refused` must return None for it.
+        rank: The rank of this process in the group.
+        size: The number of ranks in the group.
+    """
+    kind, tensors, given = signature
+    arguments = dict(given)
+    device_kind = arguments.pop("device", None)
+    # If a length may differ from rank to rank, this rank has no rows.
+    absent = [AbsentTensor(dtype, tuple(length or 0 for length in shape), device_kind) for dtype, shape in tensors]
+    return _OF_KIND[kind].of_absent(absent, arguments, rank, size)
+
+
+def why_absent_refused(signature: Signature, joined: Sequence[int]) -> str | None:
+    """Return the reason why an operation cannot run while the ranks `joined` are absent; None if it can."""
+    kind, _, arguments = signature
+    if kind not in _OF_KIND and kind != SHARED_BUCKETS:
+        return "it needs every rank"
+    root = dict(arguments).get("root_rank")
+    return f"rank {root} is its root" if root in joined else None
 
 
 class TensorOperation(Operation):
@@ -184,13 +236,17 @@ def check_root(root: int, size: int) -> int:
     return int(root)
 
 
-class Barrier(Operation):
+class Barrier(Operation, kind="barrier"):
     """Wait until every rank has submitted its barrier. The agreement to run is the barrier, so `run` does nothing."""
 
     at_once = is_small = True
 
     def __init__(self) -> None:
-        self.signature = ("barrier", (), ())
+        self.signature = (self.kind, (), ())
+
+    @classmethod
+    def of_absent(cls, absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Barrier:
+        return Barrier()
 
     def run(self, collectives: GroupCollectives) -> None:
         return None
@@ -203,9 +259,7 @@ class Milestone(Barrier):
     """
 
     at_once = is_small = False
-
-    def __init__(self) -> None:
-        self.signature = (_MILESTONE, (), ())
+    kind = _MILESTONE
 
 
 def needs_every_rank(signature: Signature) -> bool:

@@ -1,4 +1,8 @@
-"""Operations on Python objects. The objects travel pickled; the caller's thread unpickles them, so an error is raised there."""
+"""Operations on Python objects. The objects travel pickled.
+
+The caller's thread unpickles them, so an error is raised there. On a rank that has joined nobody does: unpickling may run code
+and need modules of the program.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,12 @@ import numpy as np
 
 from hvdlite.algorithms.gather_bytes import allgather_bytes
 from hvdlite.comm.hierarchical import HierarchicalCollectives
+from hvdlite.operations.absent import AbsentTensor
 from hvdlite.operations.base import Operation, check_root
 from hvdlite.protocols import Array
 
 
-class BroadcastObject(Operation):
+class BroadcastObject(Operation, kind="broadcast_object"):
     """Give every rank the object of the root."""
 
     def __init__(self, value: Any, root: int, rank: int, size: int) -> None:
@@ -22,7 +27,11 @@ class BroadcastObject(Operation):
         self.is_root = rank == root
         self.pickled = _Pickled(value) if self.is_root else None
         self.hand_over = self._unpickle
-        self.signature = ("broadcast_object", (), (("root_rank", self.root),))
+        self.signature = (self.kind, (), (("root_rank", self.root),))
+
+    @classmethod
+    def of_absent(cls, absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> BroadcastObject:
+        return cls(None, arguments["root_rank"], rank, size)
 
     def receive(self, collectives: HierarchicalCollectives) -> Array:
         """Run the broadcast, and return the pickled object of the root: uint8, shape ``(n,)``."""
@@ -40,13 +49,17 @@ class BroadcastObject(Operation):
         return self.value if self.is_root else pickle.loads(data.tobytes())
 
 
-class AllgatherObject(Operation):
+class AllgatherObject(Operation, kind="allgather_object"):
     """Give every rank the list of all ranks' objects, in the order of the ranks."""
 
     def __init__(self, value: Any) -> None:
         self.pickled = _Pickled(value)
         self.hand_over = _unpickle_all
-        self.signature = ("allgather_object", (), ())
+        self.signature = (self.kind, (), ())
+
+    @classmethod
+    def of_absent(cls, absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> AllgatherObject:
+        return cls(None)
 
     def receive(self, collectives: HierarchicalCollectives) -> list[Array]:
         """Run the allgather, and return for each rank its pickled object: uint8, shape ``(n,)``."""

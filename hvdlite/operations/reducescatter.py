@@ -19,7 +19,7 @@ from hvdlite.protocols import ReduceOp
 from hvdlite.tensors.reduction import reduction
 
 
-class Reducescatter(TensorOperation):
+class Reducescatter(TensorOperation, kind="reducescatter"):
     """Reduce tensors over the ranks. Each rank keeps its own rows of the result, as `split_rows` divides them."""
 
     def __init__(self, given: Any, op: ReduceOp, prescale: float = 1.0, postscale: float = 1.0) -> None:
@@ -37,7 +37,11 @@ class Reducescatter(TensorOperation):
             info.dtype: reduction(info.dtype, op, float(prescale), float(postscale)) for info in self.infos
         }
         arguments = (("op", op.value), ("prescale", float(prescale)), ("postscale", float(postscale)), *self.where)
-        self.signature = ("reducescatter", tuple(self.infos), arguments)
+        self.signature = (self.kind, tuple(self.infos), arguments)
+
+    @classmethod
+    def of_absent(cls, absent: list[AbsentTensor], arguments: dict[str, Any], rank: int, size: int) -> Reducescatter:
+        return cls(absent, ReduceOp(arguments.pop("op")), **arguments)
 
     def exchange_on_device(self, collectives: HierarchicalCollectives, channel: DeviceCollectives) -> list[Any]:
         natives = self.device_inputs.natives if self.device_inputs else [None] * len(self.tensors)
