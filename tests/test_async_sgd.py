@@ -12,14 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.async_sgd.clocks import Clocks
 from hvdlite.async_sgd.compensation import DCASGD, DelayCompensation, StalenessRate
 from hvdlite.async_sgd.deal import Layout, deal
 from hvdlite.async_sgd.early import EarlyChunks
 from hvdlite.async_sgd.messages import Answer, Purpose, Request
 from hvdlite.async_sgd.part import Push
 from hvdlite.async_sgd.rows import Rows, pack_rows, unpack_rows
-from hvdlite.async_sgd.server import Mode, Reply, Server
+from hvdlite.async_sgd.server import Clocks, Mode, Reply, Server
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from hvdlite.config import Config
 from hvdlite.gradients.autotune import MEASURED_STEPS, ROUNDS, SETTLE_STEPS, Autotune, Candidate, candidates
-from hvdlite.gradients.plan import plan_buckets
-from hvdlite.gradients.planner import Planner
+from hvdlite.gradients.planner import Planner, plan_buckets
 from hvdlite.protocols import Plan
 
 

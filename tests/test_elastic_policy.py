@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdlite.errors import LaunchError
-from hvdlite.launch.elastic import newcomers
-from hvdlite.launch.elastic.discovery import LIMIT, Discovery, parse, words_of
+from hvdlite.launch.elastic.discovery import LIMIT, Discovery, Newcomers, parse, words_of
 from hvdlite.launch.elastic.policy import FRUITLESS, End, Ended, Limits, Policy, Start, Wait
 from hvdlite.launch.job.failures import Failure, cause, is_from_outside
 from hvdlite.launch.job.hosts import Host
@@ -225,7 +224,7 @@ def test_new_hosts_are_tried_before_they_are_used() -> None:
         assert gates[name].wait(60)
         return name != "b"
 
-    tried = newcomers.Newcomers(answers)
+    tried = Newcomers(answers)
     assert tried.are_there([])
     assert not tried.are_there(NODES[:2])
     gates["a"].set()
@@ -236,7 +235,7 @@ def test_new_hosts_are_tried_before_they_are_used() -> None:
     wait_for(lambda: tried.missing() == ["b"], 60)
     assert tried.are_there(NODES[:1])
     assert sorted(asked) == ["a", "b", "b"], "what was found of a host is forgotten when it is not asked for"
-    assert newcomers.Newcomers(None).are_there(NODES)
+    assert Newcomers(None).are_there(NODES)
 
 
 _EVENTS = st.lists(

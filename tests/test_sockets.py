@@ -23,7 +23,7 @@ from hvdlite.comm.sockets import collectives as by_sockets
 from hvdlite.comm.sockets import links, meeting
 from hvdlite.comm.sockets.collectives import SocketCollectives
 from hvdlite.comm.sockets.endpoint import Endpoint
-from hvdlite.comm.sockets.start import start
+from hvdlite.comm.sockets.meeting import start
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, PeerLeftError
 from hvdlite.launcher_link.link import Address, connect
@@ -343,7 +343,7 @@ def test_hosts_that_must_connect() -> None:
 
 
 def test_the_ranks_agree_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdlite.comm.sockets.start.has_fabric", lambda: False)
+    monkeypatch.setattr("hvdlite.comm.sockets.meeting.has_fabric", lambda: False)
 
     def begin(ways: list[str], transport: LocalTransport) -> str:
         try:
@@ -362,7 +362,7 @@ def test_the_ranks_agree_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         found = LocalFabric(2).run(partial(begin, ways), timeout=LONG)
         assert all(each.startswith(expected) for each in found), found
-    monkeypatch.setattr("hvdlite.comm.sockets.start.has_fabric", lambda: True)
+    monkeypatch.setattr("hvdlite.comm.sockets.meeting.has_fabric", lambda: True)
     assert LocalFabric(2).run(partial(begin, ["auto", "auto"]), timeout=LONG) == ["mpi", "mpi"]
     assert LocalFabric(2).run(partial(begin, ["sockets", "sockets"]), timeout=LONG) == ["sockets", "sockets"]
 

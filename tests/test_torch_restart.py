@@ -25,7 +25,7 @@ import hvdlite_torch.sync.device
 from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, NotInitializedError
-from hvdlite.gradients.plan import plan_buckets
+from hvdlite.gradients.planner import plan_buckets
 from hvdlite.runtime.world import World
 from hvdlite.testing import on_ranks
 from tests.fake_device import fake_gpu

@@ -9,7 +9,7 @@
 - `options`: the options of a gradient exchange.
 - `array_sync`, `eager_sync`: exchange gradients as arrays of any framework; `tables`: those that are rows of a table;
   `buckets`: the exchange in host memory and on a device; `gradient_memory`: keeps the buckets of each layout.
-- `sharded`: each rank steps its shard of the parameters, in a folder of its own.
+- `sharded`: each rank steps its shard of the parameters, in frameworks whose tensors never change.
 - `few_bytes`: what sends fewer bytes, in a folder of its own.
 - `identity`: matches the optimizers of different ranks; `agreement`: checks that the ranks are given the same.
 - `joining/`: what the ranks find out about each other's optimizers when all have joined.

@@ -11,9 +11,9 @@ each server answers with the present values of its part. When a server applies a
 
 - `deal`: which server holds which tensors; `rows`: sparse gradients.
 - `part`: what a framework adds: the step of a part, on bytes.
-- `clocks`: how many steps each worker has made, and who may go on.
 - `compensation`: what a server does about gradients that are old.
-- `server`: what one server does with each request, without messages; `service`: the thread that receives and answers.
+- `server`: what one server does with each request, without messages, and how many steps each worker has made;
+  `service`: the thread that receives and answers.
 - `worker`: the pushes of one rank, and its meetings with all other ranks; `early`: what it sends before a push.
 - `objects`: what ranks send each other after a meeting: the optimizer's state.
 - `messages`: what requests and answers look like.

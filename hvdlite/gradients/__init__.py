@@ -10,7 +10,7 @@
 - `reducers`: makes the reducers of a group of ranks; `shared_reducers`: those that ranks which have joined make as well.
 - `aggregator`: a program's own way to combine a bucket.
 - `overlap`: exchanges buckets while the backward pass runs.
-- `plan`, `planner`: how many buckets there are, and whether they travel early; `autotune`: searches for the fastest plan.
+- `planner`: how many buckets there are, and whether they travel early; `autotune`: searches for the fastest plan.
 - `lossy`: aggregators that send few bytes, in a folder of its own.
 - `device`: the same on the memory of a GPU, in a folder of its own.
 """

@@ -1,4 +1,7 @@
-"""`Planner`: how one model's gradients are exchanged. It learns a plan in the first steps, or searches for one."""
+"""`Planner`: how many buckets one model's gradients have, and whether these travel while the backward pass runs.
+
+It learns a plan in the first steps, or searches for one.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,48 @@ from typing import Any
 
 from hvdlite.config import Config
 from hvdlite.gradients.autotune import Autotune, candidates
-from hvdlite.gradients.plan import BUCKET_SECONDS, MAX_FAILED, longest, plan_buckets
 from hvdlite.protocols import Plan
 from hvdlite.ranks.log import tell
 from hvdlite.ranks.topology import has_free_core
 
 LEARNED_STEPS = 2
+BUCKET_SECONDS = 1e-3
+"""The seconds that a bucket's exchange should take: long against its meetings (0.1 ms), short against a backward pass."""
+MAX_FAILED = 2
+"""After so many failed speculations, buckets do not travel early any more."""
 _TRIED_BUCKETS = 2, 4, 8
+
+
+def longest(orders: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Return the order that all ranks follow: the longest, because a rank without samples has seen no gradients."""
+    return max(orders, key=len)
+
+
+def plan_buckets(
+    order: Sequence[int], nbytes: Sequence[int], bucket_bytes: int, first_bytes: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Deal tensors out to buckets.
+
+    Args:
+        order: The tensors in the order in which the backward pass has their gradients, each once; some may be missing.
+        nbytes: The bytes of each tensor of the model.
+        bucket_bytes: The bytes of a bucket, about: no tensor is cut.
+        first_bytes: The bytes of the first bucket; None for `bucket_bytes`.
+
+    Returns:
+        The buckets in the order of their exchanges. The last one has the tensors that are not in `order`. The tuple is empty if
+        one bucket is enough.
+    """
+    buckets: list[list[int]] = [[]]
+    held, wanted = 0, bucket_bytes if first_bytes is None else first_bytes
+    for index in order:
+        if held >= wanted:
+            buckets.append([])
+            held, wanted = 0, bucket_bytes
+        buckets[-1].append(index)
+        held += nbytes[index]
+    buckets[-1] += sorted(set(range(len(nbytes))).difference(order))
+    return tuple(map(tuple, buckets)) if len(buckets) > 1 else ()
 
 
 class Planner:

@@ -1,4 +1,4 @@
-"""``hvdliterun --check-build`` prints a list of what is installed.
+"""``hvdliterun --check-build`` prints what is installed; ``hvdlite env`` adds the settings that hold, for reports.
 
 Frameworks are looked up without importing them. MPI is asked in a separate process with a time limit, because a broken
 MPI hangs or crashes.
@@ -12,10 +12,12 @@ import importlib.util
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from hvdlite.config import Config
+from hvdlite.config import Config, variable_of
 from hvdlite.errors import LaunchError
 from hvdlite.launch.job.mpi import find_mpi
 from hvdlite.ranks.memory_ways import memory_ways
@@ -143,3 +145,20 @@ def find_nccl() -> str | None:
         for library in sorted(Path(folder).glob("nccl/lib/libnccl.so*")):
             return str(library)
     return ctypes.util.find_library("nccl")
+
+
+_SECRETS = {"control", "generation"}
+
+
+def describe_environment(environ: Mapping[str, str]) -> str:
+    """Return what is installed, and the settings that these variables give, as text. Secrets of a job are not in it.
+
+    Raises:
+        ArgumentError: A variable has a value that is not allowed.
+    """
+    config, lines = Config.from_env(environ), []
+    for field in fields(Config):
+        value, whence = getattr(config, field.name), variable_of(field.name, environ)
+        shown = "(set)" if field.name in _SECRETS and value else value
+        lines.append(f"  HVDLITE_{field.name.upper()}: {shown}{f' (from {whence})' if whence else ''}")
+    return "\n".join([check_build(), "", "Settings:", *lines])

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from hvdlite.errors import LaunchError
 from hvdlite.launch.allocation import Hosts, choose_hosts
+from hvdlite.launch.arguments import USAGE_ERROR
 from hvdlite.launch.check_build import check_build, own_version
 from hvdlite.launch.elastic.options import ElasticOptions, elastic_options, is_elastic
 from hvdlite.launch.horovod import check_interpreter, job_environment
@@ -23,7 +24,6 @@ from hvdlite.launch.job.job import Job, JobSpec
 from hvdlite.launch.job.mpi import Placement, find_mpi, worker_command
 from hvdlite.launch.job.output import Output, Sink
 from hvdlite.launch.parser import make_parser, tell_of_foreign, without_bare_mpi
-from hvdlite.launch.refusal import USAGE_ERROR
 from hvdlite.launch.where import Where, count_ranks
 from hvdlite.launch.worker import orphans
 from hvdlite.launch.worker.shared_memory import new_directory

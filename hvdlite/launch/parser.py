@@ -6,12 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hvdlite.launch.completion import add_completion
+from hvdlite.launch.arguments import Parser, add_completion, not_negative, positive, positive_int, whole
 from hvdlite.launch.elastic.options import add_options
 from hvdlite.launch.horovod_flags import FLAGS
 from hvdlite.launch.job.mpi import PROGRAMS
-from hvdlite.launch.numbers import not_negative, positive, positive_int, whole
-from hvdlite.launch.refusal import Parser
 from hvdlite.launch.where import add_where
 
 _DESCRIPTION = """\

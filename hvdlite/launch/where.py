@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields
 
 from hvdlite.errors import LaunchError
 from hvdlite.launch.allocation import choose_hosts
+from hvdlite.launch.arguments import positive_int
 from hvdlite.launch.job.mpi import PROGRAMS
-from hvdlite.launch.numbers import positive_int
 
 AUTO = 0
 """The number of ranks that ``-np auto`` stands for, until they are counted."""

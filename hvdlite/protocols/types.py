@@ -1,10 +1,12 @@
-"""The types that all contracts use: arrays, the op of a reduction, and the dtype and shape of a tensor."""
+"""The types that all contracts use: arrays, the op of a reduction, also by NumPy, and the dtype and shape of a tensor."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -39,3 +41,30 @@ class TensorInfo(NamedTuple):
     dtype: str
     """The name of the dtype in NumPy, or ``"bfloat16"``."""
     shape: tuple[int, ...]
+
+
+Combine = Callable[[Array, Array], None]
+"""A function ``combine(into, other)`` that computes ``into[...] = into (op) other``."""
+
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+def ufunc_of(op: ReduceOp) -> np.ufunc:
+    """Return NumPy's function for `op`, which is neither AVERAGE nor ADASUM."""
+    return _UFUNCS[op]
+
+
+def numpy_combine(op: ReduceOp) -> Combine:
+    """Return the `Combine` of `op` for NumPy arrays."""
+    ufunc = ufunc_of(op)
+
+    def combine(into: Array, other: Array) -> None:
+        ufunc(into, other, out=into)
+
+    return combine

@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 from hvdlite.errors import ArgumentError
 from hvdlite.timeline import rank_file
-from hvdlite.timeline.rank_file import ClockLine, Event, RankFile
-from hvdlite.timeline.rows import Row
+from hvdlite.timeline.rank_file import ClockLine, Event, RankFile, Row
 from hvdlite.timeline.steps import Interval, divide
 
 _LANES = 100_000

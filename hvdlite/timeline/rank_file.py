@@ -14,6 +14,7 @@ incomplete.
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,24 @@ from pathlib import Path
 from typing import Any
 
 from hvdlite.errors import ArgumentError
+
+
+class Row(enum.IntEnum):
+    """A row of the picture of one rank: events of one kind."""
+
+    STEP = 1
+    """A step: from the end of one gradient exchange to the end of the next, with the parts of its time."""
+    PROGRAM = 2
+    """The program waits for an operation or a gradient exchange. Between these events the program computes."""
+    NEGOTIATION = 3
+    """Negotiation: from the moment at which this rank is ready for something until all ranks are."""
+    QUEUE = 4
+    """The queue: from the moment at which an operation may run until it runs."""
+    COPY = 5
+    """Copies between tensors and the buffers of an exchange."""
+    EXCHANGE = 6
+    """A collective runs: the ranks exchange data."""
+
 
 RANK_LINE = "hvdlite_rank"
 CLOCK_LINE = "hvdlite_clock"

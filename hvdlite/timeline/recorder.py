@@ -21,10 +21,20 @@ from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Transport
 from hvdlite.timeline import rank_file
 from hvdlite.timeline.clocks import Clock, measure, share_texts
-from hvdlite.timeline.rows import OperationRecord, Row
+from hvdlite.timeline.rank_file import Row
 from hvdlite.timeline.writer import Event, RankFileWriter
 
 _WRITE_SECONDS = 0.05
+
+
+class OperationRecord:
+    """The record of one named operation, made when the operation is submitted."""
+
+    __slots__ = ("kind", "name", "nbytes", "number", "runs", "submitted")
+
+    def __init__(self, kind: str, name: str, number: int, nbytes: int, submitted: int) -> None:
+        self.kind, self.name, self.number, self.nbytes, self.submitted = kind, name, number, nbytes, submitted
+        self.runs = False
 
 
 class Timeline:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvdlite.timeline.clocks import Clock
-from hvdlite.timeline.recorder import Timeline
-from hvdlite.timeline.rows import OperationRecord, Row
+from hvdlite.timeline.rank_file import Row
+from hvdlite.timeline.recorder import OperationRecord, Timeline
 
 
 def _part(timeline: Timeline, ranks: Sequence[int]) -> dict[str, Any]:

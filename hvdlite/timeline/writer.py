@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from hvdlite.timeline import rank_file
 from hvdlite.timeline.clocks import Offset
-from hvdlite.timeline.rows import Row
+from hvdlite.timeline.rank_file import Row
 
 Event = tuple[Row, str, str, int, int | None, Any]
 """The row, category and name of an event, its begin and end in nanoseconds (end None: a moment), and its arguments."""

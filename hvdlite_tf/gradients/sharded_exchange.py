@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hvdlite.adapter.identity import Identity
 from hvdlite.adapter.options import Options
-from hvdlite.adapter.sharded.sync import ShardedSync
+from hvdlite.adapter.sharded import ShardedSync
 from hvdlite.errors import ArgumentError, HvdliteError, UnsupportedTensorError
 from hvdlite.gradients.layout import Piece
 from hvdlite.gradients.sharded_reducer import Place

@@ -17,13 +17,12 @@ import torch
 import hvdlite
 from hvdlite.errors import UnsupportedTensorError
 from hvdlite.gradients import header
-from hvdlite.gradients.device.bucket import DeviceBucket
+from hvdlite.gradients.device.bucket import DeviceBucket, ParameterBucket
 from hvdlite.gradients.device.late_changes import lost_gradients
 from hvdlite.gradients.device.make import Together, make_reducer
-from hvdlite.gradients.device.parameter_bucket import ParameterBucket
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules, cast_of
-from hvdlite.gradients.plan import longest
+from hvdlite.gradients.planner import longest
 from hvdlite.gradients.reducer import check_combinable
 from hvdlite.gradients.sync import Results
 from hvdlite.protocols import Device

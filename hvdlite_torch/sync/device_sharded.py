@@ -17,7 +17,7 @@ import torch
 
 import hvdlite
 from hvdlite.comm.gpu.collectives import DeviceCollectives
-from hvdlite.gradients.device.parameter_bucket import ParameterBucket
+from hvdlite.gradients.device.bucket import ParameterBucket
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.protocols import ReduceOp
 from hvdlite_torch.step.context import OptimizerContext

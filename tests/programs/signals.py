@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 import hvdlite as hvd
 from hvdlite.comm.ballot import Ballot
+from hvdlite.operations.negotiation.engine import Waiters
 from hvdlite.operations.negotiation.express import Express
-from hvdlite.operations.negotiation.waiters import Waiters
 
 
 class TimedOut(Exception):

@@ -20,7 +20,7 @@ from hvdlite.adapter.eager_sync import EagerSync
 from hvdlite.adapter.options import Options
 from hvdlite.api import world
 from hvdlite.errors import DeviceError, HvdliteError, MismatchError
-from hvdlite.gradients.plan import plan_buckets
+from hvdlite.gradients.planner import plan_buckets
 from hvdlite.tensors.compression import Compression
 from tests.fake_device import FakeDevice, fake_gpu
 

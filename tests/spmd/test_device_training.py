@@ -22,7 +22,7 @@ import hvdlite_torch.sync.device
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 from hvdlite.gradients.device.bucket import DeviceBucket
-from hvdlite.gradients.plan import plan_buckets
+from hvdlite.gradients.planner import plan_buckets
 from hvdlite.testing import on_ranks
 from hvdlite_torch.step.fused import FusedStep
 from tests.fake_device import FakeDevice, fake_gpu

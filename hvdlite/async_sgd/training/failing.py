@@ -10,7 +10,7 @@ from hvdlite.api import rank
 from hvdlite.async_sgd.training.checkpoint import write_whole
 from hvdlite.async_sgd.training.options import Options
 from hvdlite.async_sgd.training.replica import Replica
-from hvdlite.watchdog.losses import Losses, Wish
+from hvdlite.watchdog.departures import Losses, Wish
 
 
 class Failing:

@@ -19,7 +19,7 @@ from hvdlite.comm.mpi.errors import maps_errors
 from hvdlite.comm.mpi.transport import MpiTransport
 from hvdlite.comm.sockets.collectives import MOST_RANKS, SocketCollectives
 from hvdlite.comm.sockets.endpoint import Endpoint
-from hvdlite.comm.sockets.start import start
+from hvdlite.comm.sockets.meeting import start
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, ThreadLevelError, WorldSizeError
 from hvdlite.protocols import Collectives, Transport

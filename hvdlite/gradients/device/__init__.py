@@ -1,8 +1,7 @@
 """Gradients on a device, and how they become the combined gradients of all ranks without leaving the device.
 
 - `rules`: how gradients are scaled, cast and cut into shares; the rules are the same for all buckets.
-- `bucket`: gradients in flat tensors, and their exchange; `parameter_bucket`: a bucket that also has the parameters, of which
-  each rank steps its share.
+- `bucket`: gradients in flat tensors, and their exchange; also with the parameters, of which each rank steps its share.
 - `tail`: what the ranks say to each other with their gradients.
 - `reducer`: the buckets of one layout, and the order in which they are launched; `make`: makes buckets on all ranks together.
 - `announced`: gradients that a program has all at once; the ranks exchange headers in host memory first.

@@ -22,7 +22,7 @@ from hvdlite.gradients.device.bucket import DeviceBucket
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules
 from hvdlite.gradients.header import Header
-from hvdlite.gradients.plan import plan_buckets
+from hvdlite.gradients.planner import plan_buckets
 from hvdlite.gradients.reducer import Reducer, ReducerContext
 from hvdlite.operations.on_device import agree
 from hvdlite.protocols import Device, Plan, ReduceOp, TensorInfo

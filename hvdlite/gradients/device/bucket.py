@@ -241,3 +241,33 @@ class DeviceBucket:
                 self._device.scale_by_ratio(source, flat.numerator, weight, flat.scale, flat.result)
             elif flat.wire is not flat.memory:
                 self._device.copy(flat.wire, flat.memory)
+
+
+class ParameterBucket(DeviceBucket):
+    """A bucket of gradients, with their parameters in flat memory of the same layout.
+
+    Args:
+        layout, tensors, collectives, rules: See `DeviceBucket`.
+    """
+
+    def __init__(self, layout: Layout, tensors: Sequence[int], collectives: DeviceCollectives, rules: Rules) -> None:
+        super().__init__(layout, tensors, collectives, rules)
+        self._memories = [self._device.zeros([flat.block.length], flat.block.dtype) for flat in self.flats]
+
+    def memory(self) -> list[Any]:
+        return [*super().memory(), *self._memories]
+
+    def parameters(self) -> dict[int, Any]:
+        """Return the flat memory for each parameter, by its number."""
+        return {
+            index: memory[span.start : span.stop]
+            for flat, memory in zip(self.flats, self._memories, strict=True)
+            for index, span in flat.block.spans.items()
+        }
+
+    def gather(self, stream: Stream) -> None:
+        """Give all ranks the shares of the parameters of all ranks, on `stream`."""
+        with self.collectives.group():
+            for flat, memory in zip(self.flats, self._memories, strict=True):
+                start, stop = flat.block.bounds[self.collectives.rank :][:2]
+                self.collectives.allgather(memory[start:stop], memory, flat.counts(), stream)

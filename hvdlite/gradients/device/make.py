@@ -12,7 +12,7 @@ from hvdlite.gradients.device.bucket import DeviceBucket, Layout
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules
 from hvdlite.gradients.layout import digest_of
-from hvdlite.gradients.plan import plan_buckets
+from hvdlite.gradients.planner import plan_buckets
 from hvdlite.operations import Agreement, Operation
 from hvdlite.tensors.reduction import nbytes_of
 

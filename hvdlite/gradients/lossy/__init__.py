@@ -3,5 +3,5 @@
 - `powersgd`: `PowerSGD` sends two thin matrices in place of a large one.
 - `topk`: `TopK` sends the largest elements.
 - `names`: `Compression`, their public names.
-- `errors`: `Errors`, what was not sent yet; `exact_steps`: `ExactSteps`, the steps at the beginning that send all.
+- `memory`: what both remember: `Errors`, what was not sent yet; `ExactSteps`, the steps at the beginning that send all.
 """

@@ -11,8 +11,7 @@ from hvdlite.checks import check_count
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import FlatBucket, Weights
-from hvdlite.gradients.lossy.errors import Errors, make_unusable
-from hvdlite.gradients.lossy.exact_steps import ExactSteps
+from hvdlite.gradients.lossy.memory import Errors, ExactSteps, make_unusable
 from hvdlite.gradients.same_number import are_equal, checksum, with_square
 from hvdlite.protocols import Array, ReduceOp
 from hvdlite.tensors.reduction import reduction

@@ -10,8 +10,7 @@ import numpy as np
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import FlatBucket, Weights
-from hvdlite.gradients.lossy.errors import Errors, make_unusable
-from hvdlite.gradients.lossy.exact_steps import ExactSteps
+from hvdlite.gradients.lossy.memory import Errors, ExactSteps, make_unusable
 from hvdlite.protocols import Array, ReduceOp
 
 

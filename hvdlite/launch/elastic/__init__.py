@@ -2,8 +2,7 @@
 
 supervisor.py   runs the generations: starts each, watches the hosts meanwhile, and asks the policy what comes next
  |- policy.py      decides which hosts the next generation gets, how long to wait for hosts, and when to give up
- |- discovery.py   asks the user's script for the hosts
- |- newcomers.py   tries whether new hosts answer, before the ranks are interrupted for them
+ |- discovery.py   asks the user's script for the hosts, and tries whether new ones answer, before the ranks are interrupted
  |- state_folder.py keeps commits in a folder, from which the same command goes on when hvdliterun was lost
  |- janitor.py     removes the committed state from all hosts at the end, whatever has ended hvdliterun
  '- options.py     reads the options, makes a `Supervisor` of them, and runs it

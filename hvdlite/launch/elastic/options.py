@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from hvdlite.errors import LaunchError
 from hvdlite.launch.allocation import Hosts, choose_hosts, hosts_to_be_found
+from hvdlite.launch.arguments import positive, positive_int, whole
 from hvdlite.launch.elastic.discovery import Discovery, words_of
 from hvdlite.launch.elastic.janitor import Janitor
 from hvdlite.launch.elastic.policy import FRUITLESS, Limits
@@ -20,7 +21,6 @@ from hvdlite.launch.job.failures import Failure
 from hvdlite.launch.job.hosts import Host, check_ranks_here, is_local
 from hvdlite.launch.job.job import Job, JobSpec
 from hvdlite.launch.job.output import Output
-from hvdlite.launch.numbers import positive, positive_int, whole
 from hvdlite.launch.worker.shared_memory import name_in_memory
 
 _ONLY_ELASTIC = (

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from hvdlite.errors import LaunchError
-from hvdlite.launch.elastic.discovery import Discovery
+from hvdlite.launch.elastic.discovery import Discovery, Newcomers
 from hvdlite.launch.elastic.janitor import Janitor
-from hvdlite.launch.elastic.newcomers import Newcomers
 from hvdlite.launch.elastic.policy import End, Ended, Limits, Policy, Start, Wait
 from hvdlite.launch.elastic.state_folder import StateFolder
 from hvdlite.launch.job import failures, signals, ssh

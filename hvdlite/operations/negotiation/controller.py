@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hvdlite.errors import HvdliteError, MismatchError
 from hvdlite.operations import Signature
-from hvdlite.operations.negotiation.blocked import BlockedParties
 from hvdlite.operations.negotiation.history import History
 from hvdlite.operations.negotiation.messages import (
     JOIN,
@@ -45,7 +44,7 @@ from hvdlite.operations.negotiation.messages import (
     encode_ready,
 )
 from hvdlite.operations.negotiation.mismatch import deadlock_text, name_of, why_not_done
-from hvdlite.operations.negotiation.readiness import ReadyTable
+from hvdlite.operations.negotiation.readiness import BlockedParties, ReadyTable
 from hvdlite.protocols import Transport
 
 FANOUT = 8

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import WORDS
-from hvdlite.gradients.plan import BUCKET_SECONDS, plan_buckets
+from hvdlite.gradients.planner import BUCKET_SECONDS, plan_buckets
 from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.tools.advise import servers
 from hvdlite.tools.advise.cluster import Cluster

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from hvdlite.config import environment
 from hvdlite.errors import HvdliteError
-from hvdlite.launch.completion import add_completion
-from hvdlite.launch.refusal import USAGE_ERROR, Parser
+from hvdlite.launch.arguments import USAGE_ERROR, Parser, add_completion
 from hvdlite.launch.where import Where, count_ranks
 from hvdlite.serving import command as serving
 from hvdlite.serving.bench import command as bench
@@ -97,7 +96,7 @@ def _summarize(options: argparse.Namespace) -> None:
 
 
 def _env(_: argparse.Namespace) -> None:
-    from hvdlite.launch.settings import describe_environment
+    from hvdlite.launch.check_build import describe_environment
 
     print(describe_environment(environment()))
 
