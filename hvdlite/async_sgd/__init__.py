@@ -18,4 +18,23 @@ each server answers with the present values of its part. When a server applies a
 - `objects`: what ranks send each other after a meeting: the optimizer's state.
 - `messages`: what requests and answers look like.
 - `training/`: what a rank does that trains with the servers.
+
+`Server` gets one request at a time and returns the answers that are due. It holds no channel and no thread, so the tests
+try every order of requests. `Service` is the thread that receives and sends; its wait for the next request is of the kind
+SERVICE, which is never reported. A worker has at most one request at a server: so a server needs one buffer for each
+worker, and when all ranks have come to a meeting (`finish`, `state_dict`), all pushes are applied. Chunks of gradients may
+come before their push, into this buffer (`early`). Nothing is applied before the push, whose head says what is there, and
+which chunks follow again. Values may come after the step has returned, in chunks: a thread receives them (`training.pull`),
+and each layer of the model waits for its own::
+
+    rank 0: step()                     rank 0's service: part 0         rank 1's service: part 1
+      │ push: gradients of part 0 ──────────▶ one step of its optimizer         │
+      │       gradients of part 1 ───────────────────────────────────────▶ one step of its optimizer
+      ▼ values of part 0 ◀──────────────── at once, or when the clocks allow it │
+        values of part 1 ◀───────────────────────────────────────────────────────
+
+A training can go on without a worker that fails (`on_worker_loss`). The launcher knows how each rank ended; ranks that want
+to hear of it keep a connection to it. The guards of all ranks then stay until the end, and nobody closes MPI, which takes
+all ranks. A service asks itself to go on without the worker, by a message, so that its server still gets one request at a
+time.
 """

@@ -14,4 +14,11 @@
 - `bench/`: ``hvdlite serve-bench``, which measures a server.
 - `child`: starts a process of the server; `wire`: what it and the server send each other.
 - `servable`: what a function says of its inputs.
+
+It needs no MPI. One process has HTTP (uvicorn on an event loop) and no framework; each replica is a process of its own,
+which imports the program's function. The `Batcher` is a state machine that is told what happens and when, and says which
+batch goes to which replica, and when to ask again. It holds no socket, no thread and no clock, so the tests try every order
+of events. `Service` drives it from the event loop. How long a batch waits for more requests is asked of a `WaitChooser`:
+`AutoWait` notes what it sees, and gives it once a second to a `Model` in another process, for Python's lock is the
+requests'.
 """

@@ -11,4 +11,8 @@
 - `copies`: optimizers of the same class and settings for other variables; `stepped_alone`: whether such a one does the same.
 
 `hvdlite.adapter.array_sync` exchanges the arrays of these gradients.
+
+TensorFlow's tensors never change. So if ranks step shards, the parameters of each step go to other memory, of which there
+are a few buffers in turn, and variables take this memory without a copy (`hvdlite.adapter.sharded`,
+`sharded_exchange`).
 """

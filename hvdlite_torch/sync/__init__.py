@@ -13,4 +13,24 @@ what the optimizer steps with.
   of buckets; `backward`: what backward passes launch; `gradient_state`: whether gradients have changed; `capture`: CUDA graphs.
 - `measured`: measures the steps of a program for ``hvdlite advise``.
 - `catch_up`: the part of an optimizer in a group of ranks: `join`, and `init` after `shutdown`.
+
+What a program sees in ``p.grad`` is what is exchanged, whatever it does to it between ``backward`` and ``step``. So the
+step looks at each gradient again. A large gradient is a tensor in the shared memory itself; or autograd's own memory, if
+nobody else sees it, by torch's counts of references (`hvdlite_torch.tensors.ownership`); or copied by the step, and the
+result is copied back into it. The way of a large gradient in host memory through the code; each arrow is a call, and 8
+types handle it::
+
+    step/driver.py    host.py             host_gradients.py       large_gradients.py       slot.py       hvdlite/gradients/
+    StepDriver        HostSync            HostGradients           LargeGradients           Slot          Reducer, Bucket
+
+    backward ───────▶ ready ────────────▶ take ──────────────────────────────────────────▶ take
+                                                                                            copied to the bucket's memory
+    before the step ▶ combine ──────────▶ collect ──────────────▶ collect ───────────────▶ find, load
+                         │                                                                  what is not yet there
+                         └─────────────────────────────────────────────────────────────────────────────▶ exchange
+                         │                                                                          meet; each Segment:
+                         │                                                                          WeightedSum ▶ Reduction
+                         │                                                                          meet
+                         └──────────────────────────────────────▶ deliver        p.grad is that memory; if not: Slot.give
+    the optimizer's own step                                                               copies the result to it
 """

@@ -9,4 +9,8 @@
 - `loop_profile`: what a training loop does between two steps.
 
 This package knows no framework: it works on tensors only through `hvdlite.protocols.Device`.
+
+A bucket is flat memory of a `Device` with a small header behind it, and every rank launches every bucket once a step, in
+the same order. What a framework adds is where a gradient comes from and what the result becomes: in torch these are hooks
+and ``p.grad``.
 """
