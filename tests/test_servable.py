@@ -114,7 +114,7 @@ def test_outputs_in_dictionaries_and_tuples_and_inputs_that_are_padded() -> None
     outputs = compute(served, rows)
     for row, output in zip(rows, outputs, strict=True):
         np.testing.assert_allclose(output["sum"], model.embedding.weight.detach().numpy()[row].sum(0), rtol=1e-6)
-    assert [each["parts"] for each in outputs] == [[3, 1], [4, 0]]
+    assert [each["parts"] for each in outputs] == [(3, 1), (4, 0)]
 
 
 def test_dtypes_that_numpy_does_not_have() -> None:

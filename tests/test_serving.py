@@ -60,7 +60,7 @@ def in_thread(predict: Any, **settings: Any) -> Iterator[Server]:
         server.stop()
         thread.join(60)
         assert not thread.is_alive()
-        assert server.fleet.pids == []
+        assert server.pids == []
 
 
 def test_a_job_with_replicas_that_die(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from hvdlite.serving.http.app import App
 from hvdlite.serving.metrics import Metrics
+from hvdlite.serving.models import Model, Models
 from hvdlite.serving.options import Options
 from hvdlite.serving.replicas.contract import Owner
 from hvdlite.serving.replicas.replica import Ready
@@ -90,10 +91,10 @@ async def served(
 ) -> AsyncIterator[Served]:
     options, metrics = Options(**settings), Metrics()
     replica = InProcess(predict, spec, holds)
-    async with Service(replica, options, FixedWait(wait), metrics) as service:
-        app = App(service, options, metrics)
+    async with Model("model", lambda: replica, options, FixedWait(wait), metrics) as model:
+        app = App(Models([model]), options)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://test") as client:
-            yield Served(client, service, replica)
+            yield Served(client, model.service, replica)
 
 
 def npy(array: Any) -> bytes:
@@ -264,7 +265,7 @@ def test_what_lists_and_dictionaries_need_is_counted() -> None:
             assert (await s.post({"a": [[1], [1, 2]]})).status_code == 200
             answer = await s.post([[]] * 150 + [[1]])
             assert answer.status_code == 429 and "(--max-memory)" in answer.text
-            assert s.client._transport.app.predict._memory == 0  # type: ignore[attr-defined]
+            assert s.client._transport.app.intake.memory == 0  # type: ignore[attr-defined]
 
     asyncio.run(check())
 
@@ -273,14 +274,14 @@ def test_all_bodies_together_have_a_limit() -> None:
     async def check() -> None:
         async with served(max_memory=5000) as s:
             first = asyncio.create_task(s.post(forever(b" " * 4000), NPY))
-            while not s.client._transport.app.predict._memory:  # type: ignore[attr-defined]
+            while not s.client._transport.app.intake.memory:  # type: ignore[attr-defined]
                 await asyncio.sleep(0)
             answer = await s.post(b" " * 2000, NPY)
             assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
             assert (await s.post([1, 2, 3])).status_code == 200
             first.cancel()
             await asyncio.wait({first})
-            assert s.client._transport.app.predict._memory == 0  # type: ignore[attr-defined]
+            assert s.client._transport.app.intake.memory == 0  # type: ignore[attr-defined]
 
     asyncio.run(check())
 
@@ -291,7 +292,7 @@ def test_too_many_requests_are_refused_and_the_others_are_answered() -> None:
             requests = [asyncio.create_task(s.post([number, 0, 0])) for number in range(2)]
             await s.sent(1)
             requests += [asyncio.create_task(s.post([number, 0, 0])) for number in range(2, 5)]
-            while not s.service._batcher.is_full:
+            while not s.service.batcher.is_full:
                 await asyncio.sleep(0)
             refused = await s.post([9, 0, 0])
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1

@@ -1,12 +1,13 @@
 """A trained model behind HTTP: requests become batches, and processes compute them. Nothing of training is in here.
 
 ```
- HTTP ─▶ http/ ─▶ service ─▶ replicas/ ══ sockets ══ processes, which call a Servable
-                  batcher, waiting
+ HTTP ─▶ http/ ─▶ models: service ─▶ replicas/ ══ sockets ══ processes, which call a Servable
+                          batcher, waiting
 ```
 
 - `command`: the options of ``hvdlite serve``; `serve`: ``hvd.serve``; `options`: the settings, checked.
 - `server`: a server from its start to its end: port, signals, log.
+- `models`: the models by name, and how one is loaded anew while it serves.
 - `service`: requests become outputs, in an event loop; `metrics`: what is counted.
 - `batcher`: which requests go together, when, and to which replica; what happens to a batch that fails.
 - `waiting`: how long the oldest request waits for others, behind a protocol.

@@ -24,7 +24,16 @@ def add_command(commands: Any) -> None:
     default = Options()
     add = parser.add_argument
     add("predict", nargs="?", metavar="MODULE:NAME", help="the function, or what hvd.servable returned")
-    add("--replicas", type=int, default=default.replicas, metavar="N", help="processes that compute (1)")
+    add(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME=MODULE:NAME",
+        help="a model by its name; repeated: several",
+    )
+    add(
+        "--replicas", type=int, default=default.replicas, metavar="N", help="processes that compute, for each model (1)"
+    )
     add("--max-batch", type=int, default=default.max_batch, metavar="N", help="the most inputs of a batch (32)")
     add("--max-wait", default="auto", metavar="TIME", help="how long the oldest input waits for others (auto)")
     add("--slo-p99", metavar="TIME", help="auto: least compute with a p99 of at most this (least mean latency)")
@@ -53,12 +62,11 @@ def _run(found: argparse.Namespace) -> None:
     if found.explain:
         print(_ask(f"http://{found.host}:{found.port}/explain", key), end="")
         return
-    if found.predict is None:
-        raise ArgumentError("serve: give MODULE:NAME of what is to be served, such as my_model:predict.")
+    predict = _models(found.predict, found.model)
     from hvdlite.serving.serve import serve
 
     serve(
-        found.predict,
+        predict,
         api_key=key,
         max_wait=None if found.max_wait == "auto" else seconds(found.max_wait),
         slo_p99=None if found.slo_p99 is None else seconds(found.slo_p99),
@@ -72,6 +80,28 @@ def _run(found: argparse.Namespace) -> None:
         },
         **{name: size(getattr(found, name)) for name in ("max_body", "max_memory")},
     )
+
+
+def _models(predict: str | None, named: list[str]) -> str | dict[str, str]:
+    """Return what is to be served: one model, or several by their names."""
+    if not named:
+        if predict is None:
+            raise ArgumentError("serve: give MODULE:NAME of what is to be served, such as my_model:predict.")
+        return predict
+    if predict is not None:
+        raise ArgumentError(
+            f"serve: {predict} and --model {named[0]}: give all models by --model, for each needs a name."
+        )
+    models: dict[str, str] = {}
+    for each in named:
+        name, equals, what = each.partition("=")
+        if not equals or name in models:
+            found = f"the name {name!r} twice" if equals else "no name"
+            raise ArgumentError(
+                f"--model {each}: it has {found}: expected NAME=MODULE:NAME, with another name for each model."
+            )
+        models[name] = what
+    return models
 
 
 def _key(variable: str | None) -> str:

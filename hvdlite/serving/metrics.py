@@ -8,12 +8,13 @@ import math
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from hvdlite.serving.batcher import Batch, Batcher
@@ -70,7 +71,7 @@ class _Histogram(Collector):
 
 
 class Metrics:
-    """The metrics of one server."""
+    """The metrics of one model."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -130,9 +131,11 @@ class Metrics:
         """Count a replica that has ended."""
         self._lost.inc()
 
-    def text(self) -> bytes:
-        """Return all metrics as Prometheus reads them."""
-        return generate_latest(self._registry)
+    def collect(self, labels: Mapping[str, str]) -> Iterator[Metric]:
+        """Return all metrics with further labels."""
+        for metric in self._registry.collect():
+            metric.samples = [each._replace(labels={**labels, **each.labels}) for each in metric.samples]
+            yield metric
 
     def line(self, over: float = 2.0) -> str:
         """Return one line of what happened in the last seconds."""
@@ -144,3 +147,25 @@ class Metrics:
             words.append(f"p50 {p50:.1f} ms, p99 {p99:.1f} ms")
         words += [f"{self._batcher.waiting} wait", f"{self._batcher.computing} in work", f"{len(self._there)} replicas"]
         return ", ".join([*words, f"waits up to {self._chooser.wait_seconds * 1000:.1f} ms for a batch"])
+
+
+class _Together(Collector):
+    """The metrics of several models, in which each metric has the samples of all of them."""
+
+    def __init__(self, models: Mapping[str, Metrics]) -> None:
+        self._models = models
+
+    def collect(self) -> Iterator[Metric]:
+        """Return the metrics, as a registry wants them."""
+        is_one = len(self._models) == 1
+        each = [metrics.collect({} if is_one else {"model": name}) for name, metrics in self._models.items()]
+        for same in zip(*each, strict=True):
+            same[0].samples = [sample for metric in same for sample in metric.samples]
+            yield same[0]
+
+
+def metrics_text(models: Mapping[str, Metrics]) -> bytes:
+    """Return the metrics of all models as Prometheus reads them. If there are several, the label "model" has its name."""
+    registry = CollectorRegistry()
+    registry.register(_Together(models))
+    return generate_latest(registry)

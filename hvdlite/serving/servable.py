@@ -12,6 +12,8 @@ from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
 
 Shape = tuple[int | None, ...]
+Inputs = Mapping[str, tuple[Any, Sequence[int | None]]]
+"""The arrays of an input by their names: the dtype of each, and its shape without the batch."""
 _NUMBERS = "biufc"
 """The kinds of NumPy's dtypes that inputs may have: booleans and numbers."""
 
@@ -25,15 +27,19 @@ class Spec:
         shape: The shape of one input, without the batch; None stands for any length there. None if any shape will do.
         mixes_shapes: Whether inputs of different shapes may be in one batch, because a function pads them.
         allow_nan: Whether NaN and infinities are allowed.
+        inputs: What each of the arrays of an input must be, by their names, if an input is a dictionary of arrays.
     """
 
     dtype: str | None = None
     shape: Shape | None = None
     mixes_shapes: bool = False
     allow_nan: bool = False
+    inputs: tuple[tuple[str, Spec], ...] = ()
 
     def __str__(self) -> str:
         """Return the spec in words."""
+        if self.inputs:
+            return ", ".join(f"{name!r}: {spec}" for name, spec in self.inputs)
         if self.dtype is None and self.shape is None:
             return "any value"
         shape = "any shape" if self.shape is None else f"shape {shape_text(self.shape)}"
@@ -51,7 +57,8 @@ class Servable:
 
     Args:
         predict: Takes a batch, and returns as many outputs. A batch of inputs of one shape and dtype is an array, whose first
-            axis is the batch; other batches are lists. It owns what it gets.
+            axis is the batch; other batches are lists. With `inputs`, a batch is a dictionary of such arrays. It owns what it
+            gets.
         dtype: The dtype to which inputs are converted; if it is not given, they are taken as they come.
         shape: The shape of one input, without the batch; None stands for any length there.
         pad: If it is given, batches mix inputs of different shapes: `pad` gets the list of the arrays, and `predict` gets what
@@ -59,6 +66,8 @@ class Servable:
         example: One input. `dtype` and `shape` are taken from it if they are not given, and a replica warms up with it. Without
             one it warms up with zeros, if the shape is known.
         allow_nan: Whether NaN and infinities in inputs are allowed.
+        inputs: If an input has several arrays: their names, each with its dtype and shape. Then `pad` gets a list of
+            dictionaries.
 
     Raises:
         ArgumentError: An argument is not of its type.
@@ -70,33 +79,46 @@ class Servable:
         *,
         dtype: Any = None,
         shape: Sequence[int | None] | None = None,
-        pad: Callable[[list[Array]], Any] | None = None,
+        pad: Callable[[list[Any]], Any] | None = None,
         example: Any = None,
         allow_nan: bool = False,
+        inputs: Inputs | None = None,
     ) -> None:
         if not callable(predict):
             raise ArgumentError(f"servable({predict!r}): expected a function; got a {type(predict).__name__}.")
         if pad is not None and not callable(pad):
             raise ArgumentError(f"servable: pad={pad!r}: expected a function that takes a list of arrays.")
+        if inputs is not None:
+            if not (dtype is None and shape is None and example is None):
+                raise ArgumentError(
+                    "servable: inputs= and dtype=, shape= or example=: inputs= has a dtype and a shape for each."
+                )
+            named = _checked_inputs(inputs, bool(allow_nan))
+            self.predict, self.pad = predict, pad
+            self.spec = Spec(mixes_shapes=pad is not None, allow_nan=bool(allow_nan), inputs=named)
+            examples = {name: _zeros(spec) for name, spec in named}
+            self.example: Any = None if any(each is None for each in examples.values()) else examples
+            return
         if example is not None:
             example = np.asarray(example)
             dtype = example.dtype if dtype is None else dtype
             shape = example.shape if shape is None and pad is None else shape
         self.predict, self.pad = predict, pad
         self.spec = Spec(_dtype_name(dtype), _checked_shape(shape), pad is not None, bool(allow_nan))
-        self.example: Array | None = self._example(example)
+        self.example = self._example(example)
 
     def __call__(self, inputs: Sequence[Any] | Array) -> Any:
         """Compute a batch: return what `predict` returns for it."""
-        return self.predict(inputs if self.pad is None else self.pad(list(inputs)))
+        if self.pad is not None:
+            return self.predict(self.pad(list(inputs)))
+        if self.spec.inputs:
+            return self.predict({name: np.stack([each[name] for each in inputs]) for name, _ in self.spec.inputs})
+        return self.predict(inputs)
 
     def _example(self, given: Array | None) -> Array | None:
         if given is not None:
             return given.astype(self.spec.dtype or given.dtype)
-        shape = self.spec.shape
-        if shape is None or None in shape:
-            return None
-        return np.zeros([size for size in shape if size is not None], self.spec.dtype or "float64")
+        return _zeros(self.spec)
 
 
 @overload
@@ -105,9 +127,10 @@ def servable(
     *,
     dtype: Any = None,
     shape: Sequence[int | None] | None = None,
-    pad: Callable[[list[Array]], Any] | None = None,
+    pad: Callable[[list[Any]], Any] | None = None,
     example: Any = None,
     allow_nan: bool = False,
+    inputs: Inputs | None = None,
 ) -> Servable: ...
 
 
@@ -117,9 +140,10 @@ def servable(
     *,
     dtype: Any = None,
     shape: Sequence[int | None] | None = None,
-    pad: Callable[[list[Array]], Any] | None = None,
+    pad: Callable[[list[Any]], Any] | None = None,
     example: Any = None,
     allow_nan: bool = False,
+    inputs: Inputs | None = None,
 ) -> Callable[[Callable[[Any], Any]], Servable]: ...
 
 
@@ -128,9 +152,10 @@ def servable(
     *,
     dtype: Any = None,
     shape: Sequence[int | None] | None = None,
-    pad: Callable[[list[Array]], Any] | None = None,
+    pad: Callable[[list[Any]], Any] | None = None,
     example: Any = None,
     allow_nan: bool = False,
+    inputs: Inputs | None = None,
 ) -> Servable | Callable[[Callable[[Any], Any]], Servable]:
     """Say what a function for ``hvdlite serve`` takes. The arguments are those of `Servable`.
 
@@ -141,6 +166,7 @@ def servable(
         pad: Makes one batch of a list of arrays of different shapes.
         example: One input, which may stand for `dtype` and `shape`.
         allow_nan: Whether NaN and infinities in inputs are allowed.
+        inputs: If an input has several arrays: their names, each with its dtype and shape.
 
     Returns:
         The servable, which a module gives a name for ``hvdlite serve module:name``; or the decorator that makes one.
@@ -157,7 +183,8 @@ def servable(
     """
 
     def make(function: Callable[[Any], Any]) -> Servable:
-        return Servable(function, dtype=dtype, shape=shape, pad=pad, example=example, allow_nan=allow_nan)
+        about: dict[str, Any] = {"dtype": dtype, "shape": shape, "example": example, "inputs": inputs}
+        return Servable(function, pad=pad, allow_nan=allow_nan, **about)
 
     return make if predict is None else make(predict)
 
@@ -187,6 +214,26 @@ def _dtype_name(dtype: Any) -> str | None:
     if found.kind not in _NUMBERS:
         raise ArgumentError(f"servable: dtype={found.name}: expected booleans or numbers.")
     return str(found.name)
+
+
+def _checked_inputs(inputs: Inputs, allow_nan: bool) -> tuple[tuple[str, Spec], ...]:
+    if not isinstance(inputs, Mapping) or not inputs or not all(isinstance(name, str) for name in inputs):
+        raise ArgumentError(
+            f"servable: inputs={inputs!r}: expected a dictionary of names, each with its dtype and shape."
+        )
+    named = []
+    for name, each in inputs.items():
+        if not isinstance(each, tuple | list) or len(each) != 2:
+            raise ArgumentError(f"servable: inputs has {name!r}: {each!r}: expected a pair of a dtype and a shape.")
+        named.append((name, Spec(_dtype_name(each[0]), _checked_shape(each[1]), allow_nan=allow_nan)))
+    return tuple(named)
+
+
+def _zeros(spec: Spec) -> Array | None:
+    """Return an input to warm up with, if its shape is known."""
+    if spec.shape is None or None in spec.shape:
+        return None
+    return np.zeros([size for size in spec.shape if size is not None], spec.dtype or "float64")
 
 
 def _checked_shape(shape: Sequence[int | None] | None) -> Shape | None:

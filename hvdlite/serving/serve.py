@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvdlite.checks import require
@@ -16,13 +16,16 @@ from hvdlite.serving.servable import Servable
 _PACKAGES = ("starlette", "uvicorn", "uvloop", "orjson", "msgpack", "prometheus_client")
 
 
-def serve(predict: str | Callable[[Any], Any] | Servable, **settings: Any) -> None:
+Served = str | Callable[[Any], Any] | Servable
+
+
+def serve(predict: Served | Mapping[str, Served], **settings: Any) -> None:
     """Serve a function over HTTP until SIGTERM or SIGINT comes.
 
     Args:
         predict: A function that takes a batch of inputs and returns as many outputs, what ``hvd.servable`` returns, or
-            ``"module:name"`` of one of these. The replicas are processes of their own: a function is pickled by cloudpickle for
-            them.
+            ``"module:name"`` of one of these; or a dictionary of several models by their names, each of which gets replicas of
+            its own. The replicas are processes: a function is pickled by cloudpickle for them.
         settings: The attributes of `hvdlite.serving.options.Options`, such as ``replicas=2`` or ``max_batch=64``.
 
     Raises:

@@ -8,12 +8,14 @@ import errno
 import gc
 import logging
 import math
+import re
 import resource
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,14 +23,15 @@ import uvicorn
 import uvloop
 
 from hvdlite.errors import ArgumentError, LaunchError
-from hvdlite.serving.chooser import AutoWait, Model, ModelProcess, choosing
+from hvdlite.serving.chooser import AutoWait, ModelProcess, choosing
+from hvdlite.serving.chooser import Model as QueueModel
 from hvdlite.serving.http.app import App
 from hvdlite.serving.http.connections import protocol_class
 from hvdlite.serving.metrics import Metrics
+from hvdlite.serving.models import Model, Models
 from hvdlite.serving.options import Options
 from hvdlite.serving.replicas.fleet import Fleet
 from hvdlite.serving.servable import Spec
-from hvdlite.serving.service import Service
 from hvdlite.serving.waiting import FixedWait, WaitChooser
 
 _LOOPBACK = ("127.", "::1", "localhost")
@@ -42,6 +45,11 @@ _LAST_ANSWERS = 2.0
 _OWN_DESCRIPTORS = 256
 """How many file descriptors the server needs besides its connections: replicas, and connections that it refuses."""
 
+_NAME = r"[\w.-]+"
+"""What the name of a model is made of: it is a part of paths."""
+Served = str | Callable[[Any], Any]
+"""What is served: ``module:name``, or a function."""
+
 log = logging.getLogger(__name__)
 
 
@@ -49,49 +57,61 @@ class Server:
     """One server. Its port is taken when it is made.
 
     Args:
-        predict: ``module:name``, or a function, which cloudpickle pickles.
+        predict: ``module:name``, or a function, which cloudpickle pickles; or several of these, by the names of their models.
         options: The settings.
 
     Attributes:
         url: Where it listens.
-        fleet: Its replicas.
 
     Raises:
-        ArgumentError: `predict` is neither.
+        ArgumentError: `predict` is none of these, or a name is none.
         LaunchError: The port or the connections cannot be had, or the function cannot be pickled.
     """
 
-    def __init__(self, predict: str | Callable[[Any], Any], options: Options) -> None:
+    def __init__(self, predict: Served | Mapping[str, Served], options: Options) -> None:
         self._options = options
         _allow_descriptors(options.max_connections + _OWN_DESCRIPTORS)
-        self.fleet = Fleet(_sendable(predict), options)
+        self._predict = {name: _sendable(each) for name, each in _by_name(predict).items()}
+        self._fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
         self._socket = _listen(options.host, options.port)
         host = f"[{options.host}]" if ":" in options.host else options.host
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self._predict = predict if isinstance(predict, str) else "a function"
         self._stop: Callable[[], None] | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """The numbers of the processes of all replicas."""
+        return [pid for fleet in list(self._fleets) for pid in fleet.pids]
 
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until SIGTERM or SIGINT comes, or `stop` is called, and answer what is there before the end.
 
         Args:
-            ready: Called when the first replica is ready.
+            ready: Called when each model has a replica that is ready.
 
         Raises:
             LaunchError: The replicas cannot start.
         """
-        with contextlib.closing(self._socket), _chooser(self._options) as chooser:
-            uvloop.run(self._serve(chooser, ready))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.closing(self._socket))
+            models = [self._model(name, stack.enter_context(_chooser(self._options))) for name in self._predict]
+            uvloop.run(self._serve(Models(models), ready))
 
     def stop(self) -> None:
         """End the server, from any thread."""
         if self._stop is not None:
             self._stop()
 
-    async def _serve(self, chooser: WaitChooser, ready: Callable[[], None]) -> None:
-        metrics = Metrics()
-        service = Service(self.fleet, self._options, chooser, metrics)
-        app = App(service, self._options, metrics)
+    def _model(self, name: str, chooser: WaitChooser) -> Model:
+        def make_fleet() -> Fleet:
+            fleet = Fleet(self._predict[name], self._options)
+            self._fleets.add(fleet)
+            return fleet
+
+        return Model(name, make_fleet, self._options, chooser, Metrics())
+
+    async def _serve(self, models: Models, ready: Callable[[], None]) -> None:
+        app = App(models, self._options)
         config: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
         config |= {"server_header": False, "lifespan": "off", "ws": "none", "proxy_headers": False}
         config["timeout_graceful_shutdown"] = self._options.drain + _LAST_ANSWERS
@@ -100,12 +120,12 @@ class Server:
 
         def end() -> None:
             if http.should_exit:
-                service.give_up()
+                models.give_up()
             else:
                 log.info("The server ends when it has answered what is there (at most %g s).", self._options.drain)
-                service.drain()
+                models.drain()
                 http.should_exit = True
-                loop.call_later(self._options.drain, service.give_up)
+                loop.call_later(self._options.drain, models.give_up)
 
         def end_soon() -> None:
             loop.call_soon_threadsafe(end)
@@ -113,13 +133,15 @@ class Server:
         self._stop = end_soon
         thresholds = gc.get_threshold()
         with _signals(loop, end):
-            async with service:
+            async with contextlib.AsyncExitStack() as stack:
+                for model in models:
+                    await stack.enter_async_context(model)
                 serving = loop.create_task(http.serve([self._socket]))
-                reporting = loop.create_task(self._report(service, metrics, ready))
+                reporting = loop.create_task(self._report(models, ready))
                 try:
-                    either: set[asyncio.Future[Any]] = {serving, service.failed}
-                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-                    if service.failed.done():
+                    any_of: set[asyncio.Future[Any]] = {serving, *(model.failed for model in models)}
+                    await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
+                    if not serving.done():  # a model has failed
                         http.should_exit = http.force_exit = True
                     await serving
                 finally:
@@ -127,45 +149,57 @@ class Server:
                     gc.unfreeze()
                     gc.set_threshold(*thresholds)
                     self._stop = None
-        if service.failed.done():
-            raise LaunchError(f"{self._predict} cannot be served: {service.failed.result()}")
+        for model in models:
+            if model.failed.done():
+                raise LaunchError(f"{self._what(model.name)} cannot be served: {model.failed.result()}")
 
-    async def _report(self, service: Service, metrics: Metrics, ready: Callable[[], None]) -> None:
+    async def _report(self, models: Models, ready: Callable[[], None]) -> None:
         """Say what is served; then, on a terminal, write a line again and again."""
         options = self._options
         threads = f"{options.threads} thread{'s' * (options.threads > 1)} each"
-        log.info("%s: %s for %s, %s.", self.url, _count(options.replicas, "replica"), self._predict, threads)
+        for model in models:
+            what = (self.url, _count(options.replicas, "replica"), self._what(model.name), model.name, threads)
+            log.info("%s: %s for %s (model %s), %s.", *what)
         if not options.host.startswith(_LOOPBACK) and not options.api_key:
             log.warning("Whoever reaches %s may use it: --api-key-env NAME asks for a key.", options.host)
-        await self._know(service)
+        for model in models:
+            await self._know(model)
         # What is here now stays. If collections of garbage went through it, they would stop the server for 15 ms each second.
         # Requests leave no cycles. With Python's threshold, a batch of them would start a collection each time.
         gc.collect()
         gc.freeze()
         gc.set_threshold(_GARBAGE, *gc.get_threshold()[1:])
-        _check_body(service.spec, options.max_body)
-        log.info("Ready. An input is %s. %s", service.spec, service.explanation)
+        for model in models:
+            _check_body(model.service.spec, options.max_body)
+        log.info(
+            "Ready. %s",
+            models.text(lambda model: f"An input is {model.service.spec}. {model.service.explanation}", "\n"),
+        )
         ready()
         if not sys.stderr.isatty():
             return
         while True:
             await asyncio.sleep(_LINE_EVERY)
-            sys.stderr.write(f"\r\x1b[K{metrics.line()}")
+            sys.stderr.write(f"\r\x1b[K{models.text(lambda model: model.metrics.line(), '; ')}")
             sys.stderr.flush()
 
-    async def _know(self, service: Service) -> None:
+    async def _know(self, model: Model) -> None:
         """Wait until a replica is ready, and say again and again that none is."""
         limit, waited = self._options.start_timeout, 0.0
         while True:
             try:
-                await asyncio.wait_for(service.known.wait(), _PATIENCE)
+                await asyncio.wait_for(model.service.known.wait(), _PATIENCE)
                 return
             except asyncio.TimeoutError:
                 waited += _PATIENCE
                 log.info(
                     "After %g s no replica is ready: each imports %s and warms up. It gets %g s (--start-timeout).",
-                    *(waited, self._predict, limit),
+                    *(waited, self._what(model.name), limit),
                 )
+
+    def _what(self, name: str) -> str:
+        predict = self._predict[name]
+        return predict if isinstance(predict, str) else "a function"
 
 
 def _check_body(spec: Spec | None, limit: int) -> None:
@@ -186,7 +220,7 @@ def _chooser(options: Options) -> Iterator[WaitChooser]:
     if options.max_wait is not None:
         yield FixedWait(options.max_wait)
         return
-    model = ModelProcess(Model(options.max_batch, options.replicas, options.slo_p99))
+    model = ModelProcess(QueueModel(options.max_batch, options.replicas, options.slo_p99))
     auto = AutoWait(model.update)
     with contextlib.ExitStack() as stack:
         stack.callback(model.close)
@@ -216,7 +250,27 @@ def _signals(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> Iterat
             loop.remove_signal_handler(number)
 
 
-def _sendable(predict: str | Callable[[Any], Any]) -> str | bytes:
+def _by_name(predict: Served | Mapping[str, Served]) -> Mapping[str, Served]:
+    """Return what is served by the names of the models.
+
+    Raises:
+        ArgumentError: There is none, or a name is none.
+    """
+    if isinstance(predict, Mapping):
+        names = list(predict)
+        if not names or not all(isinstance(name, str) and re.fullmatch(_NAME, name) for name in names):
+            raise ArgumentError(
+                f"serve: the names of models are {', '.join(map(repr, names)) or 'none'}: expected letters, digits, '.', '_' "
+                "and '-', and at least one model."
+            )
+        return predict
+    if isinstance(predict, str):
+        return {predict.partition(":")[0].rpartition(".")[2] or predict: predict}
+    name = getattr(predict, "__name__", "model")
+    return {name if re.fullmatch(_NAME, name) else "model": predict}
+
+
+def _sendable(predict: Served) -> str | bytes:
     if isinstance(predict, str):
         module, _, name = predict.partition(":")
         if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):

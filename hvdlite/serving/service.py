@@ -71,9 +71,11 @@ class Service:
 
     def __init__(self, replicas: Replicas, options: Options, chooser: WaitChooser, metrics: Metrics) -> None:
         self._replicas, self._options, self._chooser, self._metrics = replicas, options, chooser, metrics
-        self._batcher = Batcher(options.max_batch, options.max_queue, chooser)
+        self.batcher = Batcher(options.max_batch, options.max_queue, chooser)
+        """The requests that wait, or are computed."""
         self._busy: dict[int, Batch] = {}
-        self._there: set[int] = set()
+        self.there: set[int] = set()
+        """The replicas that can compute."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = math.inf
         self._will_step = False
@@ -82,8 +84,11 @@ class Service:
         self._seconds_per_request = 0.0
         self.spec: Spec | None = None
         """What inputs must be; None until a replica was ready."""
+        self.sample: Any = None
+        """An output, from the warm-up; None if there was none."""
         self.is_draining = False
-        metrics.watch(self._batcher, chooser, self._there)
+        self.is_trial = False
+        """Whether it is of no use without each of its replicas: none is started again that cannot start."""
 
     async def __aenter__(self) -> Service:
         """Start the replicas."""
@@ -92,6 +97,8 @@ class Service:
         """Done, with the reason, if the replicas cannot start."""
         self.known: asyncio.Event = asyncio.Event()
         """Set when a replica is ready for the first time."""
+        self.complete: asyncio.Event = asyncio.Event()
+        """Set when all replicas are ready for the first time."""
         self._replicas.start(self)
         return self
 
@@ -104,7 +111,7 @@ class Service:
     @property
     def ready_replicas(self) -> int:
         """The number of replicas that can compute."""
-        return len(self._there)
+        return len(self.there)
 
     @property
     def explanation(self) -> str:
@@ -114,7 +121,7 @@ class Service:
     def drain(self) -> None:
         """Let batches wait for no more requests: none will come."""
         self.is_draining = True
-        self._batcher.drain()
+        self.batcher.drain()
         self._step_soon()
 
     def give_up(self) -> None:
@@ -123,13 +130,21 @@ class Service:
             if not future.done():
                 future.set_result(None)
 
-    def check_room(self) -> None:
+    def check_room(self, count: int = 1) -> None:
         """Raise if another request would be refused.
 
+        Args:
+            count: How many inputs it has.
+
         Raises:
-            RefusedError: Too many wait.
+            RefusedError: Too many wait, or would wait.
         """
-        if self._batcher.is_full:
+        if count > self._options.max_queue:
+            raise RefusedError(
+                f"the request has {count} inputs, and {self._options.max_queue} may wait (--max-queue): send fewer at a time.",
+                413,
+            )
+        if self.batcher.waiting + count > self._options.max_queue:
             raise self._too_many()
 
     async def submit(self, value: Any, deadline: float) -> Any:
@@ -145,7 +160,7 @@ class Service:
         future: asyncio.Future[Result | None] = self._loop.create_future()
         begin = time.monotonic()
         try:
-            self._batcher.add(Request(self._key(value), begin, deadline, _Job(value, future)))
+            self.batcher.add(Request(self._key(value), begin, deadline, _Job(value, future)))
         except QueueFullError:
             raise self._too_many() from None
         self._open.add(future)
@@ -174,10 +189,12 @@ class Service:
         if self.spec is None:
             for size, seconds in ready.times:
                 self._chooser.served(time.monotonic(), size, seconds)
-        self.spec = ready.spec
-        self._there.add(replica)
-        self._batcher.joined(replica)
+        self.spec, self.sample = ready.spec, ready.sample
+        self.there.add(replica)
+        self.batcher.joined(replica)
         self.known.set()
+        if len(self.there) == self._options.replicas:
+            self.complete.set()
         self._step_soon()
 
     def computed(self, replica: int, outputs: Sequence[Any] | Array) -> None:
@@ -185,10 +202,10 @@ class Service:
         batch, now = self._busy.pop(replica), time.monotonic()
         seconds = now - batch.sent
         self._metrics.batch_done(len(batch.requests), seconds)
-        share = seconds / len(batch.requests) / len(self._there)
+        share = seconds / len(batch.requests) / len(self.there)
         self._seconds_per_request += 0.1 * (share - self._seconds_per_request)
-        answers = self._batcher.done(replica, outputs, now)
-        if self._batcher.has_full_batch:  # the replica computes it while this process writes the answers
+        answers = self.batcher.done(replica, outputs, now)
+        if self.batcher.has_full_batch:  # the replica computes it while this process writes the answers
             self._step()
         self._answer(answers)
         self._step_soon()
@@ -196,20 +213,20 @@ class Service:
     def raised(self, replica: int, text: str, blame: bool) -> None:
         """`predict` failed on a replica's batch."""
         del self._busy[replica]
-        self._answer(self._batcher.raised(replica, text, blame))
+        self._answer(self.batcher.raised(replica, text, blame))
         self._step_soon()
 
     def lost(self, replica: int) -> None:
         """A replica is gone."""
-        self._there.discard(replica)
+        self.there.discard(replica)
         self._busy.pop(replica, None)
         self._metrics.replica_lost()
-        self._answer(self._batcher.lost(replica))
+        self._answer(self.batcher.lost(replica))
         self._step_soon()
 
     def not_ready(self, text: str) -> None:
         """A replica cannot start."""
-        if self.spec is not None:
+        if self.spec is not None and not self.is_trial:
             log.error("A replica cannot start, and will be started again: %s", text)
         else:
             self.broken(text)
@@ -220,13 +237,15 @@ class Service:
             self.failed.set_result(text)
 
     def _key(self, value: Any) -> Hashable:
+        assert self.spec is not None
+        if self.spec.inputs and not self.spec.mixes_shapes:
+            return tuple((each.dtype.str, each.shape) for each in value.values())
         if not isinstance(value, np.ndarray):
             return None
-        assert self.spec is not None
         return value.dtype.str if self.spec.mixes_shapes else (value.dtype.str, value.shape)
 
     def _too_many(self) -> RefusedError:
-        waiting = self._batcher.waiting
+        waiting = self.batcher.waiting
         seconds = max(1, math.ceil(waiting * self._seconds_per_request))
         return RefusedError(f"{waiting} requests wait, which is the most that may.", 429, retry_after=seconds)
 
@@ -239,7 +258,7 @@ class Service:
     def _step(self) -> None:
         self._will_step = False
         now = time.monotonic()
-        actions = self._batcher.step(now)
+        actions = self.batcher.step(now)
         self._answer(actions.answers)
         for replica, batch in actions.send:
             self._busy[replica] = batch

@@ -127,6 +127,8 @@ def _input_of(whole: Any) -> Any:
 
 def _conform(value: Any, spec: Spec) -> Any:
     """Return an input as its spec wants it. Numbers become arrays; other values stay what they are if any value will do."""
+    if spec.inputs:
+        return _conform_each(value, spec)
     array = _as_array(value, spec)
     if array is None:
         return value
@@ -144,6 +146,24 @@ def _conform(value: Any, spec: Spec) -> Any:
             "numbers."
         )
     return array
+
+
+def _conform_each(value: Any, spec: Spec) -> dict[str, Any]:
+    names = [name for name, _ in spec.inputs]
+    if not isinstance(value, dict) or sorted(map(str, value)) != sorted(names):
+        found = (
+            f"has {', '.join(map(repr, value)) or 'nothing'}"
+            if isinstance(value, dict)
+            else f"is a {type(value).__name__}"
+        )
+        raise BodyError(f"the input {found}: expected an object with {', '.join(map(repr, names))}.")
+    conforming = {}
+    for name, each in spec.inputs:
+        try:
+            conforming[name] = _conform(value[name], each)
+        except BodyError as error:
+            raise BodyError(f"{name!r}: {error}") from None
+    return conforming
 
 
 def _as_array(value: Any, spec: Spec) -> Array | None:

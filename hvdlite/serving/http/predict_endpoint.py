@@ -1,4 +1,4 @@
-"""``POST /v1/predict``: reads a body within limits of size and time, and answers it. Plain ASGI, for it is the busy one."""
+"""Endpoints that compute: each reads a body within limits of size and time, and answers it. Plain ASGI, for they are busy."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvdlite.serving.http.bodies import JSON, READERS, WRITERS, BodyError, UnwritableError, read, write
-from hvdlite.serving.metrics import Metrics
+from hvdlite.serving.models import Model, Version
 from hvdlite.serving.options import Options
 from hvdlite.serving.servable import Spec
 from hvdlite.serving.service import RefusedError, Service
@@ -26,6 +26,7 @@ Headers = list[tuple[bytes, bytes]]
 _JSON_BYTES, _JSON_BYTES_OF_A_NUMBER = 2**16, 64
 """A JSON body for an array of a known shape has no more bytes than these, and so many for each number. To read 8 MB of JSON
 takes half a second, in which the server does nothing else."""
+_NONE: dict[str, str] = {}
 _OBJECTS = 24
 """So many times the bytes of a body, at most, is what lists and dictionaries take that were read from it."""
 
@@ -34,101 +35,123 @@ class ClientGoneError(Exception):
     """The client has closed the connection in the middle of its request."""
 
 
-class PredictEndpoint:
-    """The ASGI application of ``/v1/predict``.
+class Intake:
+    """What all endpoints share: the limits for what they read.
 
     Args:
-        service: Computes.
         options: The limits.
-        metrics: Counts the answers.
+
+    Attributes:
+        memory: The bytes of all bodies that are here, and of what was read from them.
     """
 
-    def __init__(self, service: Service, options: Options, metrics: Metrics) -> None:
-        self._service, self._options, self._metrics = service, options, metrics
-        self._memory = 0
-        """The bytes of all bodies that are here, and of what was read from them."""
-        self._reading = _TimeLimit(options.read_timeout)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.memory = 0
+        self.reading = TimeLimit(options.read_timeout)
+
+
+class Answer(NamedTuple):
+    """The answer to a request that has an output.
+
+    Attributes:
+        kind: Its Content-Type.
+        data: Its body.
+        headers: Further headers.
+    """
+
+    kind: str
+    data: bytes
+    headers: Headers = []  # noqa: RUF012  # it is never changed
+
+
+class Endpoint:
+    """An ASGI application that computes with a model. The formats of requests and answers are those of a subclass.
+
+    Args:
+        model: Computes.
+        intake: The limits.
+    """
+
+    def __init__(self, model: Model, intake: Intake) -> None:
+        self._model, self._intake, self._options = model, intake, intake.options
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        body = _Body(scope, receive)
+        body = Body(scope, receive)
         begin = time.monotonic()
         headers: Headers = []
         try:
-            status, kind, data = 200, *await self._output(scope, body)
+            check_key(body.headers, self._options.api_key)
+            with self._model.version(scope.get("path_params", _NONE).get("version")) as version:
+                answer = await self._answer(version, body)
+            status, kind, data = 200, answer.kind, answer.data
+            headers += answer.headers
         except ClientGoneError:
             return
         except RefusedError as error:
             status, kind, data = error.status, JSON, json.dumps({"error": str(error)}).encode()
             headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
         finally:
-            self._memory -= body.memory
+            self._intake.memory -= body.memory
         if not body.is_whole:  # what the client still sends is not read
             headers.append((b"connection", b"close"))
-        self._metrics.answered(status, time.monotonic() - (body.came or begin))
+        self._model.metrics.answered(status, time.monotonic() - (body.came or begin))
         headers += [(b"content-type", kind.encode()), (b"content-length", str(len(data)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": data})
 
-    async def _output(self, scope: Scope, body: _Body) -> tuple[str, bytes]:
-        """Return the format and the body of the answer.
+    async def _answer(self, version: Version, body: Body) -> Answer:
+        """Return the answer to a request, whose body is not read yet.
 
         Raises:
             RefusedError: There is none.
             ClientGoneError: The client is gone.
         """
-        headers = dict(scope["headers"])
-        check_key(headers, self._options.api_key)
-        read_as, write_as = _formats(headers.get(b"content-type", b""), headers.get(b"accept", b"*/*"))
-        limit = _deadline(headers, self._options.deadline)
-        spec = self._service.spec
-        if spec is None:
-            raise RefusedError("no replica is ready yet.", 503, retry_after=1)
-        self._service.check_room()
-        await self._receive(headers, body, _longest(read_as, spec, self._options.max_body), spec)
-        try:
-            value = read(read_as, body.data, spec)
-        except BodyError as error:
-            raise RefusedError(str(error), 400) from None
-        if isinstance(value, list | dict):
-            self._take(body, _OBJECTS * len(body.data))
-        output = await self._service.submit(value, body.came + limit)
-        try:
-            return write_as, write(write_as, output)
-        except UnwritableError as error:
-            raise RefusedError(str(error), 406) from None
+        raise NotImplementedError
 
-    def _take(self, body: _Body, count: int) -> None:
+    def _known(self, service: Service) -> Spec:
+        """Return what inputs must be.
+
+        Raises:
+            RefusedError: That is not known yet, or another request would be refused.
+        """
+        if service.spec is None:
+            raise RefusedError("no replica is ready yet.", 503, retry_after=1)
+        service.check_room()
+        return service.spec
+
+    def _take(self, body: Body, count: int) -> None:
         """Count memory that a request takes until it is answered."""
         body.memory += count
-        self._memory += count
-        if self._memory > self._options.max_memory:
+        self._intake.memory += count
+        if self._intake.memory > self._options.max_memory:
             raise RefusedError(
-                f"the requests that are here need {self._memory} bytes, which is more than all may have together "
+                f"the requests that are here need {self._intake.memory} bytes, which is more than all may have together "
                 "(--max-memory).",
                 429,
                 retry_after=1,
             )
 
-    async def _receive(self, headers: dict[bytes, bytes], body: _Body, limit: int, spec: Spec) -> None:
-        said = headers.get(b"content-length", b"0")
+    async def _receive(self, body: Body, limit: int, spec: Spec) -> None:
+        said = body.headers.get(b"content-length", b"0")
         if said.isdigit() and int(said) > limit:
             raise self._too_long(limit, spec)
-        self._reading.begin()
+        self._intake.reading.begin()
         try:
             while not body.is_whole:
                 self._take(body, await body.receive())
                 if len(body.data) > limit:
                     raise self._too_long(limit, spec)
         except asyncio.CancelledError:
-            if not self._reading.is_over():
+            if not self._intake.reading.is_over():
                 raise
             raise RefusedError(
                 f"of the body, {len(body.data)} bytes have come in {self._options.read_timeout:g} s, and the rest has not.",
                 408,
             ) from None
         finally:
-            self._reading.end()
+            self._intake.reading.end()
         body.came = time.monotonic()
 
     def _too_long(self, limit: int, spec: Spec) -> RefusedError:
@@ -138,11 +161,34 @@ class PredictEndpoint:
         return RefusedError(f"the body has more than {limit} bytes, which is {why}.", 413)
 
 
-class _Body:
+class PredictEndpoint(Endpoint):
+    """``/v1/predict``, which takes one input."""
+
+    async def _answer(self, version: Version, body: Body) -> Answer:
+        headers, service = body.headers, version.service
+        read_as, write_as = _formats(headers.get(b"content-type", b""), headers.get(b"accept", b"*/*"))
+        limit = deadline(headers, self._options.deadline)
+        spec = self._known(service)
+        await self._receive(body, _longest(read_as, spec, self._options.max_body), spec)
+        try:
+            value = read(read_as, body.data, spec)
+        except BodyError as error:
+            raise RefusedError(str(error), 400) from None
+        if isinstance(value, list | dict) and not spec.inputs:
+            self._take(body, _OBJECTS * len(body.data))
+        output = await service.submit(value, body.came + limit)
+        try:
+            return Answer(write_as, write(write_as, output))
+        except UnwritableError as error:
+            raise RefusedError(str(error), 406) from None
+
+
+class Body:
     """The body of a request, as much of it as is here."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.data: bytes | bytearray = b""
         self.is_whole = False
         self.memory = 0
@@ -189,7 +235,7 @@ def check_key(headers: dict[bytes, bytes], key: str) -> None:
         )
 
 
-class _TimeLimit:
+class TimeLimit:
     """Cancels each task that is longer than so many seconds between `begin` and `end`.
 
     The limit is the same for all, so the first to begin is the first to be late, and one timer serves all of them. A timer for
@@ -265,7 +311,7 @@ def _formats(content_type: bytes, accepted: bytes) -> tuple[str, str]:
     return kind, kind
 
 
-def _deadline(headers: dict[bytes, bytes], otherwise: float) -> float:
+def deadline(headers: dict[bytes, bytes], otherwise: float) -> float:
     """Return how many seconds a request gives the server."""
     said = headers.get(b"x-timeout-ms")
     if said is None:

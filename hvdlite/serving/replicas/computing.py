@@ -50,8 +50,10 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return [_plain(each) for each in value]
+    if isinstance(value, tuple):  # several outputs of a model; a list is one
+        return tuple(_plain(each) for each in value)
     if hasattr(value, "__array__"):
         array = _array(value)
         return array if array.ndim else array[()].item()

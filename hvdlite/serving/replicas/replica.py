@@ -53,10 +53,12 @@ class Ready:
     Attributes:
         spec: What its inputs must be.
         times: Of the warm-up: sizes of batches, and the seconds that each took the second time; empty without a warm-up.
+        sample: The output of one input of the warm-up; None without one.
     """
 
     spec: Spec
     times: tuple[tuple[int, float], ...]
+    sample: Any = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def main() -> None:
         begin, _ = receive(connection)
         try:
             servable = load(begin)
-            ready = Ready(servable.spec, warm_up(servable, begin.max_batch))
+            ready = Ready(servable.spec, *warm_up(servable, begin.max_batch))
         except BaseException as error:
             send(connection, frame(NotReady(str(error) if isinstance(error, HvdliteError) else _traceback(error))))
             raise SystemExit(1) from None
@@ -174,37 +176,41 @@ def _find(name: str) -> Callable[[Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def warm_up(servable: Servable, max_batch: int) -> tuple[tuple[int, float], ...]:
-    """Compute a batch of one input and a full one, each twice. Return how long each took the second time.
+def warm_up(servable: Servable, max_batch: int) -> tuple[tuple[tuple[int, float], ...], Any]:
+    """Compute a batch of one input and a full one, each twice. Return how long each took the second time, and an output.
 
     Raises:
         ArgumentError: One of them failed.
     """
     example = servable.example
     if example is None:
-        return ()
-    times = []
+        return (), None
+    times, outputs = [], None
     for size in sorted({1, max_batch}):
         for _ in range(2):
-            inputs = np.stack([example] * size)  # a new one each time: predict may keep it
+            # A new one each time: predict may keep it.
+            inputs = [example] * size if servable.spec.inputs else np.stack([example] * size)
             begin = time.perf_counter()
             try:
-                compute(servable, inputs)
+                outputs = compute(servable, inputs)
             except OutputError:
                 raise
             except Exception as error:
-                raise ArgumentError(_why_nowarm_up(error, size, example)) from error
+                raise ArgumentError(_why_no_warm_up(error, size, servable)) from error
             seconds = time.perf_counter() - begin
         times.append((size, seconds))
-    return tuple(times)
+    assert outputs is not None
+    return tuple(times), outputs[0]
 
 
-def _why_nowarm_up(error: Exception, size: int, example: Array) -> str:
+def _why_no_warm_up(error: Exception, size: int, servable: Servable) -> str:
     if size > 1 and (isinstance(error, MemoryError) or "out of memory" in str(error).lower()):
         way_out = "A batch of this size does not fit into memory: give a smaller --max-batch, or fewer --replicas."
     else:
         way_out = "Give hvd.servable an example=… that is a valid input, or the right dtype=… and shape=…."
-    return f"{_traceback(error)}\npredict raised on its warm-up batch of {size} × {example.dtype} {example.shape}. {way_out}"
+    example = servable.example
+    what = f"({servable.spec})" if servable.spec.inputs else f"{example.dtype} {example.shape}"
+    return f"{_traceback(error)}\npredict raised on its warm-up batch of {size} × {what}. {way_out}"
 
 
 def _traceback(error: BaseException) -> str:
