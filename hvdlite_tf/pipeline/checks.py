@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -12,6 +14,7 @@ from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.ranks.process_set import ProcessSet
 from hvdlite_tf.gradients.optimizer_parts import innermost
 from hvdlite_tf.gradients.stepped_alone import differs_alone, steps_each_alone
+from hvdlite_tf.variables import plain_variable
 
 
 def own_stage(stages: Sequence[Any], place: int, places: int, process_set: ProcessSet) -> tuple[keras.Model, int]:
@@ -37,7 +40,7 @@ def own_stage(stages: Sequence[Any], place: int, places: int, process_set: Proce
         stage = stages[place]
         if not isinstance(stage, keras.layers.Layer) and callable(stage):
             stage = stage()
-        wrong = _wrong_with(stage, place)
+        wrong = _wrong_with(stage, place) or _shared(stages, stage, place)
     own = (wrong, len(getattr(stage, "weights", ())) if not wrong else 0)
     everybody: list[tuple[str, int]] = hvdlite.allgather_object(own, process_set=process_set)
     for text, _ in everybody:
@@ -60,6 +63,65 @@ def _wrong_with(stage: Any, place: int) -> str:
     if not stage.trainable_variables:
         return f"stage {place} ({stage.name!r}) has no weights that are trained: join it to its neighbour."
     return ""
+
+
+def _shared(stages: Sequence[Any], own: Any, place: int) -> str:
+    """Return what is wrong if another stage has a weight of this rank's, too: the ranks would train copies of it apart.
+
+    A stage that is a function is not called for that: a layer is seen that the function names, and that this stage has.
+    """
+    paths = {id(weight): weight.path for weight in own.weights}
+    inside = {id(layer) for layer in own._flatten_layers()}
+    for number, stage in enumerate(stages):
+        if number == place:
+            continue
+        layers = [stage] if isinstance(stage, keras.layers.Layer) else [x for x in _named(stage) if id(x) in inside]
+        shared = [paths[id(weight)] for layer in layers for weight in layer.weights if id(weight) in paths]
+        if shared:
+            return (
+                f"the stages {sorted((place, number))} have {shared[0]!r} both, and each rank would have a copy of its own. "
+                "Cut so that the layers which share weights are in one stage, or make each stage layers of its own."
+            )
+    return ""
+
+
+def _named(function: Any) -> Iterator[keras.layers.Layer]:
+    """Return the layers that a function names: in its closure, its globals, its defaults or its arguments."""
+    values: list[Any] = []
+    while isinstance(function, functools.partial):
+        values += [*function.args, *function.keywords.values()]
+        function = function.func
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        outside = inspect.getclosurevars(function)
+        values += [*outside.nonlocals.values(), *outside.globals.values()]
+        values += [each.default for each in inspect.signature(function).parameters.values()]
+    return (value for value in values if isinstance(value, keras.layers.Layer))
+
+
+def foreign_variables(tape: Any, stage: keras.Model) -> list[Any]:
+    """Return the variables that a pass has used, and that could be trained, but are no weights of the stage."""
+    own = {plain_variable(weight).ref() for weight in stage.weights}
+    return [each for each in tape.watched_variables() if each.ref() not in own and each.dtype.is_floating]
+
+
+def check_untrained(variables: Sequence[Any], gradients: Sequence[Any], place: int, is_last: bool) -> None:
+    """Raise ArgumentError if a variable that is no weight of the stage has a gradient.
+
+    Args:
+        variables: What `foreign_variables` has found.
+        gradients: Their gradients, or None.
+        place: The number of the stage.
+        is_last: Whether the pass had the loss in it.
+    """
+    for variable, gradient in zip(variables, gradients, strict=True):
+        if gradient is not None:
+            raise ArgumentError(
+                f"Pipeline: {'the loss, or ' if is_last else ''}stage {place}, uses the variable {variable.name!r} of shape "
+                f"{tuple(variable.shape)}, which can be trained and is no weight of the stage: nobody would train it, and "
+                "weights of other stages are not up to date here. Let a layer of the stage have it (add_weight), and return "
+                "what the loss needs; for a penalty on weights use a regularizer; make what is constant with "
+                "trainable=False."
+            )
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from hvdlite.adapter.pipeline.bubble import Bubble
-from hvdlite_tf.pipeline.checks import check_no_mask
+from hvdlite_tf.pipeline.checks import check_no_mask, check_untrained, foreign_variables
 
 Loss = Callable[[int, Any], tuple[Any, float]]
 """``loss(part, output)`` returns the loss of a micro-batch from the output of the last stage, and its share in the batch's."""
@@ -101,13 +101,16 @@ class StagePasses:
         tape, inputs, targets = self._passes.pop(part)
         seeds = [*(values or []), tf.ones_like(targets[-1]) * tf.cast(self._scale, targets[-1].dtype)]
         variables = [variable.value for variable in self._model.trainable_variables]
+        foreign = foreign_variables(tape, self._model)
         with self._bubble.computing("BACKWARD", part, self.place):
-            found = tape.gradient(targets, [*inputs, *variables], output_gradients=seeds)
+            found = tape.gradient(targets, [*inputs, *variables, *foreign], output_gradients=seeds)
+        check_untrained(foreign, found[len(inputs) + len(variables) :], self.place, self.is_last)
         own = [
             tf.zeros_like(tensor) if gradient is None else tf.convert_to_tensor(gradient)
             for tensor, gradient in zip(inputs, found, strict=False)
         ]
-        self.gradients = list(map(_sum, self.gradients, found[len(inputs) :]))
+        of_weights = found[len(inputs) : len(inputs) + len(variables)]
+        self.gradients = list(map(_sum, self.gradients, of_weights))
         return own
 
 

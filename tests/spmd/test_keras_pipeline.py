@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -248,6 +249,86 @@ def test_an_error_in_the_step_of_one_optimizer_is_raised_on_all(ranks: Any) -> N
             match="unsupported operand" if hvd.rank() == last else f"^rank {last} could not make .*: TypeError",
         ):
             pipeline.train_on_batch(X[:BATCH], Y[:BATCH])
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_variables_that_no_stage_has_are_refused(ranks: Any) -> None:
+    """Nobody would train them. A variable that is constant, and a frozen weight, may be used."""
+
+    def check() -> None:
+        size = hvd.size()
+        noise, constant = tf.Variable(0.5, name="noise"), tf.Variable(0.5, trainable=False)
+        counter = tf.Variable(0.0, name="counter")
+
+        class Scales(layers.Layer):  # type: ignore[misc]
+            by: Any = constant
+
+            def call(self, x: Any) -> Any:
+                return x * self.by
+
+        def error(y: Any, p: Any, by: Any = 1.0) -> Any:
+            return tf.reduce_mean((y - p) ** 2, -1) * by
+
+        def counted(y: Any, p: Any) -> Any:
+            return error(y, p) + 0.0 * tf.stop_gradient(counter.assign_add(1.0) + counter)
+
+        def made(scales: Any) -> Any:
+            stages = [keras.Sequential(part) for part in parts(size)]
+            stages[0].add(scales)
+            return stages, hvd.Pipeline(stages, 2)
+
+        stages, pipeline = made(Scales())
+        if hvd.rank() == size - 1:
+            stages[-1].layers[-1].trainable = False
+            stages[-1].add(dense(3, 3))
+        penalized = stages[0].layers[0].kernel
+        for loss, text in (
+            (lambda y, p: error(y, p, tf.exp(noise)), r"the loss, or .*'noise:0' of shape \(\), which can be trained"),
+            (lambda y, p: error(y, p) + tf.reduce_sum(penalized**2), r"of shape \(8, 16\), which can be trained"),
+            (lambda y, p: error(y, p, constant), None),
+            (counted, None),
+        ):
+            compiled(pipeline, loss=loss)
+            before = pipeline.full_weights()
+            if text is None:
+                pipeline.fit(X, Y, batch_size=BATCH, verbose=0)
+                continue
+            with pytest.raises(hvdlite.errors.HvdliteError, match=text):
+                pipeline.fit(X, Y, batch_size=BATCH, verbose=0)
+            assert all(map(np.array_equal, sum(before, []), sum(pipeline.full_weights(), [])))  # noqa: RUF017
+        scales = Scales()
+        scales.by = noise
+        with pytest.raises(hvdlite.errors.HvdliteError, match="stage 0, uses the variable 'noise:0'"):
+            compiled(made(scales)[1]).fit(X, Y, batch_size=BATCH, verbose=0)
+
+    ranks(check)
+
+
+@pytest.mark.ranks(at_least=2)
+def test_a_layer_of_two_stages_is_refused(ranks: Any) -> None:
+    def check() -> None:
+        def stage(*shared: Any) -> keras.Model:
+            return keras.Sequential([keras.Input((4,)), *shared, dense(4, 1)])
+
+        others = [lambda: stage()] * (hvd.size() - 2)
+        for shared in (dense(4, 5), layers.BatchNormalization(), keras.Sequential([dense(4, 5)])):
+            given: list[list[Any]] = [
+                [stage(shared), stage(shared)],
+                [lambda shared=shared: stage(shared), lambda shared=shared: stage(shared)],
+                [functools.partial(stage, shared), functools.partial(stage, shared)],
+                [lambda: stage(shared), stage(shared)],  # noqa: B023
+            ]
+            for first, last in given:
+                with pytest.raises(ArgumentError, match=r"the stages \[0, .*\] have '.*' both.*in one stage"):
+                    hvd.Pipeline([first, *others, last])
+        # What has no weights, and other parts of one model, are no copies.
+        relu, model, parts_of_it = layers.ReLU(), stage(dense(4, 2), dense(4, 3)), (slice(1), slice(1, 3))
+        cuts = [lambda part=part: keras.Sequential([keras.Input((4,)), *model.layers[part]]) for part in parts_of_it]
+        hvd.Pipeline([lambda: stage(relu), *others, lambda: stage(relu)])
+        if hvd.size() == 2:
+            hvd.Pipeline(cuts)
 
     ranks(check)
 
