@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 import hvdlite_torch as hvd
 from hvdlite import api
-from hvdlite.async_sgd.training.checkpoint import check_path, write_whole
+from hvdlite.async_sgd.training.failures import check_path
 from hvdlite.config import Config
 from hvdlite.errors import LaunchError
 from hvdlite.launch.cli import job_spec
 from hvdlite.launch.parser import make_parser
+from hvdlite.launcher_link.whole_file import write_whole
 from hvdlite.testing import on_ranks
 from hvdlite_torch.async_sgd.part import TorchPart
 
@@ -185,14 +186,14 @@ def test_where_nobody_can_go_on(
 
 def test_a_checkpoint_is_whole_or_as_before(tmp_path: Path) -> None:
     path = tmp_path / "values"
-    write_whole(path, lambda file: file.write(b"first"))
+    write_whole(path, lambda file: file.write(b"first"), draft=".values")
 
     def fail(file: BinaryIO) -> None:
         file.write(b"sec")
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        write_whole(path, fail)
+        write_whole(path, fail, draft=".values")
     assert path.read_bytes() == b"first"
     assert [*tmp_path.iterdir()] == [path]
     with pytest.raises(hvd.ArgumentError, match="there is no folder"):

@@ -15,7 +15,6 @@ each server answers with the present values of its part. When a server applies a
 - `server`: what one server does with each request, without messages, and how many steps each worker has made;
   `service`: the thread that receives and answers.
 - `worker`: the pushes of one rank, and its meetings with all other ranks; `early`: what it sends before a push.
-- `objects`: what ranks send each other after a meeting: the optimizer's state.
 - `messages`: what requests and answers look like.
 - `training/`: what a rank does that trains with the servers.
 

@@ -9,16 +9,22 @@ with this tag:
 
 The answer to every other request is an `Answer` with the tag `ANSWER`, then with the tag `VALUES` the values of the part
 (`Layout.answers`), or the text of an error.
+
+After a meeting, ranks send each other objects such as the optimizer's state: the size, then the pickle, with the tag `OBJECT`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from typing import NamedTuple
+import pickle
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdlite.protocols import Array
+from hvdlite.errors import PeerLeftError
+from hvdlite.protocols import Array, Channel
 
 REQUEST, BODY, ANSWER, VALUES, OBJECT = 1, 2, 3, 4, 5
 
@@ -106,3 +112,30 @@ class Answer(NamedTuple):
     def unpack(cls, data: Array) -> Answer:
         """Return the answer that `pack` has packed."""
         return cls(*map(int, data))
+
+
+def send_object(channel: Channel, value: Any, ranks: Iterable[int]) -> None:
+    """Send an object that can be pickled to some ranks, and wait until they have it. A rank that is gone is left out.
+
+    Raises:
+        HvdliteError: The channel is closed.
+    """
+    data = np.frombuffer(pickle.dumps(value), np.uint8)
+    size = np.array([len(data)], np.int64)
+    requests = [channel.isend(each, rank, OBJECT) for rank in ranks for each in (size, data)]
+    for request in requests:
+        with contextlib.suppress(PeerLeftError):
+            request.wait()
+
+
+def receive_object(channel: Channel, rank: int) -> Any:
+    """Receive the object that a rank sends.
+
+    Raises:
+        HvdliteError: The rank has left the job, or the channel is closed.
+    """
+    size = np.empty(1, np.int64)
+    channel.irecv(size, rank, OBJECT).wait()
+    data = np.empty(size[0], np.uint8)
+    channel.irecv(data, rank, OBJECT).wait()
+    return pickle.loads(data.tobytes())

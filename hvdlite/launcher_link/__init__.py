@@ -6,6 +6,7 @@
      '- session.py   authenticates both ends, and makes bytes of messages and messages of bytes, for both ends
     generation.py   what the ranks of one generation of an elastic job are told at their start
     commit_file.py  the form of a file that holds what such a job has committed
+    whole_file.py   writes a file that is either whole or as it was before
     handlers.py     switches the signal handlers of a program off once the program is over
 
 `hvdlite.launch.worker.worker` loads these files without NumPy and without `hvdlite` itself. So these files import only the

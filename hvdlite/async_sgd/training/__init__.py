@@ -5,8 +5,7 @@
 - `options`: the arguments of `AsyncDistributedOptimizer`, checked.
 - `pull`: the values that were pulled; receives them while the program goes on.
 - `gradients`: adds up a worker's gradients for the next push.
-- `failing`: what a rank does if ranks fail; `on_failure`: the arguments for that, checked.
-- `checkpoint`: a file for the parameters, in case the job fails.
+- `failures`: what a rank does if ranks fail, and the arguments for that, checked.
 - `methods`: the methods that an optimizer gets in every framework.
 - `unfinished`: `serve_parameters`; finishes at the end of the program what the program has not.
 """

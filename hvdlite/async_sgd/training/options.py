@@ -10,7 +10,7 @@ from typing import Literal
 from hvdlite.api import world
 from hvdlite.async_sgd.compensation import NO_COMPENSATION, DelayCompensation
 from hvdlite.async_sgd.server import Mode
-from hvdlite.async_sgd.training.on_failure import check_failures
+from hvdlite.async_sgd.training.failures import check_failures
 from hvdlite.errors import ArgumentError
 from hvdlite.ranks.process_set import ProcessSet
 

@@ -10,15 +10,14 @@ from typing import Any, Generic
 import numpy as np
 
 from hvdlite.api import allgather_object, rank, world
-from hvdlite.async_sgd import objects
 from hvdlite.async_sgd.deal import deal
 from hvdlite.async_sgd.early import EarlyChunks
-from hvdlite.async_sgd.messages import Purpose
+from hvdlite.async_sgd.messages import Purpose, receive_object, send_object
 from hvdlite.async_sgd.rows import Rows
 from hvdlite.async_sgd.server import Mode, Server
 from hvdlite.async_sgd.service import Service
 from hvdlite.async_sgd.training import unfinished
-from hvdlite.async_sgd.training.failing import Failing
+from hvdlite.async_sgd.training.failures import Failing
 from hvdlite.async_sgd.training.gradients import LocalGradients
 from hvdlite.async_sgd.training.options import Options
 from hvdlite.async_sgd.training.pull import Values
@@ -79,7 +78,14 @@ class AsyncTraining(Generic[Gradient]):
         self.is_over, self._failure = False, ""
         lose = None if self._service is None else self._service.lose
         self._failing = Failing(
-            options, replica, ranks, self._world.watch.losses, lose, not self.is_server, self.values.lock
+            options.goes_on,
+            options.checkpoint,
+            replica,
+            ranks,
+            self._world.watch.losses,
+            lose,
+            not self.is_server,
+            self.values.lock,
         )
         if self._service is not None:
             self._service.start()
@@ -263,8 +269,8 @@ class AsyncTraining(Generic[Gradient]):
             channel.guarded(f"rank {root} of a parameter server to send what it has", beside_threads=True),
         ):
             if root != self._group.rank:
-                return objects.receive(channel, root)
-            objects.send(channel, value, [each for each in self._failing.living if each != root])
+                return receive_object(channel, root)
+            send_object(channel, value, [each for each in self._failing.living if each != root])
             return value
 
     @contextlib.contextmanager

@@ -19,13 +19,14 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 from hvdlite.errors import LaunchError
 from hvdlite.launch.job.signals import outlive_terminal
 from hvdlite.launch.worker.shared_memory import make_private
 from hvdlite.launcher_link import commit_file
 from hvdlite.launcher_link.generation import CommitId
+from hvdlite.launcher_link.whole_file import write_whole
 
 _JOB, _LOCK, _DRAFT = "job.json", "lock", ".draft"
 _KEPT = 2
@@ -114,7 +115,7 @@ class StateFolder:
                 ) from None
             key = secrets.token_hex(32)
             content = json.dumps({**job, "key": key}).encode()
-            _write_whole(path, lambda file: os.write(file, content))
+            write_whole(path, lambda file: file.write(content), draft=_DRAFT, mode=0o600)
             return key
         except (ValueError, KeyError, AttributeError, TypeError):
             raise self._error(f"{_JOB} is damaged, so its commits cannot be used. Remove the folder") from None
@@ -302,29 +303,9 @@ def _copy(source: str, target: str) -> None:
     """Copy a file, and return when it is on the disk, whole, under its name."""
     with open(source, "rb") as file:
 
-        def send(copy: int) -> None:
+        def send(copy: BinaryIO) -> None:
             place = 0
-            while count := os.sendfile(copy, file.fileno(), place, _AT_ONCE):
+            while count := os.sendfile(copy.fileno(), file.fileno(), place, _AT_ONCE):
                 place += count
 
-        _write_whole(target, send)
-
-
-def _write_whole(path: str, write: Callable[[int], object]) -> None:
-    """Let `write` write to a descriptor, and give the file its name when it is on the disk."""
-    draft = os.path.join(os.path.dirname(path), _DRAFT)
-    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        write(file)
-        os.fsync(file)
-        os.rename(draft, path)
-    except OSError:
-        os.unlink(draft)
-        raise
-    finally:
-        os.close(file)
-    folder = os.open(os.path.dirname(path), os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        write_whole(target, send, draft=_DRAFT, mode=0o600)
