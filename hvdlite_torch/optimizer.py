@@ -19,12 +19,12 @@ from hvdlite.adapter.options import combined_by
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, DistributedAlreadyError, UnsupportedTensorError
 from hvdlite.gradients.aggregator import Aggregator
-from hvdlite.gradients.sync import GradientSync, StepsWith
 from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite_torch.step.amp import teach_grad_scaler
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.driver import StepDriver
-from hvdlite_torch.step.options import Options, Shard
+from hvdlite_torch.step.gradient_sync import GradientSync
+from hvdlite_torch.step.options import Options, Shard, StepsWith
 from hvdlite_torch.step.shardable import check_independent, check_shardable
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.step_guard import guarded
@@ -35,7 +35,7 @@ from hvdlite_torch.sync.catch_up import OptimizerMember
 from hvdlite_torch.sync.device import DeviceSync
 from hvdlite_torch.sync.host import HostSync
 from hvdlite_torch.sync.local_steps import LocalSync
-from hvdlite_torch.sync.measured import measured
+from hvdlite_torch.sync.measured import measure
 from hvdlite_torch.tensors import split_norm
 from hvdlite_torch.tensors.device import device_kind
 from hvdlite_torch.tensors.sliced import is_sliced, local_of
@@ -166,7 +166,9 @@ def _make_sync(context: OptimizerContext, sharding: Sharding | None) -> Gradient
         ArgumentError: ``aggregator=`` is given, and the parameters are on a GPU; or ``hvdlite advise`` cannot measure this.
     """
     sync = _choose_sync(context, sharding)
-    return measured(sync, context) if context.config.advise else sync
+    if context.config.advise:
+        measure(sync, context)
+    return sync
 
 
 def _choose_sync(context: OptimizerContext, sharding: Sharding | None) -> GradientSync:

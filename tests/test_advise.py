@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,6 @@ from hvdlite.testing import on_ranks
 from hvdlite.tools.advise import Link, Model, parse_link, parse_strategy
 from hvdlite.tools.advise.command import read
 from hvdlite.tools.advise.exchanges import KINDS, EqualRanks, Exchange
-from hvdlite.tools.advise.measured import MeasuredSync
 from hvdlite.tools.advise.plot import crossings
 from hvdlite.tools.advise.profile import Profile, Step
 from hvdlite.tools.advise.recorder import Recorder, Request
@@ -363,8 +363,10 @@ def test_a_training_is_measured_and_ended(tmp_path: Path, options: dict[str, Any
     assert all(model.estimate(each).seconds > 0 for each in map(parse_strategy, ("gradients", "powersgd:4", "async")))
 
 
-def test_a_program_that_ends_too_early_says_how_far_it_came(tmp_path: Path) -> None:
+def test_a_program_that_ends_too_early_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(str(tmp_path / "profile.json"), 5, 20, ())
+    at_the_end: list[Callable[[], None]] = []
+    monkeypatch.setattr("hvdlite.tools.advise.recorder.atexit", SimpleNamespace(register=at_the_end.append))
 
     def train() -> None:
         parameter = torch.nn.Parameter(torch.ones(3))
@@ -372,9 +374,10 @@ def test_a_program_that_ends_too_early_says_how_far_it_came(tmp_path: Path) -> N
         for _ in range(7):
             parameter.sum().backward()
             optimizer.step()
-        optimizer._hvdlite_driver.sync.recorder.note()  # type: ignore[attr-defined]  # as the end of the process does
 
     on_ranks(2, train, config=Config(advise=request.pack(), advice=False))
+    for call in at_the_end:
+        call()
     with pytest.raises(
         HvdliteError, match=r"train.py has ended after 7 steps; 5 to warm up and 20 to measure were asked"
     ):
@@ -387,7 +390,11 @@ def test_a_second_optimizer_is_refused(tmp_path: Path) -> None:
         first = hvd.DistributedOptimizer(torch.optim.SGD(parameters[:1], lr=0.1))
         with pytest.raises(ArgumentError, match="makes another one"):
             hvd.DistributedOptimizer(torch.optim.SGD(parameters[1:], lr=0.1))
-        assert isinstance(first._hvdlite_driver.sync, MeasuredSync)  # type: ignore[attr-defined]
+        parameters[0].sum().backward()
+        first.step()  # warms up
+        parameters[0].sum().backward()
+        with pytest.raises(SystemExit):  # the first one is measured
+            first.step()
 
     on_ranks(2, train, config=Config(advise=Request(str(tmp_path / "profile.json"), 1, 1, ()).pack(), advice=False))
 

@@ -1,6 +1,5 @@
 """A model's gradients in flat buffers, and how they become the combined gradients of all ranks.
 
-- `sync`: the contract between a framework's step and the object that combines gradients.
 - `layout`: where each gradient lies in flat memory; `header`: what each rank says with its gradients, summed over the ranks;
   `same_number`: how a sum shows that a number is the same on all ranks.
 - `bucket`: one flat buffer on all ranks of a host, and its exchange.

@@ -2,6 +2,7 @@
 
 - `driver`: `StepDriver` runs before and after each step. It has a `GradientSync` (`hvdlite_torch.sync`) and, if this rank steps
   a shard of the parameters, a `Sharding`.
+- `gradient_sync`: the base of these, and what an optimizer steps with.
 - `context`: the state that the parts of one optimizer share; `pending`: the record of the program's calls for the next step;
   `batch_weight`: the number of samples of this rank.
 - `wrapped`: the methods that an optimizer's class gets; `typed`: the types that type checkers see.

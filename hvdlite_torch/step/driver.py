@@ -16,14 +16,14 @@ import torch
 
 import hvdlite
 from hvdlite.api import world
-from hvdlite.gradients.sync import GradientSync, StepsWith
 from hvdlite_torch.checks import clipping
 from hvdlite_torch.step.amp import finish_unscaling, share_infinities
 from hvdlite_torch.step.closures import Closure, closure_of, joint_loss, replace_closure
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.fused import FusedStep
+from hvdlite_torch.step.gradient_sync import GradientSync
 from hvdlite_torch.step.lease import Lease
-from hvdlite_torch.step.options import Options
+from hvdlite_torch.step.options import Options, StepsWith
 from hvdlite_torch.step.own_parameters import refuse_steps
 from hvdlite_torch.step.sharding import Sharding, refuse_synchronize
 from hvdlite_torch.step.step_guard import StepGuard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -11,10 +12,17 @@ from hvdlite import ProcessSet
 from hvdlite.adapter import options
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
-from hvdlite.gradients.sync import StepsWith
 
 Shard = bool | Literal["parameters"]
 """Whether an optimizer is sharded. ``"parameters"`` says that an unknown optimizer steps each parameter by itself."""
+
+
+class StepsWith(enum.Enum):
+    """The gradients that a rank's optimizer steps with."""
+
+    ALL = "the combined gradients of all parameters"
+    SHARD = "the combined gradients of this rank's shard of the parameters"
+    OWN = "the gradients that this rank has computed"
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """How the gradients of one rank become the combined gradients of all ranks.
 
-Each class named `…Sync` is a `hvdlite.gradients.sync.GradientSync`, which `hvdlite_torch.step.driver` drives. Its `results` are
-what the optimizer steps with.
+Each class named `…Sync` is a `GradientSync`, which `hvdlite_torch.step.driver` drives. Its `results` are what the
+optimizer steps with.
 
 - `host`: combines gradients in host memory; `host_gradients`: the gradients of one layout, in the memory of a reducer.
 - `slot`: where the gradient of one parameter lies; `large_gradients`, `small_gradients`: slots one by one, and all at once.
 - `encoded`: compressed gradients; `sparse`: sparse gradients.
-- `whole`: the results if each rank steps all parameters; `host_sharded`: the results if each rank steps its shard.
-- `adasum`: combines the changes that the steps make, instead of gradients; `local_steps`: parameters, after several steps;
-  `own_steps`: what both have in common.
+- `whole`: the results if each rank steps all parameters, and the base of syncs whose ranks step with their own gradients;
+  `host_sharded`: the results if each rank steps its shard.
+- `adasum`: combines the changes that the steps make, instead of gradients; `local_steps`: parameters, after several steps.
 - `device`, `device_sharded`: combine gradients on a GPU, by `hvdlite.gradients.device`; `device_gradients`: ``p.grad`` as views
   of buckets; `backward`: what backward passes launch; `gradient_state`: whether gradients have changed; `capture`: CUDA graphs.
 - `measured`: measures the steps of a program for ``hvdlite advise``.

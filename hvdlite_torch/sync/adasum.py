@@ -12,11 +12,11 @@ import torch
 import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.step.context import OptimizerContext
-from hvdlite_torch.sync.own_steps import OwnSteps
+from hvdlite_torch.sync.whole import OwnSteps
 
 
 class AdasumSync(OwnSteps):
-    """The `hvdlite.gradients.sync.GradientSync` that combines the changes of parameters after a step.
+    """The `GradientSync` that combines the changes of parameters after a step.
 
     Args:
         context: The optimizer. The process set and the codec among its options are used.

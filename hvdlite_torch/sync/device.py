@@ -24,9 +24,9 @@ from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules, cast_of
 from hvdlite.gradients.planner import longest
 from hvdlite.gradients.reducer import check_combinable
-from hvdlite.gradients.sync import Results
 from hvdlite.protocols import Device
 from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.step.gradient_sync import GradientSync
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.shards import refuse_sparse
@@ -43,8 +43,8 @@ SPARE_ONE_RANK = True
 """Skip all work if there is one rank. Benchmarks and tests set this to False to run the rest on one GPU."""
 
 
-class DeviceSync:
-    """The `hvdlite.gradients.sync.GradientSync` for gradients on a device.
+class DeviceSync(GradientSync):
+    """The `GradientSync` for gradients on a device.
 
     Between ``backward()`` and ``step()``, ``p.grad`` is this rank's gradient or already the combined one. After `combine` it
     is the combined one.
@@ -62,11 +62,11 @@ class DeviceSync:
     def __init__(self, context: OptimizerContext, sharding: Sharding | None) -> None:
         options = context.options
         check_combinable(options.op)
-        self._context = context
+        super().__init__(context)
         self._cast = "" if options.codec is None else cast_of(options.codec.compressor)
         self._average = options.op is hvdlite.Average
         self._shards = None if sharding is None else DeviceShards(context, sharding)
-        self.results: Results = self._shards or WholeResults(context)
+        self.results = self._shards or WholeResults(context)
         self._reducer: DeviceReducer | None = None
         """The present buckets; None if this rank is alone, or if the world has ended."""
         self._parameters: list[torch.Tensor] = []
@@ -156,15 +156,9 @@ class DeviceSync:
         self._lose(how)
         self._backward.profile.settled = False
 
-    def before_step(self) -> None:
-        """Do nothing: the gradients are combined already."""
-
     @torch.no_grad()
     def after_step(self) -> None:
         self.results.publish()
-
-    def have_same_state(self) -> None:
-        """Do nothing: `missed` is always True here."""
 
     @torch.no_grad()
     def combine(self) -> None:

@@ -16,9 +16,9 @@ import torch
 import hvdlite
 from hvdlite.gradients.planner import Planner
 from hvdlite.gradients.reducer import Postponed
-from hvdlite.gradients.sync import Results
 from hvdlite.protocols import Plan, TensorInfo
 from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.step.gradient_sync import GradientSync
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.sync.encoded import Encodings
@@ -32,8 +32,8 @@ from hvdlite_torch.tensors.malloc import keep_freed_memory
 from hvdlite_torch.tensors.sliced import local_of
 
 
-class HostSync:
-    """The `hvdlite.gradients.sync.GradientSync` for gradients in host memory.
+class HostSync(GradientSync):
+    """The `GradientSync` for gradients in host memory.
 
     Args:
         context: The optimizer.
@@ -43,11 +43,12 @@ class HostSync:
         ArgumentError: ``overlap=True`` and ``shard=True`` do not go together.
     """
 
+    missed = False
+
     def __init__(self, context: OptimizerContext, sharding: Sharding | None) -> None:
-        self._context = context
+        super().__init__(context)
         self._shards = None if sharding is None else HostShards(context, sharding)
-        self.results: Results = self._shards or WholeResults(context)
-        self.missed = False
+        self.results = self._shards or WholeResults(context)
         self._parameters: list[torch.Tensor] = []
         """The parameters whose gradients are dense on all ranks, and whose encoded layout is known."""
         self._gradients: HostGradients | None = None
@@ -227,15 +228,6 @@ class HostSync:
         context.set_aside([self._parameters[index] for index in sorted(found)])
         if self._encodings is not None:
             context.set_aside(self._encodings.agree(context.dense()))
-
-    def leave_out(self) -> None:
-        """Do nothing: the optimizer steps with this rank's own ``p.grad``."""
-
-    def changed_unseen(self, how: str) -> None:
-        """Do nothing: `combine` looks at all gradients."""
-
-    def before_step(self) -> None:
-        """Do nothing: the gradients are combined already."""
 
     def after_step(self) -> None:
         self.results.publish()

@@ -10,11 +10,11 @@ import torch
 from hvdlite.adapter.few_bytes.local_steps import OUTER_MOMENTUM, OUTER_RATE, DiLoCo, LocalSGD, Rounds
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.step.context import OptimizerContext
-from hvdlite_torch.sync.own_steps import OwnSteps
+from hvdlite_torch.sync.whole import OwnSteps
 
 
 class LocalSync(OwnSteps):
-    """The `hvdlite.gradients.sync.GradientSync` of `LocalSGD` and `DiLoCo`.
+    """The `GradientSync` of `LocalSGD` and `DiLoCo`.
 
     Args:
         context: The optimizer.

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
-from hvdlite.gradients.sync import GradientSync
-from hvdlite.tools.advise.measured import MeasuredSync
 from hvdlite.tools.advise.profile import WHOLE
 from hvdlite.tools.advise.recorder import Recorder, Request
 from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.step.gradient_sync import GradientSync
 from hvdlite_torch.sync.device import DeviceSync
 from hvdlite_torch.tensors.gradient import gradient_info
 
 
-def measured(sync: GradientSync, context: OptimizerContext) -> GradientSync:
-    """Return a `GradientSync` that does what `sync` does, and ends the program when it has measured enough steps.
+def measure(sync: GradientSync, context: OptimizerContext) -> None:
+    """Measure what `sync` does from now on, and end the program when enough steps were measured.
 
     Args:
         sync: Combines the gradients.
@@ -43,7 +43,25 @@ def measured(sync: GradientSync, context: OptimizerContext) -> GradientSync:
     )
     for index, parameter in enumerate(context.given()):
         parameter.register_post_accumulate_grad_hook(partial(_tell, recorder, index))
-    return MeasuredSync(sync, recorder)
+    begins, ends = recorder.exchange_begins, recorder.exchange_ends
+    sync.combine = _around(sync.combine, [begins], [ends])  # type: ignore[method-assign]
+    sync.before_step = _around(sync.before_step, [], [recorder.update_begins])  # type: ignore[method-assign]
+    sync.after_step = _around(  # type: ignore[method-assign]
+        sync.after_step, [recorder.update_ends, begins], [ends, recorder.step_ends]
+    )
+
+
+def _around(
+    call: Callable[[], None], before: list[Callable[[], object]], after: list[Callable[[], object]]
+) -> Callable[[], None]:
+    def traced() -> None:
+        for note in before:
+            note()
+        call()
+        for note in after:
+            note()
+
+    return traced
 
 
 def _tell(recorder: Recorder, index: int, _: torch.Tensor) -> None:

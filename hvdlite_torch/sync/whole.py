@@ -1,4 +1,4 @@
-"""`WholeResults`: each rank steps all parameters, with the combined gradients in ``p.grad``."""
+"""What an optimizer steps with if each rank steps all parameters: the combined gradients in ``p.grad``, or the rank's own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
+import hvdlite
 from hvdlite_torch.step.context import OptimizerContext
+from hvdlite_torch.step.gradient_sync import GradientSync
 from hvdlite_torch.step.shards import clip_factor, squared_norm
 from hvdlite_torch.tensors.sliced import local_of
 from hvdlite_torch.tensors.split import is_split, joint_squares
 
 
 class WholeResults:
-    """The `hvdlite.gradients.sync.Results` of an optimizer that is not sharded: all parameters.
+    """The `Results` of an optimizer that is not sharded: all parameters.
 
     Args:
         context: The optimizer.
@@ -51,3 +53,24 @@ class WholeResults:
 
     def publish(self) -> None:
         """Do nothing: all ranks have made the same step."""
+
+
+class OwnSteps(GradientSync):
+    """The base of a `GradientSync` for `StepsWith.OWN`: nothing happens to gradients.
+
+    Args:
+        context: The optimizer.
+
+    Attributes:
+        results: This rank's own gradients.
+    """
+
+    def __init__(self, context: OptimizerContext) -> None:
+        super().__init__(context)
+        self.results = WholeResults(context)
+
+    @property
+    def missed(self) -> bool:
+        """Whether some rank has missed a step since all ranks had the same state. Every rank calls this."""
+        steps = hvdlite.allgather_object(self._context.in_step.steps, process_set=self._context.process_set)
+        return len(set(steps)) > 1

@@ -2,7 +2,7 @@
 
 On the ranks, while the program runs with the setting `advise`:
 
-- `recorder`: takes the times of some steps, and ends the program. `measured`: the `GradientSync` that tells it the moments.
+- `recorder`: takes the times of some steps, and ends the program.
 - `calibrate`: measures memory, meetings and the link. `trial`: runs what compresses gradients on random ones, on one rank.
 - `profile`: what was measured, and its file.
 

@@ -1,8 +1,8 @@
-"""`GradientSync`: the contract between "a backward pass has gradients" and "all ranks step with the same".
+"""`GradientSync`: the base of what lies between "a backward pass has gradients" and "all ranks step with the same".
 
-One object on each rank implements it for one model. It combines gradients before a step, or changes of parameters after it. It
-knows nothing of closures, clipping, scaled losses or skipped steps: the framework's step knows them, and drives this object. So
-a new way to train on several ranks is one class with these methods, most of which do nothing::
+One object on each rank does this for one model. It combines gradients before a step, or changes of parameters after it. It
+knows nothing of closures, clipping, scaled losses or skipped steps: `StepDriver` knows them, and drives this object. So a new
+way to train on several ranks is one class with some of these methods; the others do nothing::
 
                         ready           combine              before_step        after_step
     gradients           copy early      sum over ranks       –                  –
@@ -13,17 +13,12 @@ a new way to train on several ranks is one class with these methods, most of whi
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+import torch
 
-class StepsWith(enum.Enum):
-    """The gradients that a rank's optimizer steps with."""
-
-    ALL = "the combined gradients of all parameters"
-    SHARD = "the combined gradients of this rank's shard of the parameters"
-    OWN = "the gradients that this rank has computed"
+from hvdlite_torch.step.context import OptimizerContext
 
 
 class Results(Protocol):
@@ -36,7 +31,7 @@ class Results(Protocol):
     @property
     def total_weight(self) -> float: ...
 
-    def gradients(self) -> list[Any]:
+    def gradients(self) -> list[torch.Tensor]:
         """Return the gradients that the step will use."""
         ...
 
@@ -57,72 +52,71 @@ class Results(Protocol):
         ...
 
 
-class GradientSync(Protocol):
+class GradientSync:
     """The work of one rank so that all ranks train one model.
 
     All ranks call each method but `ready` and `leave` at the same point of the program.
 
+    Args:
+        context: The optimizer.
+
     Attributes:
         results: What the optimizer steps with.
-        missed: Whether some rank has missed a step since all ranks had the same state, as far as this is known. All ranks have
-            the same answer.
     """
 
-    @property
-    def results(self) -> Results: ...
+    results: Results
+
+    def __init__(self, context: OptimizerContext) -> None:
+        self._context = context
 
     @property
-    def missed(self) -> bool: ...
+    def missed(self) -> bool:
+        """Whether some rank has missed a step since all ranks had the same state, as far as this is known.
+
+        All ranks have the same answer.
+        """
+        return False
 
     def begin(self) -> None:
         """Make memory, channels and hooks in the present world."""
-        ...
 
     def make_hooks(self) -> None:
-        """Have the framework call `ready` after backward passes: for all parameters, if the step counts the passes of all."""
-        ...
+        """Have torch call `ready` after backward passes: for all parameters, if the step counts the passes of all."""
 
-    def ready(self, index: int, parameter: Any) -> None:
+    def ready(self, index: int, parameter: torch.Tensor) -> None:
         """Note that a backward pass has added to the gradient of parameter `index`."""
-        ...
 
     def combine(self) -> None:
         """Give each parameter that is stepped its combined gradient, or None if no rank has one."""
-        ...
 
     def leave_out(self) -> None:
         """Note that the program makes a step without `combine`."""
-        ...
 
     def changed_unseen(self, how: str) -> None:
-        """Note that this rank's gradients have been changed, in a way that the framework does not show.
+        """Note that this rank's gradients have been changed, in a way that torch does not show.
 
         Args:
             how: The change in words, for messages.
         """
-        ...
 
     def before_step(self) -> None:
         """Run before the optimizer steps."""
-        ...
 
     def after_step(self) -> None:
         """Run after the optimizer has stepped."""
-        ...
 
     def stand_in(self) -> list[bool] | None:
         """Take part in one step of the other ranks without data.
 
         Returns:
             For each parameter, whether any rank has a gradient of it; an empty list if the others' step has failed or is
-            postponed; None if all ranks have run out of data.
+            postponed; None if all ranks have run out of data, or if they meet in named operations only, in which a rank that
+            has joined takes part anyway.
         """
-        ...
+        return None
 
     def have_same_state(self) -> None:
         """Note that all ranks have been given the same parameters and state."""
-        ...
 
     def leave(self) -> None:
         """Drop what belongs to the world that has ended. `begin` is called in the next world."""
-        ...
