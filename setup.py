@@ -55,6 +55,7 @@ EXTRAS["test"] = [
     "pytest-timeout",
     "pytest-xdist",
     "safetensors",
+    "tritonclient[http]",
     "pyyaml",
 ]
 EXTRAS["dev"] = [

@@ -148,6 +148,16 @@ PARTS: dict[tuple[str, str], tuple[str, str, str]] = {
         "import numpy as np\npredict_padded = to_one_length = lambda x: x",
         "assert predict(np.ones((2, 28, 28), 'float32')).tolist() == [1.0, 1.0] and texts is not None",
     ),
+    ("docs/serving.md", "predict_pairs"): (
+        "torch",
+        "from hvdlite import servable\npredict_pairs = lambda batch: batch['text'].sum(1)",
+        "assert match.spec.inputs[0][0] == 'image'",
+    ),
+    ("docs/serving.md", "InferenceServerClient"): (
+        "sketch: needs a server; tests/test_serving_protocols.py asks one so",
+        "",
+        "",
+    ),
     ("docs/serving.md", "checkpoint.pt"): (
         "torch",
         "import os, tempfile, torch\nos.chdir(tempfile.mkdtemp())\nNet = torch.nn.Flatten\n"

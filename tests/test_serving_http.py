@@ -388,7 +388,7 @@ def test_the_other_paths() -> None:
             assert "float32, shape (3,)" in start and "{&quot;input&quot;: [0, 0, 0]}" in start
             assert "this time was given" in (await get("/explain")).text
             assert (await get("/v1/predict")).status_code == 405
-            missing = await get("/v2")
+            missing = await get("/v3")
             assert missing.status_code == 404 and "/openapi.json describes all paths" in missing.json()["error"]
             await s.post([1, 2, 3])
             metrics = (await get("/metrics")).text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -11,8 +10,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from hvdlite.serving.http.model_pages import ModelPages
+from hvdlite.serving.http.open_inference import InferEndpoint
 from hvdlite.serving.http.page import openapi, page
 from hvdlite.serving.http.predict_endpoint import Endpoint, Intake, PredictEndpoint, Receive, Scope, Send, check_key
+from hvdlite.serving.http.tf_serving import TfPredictEndpoint
 from hvdlite.serving.metrics import metrics_text
 from hvdlite.serving.models import Models
 from hvdlite.serving.options import Options
@@ -34,8 +36,9 @@ class App:
 
     def __init__(self, models: Models, options: Options) -> None:
         self.intake = Intake(options)
-        self._busy: dict[str, Endpoint] = {"/v1/predict": PredictEndpoint(models.first, self.intake)}
-        self._all = _all_paths(_Pages(models, options), self._busy)
+        routes = [*_routes(_Pages(models, options), models, self.intake), *_routes_of_models(models, options)]
+        self._all = Starlette(routes=routes, exception_handlers={RefusedError: _refused, HTTPException: _http_error})
+        self._busy = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, Endpoint)}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -43,19 +46,46 @@ class App:
         await (busy or self._all)(scope, receive, send)
 
 
-def _all_paths(pages: _Pages, busy: Mapping[str, Endpoint]) -> Starlette:
-    return Starlette(
-        routes=[
-            *[Route(path, endpoint, methods=["POST"]) for path, endpoint in busy.items()],
-            Route("/healthz", pages.healthz),
-            Route("/readyz", pages.readyz),
-            Route("/metrics", pages.metrics),
-            Route("/explain", pages.explain),
-            Route("/openapi.json", pages.openapi),
-            Route("/", pages.start),
-        ],
-        exception_handlers={RefusedError: _refused, HTTPException: _http_error},
-    )
+def _routes(pages: _Pages, models: Models, intake: Intake) -> list[Route]:
+    routes = [
+        Route("/v1/predict", PredictEndpoint(models.first, intake), methods=["POST"]),
+        Route("/healthz", pages.healthz),
+        Route("/readyz", pages.readyz),
+        Route("/metrics", pages.metrics),
+        Route("/explain", pages.explain),
+        Route("/openapi.json", pages.openapi),
+        Route("/", pages.start),
+    ]
+    for model in models:
+        for start, end, endpoint in (
+            ("/v2/models", "/infer", InferEndpoint(model, intake)),
+            ("/v1/models", ":predict", TfPredictEndpoint(model, intake)),
+        ):
+            for version in ("", "/versions/{version}"):
+                routes.append(Route(f"{start}/{model.name}{version}{end}", endpoint, methods=["POST"]))
+    return routes
+
+
+def _routes_of_models(models: Models, options: Options) -> list[Route]:
+    """Return the paths of other protocols that do not compute."""
+    pages = ModelPages(models, options)
+    routes = [
+        Route("/v2", pages.server),
+        Route("/v2/health/live", pages.live),
+        Route("/v2/health/ready", pages.ready),
+        Route("/v2/repository/index", pages.index, methods=["POST"]),
+        Route("/v2/repository/models/{name}/load", pages.load, methods=["POST"]),
+        Route("/v1/models", pages.names),
+    ]
+    for version in ("", "/versions/{version}"):
+        routes += [
+            Route(f"/v2/models/{{name}}{version}", pages.metadata),
+            Route(f"/v2/models/{{name}}{version}/ready", pages.model_ready),
+            Route(f"/v1/models/{{name}}{version}", pages.status),
+            Route(f"/v2/models/{{name}}{version}/infer", pages.unknown, methods=["POST"]),
+            Route(f"/v1/models/{{name}}{version}:predict", pages.unknown, methods=["POST"]),
+        ]
+    return routes
 
 
 class _Pages:

@@ -43,7 +43,7 @@ def read(kind: str, body: bytes | bytearray, spec: Spec) -> Any:
     Raises:
         BodyError: The body has no such input.
     """
-    return _conform(READERS[kind](body, spec), spec)
+    return conform(READERS[kind](body, spec), spec)
 
 
 def write(kind: str, output: Any) -> bytes:
@@ -60,15 +60,30 @@ def write(kind: str, output: Any) -> bytes:
 
 
 def _read_json(body: bytes | bytearray, spec: Spec) -> Any:
-    if spec.dtype is not None:  # else an integer of more than 64 bits must stay what it is, and orjson makes it a float
+    return _input_of(load_json(body, spec, 'Expected an object {"input": …}.'))
+
+
+def load_json(body: bytes | bytearray, spec: Spec, expected: str) -> Any:
+    """Return what a text of JSON says.
+
+    Args:
+        body: The text.
+        spec: What inputs in it must be.
+        expected: What was expected, for the error.
+
+    Raises:
+        BodyError: It is no JSON.
+    """
+    if (
+        spec.dtype is not None or spec.inputs
+    ):  # else an integer of more than 64 bits must stay what it is, and orjson makes it a float
         with contextlib.suppress(orjson.JSONDecodeError):
-            return _input_of(orjson.loads(body))
+            return orjson.loads(body)
     # The standard library has a tenth of that speed, but reads UTF-16 and UTF-32 too, and says better what is wrong.
     try:
-        whole = _DECODER.decode(body.decode(json.detect_encoding(body)))
+        return _DECODER.decode(body.decode(json.detect_encoding(body)))
     except (ValueError, RecursionError) as error:
-        raise BodyError(f'the body is no JSON: {error}. Expected an object {{"input": …}}.') from None
-    return _input_of(whole)
+        raise BodyError(f"the body is no JSON: {error}. {expected}") from None
 
 
 def _refuse_constant(name: str) -> None:
@@ -125,8 +140,12 @@ def _input_of(whole: Any) -> Any:
     raise BodyError(f'the body is {found}: expected an object {{"input": …}}.')
 
 
-def _conform(value: Any, spec: Spec) -> Any:
-    """Return an input as its spec wants it. Numbers become arrays; other values stay what they are if any value will do."""
+def conform(value: Any, spec: Spec) -> Any:
+    """Return an input as its spec wants it. Numbers become arrays; other values stay what they are if any value will do.
+
+    Raises:
+        BodyError: The value is not what the spec wants.
+    """
     if spec.inputs:
         return _conform_each(value, spec)
     array = _as_array(value, spec)
@@ -139,13 +158,22 @@ def _conform(value: Any, spec: Spec) -> Any:
         raise BodyError(f"the input has the shape {shape_text(array.shape)}: expected {spec}.")
     if spec.dtype is not None and array.dtype != np.dtype(spec.dtype):
         array = _cast(array, np.dtype(spec.dtype), spec)
+    check_finite(array, spec)
+    return array
+
+
+def check_finite(array: Array, spec: Spec) -> None:
+    """Raise if an input has NaN or infinity, unless its spec allows them.
+
+    Raises:
+        BodyError: It has, and says where.
+    """
     if not spec.allow_nan and array.dtype.kind in "fc" and not np.isfinite(array).all():
         where = np.argwhere(~np.isfinite(array))
         raise BodyError(
             f"the input has {len(where)} values that are NaN or infinite, the first at {where[0].tolist()}: expected finite "
             "numbers."
         )
-    return array
 
 
 def _conform_each(value: Any, spec: Spec) -> dict[str, Any]:
@@ -160,7 +188,7 @@ def _conform_each(value: Any, spec: Spec) -> dict[str, Any]:
     conforming = {}
     for name, each in spec.inputs:
         try:
-            conforming[name] = _conform(value[name], each)
+            conforming[name] = conform(value[name], each)
         except BodyError as error:
             raise BodyError(f"{name!r}: {error}") from None
     return conforming
@@ -193,16 +221,26 @@ def _cast(array: Array, dtype: np.dtype[Any], spec: Spec) -> Array:
 
 
 def _write_json(output: Any) -> bytes:
+    try:
+        return write_json({"output": output})
+    except UnwritableError as error:
+        raise UnwritableError(f"{error} Ask for another format by Accept: {NPY}.") from None
+
+
+def write_json(whole: Any) -> bytes:
+    """Return a value as JSON.
+
+    Raises:
+        UnwritableError: JSON has no words for it.
+    """
     with contextlib.suppress(TypeError):  # what it has no words for, such as integers of more than 64 bits
-        data = orjson.dumps({"output": output}, _listed)
+        data = orjson.dumps(whole, _listed)
         if b"null" not in data:  # it writes NaN and infinity as null
             return data
     try:
-        return _ENCODER.encode({"output": output}).encode()
+        return _ENCODER.encode(whole).encode()
     except (TypeError, ValueError) as error:
-        raise UnwritableError(
-            f"JSON has no words for the output ({error}): ask for another format by Accept: {NPY}."
-        ) from None
+        raise UnwritableError(f"JSON has no words for the output ({error}).") from None
 
 
 def _listed(value: Any) -> Any:

@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from hvdlite.serving.http.bodies import JSON, READERS, WRITERS, BodyError, UnwritableError, read, write
 from hvdlite.serving.models import Model, Version
@@ -21,11 +21,14 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
+Result = TypeVar("Result")
 
 
 _JSON_BYTES, _JSON_BYTES_OF_A_NUMBER = 2**16, 64
 """A JSON body for an array of a known shape has no more bytes than these, and so many for each number. To read 8 MB of JSON
 takes half a second, in which the server does nothing else."""
+_LARGE_TEXT = 2**16
+"""A text of more bytes is read in a thread."""
 _NONE: dict[str, str] = {}
 _OBJECTS = 24
 """So many times the bytes of a body, at most, is what lists and dictionaries take that were read from it."""
@@ -133,6 +136,11 @@ class Endpoint:
                 retry_after=1,
             )
 
+    def _take_objects(self, body: Body, value: Any, spec: Spec) -> None:
+        """Count the memory of an input that is lists and dictionaries."""
+        if isinstance(value, list | dict) and not spec.inputs:
+            self._take(body, _OBJECTS * len(body.data))
+
     async def _receive(self, body: Body, limit: int, spec: Spec) -> None:
         said = body.headers.get(b"content-length", b"0")
         if said.isdigit() and int(said) > limit:
@@ -174,8 +182,7 @@ class PredictEndpoint(Endpoint):
             value = read(read_as, body.data, spec)
         except BodyError as error:
             raise RefusedError(str(error), 400) from None
-        if isinstance(value, list | dict) and not spec.inputs:
-            self._take(body, _OBJECTS * len(body.data))
+        self._take_objects(body, value, spec)
         output = await service.submit(value, body.came + limit)
         try:
             return Answer(write_as, write(write_as, output))
@@ -214,6 +221,17 @@ class Body:
         else:
             self.data = bytearray(self.data) + more
         return len(more)
+
+
+async def in_thread(size: int, read: Callable[..., Result], *args: Any) -> Result:
+    """Return ``read(*args)``. A large text is read in a thread: meanwhile, the server answers others.
+
+    Args:
+        size: The number of bytes of the text.
+        read: Reads it.
+        args: The arguments.
+    """
+    return await asyncio.to_thread(read, *args) if size > _LARGE_TEXT else read(*args)
 
 
 def check_key(headers: dict[bytes, bytes], key: str) -> None:

@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
         return tuple(_plain(each) for each in value)
     if hasattr(value, "__array__"):
         array = _array(value)
-        return array if array.ndim else array[()].item()
+        return array.item() if array.dtype.kind == "U" and not array.ndim else array[()]  # a number keeps its dtype
     raise OutputError(
         f"predict returned a {_name(value)}, which cannot be sent: expected arrays, numbers, texts, and lists and dictionaries "
         "of them."
