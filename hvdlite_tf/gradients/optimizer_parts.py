@@ -99,11 +99,13 @@ def trained_by(optimizer: Any) -> list[Any]:
 
 
 def build(optimizer: Any, variables: list[Any]) -> None:
-    """Let the optimizer make its state for these variables, if it has none yet."""
+    """Let the optimizer make its state for these variables, in the scope of their strategy, if it has none yet."""
     if hasattr(optimizer, "_create_all_weights"):  # legacy
         optimizer._create_all_weights(variables)
     elif not getattr(optimizer, "built", False):
-        optimizer.build(variables)
+        strategy = getattr(plain_variable(variables[0]), "_distribute_strategy", None) if variables else None
+        with contextlib.nullcontext() if strategy is None else strategy.scope():
+            optimizer.build(variables)
 
 
 def state_of(optimizer: Any) -> list[Any]:

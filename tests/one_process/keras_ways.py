@@ -147,6 +147,8 @@ class Fit(Distributed):
     def make_model(self) -> Any:
         for row in self.rows:
             if hasattr(row, "normalization"):
+                if keras.backend.backend() == "torch":
+                    raise Inapplicable("SyncBatchNormalization needs TensorFlow: docs/keras.md")
                 row.normalization = hvd.SyncBatchNormalization
         return super().make_model()
 
