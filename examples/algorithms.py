@@ -6,7 +6,7 @@
 
 The algorithms really run, each rank in a thread, on a network with simulated clocks. The program prints a table of the measured
 times and of the times that the α-β-γ model predicts. A star marks the fastest algorithm of each row. ``--plot`` draws the
-times, too. The program needs the extra ``examples``: ``pip install "hvdlite[examples]"``.
+times, too. The program needs the extra ``examples``: ``pip install -c constraints.txt ".[examples]"``.
 """
 
 from __future__ import annotations

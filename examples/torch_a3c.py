@@ -1,6 +1,6 @@
 """Balance a pole by asynchronous advantage actor-critic (A3C): each rank plays by itself, and pushes to a parameter server.
 
-    pip install "hvdlite[torch,examples]"
+    pip install -c constraints.txt ".[torch,examples]"
     hvdliterun -np 2 python examples/torch_a3c.py
     hvdliterun -np 4 python examples/torch_a3c.py --seed 1 --plot a3c.png
 

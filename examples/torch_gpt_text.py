@@ -1,6 +1,6 @@
 """Train a small GPT on Python's own documentation, byte by byte, and let the GPT write a text.
 
-    pip install "hvdlite[torch,examples]"
+    pip install -c constraints.txt ".[torch,examples]"
     hvdliterun -np 2 python examples/torch_gpt_text.py
 
 The text ships with Python (0.4 MB; `help("for")` shows a part), so nothing is downloaded. In each step every rank draws the

@@ -1,6 +1,6 @@
 """Train on handwritten digits with large batches, by SGD, LARS and LAMB. LARS and LAMB scale the step of each layer.
 
-    pip install "hvdlite[torch,large-batch,examples]"
+    pip install -c constraints.txt ".[torch,large-batch,examples]"
     hvdliterun -np 2 python examples/torch_large_batch.py
 
 The data comes with scikit-learn: 1797 images of 8 × 8 pixels. A large batch is a third of the training data, so an epoch has

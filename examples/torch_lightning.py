@@ -1,6 +1,6 @@
 """Train a convolutional network on handwritten digits with Lightning, on any number of processes.
 
-    pip install 'hvdlite[frameworks]'
+    pip install -c constraints.txt '.[frameworks]'
     hvdliterun -np 2 python examples/torch_lightning.py
     hvdliterun -np 2 python examples/torch_lightning.py --check --plot loss.png
 

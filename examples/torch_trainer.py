@@ -1,6 +1,6 @@
 """Train a small GPT-2 on Python's own documentation with `transformers.Trainer`, on any number of processes.
 
-    pip install 'hvdlite[frameworks]'
+    pip install -c constraints.txt '.[frameworks]'
     hvdliterun -np 2 python examples/torch_trainer.py
     hvdliterun -np 2 python examples/torch_trainer.py --check --plot loss.png
 

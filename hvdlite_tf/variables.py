@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from hvdlite.checks import how_to_install
 from hvdlite.errors import ArgumentError, MissingPackageError
 
 _OWN = "_hvdlite_own"
@@ -24,7 +25,7 @@ def is_installed() -> bool:
 
 def missing(module: str, name: str) -> MissingPackageError:
     """Return the error for a name of `module` that needs TensorFlow, which is not installed."""
-    way_out = "pip install 'hvdlite[tf]'"
+    way_out = how_to_install("tf")
     if name in _ELSEWHERE:
         way_out += f"; for NumPy arrays and torch tensors, hvdlite.{name.rstrip('_')} does without"
     return MissingPackageError(

@@ -91,7 +91,7 @@ def DistributedOptimizer(
             optimizer of torch, and "parameters" for any other that steps each parameter independently of the others.
         overlap: Whether gradients travel while the backward pass goes on (see `hvdlite.gradients.overlap`). None means: where
             each rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off". For parameters on a GPU, None means:
-            always, if nothing changes gradients between the last backward pass and `step`; see docs/gpu.md.
+            always, if nothing changes gradients between the last backward pass and `step`; see ``hvdlite docs gpu``.
         max_grad_norm: The combined gradients are clipped to at most this norm over all parameters; None does not clip.
         aggregator: Combines gradients in your way: `hvdlite_torch.Aggregator` has the one method that it needs. If it has
             ``state_dict()``, its state is a part of the optimizer's. The parameters must be in host memory.

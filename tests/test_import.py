@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from hvdlite.checks import how_to_install
+
 HEAVY = ["torch", "tensorflow", "mpi4py.MPI", "keras", "jax", "cupy", "hvdlite.launch", "hvdlite.testing", "matplotlib"]
 
 
@@ -49,7 +51,7 @@ except ModuleNotFoundError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert f"{adapter} needs {package}" in done.stdout
-    assert f"'hvdlite[{extra}]'" in done.stdout
+    assert how_to_install(extra) in done.stdout
 
 
 @pytest.mark.parametrize(

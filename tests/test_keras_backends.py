@@ -11,6 +11,7 @@ import keras
 import pytest
 
 import hvdlite_tf as hvd
+from hvdlite.checks import how_to_install
 from hvdlite.errors import ArgumentError
 from hvdlite.testing import on_ranks
 from tests.jobs import LIMIT, PROGRAMS, ROOT, Start
@@ -85,7 +86,7 @@ print("nosuch" in dir(hvd), hasattr(hvd, "nosuch"), "tensorflow.python" in sys.m
     names = ["hvdlite_tf.allreduce", "hvdlite_tf.Strategy", "hvdlite_tf.keras.allgather"]
     for text, name in zip(missing, names, strict=True):
         assert text.startswith(f"MissingPackageError {name} needs tensorflow, which is not installed here")
-        assert "pip install 'hvdlite[tf]'" in text
+        assert how_to_install("tf") in text
     assert "hvdlite.allreduce does without" in missing[0]
 
 

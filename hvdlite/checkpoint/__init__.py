@@ -1,6 +1,6 @@
 """Checkpoints: what a training needs to go on, saved by all ranks together, so that it is there whole or not at all.
 
-A program calls `save` and `load`; docs/checkpoints.md shows how.
+A program calls `save` and `load`; ``hvdlite docs checkpoints`` shows how.
 
 - `saving`, `loading`: `save` and `load`. `ranks`: what the ranks of one call agree on.
 - `behind`: checkpoints that threads write while the training goes on.

@@ -15,7 +15,7 @@ from typing import Any
 
 from hvdlite.compat.table import HOROVOD_VERSION, MODULES, NOTES, Module, Note
 
-_WHERE = "See docs/from_horovod.md, or: python -m hvdlite.compat --table"
+_WHERE = "See hvdlite docs from_horovod, or: python -m hvdlite.compat --table"
 
 
 def spec_of(name: str) -> ModuleSpec:

@@ -143,7 +143,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def markdown() -> str:
-    """Return tables of everything that Horovod has, and of what hvdlite has of it, as Markdown for docs/from_horovod.md."""
+    """Return tables of everything that Horovod has, and of what hvdlite has of it, as Markdown for the page from_horovod."""
     names = [
         (module, {f"{module}.{name}": status.of_name(f"{module}.{name}") for name in entry.names})
         for module, entry in MODULES.items()

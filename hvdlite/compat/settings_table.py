@@ -19,12 +19,15 @@ _NO_CYCLE = Note("changed", "no effect: there is no cycle, operations run when a
 _NO_GLOO = Note("changed", "no effect: there is no Gloo, ranks speak by MPI")
 _NO_BUILD = Note("changed", "no effect: nothing is compiled")
 _STREAMS = Note(
-    "changed", "no effect: GPU tensors have a stream of their own, and NCCL's settings decide the rest (docs/gpu.md)"
+    "changed",
+    "no effect: GPU tensors have a stream of their own, and NCCL's settings decide the rest (hvdlite docs gpu)",
 )
 _HIERARCHICAL = Note("changed", "no effect: exchanges go inside hosts first wherever that can be")
-_LOG = Note("changed", "no effect: the format of Python's logging decides that (docs/running.md)")
+_LOG = Note("changed", "no effect: the format of Python's logging decides that (hvdlite docs running)")
 _AUTOTUNE = Note("changed", "no effect: the search has no such parameter")
-_ELASTIC = Note("changed", "no effect: hvdliterun --min-np and its other options of elastic jobs (docs/elastic.md)")
+_ELASTIC = Note(
+    "changed", "no effect: hvdliterun --min-np and its other options of elastic jobs (hvdlite docs elastic)"
+)
 
 VARIABLES: dict[str, Note] = {
     **{

@@ -115,5 +115,5 @@ def add_completion(parser: argparse.ArgumentParser) -> None:
         "--print-completion",
         action=_Print,
         choices=SHELLS,
-        help="print what makes a shell complete these options (docs/running.md)",
+        help="print what makes a shell complete these options (hvdlite docs running)",
     )

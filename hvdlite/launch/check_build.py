@@ -19,12 +19,15 @@ from typing import NamedTuple
 
 from hvdlite.config import Config, variable_of
 from hvdlite.errors import LaunchError
-from hvdlite.launch.job.mpi import find_mpi
+from hvdlite.launch.job.mpi import find_mpi, installed_wheels
 from hvdlite.ranks.memory_ways import memory_ways
 from hvdlite.ranks.network import has_fabric, own_addresses
 
 _FRAMEWORKS = {"PyTorch": "torch", "TensorFlow": "tensorflow", "Keras": "keras", "JAX": "jax", "CuPy": "cupy"}
 _MPI_SECONDS = 30
+
+_NO_LIBRARY = "cannot load MPI library"
+"""What mpi4py says if it finds no MPI."""
 
 _ASK_MPI = """
 import ctypes, json
@@ -41,18 +44,19 @@ print(json.dumps({
 """
 
 
-def check_build() -> str:
-    """Return the whole list as text. An X marks each line whose item is there."""
+def check_build() -> tuple[str, bool]:
+    """Return the whole list as text, in which an X marks each line whose item is there, and whether jobs can run here."""
+    launcher, library = _launcher(), _library()
     lines = [f"hvdlite {own_version()}", "", "Frameworks:"]
     for name, module in _FRAMEWORKS.items():
         found = importlib.util.find_spec(module) is not None
         lines.append(_line(found, name, (_version(module) or "version unknown") if found else "not installed"))
-    lines += ["", "MPI:", *_launcher(), *_library()]
+    lines += ["", "MPI:", *(_line(*each) for each in (launcher, *library))]
     nccl = find_nccl()
     lines += ["", "GPU:", _line(nccl is not None, "NCCL", nccl or "not found")]
     lines += ["", "Between hosts:", _line(*between_hosts())]
     lines += ["", "Memory:", *(_line(*way) for way in memory_ways())]
-    return "\n".join(lines)
+    return "\n".join(lines), launcher[0] and library[0][0]
 
 
 def own_version() -> str:
@@ -71,23 +75,23 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _launcher() -> list[str]:
+def _launcher() -> tuple[bool, str, str]:
     try:
         mpi = find_mpi()
     except LaunchError as error:
-        return [_line(False, "launcher", str(error))]
-    return [_line(True, "launcher", f"{mpi.flavour} {'.'.join(map(str, mpi.version))}, {mpi.program}")]
+        return False, "launcher", str(error)
+    return True, "launcher", f"{mpi.flavour} {'.'.join(map(str, mpi.version))}, {mpi.program}"
 
 
-def _library() -> list[str]:
+def _library() -> list[tuple[bool, str, str]]:
     answer = ask_library()
     if isinstance(answer, str):
-        return [_line(False, "library", answer)]
+        return [(False, "library", answer)]
     cuda = {True: "yes", False: "no", None: "no (the library cannot tell)"}[answer.cuda]
     return [
-        _line(True, "library", f"{answer.name}, through mpi4py {_version('mpi4py')}"),
-        _line(answer.threads == "MULTIPLE", "calls from several threads", answer.threads),
-        _line(bool(answer.cuda), "CUDA-aware", cuda),
+        (True, "library", f"{answer.name}, through mpi4py {_version('mpi4py')}"),
+        (answer.threads == "MULTIPLE", "calls from several threads", answer.threads),
+        (bool(answer.cuda), "CUDA-aware", cuda),
     ]
 
 
@@ -132,7 +136,7 @@ def ask_library(seconds: float = _MPI_SECONDS) -> Library | str:
         return f"broken: MPI_Init did not come back in {seconds:g} s"
     except subprocess.CalledProcessError as error:
         why = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
-        return f"broken: {why}"
+        return "none installed" if _NO_LIBRARY in error.stderr and not installed_wheels() else f"broken: {why}"
     except (ValueError, IndexError):
         return f"broken: it printed {done.stdout!r}"
     return Library(" ".join(answer["library"]), answer["threads"], answer["cuda"])
@@ -161,4 +165,4 @@ def describe_environment(environ: Mapping[str, str]) -> str:
         value, whence = getattr(config, field.name), variable_of(field.name, environ)
         shown = "(set)" if field.name in _SECRETS and value else value
         lines.append(f"  HVDLITE_{field.name.upper()}: {shown}{f' (from {whence})' if whence else ''}")
-    return "\n".join([check_build(), "", "Settings:", *lines])
+    return "\n".join([check_build()[0], "", "Settings:", *lines])

@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(own_version())
         return 0
     if options.check_build:
-        print(check_build())
-        return 0
+        listed, works = check_build()
+        print(listed)
+        return 0 if works else 1
     if options.doctor:
         _become_doctor(options)
     return _run(options)

@@ -11,7 +11,7 @@ _NO_CYCLE = "there is no cycle, operations run when all ranks are ready"
 _HIERARCHICAL = "exchanges go inside hosts first wherever that can be"
 _AUTOTUNE = "the search has no such parameter"
 _LOG = "hvdlite writes no log, problems are raised or printed"
-_STREAMS = "GPU tensors have a stream of their own, and NCCL's settings decide the rest (docs/gpu.md)"
+_STREAMS = "GPU tensors have a stream of their own, and NCCL's settings decide the rest (hvdlite docs gpu)"
 
 
 @dataclass(frozen=True)

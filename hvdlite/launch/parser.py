@@ -46,17 +46,17 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("-v", "--version", action="store_true", help="print the version, and leave")
     add("-cb", "--check-build", action="store_true", help="print what is installed and found, and leave")
-    add("--doctor", action="store_true", help="run hvdlite doctor with the same ranks and hosts (docs/doctor.md)")
+    add("--doctor", action="store_true", help="run hvdlite doctor with the same ranks and hosts (hvdlite docs doctor)")
     add_completion(parser)
     _add_where(parser.add_argument_group("ranks and hosts"))
     _add_output(parser.add_argument_group("output"))
     _add_failures(parser.add_argument_group("failures"))
     elastic = parser.add_argument_group(
-        "elastic jobs, which go on when ranks fail and hosts come or go (docs/elastic.md)"
+        "elastic jobs, which go on when ranks fail and hosts come or go (hvdlite docs elastic)"
     )
     add_options(elastic.add_argument)
     _add_settings(parser.add_argument_group("settings"))
-    horovod = parser.add_argument_group("programs written for Horovod (docs/from_horovod.md)")
+    horovod = parser.add_argument_group("programs written for Horovod (hvdlite docs from_horovod)")
     horovod.add_argument("--horovod", action="store_true", help="their `import horovod` means hvdlite")
     for name, flag in FLAGS.items():
         horovod.add_argument(name, action=_Foreign, nargs=None if flag.takes_value else 0, help=argparse.SUPPRESS)
@@ -75,7 +75,7 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         "--servers",
         metavar="N",
         type=positive_int,
-        help="the last N ranks only serve parameters (docs/asynchronous.md)",
+        help="the last N ranks only serve parameters (hvdlite docs asynchronous)",
     )
 
 
@@ -112,7 +112,7 @@ def _add_settings(group: argparse._ArgumentGroup) -> None:
     add("--fusion-threshold-mb", metavar="MB", type=not_negative, help="tensors fused into one exchange, at most")
     add("--autotune", action="store_true", help="search for the fastest way to exchange gradients in the first steps")
     add("--autotune-log-file", metavar="FILE", help="record that search in FILE, as CSV")
-    add("--timeline-filename", metavar="FILE", help="write a timeline to FILE (see docs/timeline.md)")
+    add("--timeline-filename", metavar="FILE", help="write a timeline to FILE (see hvdlite docs timeline)")
     cycles = argparse.BooleanOptionalAction
     add("--timeline-mark-cycles", action=cycles, help="mark in it when the ranks agreed on what to run")
 

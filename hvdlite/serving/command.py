@@ -16,7 +16,7 @@ def add_command(commands: Any) -> None:
     """Add ``serve`` to the commands of a parser, which `argparse.ArgumentParser.add_subparsers` has returned."""
     parser = commands.add_parser(
         "serve",
-        help="serve a function or a model over HTTP (docs/serving.md)",
+        help="serve a function or a model over HTTP (hvdlite docs serving)",
         description="Serve a function or a model over HTTP: inputs that come together are computed together.",
         allow_abbrev=False,
     )

@@ -43,7 +43,7 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
     if any(cls.__name__ == "Tracer" and cls.__module__.partition(".")[0] == "jax" for cls in type(tensor).__mro__):
         raise UnsupportedTensorError(
             "this array has no values yet: JAX is tracing the function, for jit, grad or vmap. Call hvdlite outside of it, on "
-            "what it returns; or inside by jax.experimental.io_callback, as docs/jax.md shows."
+            "what it returns; or inside by jax.experimental.io_callback, as hvdlite docs jax shows."
         )
     if hasattr(tensor, "__dlpack__") and namespace_of(tensor) is not None:
         return ArrayApiAdapter()

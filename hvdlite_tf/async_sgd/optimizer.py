@@ -49,7 +49,7 @@ def AsyncDistributedOptimizer(
     that the servers have made. A variable without a gradient keeps its value in that step. At the end of `fit` all ranks meet.
     `AsyncDistributed` has the methods that the optimizer gets; call `finish` at the end.
 
-    docs/asynchronous.md says when to use which mode:
+    ``hvdlite docs asynchronous`` says when to use which mode:
 
     - "sync": the server waits for all ranks that still train, and makes one step with the mean of their gradients, weighted by
       `set_batch_weight`. The result is that of `DistributedOptimizer`.

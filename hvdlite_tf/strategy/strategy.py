@@ -33,7 +33,7 @@ class Strategy(tf.distribute.Strategy):  # type: ignore[misc]  # mypy does not s
     loops that use `run`, `reduce`, `gather`, `experimental_distribute_dataset`, `distribute_datasets_from_function` and
     `num_replicas_in_sync`. Batches are global: each rank computes on its part of the rows. Training equals that of one process
     on the global batches, also on uneven ones. Metrics are about all rows, and predictions are in the order of the rows. See
-    docs/strategy.md.
+    ``hvdlite docs strategy``.
 
     Variables that are made in the scope begin with rank 0's values on all ranks. If no rank has called `tf.random.set_seed`,
     the strategy calls it with the same number on all ranks, so that all ranks shuffle their datasets in the same order.

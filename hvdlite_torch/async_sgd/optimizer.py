@@ -53,7 +53,7 @@ def AsyncDistributedOptimizer(
     the pushing rank's groups (learning rates), so schedules work. A parameter without a gradient keeps its value in that step.
     `AsyncDistributed` has the methods that the optimizer gets; call `finish` at the end.
 
-    docs/asynchronous.md says when to use which mode:
+    ``hvdlite docs asynchronous`` says when to use which mode:
 
     - "sync": the server waits for all ranks that still train, and makes one step with the mean of their gradients, weighted by
       `set_batch_weight`. The result is that of `DistributedOptimizer`.
@@ -81,7 +81,7 @@ def AsyncDistributedOptimizer(
         overlap: Whether gradients travel to the servers while the backward pass goes on (see `hvdlite.async_sgd.early`). None
             means: where each rank has a core to spare, unless ``HVDLITE_OVERLAP`` says "on" or "off"; never with `push_every`.
         hogwild: The ranks of one host share the memory of the parameters, and add to them without locks: for plain SGD with
-            mode="async" (Niu et al., NIPS 2011). docs/asynchronous.md says what that gives up.
+            mode="async" (Niu et al., NIPS 2011). hvdlite docs asynchronous says what that gives up.
         on_worker_loss: "end": a rank that fails ends the job. "go on": the others go on without a rank that trains and fails
             (not: serves). This needs servers=n, hvdliterun with Open MPI, and all ranks on one host.
         checkpoint: A file. If the job fails, the lowest rank that trains and lives saves there the parameters that it has
@@ -91,7 +91,7 @@ def AsyncDistributedOptimizer(
             of it is pushed. "pass on": it is pushed like any other, and each server makes the step with its part.
         overlap_pull: `step` returns before the new values are there. They come in the order of the parameters, and each layer
             waits for its own before its forward pass. `named_parameters` is the model. What reads parameters in another way
-            calls `wait` before: docs/asynchronous.md has the details.
+            calls `wait` before: ``hvdlite docs asynchronous`` has the details.
         process_set: The ranks that take part; all by default.
 
     Returns:

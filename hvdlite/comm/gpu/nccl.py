@@ -344,7 +344,7 @@ def in_words(version: int) -> str:
 
 
 _ADVICE = (
-    "Install NCCL for the CUDA of your framework: pip install 'hvdlite[gpu]' (CUDA 13), or 'hvdlite[gpu-cu12]'; or name a "
+    "Install NCCL for the CUDA of your framework: pip install nvidia-nccl-cu13, or nvidia-nccl-cu12; or name a "
     "library by HVDLITE_NCCL_LIBRARY. HVDLITE_NCCL=0 does without, through host memory."
 )
 
@@ -402,6 +402,16 @@ def _wheel() -> str | None:
     return None
 
 
+def _cuda_of_torch() -> str | None:
+    """Return the version of CUDA that the loaded torch was built for; None if none is loaded, or it was built without."""
+    return getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+
+
+def wheel() -> str:
+    """Return the name of NVIDIA's package of NCCL that fits the loaded torch; that for CUDA 13 if there is no such torch."""
+    return f"nvidia-nccl-cu{(_cuda_of_torch() or '13').partition('.')[0]}"
+
+
 def _check_wheels(path: str) -> None:
     """Raise DeviceError if NVIDIA's wheels of NCCL cannot be trusted.
 
@@ -423,12 +433,11 @@ def _check_wheels(path: str) -> None:
             f"pip uninstall -y {' '.join(each.split()[0] for each in installed)}, and install the one that your framework "
             "needs (pip show torch). HVDLITE_NCCL_LIBRARY names a library in any case."
         )
-    built_for = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
-    for wheel in installed:
-        if built_for is not None and not wheel.split()[0].endswith(f"-cu{built_for.partition('.')[0]}"):
-            wanted = f"nvidia-nccl-cu{built_for.partition('.')[0]}"
+    built_for = _cuda_of_torch()
+    for each in installed:
+        if built_for is not None and each.split()[0] != wheel():
             raise DeviceError(
-                f"{wheel} is installed, which is for another CUDA than this torch: that was built for CUDA {built_for}. "
-                f"pip uninstall -y {wheel.split()[0]}; pip install --force-reinstall --no-deps {wanted}. HVDLITE_NCCL_LIBRARY "
+                f"{each} is installed, which is for another CUDA than this torch: that was built for CUDA {built_for}. "
+                f"pip uninstall -y {each.split()[0]}; pip install --force-reinstall --no-deps {wheel()}. HVDLITE_NCCL_LIBRARY "
                 "names a library in any case."
             )

@@ -21,7 +21,7 @@ import numpy as np
 from hvdlite.algorithms.gather_bytes import allgather_bytes
 from hvdlite.comm.gpu.abandonable import AbandonableCall
 from hvdlite.comm.gpu.collectives import DeviceCollectives, on_device
-from hvdlite.comm.gpu.nccl import DTYPES, OPS, Communicator, Library, in_words
+from hvdlite.comm.gpu.nccl import DTYPES, OPS, Communicator, Library, in_words, wheel
 from hvdlite.comm.gpu.nccl_collectives import NcclCollectives
 from hvdlite.comm.gpu.staged import StagedCollectives
 from hvdlite.comm.hierarchical import HierarchicalCollectives
@@ -106,7 +106,7 @@ def connect(
     if way == "staged" or all(each.version == 0 for each in reports):
         if way == "nccl" and host.rank == 0:
             warnings.warn(
-                "NCCL was not found, so GPU tensors go through host memory, which is slower: pip install 'hvdlite[gpu]'. "
+                f"NCCL was not found, so GPU tensors go through host memory, which is slower: pip install {wheel()}. "
                 "HVDLITE_NCCL=0 says so in advance.",
                 RuntimeWarning,
                 stacklevel=2,
@@ -174,7 +174,7 @@ def _check(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
             here = sum(host == hosts[ranks[0]] for host in hosts)
             advice = (
                 f"Start at most {first.visible} ranks on this host, or let them share by HVDLITE_SHARE_GPU=1 on every "
-                "rank (which NCCL has to be told too, see docs/gpu.md)."
+                "rank (which NCCL has to be told too, see hvdlite docs gpu)."
                 if here > first.visible > 0
                 else "Choose by local_rank() before the first tensor is made: torch.cuda.set_device(hvd.local_rank())."
             )

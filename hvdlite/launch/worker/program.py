@@ -47,7 +47,7 @@ _loader_deaths: list[str] = []
 """Messages of torch about a killed process of a data loader, raised in a finalizer: Python only prints such exceptions."""
 
 _HOROVOD = """hvdliterun: this program is written for Horovod. Run it as it is with hvdliterun --horovod, or change its import
-(import horovod.torch as hvd: import hvdlite_torch as hvd); see docs/from_horovod.md.
+(import horovod.torch as hvd: import hvdlite_torch as hvd); see hvdlite docs from_horovod.
 """
 
 

@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
     """Add ``serve-bench`` to the commands of a parser, which `argparse.ArgumentParser.add_subparsers` has returned."""
     parser = commands.add_parser(
         "serve-bench",
-        help="measure how soon a server answers, by load (docs/serving.md)",
+        help="measure how soon a server answers, by load (hvdlite docs serving)",
         description="Send requests to an HTTP server, and measure throughput and latency.",
         allow_abbrev=False,
     )

@@ -71,7 +71,7 @@ def plot(model: Model, strategies: Sequence[Strategy], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        raise ArgumentError("--plot needs matplotlib: pip install 'hvdlite[examples]'") from None
+        raise ArgumentError("--plot needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

@@ -13,7 +13,7 @@ class Kind(NamedTuple):
 
     Attributes:
         number: The usual number in its name; None if its name has none.
-        changes: How much it changes what is learned: 0 nothing, 1 rounding, 2 and 3 more, as measured in docs/slow_networks.md.
+        changes: How much it changes what is learned: 0 nothing, 1 rounding, 2 and 3 more, as the page slow_networks says.
         how: How a program asks for it, with {} for the number.
         lost: What is lost in an update.
     """
@@ -24,7 +24,7 @@ class Kind(NamedTuple):
     lost: str
 
 
-_SLOW, _ASYNC = "docs/slow_networks.md", "docs/asynchronous.md"
+_SLOW, _ASYNC = "hvdlite docs slow_networks", "hvdlite docs asynchronous"
 _NOTHING = "nothing"
 KINDS: dict[str, Kind] = {
     "gradients": Kind(None, 0, "DistributedOptimizer(…)", _NOTHING),

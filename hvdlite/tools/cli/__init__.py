@@ -1,6 +1,7 @@
 """``hvdlite``: the commands besides ``hvdliterun``.
 
 measuring.py  the commands that measure: advise and doctor
+pages.py      docs, which shows the pages of the documentation
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hvdlite.launch.where import Where, count_ranks
 from hvdlite.serving import command as serving
 from hvdlite.serving.bench import command as bench
 from hvdlite.tools.cli.measuring import add_advise, add_doctor, run_advise, run_doctor
+from hvdlite.tools.cli.pages import add_docs
 
 _DESCRIPTION = (
     "Serve models, read timelines of jobs, say what is wrong here, and which strategy a program should train with. "
@@ -69,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     env.set_defaults(action=_env)
+    add_docs(commands)
     compat = commands.add_parser(
         "compat",
         help="run a program written for Horovod, or say what of Horovod it uses, and whether it is here",

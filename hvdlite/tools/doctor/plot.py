@@ -21,7 +21,7 @@ def check_plot() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ArgumentError("--plot needs matplotlib: pip install 'hvdlite[examples]'") from None
+        raise ArgumentError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def plot(links: Mapping[Pair, Link], hosts: Sequence[str], path: Path) -> None:

