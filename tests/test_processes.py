@@ -82,7 +82,8 @@ def test_mpi4py_that_does_not_initialise() -> None:
 
 
 def test_mpi_that_was_finalised() -> None:
-    done = run("from mpi4py import MPI\nMPI.Finalize()\nimport hvdlite\nhvdlite.init()")
+    code = "from mpi4py import MPI\nMPI.Finalize()\nimport hvdlite\nhvdlite.init()"
+    done = run(code, OMPI_MCA_btl="self")  # else MPI would leave a file in /dev/shm
     assert done.returncode == 1
     assert done.stderr.endswith("call hvdlite.init() before.\n")
 

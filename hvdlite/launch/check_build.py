@@ -31,6 +31,8 @@ _NO_LIBRARY = "cannot load MPI library"
 
 _ASK_MPI = """
 import ctypes, json
+from hvdlite.comm.mpi.start import start_mpi  # a process alone that imports MPI without it leaves a file in /dev/shm
+start_mpi()
 from mpi4py import MPI
 levels = {getattr(MPI, "THREAD_" + name): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
 paths = {line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line}
