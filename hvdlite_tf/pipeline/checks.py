@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Iterator, Sequence
@@ -92,8 +93,9 @@ def _named(function: Any) -> Iterator[keras.layers.Layer]:
         values += [*function.args, *function.keywords.values()]
         function = function.func
     if inspect.isfunction(function) or inspect.ismethod(function):
-        outside = inspect.getclosurevars(function)
-        values += [*outside.nonlocals.values(), *outside.globals.values()]
+        with contextlib.suppress(ValueError):  # a name of the closure has no value yet
+            outside = inspect.getclosurevars(function)
+            values += [*outside.nonlocals.values(), *outside.globals.values()]
         values += [each.default for each in inspect.signature(function).parameters.values()]
     return (value for value in values if isinstance(value, keras.layers.Layer))
 
