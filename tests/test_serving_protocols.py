@@ -177,6 +177,8 @@ BAD: dict[str, tuple[bytes | tuple[bytes, bytes], str]] = {
     "no shape": (one(shape=None), "the shape None: expected a list of lengths"),
     "a negative shape": (one(shape=[-1, -3]), "the shape [-1, -3]: expected a list of lengths"),
     "a bool as length": (one(shape=[True, 3]), "the shape [True, 3]: expected a list of lengths"),
+    "65 axes": (one(shape=[1] * 64 + [3]), "which no array has: maximum supported dimension"),
+    "a length past 64 bits": (one(shape=[1, 0, 2**63], data=[]), "which no array has"),
     "a huge shape": (one(shape=[2**62, 2**62]), "it has 3 elements, and the shape [4611686018427387904"),
     "no batch": (one(shape=[0, 3], data=[]), "the first axes of the tensors have the lengths 0"),
     "too few": (one(data=[1, 2]), "it has 2 elements, and the shape [1, 3]: expected 3"),

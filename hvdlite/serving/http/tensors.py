@@ -124,7 +124,10 @@ def _shaped(array: Array, shape: Sequence[int], name: str, what: str) -> Array:
     size = int(np.prod(shape, dtype=object))
     if array.size != size:
         raise BodyError(f"{name}: it has {array.size} {what}, and the shape {list(shape)}: expected {size}.")
-    return array.reshape(shape)
+    try:
+        return array.reshape(shape)
+    except (ValueError, OverflowError) as error:  # too many axes; no elements, and a length past 64 bits
+        raise BodyError(f"{name}: it has the shape {list(shape)[:8]}…, which no array has: {error}.") from None
 
 
 def _cast(data: list[Any], datatype: str, name: str) -> Array:
