@@ -103,8 +103,13 @@ def _read_npy(body: bytes | bytearray, _spec: Spec) -> Array:
         shape, is_fortran, dtype = _NPY_HEADERS[version](file)
         if dtype.kind not in "biufc":
             raise ValueError(f"its dtype is {dtype}, and not one of booleans or numbers")
-        flat = np.frombuffer(body, dtype, math.prod(shape), file.tell()) if math.prod(shape) else np.empty(0, dtype)
-        return flat.reshape(shape, order="F" if is_fortran else "C")
+        begin, size = file.tell(), _size(shape, dtype)
+        if len(body) - begin != size:
+            raise ValueError(
+                f"its array of {dtype}, shape {shape}, has {size} bytes, and {len(body) - begin} have come"
+            )
+        array: Array = np.ndarray(shape, dtype, body, begin, order="F" if is_fortran else "C")
+        return array
     except Exception as error:  # headers are parsed as Python, which fails in many ways
         raise BodyError(f"the body is no array in NumPy's format .npy: {error}.") from None
 
@@ -126,9 +131,23 @@ def _array_of(found: dict[Any, Any]) -> Any:
         dtype = np.dtype(found["dtype"])
         if dtype.kind not in "biufc":
             raise TypeError(f"dtype {dtype}")
-        return np.frombuffer(found["data"], dtype).reshape(found["shape"])
+        shape, data = tuple(found["shape"]), found["data"]
+        if len(data) != _size(shape, dtype):
+            raise ValueError(f"{len(data)} bytes, and shape {shape} of {dtype} has {_size(shape, dtype)}")
+        return np.ndarray(shape, dtype, data)
     except (TypeError, ValueError) as error:
         raise BodyError(f"an array in the body has wrong dtype, shape or data: {error}.") from None
+
+
+def _size(shape: tuple[Any, ...], dtype: np.dtype[Any]) -> int:
+    """Return how many bytes an array has.
+
+    Raises:
+        ValueError: The shape is none.
+    """
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"the shape is {shape}: expected lengths of axes from 0 on")
+    return int(math.prod(shape)) * dtype.itemsize
 
 
 def _input_of(whole: Any) -> Any:
@@ -157,7 +176,7 @@ def conform(value: Any, spec: Spec) -> Any:
     ):
         raise BodyError(f"the input has the shape {shape_text(array.shape)}: expected {spec}.")
     if spec.dtype is not None and array.dtype != np.dtype(spec.dtype):
-        array = _cast(array, np.dtype(spec.dtype), spec)
+        array = _cast(array, np.dtype(spec.dtype), spec, has_dtype=isinstance(value, np.ndarray))
     check_finite(array, spec)
     return array
 
@@ -212,12 +231,33 @@ def _as_array(value: Any, spec: Spec) -> Array | None:
     raise BodyError(f"the input is a {type(value).__name__} of {found}: expected {spec}.")
 
 
-def _cast(array: Array, dtype: np.dtype[Any], spec: Spec) -> Array:
+def _cast(array: Array, dtype: np.dtype[Any], spec: Spec, has_dtype: bool) -> Array:
+    """Return an array in the dtype of the model, if it can hold the values.
+
+    A number of JSON is a decimal without a dtype, and is rounded to the model's floating-point numbers, as are those of a wider
+    floating-point dtype. All else is the same value in both dtypes, or refused.
+    """
+    found, is_same = array.dtype, np.ones(array.shape, bool)
+    if found.kind == "c" and dtype.kind != "c":
+        is_same, array = array.imag == 0, array.real
     with np.errstate(all="ignore"):
         cast = array.astype(dtype)
-    if dtype.kind in "iub" and not np.array_equal(cast, array):
-        raise BodyError(f"the input has numbers of {array.dtype} that {dtype} cannot hold: expected {spec}.")
-    return cast
+        if dtype.kind in "iu" and array.dtype.kind == "f":  # outside of its limits, a cast gives any number
+            limits = np.iinfo(dtype)
+            is_same = is_same & (array >= float(limits.min)) & (array < float(limits.max) + 1)
+        if dtype.kind in "iub":
+            is_same = is_same & (cast == array)
+        elif array.dtype.kind in "iu" and has_dtype:
+            is_same = is_same & (cast.real.astype(array.dtype) == array)
+        else:
+            is_same = is_same & (np.isfinite(cast) | ~np.isfinite(array))
+    if is_same.all():
+        return cast
+    where = np.argwhere(~is_same)
+    raise BodyError(
+        f"the input has {len(where)} numbers of {found} that {dtype} cannot hold, the first at {where[0].tolist()}: expected "
+        f"{spec}."
+    )
 
 
 def _write_json(output: Any) -> bytes:
@@ -268,7 +308,7 @@ def _write_msgpack(output: Any) -> bytes:
 
 
 def _packed(value: Any) -> Any:
-    if isinstance(value, np.generic):
+    if isinstance(value, np.generic) and value.dtype.kind not in "c":
         return value.item()
     if value.dtype.kind == "U":
         return value.tolist()
