@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,7 @@ def serve(
     every: tuple[float, Callable[[float], object]] = (math.inf, lambda now: None),
     until: float = 0.0,
     think: Callable[[], float] = lambda: SEND_AGAIN,
+    key: Callable[[], Hashable] = lambda: "alike",
 ) -> Served:
     """Serve requests that arrive at these times, in rising order.
 
@@ -57,6 +58,7 @@ def serve(
         every: A period and what to do then, with the time as argument, for as long as requests come.
         until: Whoever is answered before this time sends another request.
         think: After how many seconds; it may draw a new number for each call.
+        key: Returns the key of a request; those of equal keys may share a batch.
     """
     batcher = Batcher(max_batch, 1 << 30, chooser)
     for replica in range(replicas):
@@ -87,7 +89,7 @@ def serve(
             at(now + every[0], periodic)
 
     def come(time: float) -> None:
-        requests.append(Request("alike", time, math.inf, len(requests)))
+        requests.append(Request(key(), time, math.inf, len(requests)))
         at(time, arrive, requests[-1])
 
     for time in arrivals:

@@ -207,7 +207,7 @@ class Batcher:
         if queue is None:
             queue = self._queues[request.key] = _Queue()
         self._put(queue, request)
-        self._chooser.arrived(request.arrived, self._here)
+        self._chooser.arrived(request.arrived, self._here, request.key)
 
     def joined(self, replica: int) -> None:
         """Learn that a replica is there, and idle."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Protocol
 
 from hvdlite.errors import ArgumentError
@@ -36,12 +36,13 @@ class WaitChooser(Protocol):
             here: The number of requests that are here and not answered.
         """
 
-    def arrived(self, time: float, here: int) -> None:
+    def arrived(self, time: float, here: int, key: Hashable) -> None:
         """Learn that a request has arrived, and was put into the queue.
 
         Args:
             time: When, on a clock that only goes forward. Calls come in order of time.
             here: The number of requests that are here and not answered, with this one.
+            key: Requests of equal keys may share a batch.
         """
 
     def served(self, time: float, batch_size: int, seconds: float) -> None:
@@ -75,7 +76,7 @@ class FixedWait:
         """Return `wait_seconds`."""
         return self.wait_seconds
 
-    def arrived(self, time: float, here: int) -> None:
+    def arrived(self, time: float, here: int, key: Hashable) -> None:
         """Do nothing: the time is fixed."""
 
     def served(self, time: float, batch_size: int, seconds: float) -> None:

@@ -3,7 +3,8 @@
 - `service_time`: the time that a replica takes for a batch, by its size, fitted to the batches it has served.
 - `arrivals`: when requests came lately, how far back that tells about now, and more arrivals of the same kind.
 - `clients`: whether requests come from clients that wait for their answers, and from how many.
-- `queue`, `closed_queue`: simulations of the batching queue for many waits at once; `predictions`: what they predict.
+- `queue`, `mixture`, `closed_queue`: simulations of the batching queue for many waits at once.
+- `predictions`: what they predict.
 - `crowd`: whether everybody who sends is here already, so that no wait can pay.
 - `objective`: which of the waits is best, and a text that says why.
 - `model`: `Model`, which puts these together; `process`: a process for it.

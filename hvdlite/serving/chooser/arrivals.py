@@ -16,6 +16,7 @@ OLDEST = 60.0  # seconds
 SHORTEST = 0.5  # seconds
 FEWEST = 16  # arrivals in the window
 BINS = 16
+MOST_KINDS = 24
 UNLIKELY = 4.0  # standard deviations
 
 
@@ -29,7 +30,10 @@ class Arrivals:
         seconds: The length of the window in which they came.
         dispersion: The variance of the number of arrivals in a sixteenth of the window divided by its mean: about 1 for a
             Poisson process, and more for bursts.
-        clients: Who sends the requests, if they are clients that wait for their answers; None if they come of their own accord.
+        clients: Who sends the requests, if they are clients that wait for their answers; None if they come of their own accord,
+            or cannot all share a batch.
+        kinds: For the request after each gap, the number of its key: 0 for the most frequent. Requests of different keys do not
+            share a batch. Shape (n,); None if all may share one.
     """
 
     gaps: Floats
@@ -37,8 +41,16 @@ class Arrivals:
     seconds: float
     dispersion: float
     clients: Clients | None = None
+    kinds: npt.NDArray[np.int64] | None = None
 
-    def streams(self, random: np.random.Generator, count: int, length: int) -> Floats:
+    @property
+    def shares(self) -> Floats:
+        """The part of the requests that each key has, in falling order. Shape (keys,)."""
+        return np.ones(1) if self.kinds is None else np.bincount(self.kinds) / len(self.kinds)
+
+    def streams(
+        self, random: np.random.Generator, count: int, length: int
+    ) -> tuple[Floats, npt.NDArray[np.int64] | None]:
         """Return streams of arrivals of this kind: those that came, in pieces, if they are enough, else drawn from them.
 
         A third of what was asked for is enough: then the streams are shorter. Drawn streams keep the bursts and the rate. They
@@ -51,7 +63,8 @@ class Arrivals:
             length: The number of arrivals in each.
 
         Returns:
-            Times in seconds, which rise along each stream. Shape (count, length), or fewer columns.
+            Times in seconds, which rise along each stream. Shape (count, length), or fewer columns. And the numbers of their
+            keys, of the same shape; None if all may share a batch.
         """
         if 3 * len(self.gaps) >= count * length:
             length = min(length, len(self.gaps) // count)
@@ -59,7 +72,8 @@ class Arrivals:
         else:
             places = self._drawn(random, count, length)
         times = np.cumsum(self.gaps[places], axis=1)
-        return np.asarray(times / (self.rate * max(float(self.gaps.mean()), 1e-12)))
+        times = np.asarray(times / (self.rate * max(float(self.gaps.mean()), 1e-12)))
+        return times, None if self.kinds is None else self.kinds[places]
 
     def _drawn(self, random: np.random.Generator, count: int, length: int) -> npt.NDArray[np.intp]:
         """Draw places in the gaps by the stationary bootstrap. Shape (count, length)."""
@@ -84,10 +98,12 @@ class RecentArrivals:
 
     def __init__(self) -> None:
         self._times, self._here = np.empty(0), np.empty(0, np.int64)
+        self._keys = np.empty(0, np.int64)
         self._answer_times, self._answered = np.empty(0), np.empty(0, np.int64)
 
-    def add(self, times: Floats, here: Floats) -> None:
-        """Remember arrivals: when, and as one of how many that are not answered. Shapes (n,)."""
+    def add(self, times: Floats, here: Floats, keys: Floats) -> None:
+        """Remember arrivals: when, as one of how many that are not answered, and the numbers of their keys. Shapes (n,)."""
+        self._keys = np.concatenate([self._keys, keys.astype(np.int64)])[-KEPT:]
         self._times = np.concatenate([self._times, times])[-KEPT:]
         self._here = np.concatenate([self._here, here.astype(np.int64)])[-KEPT:]
 
@@ -115,7 +131,21 @@ class RecentArrivals:
         counts = np.histogram(inside, BINS, (now - length, now))[0]
         clients = clients_of(inside, here[begin:], self._answer_times, self._answered)
         dispersion = float(counts.var() / counts.mean())
-        return Arrivals(np.diff(inside), len(inside) / length, length, dispersion, clients)
+        kinds = _by_share(self._keys[recent:][begin:][1:])
+        return Arrivals(
+            *(np.diff(inside), len(inside) / length, length, dispersion), clients if kinds is None else None, kinds
+        )
+
+
+def _by_share(keys: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """Number keys anew, the most frequent first; None if there is one only. Of too many, the rare ones share numbers."""
+    _, number, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    if len(counts) == 1:
+        return None
+    place = np.empty(len(counts), np.int64)
+    place[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
+    place = np.where(place < MOST_KINDS, place, MOST_KINDS // 2 + place % (MOST_KINDS - MOST_KINDS // 2))
+    return np.asarray(place[number])
 
 
 def _alike(times: Floats, now: float, length: float) -> bool:

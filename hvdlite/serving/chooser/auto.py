@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from hvdlite.serving.chooser.model import Seen
 from hvdlite.serving.chooser.objective import Choice
 
 PERIOD = 1.0  # seconds
+MOST_KEYS = 1 << 12
 WORTH_A_LINE = 0.5, 1e-3  # in the log: a change of the wait by more than this part of it, and more than so many seconds
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ class AutoWait:
         self._update = update
         self._arrivals, self._batches = array("d"), array("d")
         self._lock = threading.Lock()
+        self._numbers: dict[Hashable, int] = {}
+        """A number for each key."""
         self._crowd = Crowd()
         self.choice: Choice | None = None
 
@@ -63,10 +66,15 @@ class AutoWait:
         """Return the chosen wait, or 0 if everybody who sends is here already."""
         return self._crowd.wait(now, here, self.wait_seconds)
 
-    def arrived(self, time: float, here: int) -> None:
-        """Learn that a request has arrived, as one of so many that are not answered."""
+    def arrived(self, time: float, here: int, key: Hashable) -> None:
+        """Learn that a request of a key has arrived, as one of so many that are not answered."""
+        number = self._numbers.get(key)
+        if number is None:
+            if len(self._numbers) >= MOST_KEYS:
+                self._numbers.clear()  # the model may take some keys for others until it has forgotten the old numbers
+            number = self._numbers[key] = len(self._numbers)
         with self._lock:
-            self._arrivals.extend((time, here))
+            self._arrivals.extend((time, here, number))
         self._crowd.arrived(time, here)
 
     def served(self, time: float, batch_size: int, seconds: float) -> None:
@@ -86,7 +94,7 @@ class AutoWait:
         with self._lock:
             arrivals, self._arrivals = self._arrivals, array("d")
             batches, self._batches = self._batches, array("d")
-        seen = Seen(np.array(arrivals).reshape(-1, 2), np.array(batches).reshape(-1, 3))
+        seen = Seen(np.array(arrivals).reshape(-1, 3), np.array(batches).reshape(-1, 3))
         choice = self._update(seen, now)
         if choice is not None:
             self.choice = choice

@@ -22,7 +22,8 @@ class Seen:
     """What has happened since the last choice.
 
     Attributes:
-        arrivals: For each request, when it came, and how many were here and not answered, with it. Shape (n, 2).
+        arrivals: For each request, when it came, how many were here and not answered, with it, and the number of its key: those
+            of equal keys may share a batch. Shape (n, 3).
         batches: For each batch that was answered, when, its size, and its service time. Shape (m, 3). Times in seconds.
     """
 
@@ -76,6 +77,9 @@ class Model:
         if choice is None or now >= self._chosen + LONGEST or not choice.is_of(arrivals, service):
             self._chosen = now
             waits = candidates(arrivals, service, self._slo_p99, self._max_batch)
+            if choice is not None:
+                waits = np.union1d(waits, choice.wait)
             predictions = predict(arrivals, service, waits, self._max_batch, self._replicas, self._random)
-            self._choice = choose(predictions, self._slo_p99, arrivals, service, self._replicas)
+            present = None if choice is None else int(np.searchsorted(waits, choice.wait))
+            self._choice = choose(predictions, self._slo_p99, arrivals, service, self._replicas, present)
         return self._choice

@@ -13,7 +13,9 @@ from hvdlite.serving.chooser.service_time import ServiceTime
 
 MARGIN = 0.06  # of the bound: for what the prediction does not know
 SAME_LOAD, SAME_DISPERSION, SAME_TIME = 0.03, 0.3, 0.02  # up to such parts, nothing has changed
+SAME_SHARE = 0.03  # of a key
 ALIKE = 0.01  # waits that differ by less than this are equally good
+NOISE = 0.03  # of two simulations of the same: a wait that is worse by less than this is kept
 ALIKE_ROUNDS = 0.05  # for clients that wait: of a round, with thinking, which has the server's own work for a request
 
 
@@ -98,6 +100,7 @@ class Choice:
                 f"{service.batches} batches of {service.sizes[0]} to {service.sizes[1]} requests.",
                 f"Arrivals: {arrivals.rate:.4g} requests/s in the last {arrivals.seconds:.2g} s, "
                 f"{_kind(arrivals)}; {self.load:.0%} of what {_replicas(self.replicas)} can serve.",
+                *_keys(arrivals),
                 *self._table(),
             )
         )
@@ -132,10 +135,13 @@ def candidates(
     """Return the waits to compare, in seconds, in rising order from 0.
 
     With a bound, they end where a wait alone would use it up. Without one, they end with twice the longest service time: the
-    mean latency only gains where others come meanwhile. No wait is longer than what a batch takes to fill, by far.
+    mean latency only gains where others come meanwhile. No wait is longer than what a batch takes to fill, by far; with several
+    keys, a batch of a key that a twentieth of the requests have.
     """
+    shares = arrivals.shares
+    rate = arrivals.rate * float(shares[shares >= 0.05].min(initial=float(shares[0])))
     end = float(slo_p99 if slo_p99 is not None else 2 * service.seconds[-1])
-    end = min(end, 4 * max_batch / arrivals.rate)
+    end = min(end, 4 * max_batch / rate)
     return np.concatenate([[0.0], np.geomspace(end / 500, end / 33, 6), np.linspace(end / 25, end, 25)])
 
 
@@ -145,33 +151,44 @@ def choose(
     arrivals: Arrivals,
     service: ServiceTime,
     replicas: int,
+    present: int | None = None,
 ) -> Choice:
     """Choose the wait that needs the least compute under the bound; without a bound, the one with the least mean latency.
 
     Among those that are equally good up to 1 %, or up to 5 % for clients that wait, it is the one that is best in the other
-    respect. If no wait meets the bound, it is the one with the least p99.
+    respect. If no wait meets the bound, it is the one with the least p99. The present wait (its index) stays if no other one is
+    better by more than the noise.
     """
     everything = np.arange(len(predictions.waits))
     meets = True
     if slo_p99 is None and arrivals.clients is not None:
         rounds = predictions.mean + arrivals.clients.mean_think
-        index = _least(everything, rounds, predictions.compute, ALIKE_ROUNDS)
+        index = _least(everything, rounds, predictions.compute, ALIKE_ROUNDS, present)
     elif slo_p99 is None:
-        index = _least(everything, predictions.mean, predictions.compute)
+        index = _least(everything, predictions.mean, predictions.compute, present=present)
     else:
         allowed = everything[predictions.p99 <= (1 - MARGIN) * slo_p99]
         meets = len(allowed) > 0
         if meets:
-            index = _least(allowed, predictions.compute, predictions.p99)
+            if present is not None and predictions.p99[present] <= (1 - MARGIN / 2) * slo_p99:
+                allowed = np.union1d(allowed, present)
+            index = _least(allowed, predictions.compute, predictions.p99, present=present)
         else:
-            index = _least(everything, predictions.p99, predictions.compute)
+            index = _least(everything, predictions.p99, predictions.compute, present=present)
     return Choice(index, predictions, slo_p99, meets, arrivals, service, replicas)
 
 
 def _least(
-    among: npt.NDArray[np.intp], cost: npt.NDArray[np.float64], second: npt.NDArray[np.float64], alike: float = ALIKE
+    among: npt.NDArray[np.intp],
+    cost: npt.NDArray[np.float64],
+    second: npt.NDArray[np.float64],
+    alike: float = ALIKE,
+    present: int | None = None,
 ) -> int:
-    good = among[cost[among] <= (1 + alike) * cost[among].min()]
+    least = cost[among].min()
+    if present is not None and present in among and cost[present] <= (1 + max(NOISE, alike)) * least:
+        return present
+    good = among[cost[among] <= (1 + alike) * least]
     return int(good[second[good].argmin()])
 
 
@@ -184,6 +201,8 @@ def _alike(arrivals: Arrivals, others: Arrivals) -> bool:
         return arrivals.clients.count == others.clients.count
     return (
         arrivals.clients is others.clients
+        and len(arrivals.shares) == len(others.shares)
+        and bool(np.all(np.abs(arrivals.shares - others.shares) <= SAME_SHARE))
         and abs(arrivals.dispersion - others.dispersion) <= SAME_DISPERSION * others.dispersion
     )
 
@@ -196,6 +215,16 @@ def _kind(arrivals: Arrivals) -> str:
     if dispersion < 3:
         return "one by one"
     return f"in bursts (their number varies {dispersion:.0f} times as much as by chance)"
+
+
+def _keys(arrivals: Arrivals) -> list[str]:
+    shares = arrivals.shares
+    if len(shares) == 1:
+        return []
+    return [
+        f"Their shapes and dtypes are {len(shares)} or more, of which each is in batches of its own: the most frequent one has "
+        f"{shares[0]:.0%} of the requests."
+    ]
 
 
 def _replicas(count: int) -> str:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from hvdlite.serving.chooser.arrivals import Arrivals
 from hvdlite.serving.chooser.closed_queue import predict_closed
+from hvdlite.serving.chooser.mixture import predict_mixture
 from hvdlite.serving.chooser.predictions import Predictions
 from hvdlite.serving.chooser.service_time import ServiceTime
 
@@ -16,6 +17,7 @@ Indices = npt.NDArray[np.intp]
 STREAMS = 3
 BATCHES = 1000  # in each stream, for the wait that makes the smallest batches
 MOST_REQUESTS = 32000  # in each stream
+MOST_REQUESTS_OF_KINDS = 4000  # which takes longer
 LOOKED_AT = 12000  # requests of all streams together whose latency is computed
 RATIOS = 256  # service times that are drawn at once
 WARM_UP = 0.1  # the part of each stream that is left out, because the queue starts empty
@@ -39,7 +41,8 @@ def predict(
     such a time-out are in Crankshaw et al., "Clipper" (NSDI 2017). Ali et al., "BATCH" (SC 2020), choose the time-out for the
     least cost under a bound of a percentile, too, from an analytical model of one server for each batch.
 
-    If the requests come from clients that wait for their answers, the queue is closed (`predict_closed`).
+    If requests of several keys come, there is a line for each (`predict_mixture`). If they come from clients that wait for
+    their answers, the queue is closed (`predict_closed`).
 
     Args:
         arrivals: The arrivals to simulate more of.
@@ -52,8 +55,11 @@ def predict(
     if arrivals.clients is not None:
         return predict_closed(arrivals.clients, service, waits, max_batch, replicas, random)
     at_once = _batch_without_wait(arrivals.rate, service, max_batch, replicas)
-    length = int(min(BATCHES * at_once, MOST_REQUESTS))
-    times = arrivals.streams(random, STREAMS, length)
+    most = MOST_REQUESTS if arrivals.kinds is None else MOST_REQUESTS_OF_KINDS
+    length = int(min(BATCHES * at_once, most))
+    times, kinds = arrivals.streams(random, STREAMS, length)
+    if kinds is not None:
+        return predict_mixture(times, kinds, service, waits, max_batch, replicas, random)
     length = times.shape[1]
     # The streams follow each other on one axis, far enough apart for each to find an empty queue.
     apart = np.arange(STREAMS)[:, None] * (times.max() + 1e4)
