@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Hashable
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -26,7 +26,7 @@ class Recorder(FixedWait):
         self.arrivals: list[float] = []
         self.services: list[tuple[float, int, float]] = []
 
-    def arrived(self, time: float, here: int) -> None:
+    def arrived(self, time: float, here: int, key: Hashable) -> None:
         self.arrivals.append(time)
 
     def served(self, time: float, batch_size: int, seconds: float) -> None:
@@ -185,8 +185,8 @@ class Interleavings(RuleBasedStateMachine):
                 self.now = max(self.now, self.look_again)
                 self.step()
         assert len(self.answers) == len(self.taken) and self.batcher.waiting == 0
-        halvings = math.ceil(math.log2(self.max_batch))
-        assert all(times <= 1 + halvings + 1 for times in self.computed.values())
+        parts = max(self.max_batch, 3) + 2
+        assert all(times <= 1 + parts + 1 + self.losses[each] for each, times in self.computed.items())
         if not any(each.payload for each in self.taken):
             assert all(times <= 1 + self.losses[each] for each, times in self.computed.items())
 
@@ -241,23 +241,81 @@ def test_the_chooser_learns_of_first_tries_only() -> None:
     assert chooser.services == [(8.25, 1, 0.25)]
 
 
-@pytest.mark.parametrize("bad", range(8))
-def test_halving_finds_the_one_that_raises(bad: int) -> None:
-    batcher = Batcher(8, 10, FixedWait(0.0))
-    requests = [request(payload=number) for number in range(8)]
+def parts_until_all_are_answered(count: int, bad: set[int], replicas: int = 1) -> tuple[int, int]:
+    """How many batches one batch needs, and how many until the last request is answered that does not raise."""
+    batcher = Batcher(count, count, FixedWait(0.0))
+    for number in range(count):
+        batcher.add(request(payload=number))
+    for replica in range(replicas):
+        batcher.joined(replica)
+    answers: dict[int, Outcome] = {}
+    batches = last = 0
+    computing: deque[tuple[int, Batch]] = deque()
+    while True:
+        computing += batcher.step(1.0).send
+        if not computing:
+            break
+        replica, batch = computing.popleft()
+        batches += 1
+        numbers = [each.payload for each in batch.requests]
+        found = batcher.raised(replica, "no") if bad & {*numbers} else batcher.done(replica, numbers, 1.0)
+        if any(answer.outcome is Outcome.DONE for answer in found):
+            last = batches
+        answers |= {answer.request.payload: answer.outcome for answer in found}
+    assert answers == {number: Outcome.FAILED if number in bad else Outcome.DONE for number in range(count)}
+    return batches, last
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("bad", range(32))
+def test_one_that_raises_is_found_by_seven_parts(bad: int, replicas: int) -> None:
+    batches, last = parts_until_all_are_answered(32, {bad}, replicas)
+    assert replicas > 1 or (batches <= 1 + 7 and last <= 1 + 6)
+
+
+@given(data=st.data(), count=st.integers(2, 40), replicas=st.integers(1, 3))
+def test_the_parts_are_no_more_than_is_proved(data: st.DataObject, count: int, replicas: int) -> None:
+    bad = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
+    batches, _ = parts_until_all_are_answered(count, bad, replicas)
+    steps = math.ceil(math.log2(count))
+    budget = max(count, steps + 2)
+    if replicas == 1:
+        proved = len(bad) * (steps + 2)
+        assert batches <= 1 + (proved if proved <= budget else budget + count)
+
+
+def test_new_requests_take_turns_with_those_that_are_tried_again() -> None:
+    batcher = Batcher(32, 100, FixedWait(0.0))
+    batcher.joined(0)
+    for number in range(32):
+        batcher.add(request(payload=number))
+    orders = []
+    for _ in range(6):
+        ((_, batch),) = batcher.step(1.0).send
+        orders.append(batch.again)
+        batcher.raised(0, "no") if 0 in [each.payload for each in batch.requests] else batcher.done(
+            0, batch.requests, 1.0
+        )
+        batcher.add(request("other", payload=-1))
+    assert orders == [None, Reason.RAISED, None, Reason.RAISED, None, Reason.RAISED]
+
+
+def test_a_request_that_nobody_waits_for_is_computed_no_more() -> None:
+    batcher = Batcher(4, 10, FixedWait(0.0))
+    requests = [request(payload=number) for number in range(5)]
     for each in requests:
         batcher.add(each)
     batcher.joined(0)
-    answers: list[Answer] = []
-    batches = 0
+    assert batcher.step(1.0).send
+    for number in (1, 4):  # one is computed, one waits
+        batcher.cancel(requests[number])
+    assert batcher.waiting == 0
+    assert batcher.raised(0, "no") == []
+    computed = []
     while send := batcher.step(1.0).send:
-        batches += 1
-        numbers = [each.payload for each in send[0][1].requests]
-        answers += batcher.raised(0, "no") if bad in numbers else batcher.done(0, numbers, 1.0)
-    assert {answer.request.payload: answer.outcome for answer in answers} == {
-        number: Outcome.FAILED if number == bad else Outcome.DONE for number in range(8)
-    }
-    assert batches == 1 + 2 * 3
+        computed += [each.payload for each in send[0][1].requests]
+        batcher.done(0, send[0][1].requests, 1.0)
+    assert sorted(computed) == [0, 2, 3] and batcher.waiting == 0
 
 
 def test_an_error_that_no_request_caused_ends_them_all() -> None:

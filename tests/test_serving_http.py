@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import re
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from hvdlite.serving.http.app import App
+from hvdlite.serving.http.bodies import BodyError, read
 from hvdlite.serving.metrics import Metrics
 from hvdlite.serving.models import Model, Models
 from hvdlite.serving.options import Options
@@ -172,7 +174,12 @@ BAD = {
     "no input": (b'{"inputs": 1}', JSON, 400, "an object with 'inputs': expected"),
     "nothing": (b"", JSON, 400, "the body is no JSON"),
     "NaN": (b'{"input": [1, 2, NaN]}', JSON, 400, "it has NaN, which JSON does not have"),
-    "infinity": (b'{"input": [1, 2, 1e39]}', JSON, 400, r"1 values that are NaN or infinite, the first at \[2\]"),
+    "infinity": (
+        b'{"input": [1, 2, 1e39]}',
+        JSON,
+        400,
+        r"1 numbers of float64 that float32 cannot hold, the first at \[2\]",
+    ),
     "short": (b'{"input": [1, 2]}', JSON, 400, r"the shape \(2,\): expected an array of float32, shape \(3,\)"),
     "scalar": (b'{"input": 1}', JSON, 400, r"the shape \(\): expected an array of float32, shape \(3,\)"),
     "ragged": (b'{"input": [[1, 2], [3]]}', JSON, 400, "a list of rows of different lengths: expected an array"),
@@ -189,6 +196,33 @@ BAD = {
         *(msgpack.packb({"input": {"dtype": "f4", "shape": [3], "data": b"123"}}), MSGPACK, 400),
         "wrong dtype, shape or data",
     ),
+    "complex": (
+        npy(np.array([1 + 5j, 2, 3], "c8")),
+        NPY,
+        400,
+        "1 numbers of complex64 that float32 cannot hold, the first at",
+    ),
+    "complex in msgpack": (
+        *(msgpack.packb({"input": packed(np.array([1, 2j, 3]))}), MSGPACK, 400),
+        r"1 numbers of complex128 that float32 cannot hold, the first at \[1\]",
+    ),
+    "large integers": (
+        npy(np.array([1, 2, 2**24 + 1])),
+        NPY,
+        400,
+        r"int64 that float32 cannot hold, the first at \[2\]",
+    ),
+    "negative length": (
+        npy(np.zeros(3)).replace(b"(3,), }", b"(-3,),}"),
+        NPY,
+        400,
+        r"the shape is \(-3,\): expected lengths",
+    ),
+    "negative in msgpack": (
+        *(msgpack.packb({"input": {"dtype": "f4", "shape": [-1], "data": bytes(12)}}), MSGPACK, 400),
+        r"wrong dtype, shape or data: the shape is \(-1,\): expected lengths",
+    ),
+    "too long": (npy(np.zeros(3)) + b"more", NPY, 400, r"shape \(3,\), has 24 bytes, and 28 have come"),
     "pickle": (b"", "application/octet-stream", 415, "the Content-Type is 'application/octet-stream': expected one of"),
 }
 
@@ -218,6 +252,56 @@ def test_integers_must_fit() -> None:
                 assert answer.status_code == 400 and "that uint8 cannot hold" in answer.json()["error"]
 
     asyncio.run(check())
+
+
+def test_what_is_converted_keeps_its_value() -> None:
+    """Against NumPy: each pair of dtypes with the values at their limits."""
+    kinds = ["?", "i1", "u1", "i4", "i8", "u8", "f2", "f4", "f8", "c8", "c16"]
+    values: list[Any] = [
+        0,
+        1,
+        2,
+        -1,
+        255,
+        2048,
+        2049,
+        2**24 + 1,
+        2**53 + 1,
+        2**63 - 1,
+        2**63,
+        1e39,
+        0.5,
+        65504,
+        65520,
+        1j,
+    ]
+
+    def cast(value: Any, kind: str) -> Any:
+        """The array of one dtype that is this value; None if there is none."""
+        with np.errstate(all="ignore"):
+            try:
+                array = np.array([value]).astype(kind)
+            except (OverflowError, TypeError):
+                return None
+        return array if array[0].item() == value else None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", np.exceptions.ComplexWarning)
+        whole = [array for value in values for kind in kinds if (array := cast(value, kind)) is not None]
+        expected = [[cast(array[0].item(), kind) for kind in kinds] for array in whole]
+    assert len(whole) > 80
+    for array, row in zip(whole, expected, strict=True):
+        for kind, wanted in zip(kinds, row, strict=True):
+            for allow_nan in (False, True):
+                spec = Spec(np.dtype(kind).name, (1,), allow_nan=allow_nan)
+                is_rounded = array.dtype.kind in "fc" and np.dtype(kind).kind in "fc" and wanted is None
+                try:
+                    found = read(NPY, npy(array), spec)
+                except BodyError:
+                    assert wanted is None, (array, kind)
+                else:
+                    assert found.dtype == kind
+                    np.testing.assert_allclose(found, array if is_rounded else wanted, rtol=1e-3)
 
 
 async def forever(first: bytes) -> AsyncIterator[bytes]:
@@ -336,7 +420,11 @@ def test_one_that_raises_takes_no_other_with_it() -> None:
             assert answers[7].json()["error"] == "predict raised seven"
             text = (await s.client.get("/metrics")).text
             assert 'hvdlite_serve_requests_total{status="500"} 1.0' in text
-            assert 'hvdlite_serve_recomputed_total{reason="raised"} 30.0' in text  # 16 + 8 + 4 + 2
+            assert 'hvdlite_serve_recomputed_total{reason="raised"} 24.0' in text  # 8 + 4 + 2 + 1, the rest: 8, and 7
+            before = len(s.replica.batches)
+            answers = await asyncio.gather(*[s.post([number, 0, 0]) for number in range(16)])
+            assert [each.status_code for each in answers] == [500 if number == 7 else 200 for number in range(16)]
+            assert sorted(map(len, s.replica.batches[before:])) == [1, 15]  # it is remembered, and disturbs nobody
 
     asyncio.run(check())
 
@@ -350,6 +438,11 @@ def test_a_request_that_loses_two_replicas_is_told_so() -> None:
                 s.replica.die()
             answer = await request
             assert answer.status_code == 503 and "and so has the second one" in answer.json()["error"]
+            for body, kind in (([1, 0, 0], JSON), (npy(np.array([1.0, 0, 0])), NPY)):
+                again = await s.post(body, kind)
+                assert again.status_code == 422 and "it is not computed for another" in again.json()["error"]
+                assert 0 < int(again.headers["retry-after"]) <= 300
+            assert len(s.replica.batches) == 2
             assert "hvdlite_serve_replicas_lost_total 2.0" in (await s.client.get("/metrics")).text
 
     asyncio.run(check())
@@ -408,7 +501,12 @@ def test_the_other_paths() -> None:
 
 @pytest.mark.parametrize(
     ("output", "kind", "words"),
-    [(np.nan, JSON, "JSON has no words"), (b"x", JSON, "JSON has no words"), ("text", NPY, "the output is a str")],
+    [
+        (np.nan, JSON, "JSON has no words"),
+        (np.complex64(1 + 2j), JSON, "JSON has no words"),
+        (b"x", JSON, "JSON has no words"),
+        ("text", NPY, "the output is a str"),
+    ],
 )
 def test_outputs_that_the_format_does_not_have(output: Any, kind: str, words: str) -> None:
     async def check() -> None:
@@ -416,6 +514,8 @@ def test_outputs_that_the_format_does_not_have(output: Any, kind: str, words: st
             answer = await s.post([1, 2, 3], accept=kind)
             assert answer.status_code == 406 and words in answer.json()["error"]
             other = await s.post([1, 2, 3], accept=MSGPACK)
-            np.testing.assert_equal(msgpack.unpackb(other.content)["output"], output)
+            expected = packed(output) if isinstance(output, np.complex64) else output
+            found = msgpack.unpackb(other.content)["output"]
+            np.testing.assert_equal(found, {**expected, "shape": []} if isinstance(output, np.complex64) else expected)
 
     asyncio.run(check())

@@ -10,6 +10,7 @@
 - `models`: the models by name, and how one is loaded anew while it serves.
 - `service`: requests become outputs, in an event loop; `metrics`: what is counted.
 - `batcher`: which requests go together, when, and to which replica; what happens to a batch that fails.
+- `isolation`: which requests of a failed batch are to blame; `suspects`: inputs that did harm lately.
 - `waiting`: how long the oldest request waits for others, behind a protocol.
 - `chooser/`: chooses that time while it serves.
 - `bench/`: ``hvdlite serve-bench``, which measures a server.

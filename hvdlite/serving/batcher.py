@@ -4,10 +4,12 @@ A request waits in the queue of its key (its shape and dtype). A batch has reque
 The timer of a queue starts with its oldest request. A batch goes to an idle replica when it is full, or when the time-out is up
 that the `WaitChooser` gives, or at once where it gives none. What fails is tried again:
 
-- A batch on which `predict` raised is halved, again and again, until each request that makes it raise is alone. The others are
-  answered.
+- A batch on which `predict` raised is computed in parts, until each request that makes it raise is alone. The others are
+  answered (`hvdlite.serving.isolation`).
 - A batch whose replica was lost is tried once more, each request alone: so a request that kills its replica takes no other
   request with it. Those that lose a second replica are given up.
+
+While requests wait that are computed for the first time, they have every second batch at least.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hvdlite.errors import HvdliteError
+from hvdlite.serving.isolation import Isolation, Part
 from hvdlite.serving.waiting import WaitChooser
 
 
@@ -58,6 +61,7 @@ class Request:
         deadline: When its answer is of no use any more, in seconds; infinite if never.
         payload: What the caller needs to compute and to answer it. The batcher does not look at it.
         has_lost: Whether it has lost a replica.
+        is_gone: Whether nobody waits for its answer any more.
         serial: Its place in the order of all requests; the batcher gives it.
     """
 
@@ -66,6 +70,7 @@ class Request:
     deadline: float
     payload: Any
     has_lost: bool = False
+    is_gone: bool = False
     serial: int = -1
 
 
@@ -91,11 +96,13 @@ class Batch:
         requests: Of one key, in the order in which they came.
         sent: When the replica got it, in seconds.
         again: Why its requests are computed again; None if it is the first time.
+        part: Of which failed batch it is a part; None if it is none.
     """
 
     requests: list[Request]
     sent: float
     again: Reason | None
+    part: Part[Request] | None = None
 
 
 @dataclass(slots=True)
@@ -159,7 +166,13 @@ class Batcher:
     def __init__(self, max_batch: int, max_queue: int, chooser: WaitChooser) -> None:
         self._max_batch, self._max_queue, self._chooser = max_batch, max_queue, chooser
         self._queues: dict[Hashable, _Queue] = {}
-        self._again: deque[tuple[_Queue, Reason]] = deque()
+        self._again = _Queue()
+        """What is computed again."""
+        self._lost: deque[Request] = deque()
+        """Of these, the ones that have lost a replica. Some may not wait any more."""
+        self._isolations: list[Isolation[Request]] = []
+        self._had_its_turn = False
+        """Whether the last batch was computed again."""
         self._where: dict[int, _Queue] = {}
         """For each request that waits, by its serial number: the queue that it is in."""
         self._deadlines: list[tuple[float, int]] = []
@@ -209,6 +222,12 @@ class Batcher:
         self._put(queue, request)
         self._chooser.arrived(request.arrived, self._here, request.key)
 
+    def cancel(self, request: Request) -> None:
+        """Forget a request whose answer nobody wants. If a replica computes it, it is not computed again."""
+        request.is_gone = True
+        if request.serial in self._where:
+            self._forget(request.serial)
+
     def joined(self, replica: int) -> None:
         """Learn that a replica is there, and idle."""
         self._idle.append(replica)
@@ -218,18 +237,20 @@ class Batcher:
         if replica in self._idle:
             self._idle.remove(replica)
             return []
-        answers = []
-        for request in self._end(replica).requests:
-            if request.has_lost:
-                answers.append(Answer(request, Outcome.LOST))
-            else:
-                request.has_lost = True
-                self._try_again([request], Reason.LOST)
-        return answers
+        batch = self._end(replica)
+        if batch.part is not None:
+            batch.part.lost()
+        given_up = [request for request in batch.requests if request.has_lost]
+        for request in self._put_again([request for request in batch.requests if not request.has_lost]):
+            request.has_lost = True
+            self._lost.append(request)
+        return [Answer(request, Outcome.LOST) for request in given_up]
 
     def done(self, replica: int, outputs: Iterable[Any], now: float) -> list[Answer]:
         """Learn the outputs of a replica's batch, as many as it has requests. Return the requests that are over with that."""
         batch = self._release(replica)
+        if batch.part is not None:
+            batch.part.passed()
         if batch.again is None:
             self._chooser.served(now, len(batch.requests), now - batch.sent)
         return [Answer(request, Outcome.DONE, output) for request, output in zip(batch.requests, outputs, strict=True)]
@@ -242,12 +263,15 @@ class Batcher:
             error: What happened, for whoever sent the requests.
             blame: Whether single requests may have caused it, so that it helps to compute the others without them.
         """
-        requests = self._release(replica).requests
-        if len(requests) == 1 or not blame:
-            return [Answer(request, Outcome.FAILED, error) for request in requests]
-        half = len(requests) // 2
-        self._try_again(requests[:half], Reason.RAISED)
-        self._try_again(requests[half:], Reason.RAISED)
+        batch = self._release(replica)
+        is_over = len(batch.requests) == 1 or not blame
+        if batch.part is not None:
+            (batch.part.lost if is_over else batch.part.raised)()
+        if is_over:
+            return [Answer(request, Outcome.FAILED, error) for request in batch.requests]
+        waiting = self._put_again(batch.requests)
+        if batch.part is None and waiting:
+            self._isolations.append(Isolation(waiting, lambda request: request.serial in self._again))
         return []
 
     def step(self, now: float) -> Actions:
@@ -286,11 +310,12 @@ class Batcher:
                 self._deadlines = [entry for entry in self._deadlines if entry[1] in self._where]
                 heapq.heapify(self._deadlines)
 
-    def _try_again(self, requests: Sequence[Request], reason: Reason) -> None:
-        queue = _Queue()
-        self._again.append((queue, reason))
-        for request in requests:
-            self._put(queue, request)
+    def _put_again(self, requests: Iterable[Request]) -> list[Request]:
+        """Let requests be computed again, and return those that somebody waits for."""
+        waiting = [request for request in requests if not request.is_gone]
+        for request in waiting:
+            self._put(self._again, request)
+        return waiting
 
     def _next_deadline(self) -> float:
         while self._deadlines and self._deadlines[0][1] not in self._where:
@@ -299,37 +324,53 @@ class Batcher:
 
     def _drop_expired(self, now: float, answers: list[Answer]) -> None:
         while self._next_deadline() <= now:
-            serial = heapq.heappop(self._deadlines)[1]
-            queue = self._where.pop(serial)
-            request = queue.take(serial)
-            if not queue and self._queues.get(request.key) is queue:
-                del self._queues[request.key]
-            answers.append(Answer(request, Outcome.EXPIRED))
+            answers.append(Answer(self._forget(heapq.heappop(self._deadlines)[1]), Outcome.EXPIRED))
+
+    def _forget(self, serial: int) -> Request:
+        queue = self._where.pop(serial)
+        request = queue.take(serial)
+        if not queue and self._queues.get(request.key) is queue:
+            del self._queues[request.key]
+        return request
 
     def _next(self, now: float, wait: float) -> Batch | None:
-        """Take the batch that goes first at a time: those that are tried again, then the one whose time was up first."""
-        while self._again:
-            queue, reason = self._again.popleft()
-            if queue:  # not all of its requests are too late
-                return self._take(queue, now, reason)
+        """Take the batch that goes at a time: one that is tried again, or the one whose time was up first; both in turns."""
         key, due = None, math.inf
         for each, queue in self._queues.items():
             its = self._due(queue, wait)
             if its < due:
                 key, due = each, its
+        if (due > now or not self._had_its_turn) and (batch := self._next_again(now)):
+            self._had_its_turn = True
+            return batch
+        self._had_its_turn = False
         if due > now:
             return None
         queue = self._queues[key]
-        batch = self._take(queue, now, None)
+        batch = Batch(self._take(queue, list(itertools.islice(queue, self._max_batch))), now, None)
         if not queue:
             del self._queues[key]
         return batch
 
-    def _take(self, queue: _Queue, now: float, again: Reason | None) -> Batch:
-        requests = [queue.take(next(iter(queue))) for _ in range(min(len(queue), self._max_batch))]
+    def _next_again(self, now: float) -> Batch | None:
+        for isolation in list(self._isolations):
+            part = isolation.take()
+            if part is not None:
+                requests = self._take(self._again, [request.serial for request in part.requests])
+                return Batch(requests, now, Reason.RAISED, part)
+            if not isolation.computing:
+                self._isolations.remove(isolation)
+        while self._lost:
+            serial = self._lost.popleft().serial
+            if serial in self._again:
+                return Batch(self._take(self._again, [serial]), now, Reason.LOST)
+        return None
+
+    def _take(self, queue: _Queue, serials: Iterable[int]) -> list[Request]:
+        requests = [queue.take(serial) for serial in serials]
         for request in requests:
             del self._where[request.serial]
-        return Batch(requests, now, again)
+        return requests
 
     def _due(self, queue: _Queue, wait: float) -> float:
         """When a queue's next batch goes if a replica is idle, and its oldest request waits for so long."""

@@ -20,6 +20,7 @@ from hvdlite.serving.options import Options
 from hvdlite.serving.replicas.contract import Replicas
 from hvdlite.serving.replicas.replica import Ready
 from hvdlite.serving.servable import Spec
+from hvdlite.serving.suspects import Harm, Suspects
 from hvdlite.serving.waiting import WaitChooser
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class RefusedError(HvdliteError):
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
         if status == 401:
             self.headers["www-authenticate"] = "Bearer"
+
+
+class ClientGoneError(Exception):
+    """The client has gone before it was answered."""
 
 
 Result = tuple[Outcome, Any]
@@ -81,6 +86,7 @@ class Service:
         self._will_step = False
         self._open: set[asyncio.Future[Result | None]] = set()
         """The requests that are not answered yet."""
+        self._suspects = Suspects()
         self._seconds_per_request = 0.0
         self.spec: Spec | None = None
         """What inputs must be; None until a replica was ready."""
@@ -147,28 +153,41 @@ class Service:
         if self.batcher.waiting + count > self._options.max_queue:
             raise self._too_many()
 
-    async def submit(self, value: Any, deadline: float) -> Any:
+    async def submit(self, value: Any, deadline: float, gone: asyncio.Future[None] | None = None) -> Any:
         """Let an input be computed, and return its output.
 
         Args:
             value: An array, or any other value.
             deadline: When the output is of no use any more, on the clock `time.monotonic`.
+            gone: Done when the client is gone. The input is not computed then, unless a replica has begun.
 
         Raises:
             RefusedError: There is no output.
+            ClientGoneError: The client is gone.
         """
         future: asyncio.Future[Result | None] = self._loop.create_future()
         begin = time.monotonic()
+        request = Request(self._key(value, begin), begin, deadline, _Job(value, future))
         try:
-            self.batcher.add(Request(self._key(value), begin, deadline, _Job(value, future)))
+            self.batcher.add(request)
         except QueueFullError:
             raise self._too_many() from None
         self._open.add(future)
         self._step_soon()
+
+        def leave(_: asyncio.Future[None]) -> None:
+            self.batcher.cancel(request)
+            if not future.done():
+                future.set_exception(ClientGoneError())
+
+        if gone is not None:
+            gone.add_done_callback(leave)
         try:
             result = await future
         finally:
             self._open.discard(future)
+            if gone is not None:
+                gone.remove_done_callback(leave)
         if result is None:
             raise RefusedError("the server ends, and could not wait for the output.", 503, retry_after=1)
         outcome, output = result
@@ -179,9 +198,11 @@ class Service:
                 f"no replica was free for {time.monotonic() - begin:.2f} s, which was the time of this request.", 504
             )
         if outcome is Outcome.LOST:
+            self._suspects.remember(value, Harm.LOST, time.monotonic())
             raise RefusedError(
                 "the replica that computed this request has ended, and so has the second one.", 503, retry_after=1
             )
+        self._suspects.remember(value, Harm.RAISED, time.monotonic())
         raise RefusedError(str(output), 500)
 
     def ready(self, replica: int, ready: Ready) -> None:
@@ -236,7 +257,22 @@ class Service:
         if not self.failed.done():
             self.failed.set_result(text)
 
-    def _key(self, value: Any) -> Hashable:
+    def _key(self, value: Any, now: float) -> Hashable:
+        """Return what inputs of one batch have alike.
+
+        Raises:
+            RefusedError: The input has ended replicas lately.
+        """
+        if (suspected := self._suspects.harm_of(value, now)) is not None:
+            harm, seconds = suspected
+            if harm is Harm.LOST:
+                raise RefusedError(
+                    "the replicas that computed this input before have ended: it is not computed for another "
+                    f"{math.ceil(seconds)} s.",
+                    422,
+                    retry_after=math.ceil(seconds),
+                )
+            return object()  # it is in a batch of its own
         assert self.spec is not None
         if self.spec.inputs and not self.spec.mixes_shapes:
             return tuple((each.dtype.str, each.shape) for each in value.values())

@@ -18,6 +18,7 @@ _ERRORS = {
     408: "the body came too slowly",
     413: "the body is too long",
     415: "the Content-Type is none of those that the server reads",
+    422: "the replicas that computed the same input before have ended",
     429: "too many requests wait; Retry-After says when to try again",
     500: "predict raised, or returned no answer",
     503: "no replica is ready, or the request lost two replicas",
