@@ -157,13 +157,14 @@ def is_task_of_srun(environ: Mapping[str, str] = os.environ) -> bool:
     return "SLURM_STEP_ID" in environ and not {"OMPI_COMM_WORLD_SIZE", "HVDLITE_CONTROL"} & set(environ)
 
 
-def environment(**defaults: str) -> dict[str, str]:
+def environment(changes: Mapping[str, str] | None = None, **defaults: str) -> dict[str, str]:
     """Return the environment variables of this process, for a process that it starts.
 
     Args:
+        changes: Variables that have other values there.
         defaults: Variables that are added if they are not set.
     """
-    return {**defaults, **os.environ}
+    return {**defaults, **os.environ, **(changes or {})}
 
 
 def set_default(variable: str, value: str) -> None:

@@ -173,7 +173,7 @@ def digits(run: Run) -> Iterator[str]:
                 lines.append(server.stderr.readline())
                 assert lines[-1], lines
             yield re.findall(r"http://\S+:\d+", "".join(lines))[0]
-            server.send_signal(signal.SIGTERM)
+            server.send_signal(signal.SIGINT)
             assert server.wait(60) == 0
         finally:
             server.kill()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import signal
@@ -11,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,40 +31,13 @@ from hvdlite.tools.cli import main
 from tests.browser import MISSING, browser
 from tests.jobs import PYTHONPATH
 from tests.programs.servables import BAD, ENDLESS, FATAL, FATAL_ONCE
-
-HEAD = b"POST /v1/predict HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-
-
-@contextlib.contextmanager
-def in_thread(predict: Any, **settings: Any) -> Iterator[Server]:
-    """A server in a thread of this process, with a real port and real replicas."""
-    server = Server(predict, Options(port=0, **settings))
-    told = threading.Event()
-    failures: list[Exception] = []
-
-    def run() -> None:
-        try:
-            server.run(told.set)
-        except Exception as error:
-            failures.append(error)
-            told.set()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert told.wait(60) and not failures, failures
-        yield server
-    finally:
-        server.stop()
-        thread.join(60)
-        assert not thread.is_alive()
-        assert server.pids == []
+from tests.servers import HEAD, exchange, in_thread
 
 
 def test_a_job_with_replicas_that_die(tmp_path: Path) -> None:
     """300 numbers from 50 clients; meanwhile one replica dies once, another again and again, one never answers, one raises."""
     command = [sys.executable, "-m", "hvdlite", "serve", "tests.programs.servables:counted", "--replicas", "2"]
-    command += ["--port", "0", "--max-wait", "2", "--max-batch", "16", "--timeout", "1s"]
+    command += ["--port", "0", "--max-wait", "2", "--max-batch", "16", "--timeout", "1s", "--lame-duck", "0"]
     environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "SERVABLES_FOLDER": str(tmp_path)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
     assert process.stderr
@@ -224,20 +195,6 @@ def test_replicas_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
         os.sched_yield()  # pytest's time limit ends this if the replica stays
 
 
-def exchange(url: str, *pieces: bytes, end: bool = False) -> bytes:
-    """Send pieces over a connection, and its end too if wanted, and return all that comes back until it ends."""
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        for piece in pieces:
-            connection.sendall(piece)
-        if end:
-            connection.shutdown(socket.SHUT_WR)
-        received = b""
-        while more := connection.recv(2**16):
-            received += more
-    return received
-
-
 def test_clients_that_misbehave_and_one_that_does_not(tmp_path: Path) -> None:
     whole = HEAD + b'connection: close\r\ncontent-length: 12\r\n\r\n{"input": 5}'
     with in_thread(lambda batch: batch + 1, max_connections=4, read_timeout=0.3, max_body=2**20) as server:
@@ -262,17 +219,6 @@ def test_clients_that_misbehave_and_one_that_does_not(tmp_path: Path) -> None:
         assert exchange(server.url, b"GET /\r\n\r\n").startswith(b"HTTP/1.1 400 ")
         half_closed = whole.replace(b"connection: close\r\n", b"")
         assert exchange(server.url, half_closed, half_closed, end=True).count(b'{"output":6}') == 2
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        idle = [socket.create_connection((host, int(port)), timeout=20) for _ in range(4)]
-        for each in idle:  # they are there when they have got an answer
-            each.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert b" 200 " in each.recv(2**16)
-        assert b" 429 " in exchange(server.url)
-        for each in idle:
-            each.close()
-        while b" 429 " in (answer := exchange(server.url, whole)):
-            pass  # the server has not seen that they are closed
-        assert answer.endswith(b'{"output":6}')
 
 
 def test_an_input_that_no_body_may_have_is_said_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
@@ -423,7 +369,7 @@ def test_texts_for_times_and_sizes() -> None:
 
 
 def test_settings_and_functions_that_are_none() -> None:
-    with pytest.raises(ArgumentError, match="there is no setting 'batch'; there are replicas, max_batch"):
+    with pytest.raises(ArgumentError, match="there is no setting 'batch'; there are replicas, devices"):
         serve("m:f", batch=3)
     with pytest.raises(ArgumentError, match="expected a function, or module:name of one"):
         hvdlite.serve(3)  # type: ignore[arg-type]

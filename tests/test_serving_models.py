@@ -12,7 +12,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.serving.options import Options
 from hvdlite.serving.server import Server
 from hvdlite.tools.cli import main
-from tests.test_serving import in_thread
+from tests.servers import in_thread
 
 
 def test_each_model_has_its_own_replicas_and_metrics() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from hvdlite.config import environment
@@ -15,12 +16,16 @@ _THREADS = (
 )
 
 
-def start(module: str, threads: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def start(
+    module: str, threads: int, variables: Mapping[str, str] | None = None, insist: bool = False
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a process that calls ``main()`` of one of hvdlite's modules.
 
     Args:
         module: The name of the module.
-        threads: How many threads its libraries may use.
+        threads: How many threads its libraries may use, unless the environment says it.
+        variables: Environment variables that it gets.
+        insist: Whether the number of threads holds in spite of the environment.
 
     Returns:
         The process, and the server's end of a pair of sockets. The number of the other end is ``sys.argv[1]`` there.
@@ -28,6 +33,7 @@ def start(module: str, threads: int) -> tuple[subprocess.Popen[bytes], socket.so
     Raises:
         OSError: No process can be started.
     """
+    counts = dict.fromkeys(_THREADS, str(threads))
     ours, theirs = socket.socketpair()
     with theirs:
         root = str(Path(__file__).parent.parent.parent)
@@ -37,7 +43,7 @@ def start(module: str, threads: int) -> tuple[subprocess.Popen[bytes], socket.so
                 [sys.executable, "-c", code, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env=environment(**dict.fromkeys(_THREADS, str(threads))),
+                env=environment({**(counts if insist else {}), **(variables or {})}, **counts),
                 start_new_session=True,  # Ctrl-C is for the server, which lets its processes finish what they do
             )
         except OSError:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdlite.config import environment
 from hvdlite.errors import ArgumentError, LaunchError
-from hvdlite.serving.options import Options, seconds, size
+from hvdlite.serving.options import Options, count, seconds, size
 
 
 def add_command(commands: Any) -> None:
@@ -34,6 +34,8 @@ def add_command(commands: Any) -> None:
     add(
         "--replicas", type=int, default=default.replicas, metavar="N", help="processes that compute, for each model (1)"
     )
+    add("--devices", default=default.devices, metavar="GPUS", help="auto: one for each replica; none; or 0,1,… (auto)")
+    add("--threads-per-replica", default="auto", metavar="N", help="threads of each replica (auto: cores ÷ replicas)")
     add("--max-batch", type=int, default=default.max_batch, metavar="N", help="the most inputs of a batch (32)")
     add("--max-wait", default="auto", metavar="TIME", help="how long the oldest input waits for others (auto)")
     add("--slo-p99", metavar="TIME", help="auto: least compute with a p99 of at most this (least mean latency)")
@@ -44,10 +46,14 @@ def add_command(commands: Any) -> None:
     add("--deadline", default="30s", metavar="TIME", help="an input that waits longer is given up (30s)")
     add("--timeout", default="60s", metavar="TIME", help="a replica that needs longer for a batch is replaced (60s)")
     add("--start-timeout", default="5min", metavar="TIME", help="a replica must be ready by then (5min)")
-    add("--drain", default="30s", metavar="TIME", help="after SIGTERM, answer what is there for so long (30s)")
+    add(
+        "--lame-duck", default="5s", metavar="TIME", help="after SIGTERM, answer all for so long; /readyz says 503 (5s)"
+    )
+    add("--drain", default="30s", metavar="TIME", help="then answer what is there for so long (30s)")
     add("--max-body", default="8M", metavar="BYTES", help="the most bytes of a request (8M)")
     add("--max-memory", default="512M", metavar="BYTES", help="the most bytes of all requests together (512M)")
     add("--read-timeout", default="20s", metavar="TIME", help="for a request's header, and again for its body (20s)")
+    add("--keep-alive", default="5s", metavar="TIME", help="a connection without a request stays so long (5s)")
     add("--max-connections", type=int, default=default.max_connections, metavar="N", help="connections (1000)")
     add("--page", default=default.page, metavar="FILE", help="the HTML page of / (one to try the model)")
     add(
@@ -69,14 +75,15 @@ def _run(found: argparse.Namespace) -> None:
         predict,
         api_key=key,
         max_wait=None if found.max_wait == "auto" else seconds(found.max_wait),
+        threads_per_replica=None if found.threads_per_replica == "auto" else count(found.threads_per_replica),
         slo_p99=None if found.slo_p99 is None else seconds(found.slo_p99),
         **{
             name: getattr(found, name)
-            for name in ("replicas", "max_batch", "host", "port", "max_queue", "max_connections", "page")
+            for name in ("replicas", "devices", "max_batch", "host", "port", "max_queue", "max_connections", "page")
         },
         **{
             name: seconds(getattr(found, name))
-            for name in ("deadline", "timeout", "start_timeout", "drain", "read_timeout")
+            for name in ("deadline", "timeout", "start_timeout", "lame_duck", "drain", "read_timeout", "keep_alive")
         },
         **{name: size(getattr(found, name)) for name in ("max_body", "max_memory")},
     )

@@ -84,9 +84,13 @@ class Metrics:
         self._service = self._histogram("service_seconds", "From a batch to its outputs.", _SECONDS)
         self._again = Counter("recomputed", "Requests that were computed again, and why.", ["reason"], **about)
         self._lost = Counter("replicas_lost", "Replicas that have ended and were replaced.", **about)
+        self._ended = Counter(
+            "connections_ended", "Connections that the server has ended, and why.", ["reason"], **about
+        )
         self._queue = Gauge("queue_length", "Requests that wait for a replica.", **about)
         self._computing = Gauge("computing", "Requests that replicas compute.", **about)
         self._replicas = Gauge("replicas", "Replicas that can compute.", **about)
+        self._devices = Gauge("replica_device", "1 for each replica and its GPU.", ["replica", "device"], **about)
         self._wait = Gauge("max_wait_seconds", "How long the oldest request of a batch waits for others.", **about)
         self._choice = {name: Gauge(name, words, **about) for name, words in CHOICE.items()}
         self._recent: deque[tuple[float, float]] = deque(maxlen=_REMEMBERED)
@@ -103,6 +107,11 @@ class Metrics:
         self._wait.set_function(lambda: chooser.wait_seconds)
         for name, gauge in self._choice.items():
             gauge.set_function(functools.partial(_figure, chooser, name))
+
+    def show_devices(self, devices: Sequence[str]) -> None:
+        """Show which GPU each replica has; an empty name is that of none."""
+        for place, device in enumerate(devices):
+            self._devices.labels(place, device or "none").set(1)
 
     def answered(self, status: int, seconds: float) -> None:
         """Count an answer, and how long it took, in seconds."""
@@ -126,6 +135,10 @@ class Metrics:
     def batch_done(self, size: int, seconds: float) -> None:
         """Count a batch that a replica has computed."""
         self._service.observe(seconds)
+
+    def connection_ended(self, reason: str) -> None:
+        """Count a connection that the server has ended because of its client."""
+        self._ended.labels(reason).inc()
 
     def replica_lost(self) -> None:
         """Count a replica that has ended."""

@@ -226,11 +226,16 @@ class Models:
 
     Args:
         models: At least one. The first is the one that is meant where no name is given.
+
+    Attributes:
+        is_ending: Whether the server has been told to end, and still serves.
     """
 
     def __init__(self, models: Sequence[Model]) -> None:
         self._by_name = {model.name: model for model in models}
         self.first = models[0]
+        self.is_ending = False
+        self._loads: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Model]:
         """Return the models, in the order in which they were given."""
@@ -259,12 +264,24 @@ class Models:
     @property
     def is_draining(self) -> bool:
         """Whether the server ends."""
-        return self.first.service.is_draining
+        return self.is_ending or self.first.service.is_draining
 
     @property
     def are_ready(self) -> bool:
-        """Whether each can compute."""
-        return all(model.is_ready for model in self)
+        """Whether each can compute, and the server will go on."""
+        return not self.is_ending and all(model.is_ready for model in self)
+
+    def load_soon(self) -> None:
+        """Load each anew, and return at once. The log says what comes of it."""
+        for model in self:
+            task = asyncio.get_running_loop().create_task(model.load())
+            self._loads.add(task)
+            task.add_done_callback(self._loaded)
+
+    def _loaded(self, task: asyncio.Task[None]) -> None:
+        self._loads.discard(task)
+        if not task.cancelled():
+            task.exception()  # it is in the log
 
     def drain(self) -> None:
         """Let batches wait for no more requests: none will come."""

@@ -20,6 +20,8 @@ class Options:
 
     Attributes:
         replicas: The number of processes that compute.
+        devices: The GPUs of the replicas: "auto", "none", or numbers, as `hvdlite.serving.replicas.devices.devices_of` says.
+        threads_per_replica: The number of threads that each replica computes with; None to divide the cores among them.
         max_batch: The most inputs of a batch.
         max_wait: How long the oldest request waits for others; None to choose it while serving.
         slo_p99: The bound of the 99th percentile of the latency under which it is chosen; None for the least mean latency.
@@ -30,10 +32,13 @@ class Options:
         deadline: After so long a request that no replica has begun with is given up, unless it names a time of its own.
         timeout: After so long in one batch a replica is ended and replaced.
         start_timeout: After so long a replica that is not ready is ended.
-        drain: After SIGTERM, requests that are there get so long.
+        lame_duck: After SIGTERM, all is answered for so long, and ``/readyz`` says 503; 0 for not at all.
+        drain: Then the port is closed, and requests that are there get so long.
         max_body: The most bytes of a request.
         max_memory: The most bytes of all requests that are being read or answered.
-        read_timeout: A client gets so long to send a request's header, and as long again for its body.
+        read_timeout: A client gets so long to send a request's header, and as long again for its body. In each such time it
+            takes 1000 bytes per second of its answer at least.
+        keep_alive: A connection without a request is closed after so long.
         max_connections: The most connections at a time.
         page: A file with the HTML page of the path ``/``; empty for the server's own, on which one can try the model.
 
@@ -42,6 +47,8 @@ class Options:
     """
 
     replicas: int = 1
+    devices: str = "auto"
+    threads_per_replica: int | None = None
     max_batch: int = 32
     max_wait: float | None = None
     slo_p99: float | None = None
@@ -52,20 +59,26 @@ class Options:
     deadline: float = 30.0
     timeout: float = 60.0
     start_timeout: float = 300.0
+    lame_duck: float = 5.0
     drain: float = 30.0
     max_body: int = 8 * 2**20
     max_memory: int = 512 * 2**20
     read_timeout: float = 20.0
+    keep_alive: float = 5.0
     max_connections: int = 1000
     page: str = ""
 
     def __post_init__(self) -> None:
         for name in ("replicas", "max_batch", "max_queue", "max_body", "max_memory", "max_connections"):
             check_count(f"serve: {name}", getattr(self, name))
-        for name in ("slo_p99", "deadline", "timeout", "start_timeout", "drain", "read_timeout"):
+        if self.threads_per_replica is not None:
+            check_count("serve: threads_per_replica", self.threads_per_replica)
+        for name in ("slo_p99", "deadline", "timeout", "start_timeout", "drain", "read_timeout", "keep_alive"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ArgumentError(f"serve: {name}={value!r}: expected a time above 0 seconds.")
+        if not self.lame_duck >= 0:
+            raise ArgumentError(f"serve: lame_duck={self.lame_duck!r}: expected a time of 0 seconds or more.")
         if self.slo_p99 is not None and self.max_wait is not None:
             raise ArgumentError(
                 f"serve: max_wait={self.max_wait!r} and slo_p99={self.slo_p99!r}: give one of them, for with a bound the "
@@ -78,7 +91,9 @@ class Options:
 
     @property
     def threads(self) -> int:
-        """The number of threads that each replica computes with: the cores, divided among the replicas."""
+        """The number of threads that each replica computes with."""
+        if self.threads_per_replica is not None:
+            return self.threads_per_replica
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return max(1, cores // self.replicas)
 
@@ -90,6 +105,17 @@ def seconds(text: str) -> float:
         ArgumentError: The text is no time.
     """
     return _number(text, _UNITS, "a time, such as 50ms or 2s (without a unit: milliseconds)")
+
+
+def count(text: str) -> int:
+    """Read a whole number.
+
+    Raises:
+        ArgumentError: The text is none.
+    """
+    if not text.isdecimal():
+        raise ArgumentError(f"{text!r}: expected a whole number from 1 on, or auto.")
+    return int(text)
 
 
 def size(text: str) -> int:

@@ -22,14 +22,16 @@ import numpy as np
 import uvicorn
 import uvloop
 
+from hvdlite.config import environment
 from hvdlite.errors import ArgumentError, LaunchError
 from hvdlite.serving.chooser import AutoWait, ModelProcess, choosing
 from hvdlite.serving.chooser import Model as QueueModel
 from hvdlite.serving.http.app import App
-from hvdlite.serving.http.connections import protocol_class
+from hvdlite.serving.http.connections import Places, protocol_class
 from hvdlite.serving.metrics import Metrics
 from hvdlite.serving.models import Model, Models
 from hvdlite.serving.options import Options
+from hvdlite.serving.replicas.devices import devices_of
 from hvdlite.serving.replicas.fleet import Fleet
 from hvdlite.serving.servable import Spec
 from hvdlite.serving.waiting import FixedWait, WaitChooser
@@ -42,6 +44,8 @@ _PATIENCE = 10.0
 """Seconds until the server says that it still waits for its first replica."""
 _LAST_ANSWERS = 2.0
 """Seconds in which requests that are given up get their answers."""
+_UNDER_A_LAUNCHER = 1.0
+"""Under hvdliterun, the most seconds from SIGTERM until the port closes."""
 _OWN_DESCRIPTORS = 256
 """How many file descriptors the server needs besides its connections: replicas, and connections that it refuses."""
 
@@ -64,7 +68,7 @@ class Server:
         url: Where it listens.
 
     Raises:
-        ArgumentError: `predict` is none of these, or a name is none.
+        ArgumentError: `predict` is none of these, or a name is none, or the devices are not there.
         LaunchError: The port or the connections cannot be had, or the function cannot be pickled.
     """
 
@@ -72,6 +76,7 @@ class Server:
         self._options = options
         _allow_descriptors(options.max_connections + _OWN_DESCRIPTORS)
         self._predict = {name: _sendable(each) for name, each in _by_name(predict).items()}
+        self._devices = devices_of(options.devices, options.replicas, environment())
         self._fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
         self._socket = _listen(options.host, options.port)
         host = f"[{options.host}]" if ":" in options.host else options.host
@@ -104,7 +109,7 @@ class Server:
 
     def _model(self, name: str, chooser: WaitChooser) -> Model:
         def make_fleet() -> Fleet:
-            fleet = Fleet(self._predict[name], self._options)
+            fleet = Fleet(self._predict[name], self._options, self._devices)
             self._fleets.add(fleet)
             return fleet
 
@@ -112,27 +117,24 @@ class Server:
 
     async def _serve(self, models: Models, ready: Callable[[], None]) -> None:
         app = App(models, self._options)
+        for model in models:
+            model.metrics.show_devices(self._devices)
         config: dict[str, Any] = {"log_config": None, "log_level": "error", "access_log": False}
         config |= {"server_header": False, "lifespan": "off", "ws": "none", "proxy_headers": False}
+        config["timeout_keep_alive"] = self._options.keep_alive
         config["timeout_graceful_shutdown"] = self._options.drain + _LAST_ANSWERS
-        http = _Http(uvicorn.Config(app, http=protocol_class(self._options), **config))
+        places = Places()
+        http = _Http(uvicorn.Config(app, http=protocol_class(self._options, models.first.metrics, places), **config))
         loop = asyncio.get_running_loop()
-
-        def end() -> None:
-            if http.should_exit:
-                models.give_up()
-            else:
-                log.info("The server ends when it has answered what is there (at most %g s).", self._options.drain)
-                models.drain()
-                http.should_exit = True
-                loop.call_later(self._options.drain, models.give_up)
+        ending = _Ending(self._options, models, http, places)
 
         def end_soon() -> None:
-            loop.call_soon_threadsafe(end)
+            loop.call_soon_threadsafe(ending.end)
 
         self._stop = end_soon
         thresholds = gc.get_threshold()
-        with _signals(loop, end):
+        handlers = {signal.SIGTERM: ending.say_and_end, signal.SIGINT: ending.end, signal.SIGHUP: models.load_soon}
+        with _signals(loop, handlers):
             async with contextlib.AsyncExitStack() as stack:
                 for model in models:
                     await stack.enter_async_context(model)
@@ -159,7 +161,7 @@ class Server:
         threads = f"{options.threads} thread{'s' * (options.threads > 1)} each"
         for model in models:
             what = (self.url, _count(options.replicas, "replica"), self._what(model.name), model.name, threads)
-            log.info("%s: %s for %s (model %s), %s.", *what)
+            log.info("%s: %s for %s (model %s), %s%s.", *what, _on_devices(self._devices))
         if not options.host.startswith(_LOOPBACK) and not options.api_key:
             log.warning("Whoever reaches %s may use it: --api-key-env NAME asks for a key.", options.host)
         for model in models:
@@ -228,6 +230,45 @@ def _chooser(options: Options) -> Iterator[WaitChooser]:
         yield auto
 
 
+class _Ending:
+    """The end of a server, step by step.
+
+    ```
+    SIGTERM ─▶ /readyz says 503, all is served ─▶ the port closes, what is there is answered ─▶ the rest is given up
+                                   Ctrl-C, stop() ─▶                          a second one ─▶
+    ```
+    """
+
+    def __init__(self, options: Options, models: Models, http: uvicorn.Server, places: Places) -> None:
+        self._options, self._models, self._http, self._places = options, models, http, places
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def say_and_end(self) -> None:
+        """Let a load balancer see that the server ends, and end it later."""
+        seconds = self._options.lame_duck
+        if environment().get("HVDLITE_CONTROL"):  # hvdliterun kills it after three seconds
+            seconds = min(seconds, _UNDER_A_LAUNCHER)
+        if self._timer is not None or self._http.should_exit or not seconds:
+            self.end()
+            return
+        log.info("The server ends in %g s (--lame-duck): until then it answers all, and /readyz says 503.", seconds)
+        self._models.is_ending = self._places.is_ending = True
+        self._timer = self._loop.call_later(seconds, self.end)
+
+    def end(self) -> None:
+        """Take no more connections, and answer what is there; the second time, give it up."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._http.should_exit:
+            self._models.give_up()
+            return
+        log.info("The server ends when it has answered what is there (at most %g s).", self._options.drain)
+        self._models.drain()
+        self._http.should_exit = True
+        self._loop.call_later(self._options.drain, self._models.give_up)
+
+
 class _Http(uvicorn.Server):
     """uvicorn without its handlers of signals, which end the process by the signal in the end."""
 
@@ -237,16 +278,16 @@ class _Http(uvicorn.Server):
 
 
 @contextlib.contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> Iterator[None]:
+def _signals(loop: asyncio.AbstractEventLoop, handlers: Mapping[int, Callable[[], None]]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, end)
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in handlers:
             loop.remove_signal_handler(number)
 
 
@@ -333,6 +374,14 @@ def _listen(host: str, port: int) -> socket.socket:
             way_out = "Ports below 1024 are for root: give another --port."
         raise LaunchError(f"cannot listen on {host}, port {port}: {error.strerror or error}. {way_out}") from None
     return found
+
+
+def _on_devices(devices: list[str]) -> str:
+    """Say which replica has which GPU."""
+    if not any(devices):
+        return ""
+    shares = "; some share one" if len(set(devices)) < len(devices) else ""
+    return f"; replica on GPU: {', '.join(f'{place} on {name}' for place, name in enumerate(devices))}{shares}"
 
 
 def _count(number: int, what: str) -> str:

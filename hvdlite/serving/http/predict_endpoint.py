@@ -15,7 +15,7 @@ from hvdlite.serving.http.bodies import JSON, READERS, WRITERS, BodyError, Unwri
 from hvdlite.serving.models import Model, Version
 from hvdlite.serving.options import Options
 from hvdlite.serving.servable import Spec
-from hvdlite.serving.service import RefusedError, Service
+from hvdlite.serving.service import ClientGoneError, RefusedError, Service
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -33,9 +33,10 @@ _NONE: dict[str, str] = {}
 _OBJECTS = 24
 """So many times the bytes of a body, at most, is what lists and dictionaries take that were read from it."""
 
-
-class ClientGoneError(Exception):
-    """The client has closed the connection in the middle of its request."""
+_GONE = 499
+"""The status by which requests are counted whose client is gone. Nobody gets it."""
+_LARGE = 2**16
+"""An answer of more bytes takes time to send."""
 
 
 class Intake:
@@ -82,6 +83,12 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         body = Body(scope, receive)
+        try:
+            await self._serve(scope, body, send)
+        finally:
+            self._intake.memory -= body.memory
+
+    async def _serve(self, scope: Scope, body: Body, send: Send) -> None:
         begin = time.monotonic()
         headers: Headers = []
         try:
@@ -91,17 +98,22 @@ class Endpoint:
             status, kind, data = 200, answer.kind, answer.data
             headers += answer.headers
         except ClientGoneError:
+            self._model.metrics.answered(_GONE, 0.0)
             return
         except RefusedError as error:
             status, kind, data = error.status, JSON, json.dumps({"error": str(error)}).encode()
             headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
-        finally:
-            self._intake.memory -= body.memory
         if not body.is_whole:  # what the client still sends is not read
             headers.append((b"connection", b"close"))
         self._model.metrics.answered(status, time.monotonic() - (body.came or begin))
         headers += [(b"content-type", kind.encode()), (b"content-length", str(len(data)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
+        if len(data) > _LARGE:  # until the client has taken it, it needs memory, and the connection is in use
+            body.data = b""
+            body.memory += len(data)
+            self._intake.memory += len(data)
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+            data = b""  # uvicorn sends the end when the rest has gone
         await send({"type": "http.response.body", "body": data})
 
     async def _answer(self, version: Version, body: Body) -> Answer:
@@ -183,7 +195,7 @@ class PredictEndpoint(Endpoint):
         except BodyError as error:
             raise RefusedError(str(error), 400) from None
         self._take_objects(body, value, spec)
-        output = await service.submit(value, body.came + limit)
+        output = await service.submit(value, body.came + limit, body.gone)
         try:
             return Answer(write_as, write(write_as, output))
         except UnwritableError as error:
@@ -196,6 +208,8 @@ class Body:
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.gone: asyncio.Future[None] | None = scope.get("hvdlite.gone")
+        """Done when the client is gone; None if that is not known."""
         self.data: bytes | bytearray = b""
         self.is_whole = False
         self.memory = 0

@@ -30,11 +30,12 @@ class Fleet:
     Args:
         predict: ``module:name``, or a function that cloudpickle has pickled.
         options: The settings.
+        devices: The GPU of each replica (`hvdlite.serving.replicas.devices`).
     """
 
-    def __init__(self, predict: str | bytes, options: Options) -> None:
+    def __init__(self, predict: str | bytes, options: Options, devices: Sequence[str]) -> None:
         self._begin = Begin(predict, [os.getcwd(), *sys.path], options.max_batch)
-        self._options = options
+        self._options, self._devices = options, devices
         self._processes: dict[int, Process] = {}
         self._slots: list[asyncio.Task[None]] = []
         self._numbers = itertools.count()
@@ -43,7 +44,7 @@ class Fleet:
         """Start the replicas, and return at once. The owner is told when they are ready."""
         loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
-        self._slots = [loop.create_task(self._keep(owner)) for _ in range(self._options.replicas)]
+        self._slots = [loop.create_task(self._keep(place, owner)) for place in range(self._options.replicas)]
 
     def send(self, replica: int, inputs: Sequence[Any]) -> None:
         """Let a replica compute a batch. If it takes longer than `Options.timeout`, it is lost."""
@@ -67,12 +68,12 @@ class Fleet:
         """The numbers of the processes."""
         return [process.pid for process in self._processes.values()]
 
-    async def _keep(self, owner: Owner) -> None:
+    async def _keep(self, place: int, owner: Owner) -> None:
         """Start a replica, and another one whenever it ends."""
         failures = 0
         try:
             while not self._stopping.is_set():
-                if await self._run_one(owner):
+                if await self._run_one(place, owner):
                     failures = 0
                 else:
                     failures += 1
@@ -80,10 +81,10 @@ class Fleet:
         except Exception:  # a mistake of ours: without this, the server would go on with a replica less
             owner.broken(traceback.format_exc())
 
-    async def _run_one(self, owner: Owner) -> bool:
+    async def _run_one(self, place: int, owner: Owner) -> bool:
         """Start a replica, and wait until it has ended. Return whether it was ready."""
         number = next(self._numbers)
-        process = self._processes[number] = Process(number, owner, self._options)
+        process = self._processes[number] = Process(number, place, self._devices[place], owner, self._options)
         was_ready = None
         try:
             await process.start(self._begin)

@@ -34,6 +34,8 @@ class Process:
 
     Args:
         number: Its number, which no other process has.
+        place: The number of the replica, from 0 on. The process that takes its place has the same.
+        device: Its GPU, as CUDA_VISIBLE_DEVICES names it; empty if it sees what the server sees.
         owner: Who is told of its batches.
         options: The settings.
 
@@ -42,11 +44,12 @@ class Process:
         gone: Done when its line to the server is cut.
     """
 
-    def __init__(self, number: int, owner: Owner, options: Options) -> None:
+    def __init__(self, number: int, place: int, device: str, owner: Owner, options: Options) -> None:
         loop = asyncio.get_running_loop()
         self.ready: asyncio.Future[Ready | None] = loop.create_future()
         self.gone: asyncio.Future[None] = loop.create_future()
         self._number, self._owner, self._options = number, owner, options
+        self._place, self._device = place, device
         self._why, self._is_refused = "", False
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -58,9 +61,18 @@ class Process:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def _where(self) -> str:
+        return f"pid {self.pid}, GPU {self._device}" if self._device else f"pid {self.pid}"
+
     async def start(self, begin: Begin) -> None:
         """Start the process, and tell it what to serve."""
-        self._process, ours = child.start("hvdlite.serving.replicas.replica", self._options.threads)
+        self._process, ours = child.start(
+            "hvdlite.serving.replicas.replica",
+            self._options.threads,
+            {"HVDLITE_REPLICA": str(self._place), **({"CUDA_VISIBLE_DEVICES": self._device} if self._device else {})},
+            insist=self._options.threads_per_replica is not None,
+        )
         self._predict = begin.predict if isinstance(begin.predict, str) else "the function"
         ours.setblocking(False)
         transport, _ = await asyncio.get_running_loop().create_unix_connection(
@@ -109,7 +121,7 @@ class Process:
         self.kill("did not end when its line to the server was cut")
         code = await asyncio.to_thread(self._process.wait)
         if self.ready.done() and self.ready.result() is not None:
-            return f"Replica {self._number} (pid {self.pid}) {said or _how_it_ended(code)}."
+            return f"Replica {self._place} ({self._where}) {said or _how_it_ended(code)}."
         if self._is_refused:
             return said
         if said:
@@ -128,7 +140,7 @@ class Process:
 
     def _overdue(self, why: str, way_out: str) -> None:
         """Let the process say where it is, and end it. A stopped one says nothing."""
-        log.error("Replica %d (pid %d) %s. It is here:", self._number, self.pid, why)
+        log.error("Replica %d (%s) %s. It is here:", self._place, self._where, why)
         self._why = why + way_out
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(self.pid, _DUMP)
