@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import io
 import json
 import re
@@ -18,6 +19,7 @@ import pytest
 
 from hvdlite.serving.http.app import App
 from hvdlite.serving.http.bodies import BodyError, read
+from hvdlite.serving.http.negotiation import preferred
 from hvdlite.serving.metrics import Metrics
 from hvdlite.serving.models import Model, Models
 from hvdlite.serving.options import Options
@@ -178,7 +180,7 @@ BAD = {
         b'{"input": [1, 2, 1e39]}',
         JSON,
         400,
-        r"1 numbers of float64 that float32 cannot hold, the first at \[2\]",
+        r"numbers of float64 that float32 cannot hold \(1, the first at \[2\]\)",
     ),
     "short": (b'{"input": [1, 2]}', JSON, 400, r"the shape \(2,\): expected an array of float32, shape \(3,\)"),
     "scalar": (b'{"input": 1}', JSON, 400, r"the shape \(\): expected an array of float32, shape \(3,\)"),
@@ -200,17 +202,17 @@ BAD = {
         npy(np.array([1 + 5j, 2, 3], "c8")),
         NPY,
         400,
-        "1 numbers of complex64 that float32 cannot hold, the first at",
+        r"numbers of complex64 that float32 cannot hold \(1, the first at \[0\]\)",
     ),
     "complex in msgpack": (
         *(msgpack.packb({"input": packed(np.array([1, 2j, 3]))}), MSGPACK, 400),
-        r"1 numbers of complex128 that float32 cannot hold, the first at \[1\]",
+        r"numbers of complex128 that float32 cannot hold \(1, the first at \[1\]\)",
     ),
     "large integers": (
         npy(np.array([1, 2, 2**24 + 1])),
         NPY,
         400,
-        r"int64 that float32 cannot hold, the first at \[2\]",
+        r"int64 that float32 cannot hold \(1, the first at \[2\]\)",
     ),
     "negative length": (
         npy(np.zeros(3)).replace(b"(3,), }", b"(-3,),}"),
@@ -448,18 +450,66 @@ def test_a_request_that_loses_two_replicas_is_told_so() -> None:
     asyncio.run(check())
 
 
+def test_gzip_both_ways() -> None:
+    async def check() -> None:
+        async with served(list, Spec("float32", (None,)), max_body=5000) as s:
+
+            async def zipped(data: bytes, kind: str = JSON, **headers: str) -> httpx.Response:
+                return await s.post(data, kind, content_encoding="gzip", **headers)
+
+            values = [float(number) for number in range(600)]
+            body = json.dumps({"input": values}).encode()
+            answer = await zipped(gzip.compress(body), accept_encoding="br, gzip;q=0.5")
+            assert answer.json() == {"output": values} and answer.headers["content-encoding"] == "gzip"
+            assert int(answer.headers["content-length"]) < 2000
+            answer = await zipped(gzip.compress(npy(np.float32(values))), NPY, accept_encoding="gzip;q=0", accept=JSON)
+            assert answer.json() == {"output": values} and "content-encoding" not in answer.headers
+            bomb = await zipped(gzip.compress(b" " * 10**7))
+            assert bomb.status_code == 413 and "more than 5000 bytes" in bomb.json()["error"]
+            for bad in (body[:100], gzip.compress(body)[:-5], gzip.compress(body) + b"x"):
+                answer = await zipped(bad)
+                assert answer.status_code == 400 and "the Content-Encoding is gzip" in answer.json()["error"]
+            answer = await s.post(b"x", content_encoding="br")
+            assert answer.status_code == 415 and "'br': expected gzip, or none" in answer.json()["error"]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("application/json;q=0.5, application/msgpack", MSGPACK),
+        ("application/json;q=0.2, application/x-npy; q=0.9", NPY),
+        ("application/*;q=0.5, application/json;q=0", NPY),
+        ("*/*", NPY),
+        ("text/html, */*;q=0.1", NPY),
+        ("application/json, */*", JSON),
+        ("application/json;q=0, text/html", None),
+        ("application/msgpack;q=much", None),
+    ],
+)
+def test_the_format_that_a_client_likes_best(accept: str, kind: str | None) -> None:
+    assert preferred(accept, [JSON, NPY, MSGPACK], NPY) == kind
+
+
 def test_the_key() -> None:
     async def check() -> None:
         async with served(api_key="secret") as s:
             wrong = await s.post([1, 2, 3], authorization="Bearer public")
             assert (wrong.status_code, wrong.headers["www-authenticate"]) == (401, "Bearer")
             assert (await s.post([1, 2, 3])).status_code == 401
-            assert (await s.post([1, 2, 3], authorization="Bearer secret")).status_code == 200
+            for shown, status in (
+                ("Bearer secret", 200),
+                ("bearer  secret", 200),
+                ("Basic secret", 401),
+                ("secret", 401),
+            ):
+                assert (await s.post([1, 2, 3], authorization=shown)).status_code == status
             assert (await s.post([1, 2, 3], x_api_key="secret")).status_code == 200
-            status = {
+            found = {
                 path: (await s.client.get(path)).status_code for path in ("/metrics", "/explain", "/healthz", "/readyz")
             }
-            assert status == {"/metrics": 401, "/explain": 401, "/healthz": 200, "/readyz": 200}
+            assert found == {"/metrics": 401, "/explain": 401, "/healthz": 200, "/readyz": 200}
 
     asyncio.run(check())
 

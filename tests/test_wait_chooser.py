@@ -327,7 +327,7 @@ def test_the_bound_is_met_again_soon_after_a_jump_of_the_load(before: float) -> 
         [wait for now, wait in waits if 5 < now < old[-1]],
         [wait for now, wait in waits if old[-1] + 2 < now < new[-1]],
     )
-    assert np.median(settled[1]) < np.median(settled[0])
+    assert np.median(settled[1]) <= np.median(settled[0])
 
 
 @pytest.mark.parametrize("clients", [1, 4, 16])

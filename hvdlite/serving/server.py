@@ -133,6 +133,7 @@ class Server:
 
         self._stop = end_soon
         thresholds = gc.get_threshold()
+        handlers: dict[int, Callable[[], None]]
         handlers = {signal.SIGTERM: ending.say_and_end, signal.SIGINT: ending.end, signal.SIGHUP: models.load_soon}
         with _signals(loop, handlers):
             async with contextlib.AsyncExitStack() as stack:
@@ -370,6 +371,11 @@ def _listen(host: str, port: int) -> socket.socket:
             way_out = (
                 f"Another program listens there (ss -ltnp 'sport = :{port}' names it): end it, or give another --port."
             )
+            if environment().get("HVDLITE_CONTROL"):
+                way_out = (
+                    "Another rank of this job listens there, or another program: hvdliterun starts a server on each rank. "
+                    "Start one on each host (-H node1:1,node2:1), with --replicas for more processes, or give another --port."
+                )
         elif error.errno == errno.EACCES:
             way_out = "Ports below 1024 are for root: give another --port."
         raise LaunchError(f"cannot listen on {host}, port {port}: {error.strerror or error}. {way_out}") from None

@@ -184,6 +184,9 @@ class Service:
             gone.add_done_callback(leave)
         try:
             result = await future
+        except asyncio.CancelledError:
+            self.batcher.cancel(request)
+            raise
         finally:
             self._open.discard(future)
             if gone is not None:

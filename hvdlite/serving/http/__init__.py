@@ -5,5 +5,6 @@
 - `page`: OpenAPI, and a page to try it.
 - `open_inference`: the Open Inference Protocol, with `tensors`; `tf_serving`: the REST interface of TensorFlow Serving;
   `model_pages`: what both say of the models.
+- `negotiation`: what headers say of formats, gzip and keys.
 - `bodies`: the formats of inputs and outputs: JSON, .npy and msgpack.
 """

@@ -255,7 +255,7 @@ def _cast(array: Array, dtype: np.dtype[Any], spec: Spec, has_dtype: bool) -> Ar
         return cast
     where = np.argwhere(~is_same)
     raise BodyError(
-        f"the input has {len(where)} numbers of {found} that {dtype} cannot hold, the first at {where[0].tolist()}: expected "
+        f"the input has numbers of {found} that {dtype} cannot hold ({len(where)}, the first at {where[0].tolist()}): expected "
         f"{spec}."
     )
 

@@ -50,7 +50,7 @@ class InferEndpoint(Endpoint):
         except BodyError as error:
             raise RefusedError(str(error), 400) from None
         seconds = deadline(body.headers, self._options.deadline) if request.seconds is None else request.seconds
-        outputs = await submit_all(service, request.values, body.came + seconds)
+        outputs = await submit_all(service, request.values, body.came + seconds, body.gone)
         about = {"model_name": self._model.name, "model_version": str(version.number)}
         try:
             return _write(by_name(outputs), about, request)
@@ -60,21 +60,25 @@ class InferEndpoint(Endpoint):
             raise RefusedError(str(error), 406) from None
 
 
-async def submit_all(service: Service, values: Sequence[Any], until: float) -> list[Any]:
+async def submit_all(
+    service: Service, values: Sequence[Any], until: float, gone: asyncio.Future[None] | None
+) -> list[Any]:
     """Let several inputs be computed, and return their outputs.
 
     Args:
         service: Computes.
         values: The inputs.
         until: When the outputs are of no use any more, on the clock `time.monotonic`.
+        gone: Done when the client is gone.
 
     Raises:
+        ClientGoneError: The client is gone.
         RefusedError: One of them has no output. The others are not waited for.
     """
     service.check_room(len(values))
     if len(values) == 1:
-        return [await service.submit(values[0], until)]
-    tasks = [asyncio.ensure_future(service.submit(value, until)) for value in values]
+        return [await service.submit(values[0], until, gone)]
+    tasks = [asyncio.ensure_future(service.submit(value, until, gone)) for value in values]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hmac
 import json
 import math
 import time
@@ -12,6 +11,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple, TypeVar
 
 from hvdlite.serving.http.bodies import JSON, READERS, WRITERS, BodyError, UnwritableError, read, write
+from hvdlite.serving.http.negotiation import GZIP, deflate, inflate, preferred, shows_key, takes_gzip
 from hvdlite.serving.models import Model, Version
 from hvdlite.serving.options import Options
 from hvdlite.serving.servable import Spec
@@ -35,8 +35,8 @@ _OBJECTS = 24
 
 _GONE = 499
 """The status by which requests are counted whose client is gone. Nobody gets it."""
-_LARGE = 2**16
-"""An answer of more bytes takes time to send."""
+_SMALL, _LARGE = 2**10, 2**16
+"""An answer of fewer bytes is not compressed, and one of more takes time to send."""
 
 
 class Intake:
@@ -97,6 +97,9 @@ class Endpoint:
                 answer = await self._answer(version, body)
             status, kind, data = 200, answer.kind, answer.data
             headers += answer.headers
+            if kind == JSON and len(data) > _SMALL and takes_gzip(body.headers.get(b"accept-encoding", b"")):
+                data = await in_thread(len(data), deflate, data)
+                headers += [(b"content-encoding", GZIP), (b"vary", b"accept-encoding")]
         except ClientGoneError:
             self._model.metrics.answered(_GONE, 0.0)
             return
@@ -154,6 +157,9 @@ class Endpoint:
             self._take(body, _OBJECTS * len(body.data))
 
     async def _receive(self, body: Body, limit: int, spec: Spec) -> None:
+        coding = body.headers.get(b"content-encoding", b"identity").strip().lower()
+        if coding not in (b"identity", GZIP):
+            raise RefusedError(f"the Content-Encoding is {coding.decode('latin-1')!r}: expected gzip, or none.", 415)
         said = body.headers.get(b"content-length", b"0")
         if said.isdigit() and int(said) > limit:
             raise self._too_long(limit, spec)
@@ -173,6 +179,14 @@ class Endpoint:
         finally:
             self._intake.reading.end()
         body.came = time.monotonic()
+        if coding == GZIP:
+            try:
+                body.data = await in_thread(len(body.data), inflate, body.data, limit)
+            except ValueError as error:
+                raise RefusedError(str(error), 400) from None
+            self._take(body, len(body.data))
+            if len(body.data) > limit:
+                raise self._too_long(limit, spec)
 
     def _too_long(self, limit: int, spec: Spec) -> RefusedError:
         why = "the most that a request may have (--max-body)"
@@ -260,8 +274,7 @@ def check_key(headers: dict[bytes, bytes], key: str) -> None:
     """
     if not key:
         return
-    shown = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
-    if not hmac.compare_digest(shown, key.encode()):
+    if not shows_key(headers, key):
         raise RefusedError(
             "the key is wrong or missing: send it as Authorization: Bearer KEY, or as X-API-Key: KEY.", 401
         )
@@ -334,13 +347,10 @@ def _formats(content_type: bytes, accepted: bytes) -> tuple[str, str]:
     if kind not in READERS:
         raise RefusedError(f"the Content-Type is {said!r}: expected one of {', '.join(READERS)}.", 415)
     accept = accepted.decode("latin-1")
-    wanted = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
-    for each in wanted:
-        if each in WRITERS:
-            return kind, each
-    if not {"*/*", "application/*"}.intersection(wanted):
+    wanted = preferred(accept, list(WRITERS), kind)
+    if wanted is None:
         raise RefusedError(f"Accept is {accept!r}: expected one of {', '.join(WRITERS)}.", 406)
-    return kind, kind
+    return kind, wanted
 
 
 def deadline(headers: dict[bytes, bytes], otherwise: float) -> float:

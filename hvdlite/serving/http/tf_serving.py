@@ -32,7 +32,7 @@ class TfPredictEndpoint(Endpoint):
         except BodyError as error:
             raise RefusedError(str(error), 400) from None
         self._take_objects(body, values[0], spec)
-        outputs = await submit_all(service, values, body.came + seconds)
+        outputs = await submit_all(service, values, body.came + seconds, body.gone)
         try:
             return Answer(JSON, write_json({"outputs": _columns(outputs)} if by_columns else {"predictions": outputs}))
         except UnwritableError as error:
