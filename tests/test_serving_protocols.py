@@ -16,7 +16,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype, tri
 
 import hvdlite
 from tests.programs.tensors import DTYPES
-from tests.test_serving import in_thread
+from tests.servers import in_thread
 
 MODELS = {name: f"tests.programs.tensors:{name}" for name in ("row", "every", "anything")}
 BINARY = "application/octet-stream"
