@@ -19,6 +19,7 @@ SITE = re.search(r'^site_url: "(.*)"', (HERE / "docs/site/mkdocs.yml").read_text
 README = (HERE / "README.md").read_text()
 if SITE:
     README = re.sub(r"\]\(docs/([\w/]+)\.md(#[^)]*)?\)", rf"]({SITE.rstrip('/')}/\1.html\2)", README)
+README = re.sub(r"!\[[^]]*\]\((?!https?://)[^)]*\)\n", "", README)  # nor has it their pictures
 DESCRIPTION = re.sub(r"\[([^]]*)\]\((?!https?://)[^)]*\)", r"`\1`", README)
 
 

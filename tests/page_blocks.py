@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.pages import program_of  # noqa: E402
 
-BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^ *```(python|diff)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 PROGRAMS = {
     "docs/torch_training.md": "tests/test_pages.py",
@@ -75,7 +75,7 @@ x_test, y_test = x[:8], y[:8]
 
 PARTS: dict[tuple[str, str], tuple[str, str, str]] = {
     ("README.md", "model = Model()"): ("torch", _TORCH, "assert hvd.assert_in_sync(model) is None"),
-    ("README.md", "BroadcastGlobalVariablesCallback(0)"): ("tf", _KERAS, ""),
+    ("README.md", "callbacks.Distributed()"): ("tf", _KERAS, "assert model.optimizer.iterations == 2 * 512 / 64"),
     ("README.md", "total = handle.wait()"): (
         "torch",
         _ARRAYS,
@@ -237,10 +237,16 @@ hold after them. A sketch is only compiled; it says why.
 """
 
 
+def _code(kind: str, text: str) -> str:
+    if kind == "diff":
+        text = "".join("\n" if line.startswith("-") else line[1:] or "\n" for line in text.splitlines(keepends=True))
+    return dedent(text)
+
+
 def blocks(page: str) -> list[tuple[int, str]]:
-    """The pieces of Python of a page, each with the number of its first line."""
+    """The pieces of Python of a page, each with the number of its first line. Of a diff it is the program that comes out."""
     text = (ROOT / page).read_text()
-    return [(text.count("\n", 0, each.start(2)) + 1, dedent(each[2])) for each in BLOCK.finditer(text)]
+    return [(text.count("\n", 0, each.start(2)) + 1, _code(*each.groups())) for each in BLOCK.finditer(text)]
 
 
 def part_of(page: str, block: str) -> tuple[str, str, str]:

@@ -198,6 +198,17 @@ def test_settings() -> None:
     assert (ROOT / "docs/settings.md").read_text() == page(), "run: python scripts/settings_page.py"
 
 
+def test_figures() -> None:
+    """Figures on pages that say how fast hvdlite is come from docs/figures.json, so no page differs from another."""
+    figures = runpy.run_path(str(ROOT / "scripts/figures.py"))
+    for page in figures["PAGES"]:
+        text = (ROOT / page).read_text()
+        assert text == figures["placed"](page), "run: python scripts/figures.py"
+        others = figures["PLACE"].sub("", text)
+        if page != "docs/performance.md":  # which has the runs themselves
+            assert re.findall(r"\d(?:\.\d+)? (?:%|µs|ms|times)\b|\b[0-2]\.\d\d\b", others) == [], page
+
+
 @pytest.mark.parametrize("site", ["", "https://example.org/hvdlite/"])
 def test_links_of_the_registry(site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The registry's page of the project has links to the site, or none if there is no site."""
