@@ -28,7 +28,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gradients.aggregator import Aggregator, Weights, run_aggregator
 from hvdlite.gradients.header import WORDS, Header, HeaderSum, read, words
 from hvdlite.gradients.ownership import Ownership
-from hvdlite.gradients.result_buffers import BufferPool
+from hvdlite.gradients.result_buffers import BucketRules, BufferPool
 from hvdlite.gradients.segments import Memory
 from hvdlite.gradients.weighted_sum import WeightedSum
 from hvdlite.protocols import Array, TensorInfo
@@ -58,12 +58,7 @@ class Bucket:
         infos: Dtype and shape of each tensor of the model.
         tensors: The numbers of the tensors in this bucket, in the order in which they shall lie.
         collectives: The memory and messages of the ranks.
-        average: Whether the sum is divided by the sum of the weights.
-        chunk_bytes: The bytes of each rank that are summed at a time; so many stay in a core's cache.
-        message_bytes: The bytes that travel between hosts at a time.
-        separate: Whether results lie apart from gradients, so that an exchange can be repeated.
-        lend: The number of result buffers that are given to the framework; see `Plan.lend`.
-        spare: Whether each rank has a second buffer.
+        rules: How they are summed, and where the results lie.
         aggregator: Combines the gradients; None for their weighted sum.
 
     Attributes:
@@ -73,41 +68,30 @@ class Bucket:
         pool: Where gradients and results lie.
     """
 
-    _shares_results = True
-    _whole = False
-
     def __init__(
         self,
         infos: Sequence[TensorInfo],
         tensors: Sequence[int],
         collectives: HierarchicalCollectives,
-        average: bool,
-        chunk_bytes: int,
-        message_bytes: int,
-        separate: bool = False,
-        lend: int = 0,
-        spare: bool = False,
+        rules: BucketRules,
         aggregator: Aggregator | None = None,
     ) -> None:
         self._infos, self._aggregator = infos, aggregator
         self.large, self.tensors = in_order(infos, tensors)
         self.collectives = collectives
         self.host = collectives.host
-        self._separate = separate or lend > 0
+        self._is_apart = rules.are_apart
         self._weight_at = len(self.tensors)
-        header = self.host.allocate(8 * (len(self.tensors) + WORDS + 1 + lend))
+        header = self.host.allocate(8 * (len(self.tensors) + WORDS + 1 + rules.plan.lend))
         self._headers = [part.view(np.float64) for part in header]
         self._total = np.empty_like(self._headers[0])
         self._told: list[bool] | None = None
         # An aggregator is shown all gradients in flat memory.
-        in_place = not self._separate and aggregator is None
-        self.ownership = Ownership(infos, self.tensors, self.large, collectives, self._parts(), self._whole, in_place)
-        chunk_bytes = chunk_bytes if collectives.hosts == 1 else message_bytes
-        self.pool = BufferPool(
-            self.host, self.ownership, chunk_bytes, self._separate, separate, lend, spare, self._shares_results
-        )
+        in_place = not self._is_apart and aggregator is None
+        self.ownership = Ownership(infos, self.tensors, self.large, collectives, self._parts(), rules.whole, in_place)
+        self.pool = BufferPool(collectives, self.ownership, rules)
         self._lends = self.pool.lends
-        self._sum = WeightedSum(self.pool.largest_chunk, average)
+        self._sum = WeightedSum(self.pool.largest_chunk, rules.average)
         self._placed: dict[int | None, Array] = {}
 
     @property
@@ -122,7 +106,7 @@ class Bucket:
     def nbytes(self) -> int:
         """The bytes that this rank holds for the exchange."""
         rank = self.host.rank
-        own = sum(memory.gradients[rank].nbytes * (2 if self._separate else 1) for memory in self.memories)
+        own = sum(memory.gradients[rank].nbytes * (2 if self._is_apart else 1) for memory in self.memories)
         return int(own + self._headers[0].nbytes + self._sum.nbytes)
 
     def reduces_in_place(self, index: int) -> bool:
@@ -175,7 +159,7 @@ class Bucket:
         for index in self.tensors:
             if not used[index]:
                 self._forget(index)
-            elif self._separate:  # a single rank owns the whole tensor
+            elif self._is_apart:  # a single rank owns the whole tensor
                 now = self.pool.now
                 now.result_of[index][:] = self._placed.get(index, now.gradient_of[index])
 

@@ -15,6 +15,7 @@ from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.gradients.aggregator import Aggregator
 from hvdlite.gradients.bucket import Bucket
 from hvdlite.gradients.header import Header, HeaderSum, check_divisor
+from hvdlite.gradients.result_buffers import BucketRules
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.ranks.topology import Members
 from hvdlite.timeline import BucketRecord, Row, Timeline
@@ -117,21 +118,8 @@ class Reducer:
 
     def _make_buckets(self, infos: Sequence[TensorInfo], plan: Plan) -> list[Bucket]:
         groups = plan.buckets or (tuple(range(len(infos))),)
-        return [
-            Bucket(
-                infos,
-                group,
-                self._collectives,
-                self._average,
-                plan.chunk_bytes,
-                plan.message_bytes,
-                len(groups) > 1,
-                plan.lend,
-                plan.spare,
-                self._aggregator,
-            )
-            for group in groups
-        ]
+        rules = BucketRules(plan, self._average, repeatable=len(groups) > 1)
+        return [Bucket(infos, group, self._collectives, rules, self._aggregator) for group in groups]
 
     def bucket_of(self, index: int) -> Bucket:
         """Return the bucket of tensor `index`."""

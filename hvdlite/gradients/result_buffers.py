@@ -13,14 +13,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from hvdlite.comm.host import Host
+from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gradients.ownership import Ownership
 from hvdlite.gradients.segments import Memory, Segment
-from hvdlite.protocols import Array, ReduceOp
+from hvdlite.protocols import Array, Plan, ReduceOp
 from hvdlite.tensors.reduction import reduction
+
+
+class BucketRules(NamedTuple):
+    """How a bucket sums gradients, and where its results lie; the same on all ranks.
+
+    Attributes:
+        plan: How much is summed and sent at a time, and which buffers there are.
+        average: Whether the sum is divided by the sum of the weights.
+        repeatable: Whether results lie apart from gradients in memory of each rank, so that an exchange can be repeated.
+        shares: Whether each rank gets the results that other ranks sum; else it gets its own shard.
+        whole: Never cut a tensor between ranks.
+    """
+
+    plan: Plan
+    average: bool
+    repeatable: bool = False
+    shares: bool = True
+    whole: bool = False
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether results lie apart from gradients."""
+        return self.repeatable or self.plan.lend > 0
 
 
 class ResultBuffers:
@@ -62,14 +86,9 @@ class BufferPool:
     """The buffers of a bucket, and which of them the next exchange uses.
 
     Args:
-        host: The ranks of the host, whose memory is used.
+        collectives: The ranks, whose memory is used on each host.
         ownership: The layout of the bucket, and what this rank sums of it.
-        chunk_bytes: The bytes of each rank that are summed at a time.
-        separate: Whether results lie apart from gradients.
-        repeatable: Whether separate results lie in memory of each rank, so that an exchange can be repeated.
-        lend: The number of buffers with results to be lent.
-        spare: Whether each rank has a second buffer.
-        shares: Whether each rank gets the results that other ranks sum.
+        rules: Which buffers there are.
 
     Attributes:
         buffers: The number of buffers that each rank has for its gradients.
@@ -78,29 +97,20 @@ class BufferPool:
         lent: Whether nobody writes to the results of the last exchange as long as the program holds them (see `result_of`).
     """
 
-    def __init__(
-        self,
-        host: Host,
-        ownership: Ownership,
-        chunk_bytes: int,
-        separate: bool,
-        repeatable: bool,
-        lend: int,
-        spare: bool,
-        shares: bool,
-    ) -> None:
-        self._host = host
+    def __init__(self, collectives: HierarchicalCollectives, ownership: Ownership, rules: BucketRules) -> None:
+        plan = rules.plan
+        self._host = collectives.host
         self._ownership = ownership
-        self._chunk_bytes = chunk_bytes
-        self._shares = shares
-        count = 2 if spare else 1
-        self.buffers = 1 if separate else count
+        self._chunk_bytes = plan.chunk_bytes if collectives.hosts == 1 else plan.message_bytes
+        self._shares = rules.shares
+        count = 2 if plan.spare else 1
+        self.buffers = 1 if rules.are_apart else count
         self._gradients = [self._allocate() for _ in range(self.buffers)]
-        self._results = [self._allocate() for _ in range(count)] if repeatable else self._gradients
+        self._results = [self._allocate() for _ in range(count)] if rules.repeatable else self._gradients
         self._chosen: dict[tuple[int, ...], ResultBuffers] = {}
         # The buffers to be lent, and one more for copies, if all are in use.
-        self._lendable = [self._make_lendable() for _ in range(lend + 1)] if lend else []
-        self._first = self._lendable[0] if lend else self._at(0)
+        self._lendable = [self._make_lendable() for _ in range(plan.lend + 1)] if plan.lend else []
+        self._first = self._lendable[0] if plan.lend else self._at(0)
         self.now = self._first
         self.number = 0
         self.lent = False

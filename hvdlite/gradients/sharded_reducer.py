@@ -24,6 +24,7 @@ from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.gradients.bucket import Bucket, in_order
 from hvdlite.gradients.layout import Block, Piece, lay_out, pieces
 from hvdlite.gradients.reducer import Reducer, ReducerContext
+from hvdlite.gradients.result_buffers import BucketRules
 from hvdlite.gradients.segments import Memory
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 
@@ -78,11 +79,8 @@ class Stretch(NamedTuple):
 class _ShardedBucket(Bucket):
     """A bucket with all gradients, in which each rank gets only its own shard of the sums."""
 
-    _shares_results = False
-
-    def __init__(self, whole: bool, *args: Any, **kwargs: Any) -> None:
-        self._whole = whole
-        super().__init__(*args, **kwargs)
+    def __init__(self, infos: Sequence[TensorInfo], collectives: HierarchicalCollectives, rules: BucketRules) -> None:
+        super().__init__(infos, range(len(infos)), collectives, rules)
         self.shard = place_of(self.collectives).number
 
     def _parts(self) -> int:
@@ -164,11 +162,8 @@ class ShardedReducer(Reducer):
                 self._parameters_of[index] = parameters[span.start : span.stop]
 
     def _make_buckets(self, infos: Sequence[TensorInfo], plan: Plan) -> list[Bucket]:
-        sizes = plan.chunk_bytes, plan.message_bytes
-        everything = range(len(infos))
-        self._bucket = _ShardedBucket(
-            self._whole, infos, everything, self._collectives, self._average, *sizes, lend=plan.lend, spare=plan.spare
-        )
+        rules = BucketRules(plan, self._average, shares=False, whole=self._whole)
+        self._bucket = _ShardedBucket(infos, self._collectives, rules)
         return [self._bucket]
 
     @property
