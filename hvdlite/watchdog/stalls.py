@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hvdlite.config import Config
+from hvdlite.launcher_link.link import report_hung, stack_by_guard
 from hvdlite.ranks.log import tell
 from hvdlite.watchdog.stall_report import Answer, report, reporter
 from hvdlite.watchdog.waits import Wait
@@ -96,3 +97,24 @@ class Stalls:
             self._give_up(wait, f"{text}\nIt waits no longer: the limit for one wait is {end_after:g} s.", hung)
         else:
             tell("stalls", text, self._rank)
+
+
+class Informer:
+    """Speaks with the launcher of one rank, if there is one.
+
+    Args:
+        config: The configuration.
+        job_ranks: For each rank, the number by which the launcher knows it.
+    """
+
+    def __init__(self, config: Config, job_ranks: Sequence[int]) -> None:
+        self._control, self._ranks = config.control, job_ranks
+
+    def stack_of(self, rank: int) -> str:
+        """Return the stacks of a rank that does not answer; empty if they are not known."""
+        return stack_by_guard(self._control, self._ranks[rank], len(self._ranks))
+
+    def has_failed(self, hung: Sequence[int], text: str) -> bool:
+        """Say that ranks hang, with the report. Return whether the launcher acts on it: it ends them."""
+        size = len(self._ranks)
+        return any([report_hung(self._control, self._ranks[rank], size, text) for rank in hung])

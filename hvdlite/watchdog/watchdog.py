@@ -22,12 +22,11 @@ from hvdlite.protocols import Transport, WaitKind
 from hvdlite.ranks.topology import Members
 from hvdlite.watchdog.deadlock import DeadlockDetector, Need, Needs
 from hvdlite.watchdog.departures import Departures, Losses
-from hvdlite.watchdog.informer import Informer
 from hvdlite.watchdog.launched import LaunchWatch
 from hvdlite.watchdog.letters import Letter
 from hvdlite.watchdog.links import Link, Links
 from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, stack_of_program
-from hvdlite.watchdog.stalls import Stalls
+from hvdlite.watchdog.stalls import Informer, Stalls
 from hvdlite.watchdog.threads import Threads
 from hvdlite.watchdog.waits import Wait, of_program
 

@@ -3,8 +3,9 @@
     distributed.py ─┬─ start.py        gives all ranks the same weights at the start
                     ├─ elements.py     checks that all ranks have data of the same kind
                     ├─ uneven.py       lets ranks with different numbers of batches end each epoch together
-                    ├─ metrics.py      computes the metrics of all ranks' data
-                    └─ agreement.py    stops training on all ranks or on none
+                    └─ metrics.py      computes the metrics of all ranks' data
+
+At the end of each epoch distributed.py stops training on all ranks or on none.
 
 learning_rate.py has schedules and warm-up; checkpoint.py saves files on one rank; base.py has the base class for both Kerases;
 checks.py has the checks before training; elastic.py commits the state of elastic training, and is in `hvdlite_tf.elastic`.

@@ -28,7 +28,7 @@ from hvdlite_torch.async_sgd.checks import check_no_momentum
 from hvdlite_torch.async_sgd.replica import TorchReplica
 from hvdlite_torch.async_sgd.training import evaluate
 from hvdlite_torch.async_sgd.views import views
-from hvdlite_torch.step.batch_weight import BatchWeight
+from hvdlite_torch.step.pending import BatchWeight
 
 _LINE = 8
 """The number of int64 in a cache line. The number of steps of each rank has a cache line of its own."""

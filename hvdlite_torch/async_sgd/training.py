@@ -11,8 +11,8 @@ from hvdlite.async_sgd.training.options import Options
 from hvdlite.async_sgd.training.training import AsyncTraining
 from hvdlite_torch.async_sgd.layers import Layers
 from hvdlite_torch.async_sgd.replica import TorchReplica
-from hvdlite_torch.step.batch_weight import BatchWeight
 from hvdlite_torch.step.lease import weakly
+from hvdlite_torch.step.pending import BatchWeight
 
 
 class TorchTraining(AsyncTraining[torch.Tensor]):

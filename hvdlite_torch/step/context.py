@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 import torch
 
 import hvdlite
+from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
 from hvdlite.gradients.header import Header, HeaderSum
 from hvdlite.runtime.group import Group
 from hvdlite_torch.checks.advice import Advice
-from hvdlite_torch.checks.in_effect import refuse_to_step
 from hvdlite_torch.checks.in_step import InStep
 from hvdlite_torch.checks.same_parameters import check_agreement
 from hvdlite_torch.step.lease import Lease
@@ -192,3 +192,24 @@ class OptimizerContext:
                 "a step without gradients: no parameter of this optimizer has one on any rank. Call loss.backward() before "
                 "optimizer.step(); for a step without samples on all ranks, optimizer.set_batch_weight(0)."
             )
+
+
+def refuse_to_step(process_set: ProcessSet) -> NoReturn:
+    """Raise the reason why an optimizer of `process_set` cannot step: its world has ended.
+
+    Raises:
+        NotInitializedError: There is no new world yet.
+        ArgumentError: The process set is not in effect in the new world, or this rank is not in it any more; or the set was
+            removed before the old world ended.
+    """
+    here = world("optimizer.step()")
+    if process_set.process_set_id is None:
+        raise ArgumentError(
+            f"{process_set} is not in effect after the restart (shutdown() and init()), so its optimizer cannot step: pass "
+            "this very ProcessSet object, not one of equal ranks, to init(process_sets=[…]) or add_process_set() on every rank."
+        )
+    here.engine(process_set)  # raises if this rank is not in it
+    raise ArgumentError(
+        f"this optimizer was made before shutdown(), and did not go on with init(), for its process set, {process_set}, had "
+        "been removed: make the optimizer anew."
+    )

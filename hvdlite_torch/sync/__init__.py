@@ -10,7 +10,7 @@ optimizer steps with.
   `host_sharded`: the results if each rank steps its shard.
 - `adasum`: combines the changes that the steps make, instead of gradients; `local_steps`: parameters, after several steps.
 - `device`, `device_sharded`: combine gradients on a GPU, by `hvdlite.gradients.device`; `device_gradients`: ``p.grad`` as views
-  of buckets; `backward`: what backward passes launch; `gradient_state`: whether gradients have changed; `capture`: CUDA graphs.
+  of buckets; `backward`: what backward passes launch, whether gradients have changed since, and CUDA graphs.
 - `measured`: measures the steps of a program for ``hvdlite advise``.
 - `catch_up`: the part of an optimizer in a group of ranks: `join`, and `init` after `shutdown`.
 

@@ -1,4 +1,8 @@
-"""`BackwardPasses`: backward passes teach the loop profile in the first steps; later they launch buckets."""
+"""`BackwardPasses`: backward passes teach the loop profile in the first steps; later they launch buckets.
+
+Gradients are compared at two moments by versions and norms, without comparing each value. A CUDA graph is replayed without the
+host, so steps that cannot be replayed are refused.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,10 @@ import torch
 
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.device.loop_profile import LoopProfile
+from hvdlite.gradients.planner import LEARNED_STEPS
 from hvdlite.protocols import Device
-from hvdlite_torch.sync.capture import Capture
 from hvdlite_torch.sync.device_gradients import DeviceGradients
-from hvdlite_torch.sync.gradient_state import TorchGradientState
+from hvdlite_torch.tensors.device import is_capturing
 
 
 class BackwardPasses:
@@ -109,3 +113,76 @@ class BackwardPasses:
             self.profile.pass_over(TorchGradientState(self._gradients.now()))
         elif self._gradients.reducer is not None:
             self._gradients.reducer.wait()  # a program that reads gradients now sees combined ones
+
+
+class Capture:
+    """Knows which parts of the present step are captured into a CUDA graph.
+
+    Attributes:
+        backward: Whether the first backward pass of this step is captured; None before that pass.
+    """
+
+    def __init__(self) -> None:
+        self.backward: bool | None = None
+
+    def begin_step(self) -> None:
+        """Forget the backward pass of the last step."""
+        self.backward = None
+
+    def saw_backward(self) -> None:
+        """Note whether a backward pass is captured. Only the first one of a step counts."""
+        if self.backward is None:
+            self.backward = is_capturing()
+
+    def check_step(self, parameters: Sequence[torch.Tensor], weight: float, learning: bool) -> None:
+        """Raise ArgumentError unless the present step can be replayed or is not captured.
+
+        Args:
+            parameters: The parameters of the optimizer.
+            weight: The number of samples of this rank.
+            learning: Whether the loop profile is learned in this step, for which the host waits.
+
+        Raises:
+            ArgumentError: The step is captured and cannot be replayed. The text says why.
+        """
+        problem = ""
+        if not is_capturing():
+            if self.backward:
+                problem = (
+                    "the backward pass was captured into a CUDA graph, and the step was not: capture optimizer.step() as well. "
+                    "Replays run no hooks, so nobody would know where the gradients of the next pass are."
+                )
+        elif learning:
+            problem = (
+                f"one of the first {LEARNED_STEPS} steps is captured into a CUDA graph, and the host waits in it: make some "
+                "steps before."
+            )
+        elif weight == 0 or any([parameter.grad is None for parameter in parameters]):
+            problem = (
+                "a step is captured into a CUDA graph in which this rank has no samples, or lacks the gradient of a parameter, "
+                "so that the host would wait in it. Freeze parameters that are not used (requires_grad_(False)) before."
+            )
+        if problem:
+            raise ArgumentError(problem)
+
+
+class TorchGradientState:
+    """The `hvdlite.gradients.device.loop_profile.GradientState` of torch gradients: their state at the moment it is made.
+
+    Args:
+        gradients: The gradients of all parameters. This object keeps them alive.
+    """
+
+    def __init__(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        self._versions = [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
+        # Some changes make no new version: those through p.grad.data, and those of a GradScaler.
+        dense = [gradient.detach() for gradient in gradients if gradient is not None and not gradient.is_sparse]
+        self._norms = [norm.nan_to_num(0.0) for norm in torch._foreach_norm(dense)] if dense else []
+
+    def is_like(self, other: TorchGradientState) -> bool:
+        """Return whether the gradients are the same as in `other`, as far as can be seen. The host may wait for the device."""
+        same = all(
+            mine is theirs and version == now
+            for (mine, version), (theirs, now) in zip(self._versions, other._versions, strict=True)
+        )
+        return same and all(map(torch.equal, self._norms, other._norms))

@@ -30,10 +30,9 @@ from hvdlite_torch.step.gradient_sync import GradientSync
 from hvdlite_torch.step.lease import weakly
 from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.shards import refuse_sparse
-from hvdlite_torch.sync.backward import BackwardPasses
+from hvdlite_torch.sync.backward import BackwardPasses, TorchGradientState
 from hvdlite_torch.sync.device_gradients import DeviceGradients, SentBefore, layout_of
 from hvdlite_torch.sync.device_sharded import DeviceShards
-from hvdlite_torch.sync.gradient_state import TorchGradientState
 from hvdlite_torch.sync.sparse import combine_sparse
 from hvdlite_torch.sync.whole import WholeResults
 from hvdlite_torch.tensors.adapter import ADAPTER, are_same

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 import hvdlite.gradients.device.make
 import hvdlite_torch as hvd
-import hvdlite_torch.sync.capture
+import hvdlite_torch.sync.backward
 import hvdlite_torch.sync.device
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
@@ -913,7 +913,7 @@ def test_loss_scaling_where_a_rank_has_no_samples(ranks: Any) -> None:
 
 def test_what_cannot_be_captured(ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = threading.local()
-    monkeypatch.setattr(hvdlite_torch.sync.capture, "is_capturing", lambda: getattr(capturing, "now", False))
+    monkeypatch.setattr(hvdlite_torch.sync.backward, "is_capturing", lambda: getattr(capturing, "now", False))
 
     @on_gpu
     def check(gpu: FakeDevice) -> None:
