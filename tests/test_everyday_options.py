@@ -113,6 +113,11 @@ def test_ctrl_c_between_two_starts(tmp_path: Path) -> None:
         (["-np", "2", "--min-np", "1", "--max-restarts", "2"], "elastic ones have --reset-limit N"),
         (["-np", "2", "--max-restarts", "-1"], "'-1' is not a whole number from 0 on. See hvdliterun --help"),
         (["-np", "2", "--max-restart", "1"], "no option --max-restart; did you mean --max-restarts?"),
+        (["--nproc-per-node=2"], "no option --nproc-per-node; did you mean -np? See"),
+        (["--nproc_per_node", "2"], "no option --nproc_per_node; did you mean -np? See"),
+        (["--n", "2"], "no option --n; did you mean -np? See"),
+        (["--nnodes=2"], "no option --nnodes; did you mean -H host1:4,host2:4? See"),
+        (["-np", "2", "--timeline", "x"], "no option --timeline; did you mean --timeline-filename? See"),
         (["-np", "many"], """'many' is not a whole number from 1 on, nor "auto"."""),
     ],
 )

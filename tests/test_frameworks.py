@@ -117,3 +117,26 @@ def test_example(start: Start, tmp_path: Path, name: str, options: tuple[str, ..
     away = re.search(r"one process: weights differ by (\S+) at most", ended.out)
     assert away and float(away[1]) < 1e-10, ended.out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@needs("accelerate")
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import accelerate; accelerate.Accelerator(cpu=True)", "need hvdlite_torch.accelerate.prepare() before"),
+        (
+            "import hvdlite_torch as hvd; hvd.init(); import accelerate; accelerate.Accelerator(cpu=True)",
+            "MASTER_PORT is set and MASTER_ADDR is not. If Accelerate or transformers.Trainer starts",
+        ),
+        (
+            "import torch; torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))",
+            'torch.distributed.init_process_group("hvdlite") before',
+        ),
+    ],
+    ids=["accelerate", "accelerate after init", "DDP"],
+)
+def test_a_program_for_another_launcher_is_told_what_to_call(start: Start, code: str, said: str) -> None:
+    ended = start("-np", "2", "python", "-c", code).end(LIMIT)
+    assert ended.code == 1
+    assert said in "".join(ended.err.splitlines()[-1:]), ended.err

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from hvdlite.checks import require
@@ -18,6 +18,9 @@ USAGE_ERROR = 2
 
 class Parser(argparse.ArgumentParser):
     """argparse prints all options before an error, which moves the error off the screen where a command has fifty."""
+
+    of_others: Mapping[str, str] = {}
+    """What a user means by options that other programs have for the same."""
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong and leave."""
@@ -45,6 +48,8 @@ class Parser(argparse.ArgumentParser):
 
     def _guess(self, unknown: str) -> str:
         name = unknown.partition("=")[0]
+        if known := self.of_others.get(name.replace("_", "-")):
+            return f"{name}; did you mean {known}?"
         flags = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
         near = difflib.get_close_matches(name, flags, n=1, cutoff=0.7)
         return f"{name}; did you mean {near[0]}?" if near else name

@@ -23,6 +23,16 @@ When a rank fails (an exception, sys.exit(3), a crash, kill -9), all ranks are e
 seconds, its traceback is printed last, and hvdliterun has its exit code (128 + signal for signals).
 """
 
+_OF_OTHERS = {
+    **dict.fromkeys(("--nproc-per-node", "--num-processes", "--nprocs", "--ntasks", "--n", "--np"), "-np"),
+    **dict.fromkeys(("--nnodes", "--num-machines", "--nodes"), "-H host1:4,host2:4"),
+    **dict.fromkeys(("--master-addr", "--rdzv-endpoint", "--main-process-ip", "--hosts-file"), "-H host1:4,host2:4"),
+    **dict.fromkeys(("--host", "--machinefile"), "-H host1:4,host2:4, or --hostfile"),
+    "--timeline": "--timeline-filename",
+    "--log-dir": "--output-filename",
+}
+"""Options of torchrun, mpirun, srun, Accelerate, and what is typed for those of horovodrun."""
+
 _EPILOG = """\
 "python" and "python3" mean the interpreter that hvdliterun itself runs with; give a path for another.
 Other commands (a shell script, a compiled program) are run as they are. They are watched in the
@@ -43,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.of_others = _OF_OTHERS
     add = parser.add_argument
     add("-v", "--version", action="store_true", help="print the version, and leave")
     add("-cb", "--check-build", action="store_true", help="print what is installed and found, and leave")

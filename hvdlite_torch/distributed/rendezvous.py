@@ -29,8 +29,14 @@ def register() -> None:
     torchs_own: Any = _rendezvous_handlers["env"]
 
     def env(url: str, **kwargs: Any) -> Iterator[tuple[Store, int, int]]:
-        wants_torchs = any(name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT"))
-        yield from (torchs_own if wants_torchs else _meet)(url, **kwargs)
+        there = [name in os.environ for name in ("MASTER_ADDR", "MASTER_PORT")]
+        if there == [False, True]:  # Accelerate sets the port, and then torch asks for the address
+            raise ArgumentError(
+                "MASTER_PORT is set and MASTER_ADDR is not. If Accelerate or transformers.Trainer starts torch.distributed, "
+                "call hvdlite_torch.accelerate.prepare() before the program makes an Accelerator or TrainingArguments. "
+                "Otherwise unset MASTER_PORT, or set both."
+            )
+        yield from (torchs_own if any(there) else _meet)(url, **kwargs)
 
     _rendezvous_handlers["env"] = env
 

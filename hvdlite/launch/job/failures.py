@@ -38,7 +38,28 @@ class Failure:
         if self.rank is None:
             return f"hvdliterun: {self.text.rstrip()}\n"
         where = f"rank {self.rank} on host {self.host}" if self.host else f"rank {self.rank}"
-        return f"hvdliterun: {where} failed (exit code {self.code}):\n{self.text.rstrip()}\n"
+        return f"hvdliterun: {where} failed (exit code {self.code}):\n{self.text.rstrip()}\n{_hint(self.text)}"
+
+
+_STARTS_TORCH = re.compile(r"env:// rendezvous: environment variable \w+ expected, but not set$")
+_NEEDS_TORCH = re.compile(r"Default process group has not been initialized")
+_HUGGING_FACE = re.compile(r'^ *File ".*/(?:accelerate|transformers)/', re.MULTILINE)
+
+
+def _hint(text: str) -> str:
+    """Return what to do about a failure of torch.distributed in a program that was written for torchrun; empty for others."""
+    last = text.rstrip().rpartition("\n")[2]
+    if _STARTS_TORCH.search(last) and _HUGGING_FACE.search(text):
+        return (
+            "hvdliterun: Accelerate and transformers.Trainer need hvdlite_torch.accelerate.prepare() before the program makes "
+            "an Accelerator or TrainingArguments (hvdlite docs model_parallel).\n"
+        )
+    if _STARTS_TORCH.search(last) or _NEEDS_TORCH.search(last):
+        return (
+            'hvdliterun: import hvdlite_torch, and call torch.distributed.init_process_group("hvdlite") before; or leave the '
+            "wrapper DistributedDataParallel out and wrap the optimizer (hvdlite docs from_ddp).\n"
+        )
+    return ""
 
 
 def first(failures: Iterable[Failure]) -> Failure:
