@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import tritonclient.http as triton
 
 import hvdlite
 from hvdlite.errors import ArgumentError
 from hvdlite.serving.options import Options
 from hvdlite.serving.server import Server
 from hvdlite.tools.cli import main
+from tests.jobs import PYTHONPATH
 from tests.servers import in_thread
 
 
@@ -76,3 +86,106 @@ def test_bad_inputs_of_servables() -> None:
         assert words in str(error.value)
     with pytest.raises(ArgumentError, match="the names of models are none"):
         Server({}, Options(port=0))
+
+
+def test_new_weights_without_a_gap(tmp_path: Path) -> None:
+    """Numbered requests all the time: each is answered, by the old weights and then by the new ones."""
+    file = tmp_path / "weights"
+    file.write_text("1")
+    command = [sys.executable, "-m", "hvdlite", "serve", "tests.programs.tensors:weights", "--replicas", "2"]
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "WEIGHTS": str(file)}
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--max-wait", "1", "--lame-duck", "0"], stderr=subprocess.PIPE, text=True, env=environ
+    )
+    assert process.stderr
+    lines: list[str] = []
+
+    def wait_for(words: str) -> None:
+        assert process.stderr
+        while not lines or words not in lines[-1]:
+            lines.append(process.stderr.readline())
+            assert lines[-1], lines
+
+    seen: list[set[float]] = []
+
+    async def ask_while(task: asyncio.Task[Any], client: httpx.AsyncClient) -> Any:
+        """Send numbers until a task is done, and a few more."""
+        more = 3
+        while more:
+            more -= task.done()
+            numbers = range(1, 9)
+            answers = await asyncio.gather(*[client.post("/v1/predict", json={"input": number}) for number in numbers])
+            assert [each.status_code for each in answers] == [200] * 8
+            seen.append({each.json()["output"] / number for each, number in zip(answers, numbers, strict=True)})
+        return await task
+
+    def check_seen(*weights: float) -> None:
+        """None was answered by the old weights when another had been answered by the new ones."""
+        assert set().union(*seen) == set(weights)
+        assert all(max(before) <= min(after) for before, after in itertools.pairwise(seen)), seen
+        seen.clear()
+
+    async def check(url: str) -> None:
+        load = "/v2/repository/models/tensors/load"
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            while (await client.get("/readyz")).json()["replicas"] < 2:  # each has read the file
+                await asyncio.sleep(0.01)
+            file.write_text("2")
+            answer = await ask_while(asyncio.create_task(client.post(load)), client)
+            assert answer.json() == {"name": "tensors", "version": "2"}
+            check_seen(1.0, 2.0)
+            assert (await client.get("/v2/models/tensors/versions/1")).status_code == 404
+            file.write_text("two")  # weights that do not fit
+            failed = await ask_while(asyncio.create_task(client.post(load)), client)
+            assert failed.status_code == 400
+            assert "'tensors' cannot be loaded, and version 2 goes on" in failed.json()["error"]
+            assert "could not convert string to float: 'two'" in failed.json()["error"]
+            check_seen(2.0)
+            refused = await client.post(load, json={"parameters": {"config": "{}"}})
+            assert refused.status_code == 400 and "the body has parameters" in refused.json()["error"]
+            file.write_text("3")
+            process.send_signal(signal.SIGHUP)
+            await ask_while(asyncio.create_task(asyncio.to_thread(wait_for, "version 3 answers now")), client)
+            check_seen(2.0, 3.0)
+            metrics = (await client.get("/metrics")).text
+            assert "hvdlite_serve_replicas_lost_total 0.0" in metrics and "hvdlite_serve_replicas 2.0" in metrics
+
+    try:
+        wait_for("Ready")
+        url = re.findall(r"http://\S+:\d+", lines[0])[0]
+        asyncio.run(check(url))
+        with triton.InferenceServerClient(url.removeprefix("http://")) as client:
+            client.load_model("tensors")
+            assert client.get_model_metadata("tensors")["versions"] == ["4"]
+        process.send_signal(signal.SIGTERM)
+        lines.extend(process.stderr)
+        assert process.wait(30) == 0, lines
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert "version 3 cannot be loaded: the model 'tensors' cannot be loaded" in "".join(lines)
+
+
+def test_a_server_that_ends_while_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the load nor its replicas stay."""
+    file = tmp_path / "weights"
+    file.write_text("1")
+    monkeypatch.setenv("WEIGHTS", str(file))
+    with caplog.at_level("INFO"), in_thread("tests.programs.tensors:weights", max_wait=0.0) as server:
+        file.write_text("wait")
+
+        async def ask() -> httpx.Response:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                load = asyncio.create_task(client.post("/v2/repository/models/tensors/load"))
+                again = asyncio.create_task(client.post("/v2/repository/models/tensors/load"))
+                while "version 2 is loaded, and version 1 answers meanwhile" not in caplog.text:
+                    await asyncio.sleep(0.01)
+                server.stop()
+                assert (await again).status_code == 503
+                return await load
+
+        answer = asyncio.run(ask())
+        assert answer.status_code == 503 and "the server ends, and loads no more" in answer.json()["error"]

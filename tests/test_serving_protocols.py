@@ -67,6 +67,7 @@ def test_tensors_of_every_dtype_there_and_back(client: triton.InferenceServerCli
         client.infer("every", inputs, outputs=outputs, request_id="7"),
         client.infer("every", inputs[::-1], model_version="1"),
         client.async_infer("every", inputs, outputs=outputs, timeout=10**7).get_result(),
+        client.infer("every", inputs, request_compression_algorithm="gzip", response_compression_algorithm="gzip"),
     ):
         for name, array in arrays.items():
             np.testing.assert_array_equal(answer.as_numpy(name), array, strict=True)

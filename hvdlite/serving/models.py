@@ -152,13 +152,15 @@ class Model:
         Raises:
             RefusedError: One of them cannot start, and nothing has changed; or the server ends.
         """
-        if self._next_load is None:  # a load that waits for another one begins later than this call
+        # A load that waits for another one begins later than this call.
+        if not self.service.is_draining and self._next_load is None:
             self._next_load = asyncio.get_running_loop().create_task(self._load())
             # Whoever waits for it may be gone when it fails, and asyncio would complain that nobody has looked.
             self._next_load.add_done_callback(lambda task: task.cancelled() or task.exception())
         task = self._next_load
-        await asyncio.wait({task})
-        if task.cancelled() or self.service.is_draining:
+        if task is not None:
+            await asyncio.wait({task})
+        if task is None or task.cancelled():
             raise RefusedError("the server ends, and loads no more.", 503)
         task.result()
 
@@ -261,6 +263,17 @@ class Models:
             return of(self.first)
         return between.join(f"{model.name}: {of(model)}" for model in self)
 
+    def load_soon(self) -> None:
+        """Load all models anew, one after the other. The log says how it ends."""
+        task = asyncio.get_running_loop().create_task(self._load_all())
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    async def _load_all(self) -> None:
+        for model in self:
+            with contextlib.suppress(RefusedError):  # the log has it
+                await model.load()
+
     @property
     def is_draining(self) -> bool:
         """Whether the server ends."""
@@ -270,18 +283,6 @@ class Models:
     def are_ready(self) -> bool:
         """Whether each can compute, and the server will go on."""
         return not self.is_ending and all(model.is_ready for model in self)
-
-    def load_soon(self) -> None:
-        """Load each anew, and return at once. The log says what comes of it."""
-        for model in self:
-            task = asyncio.get_running_loop().create_task(model.load())
-            self._loads.add(task)
-            task.add_done_callback(self._loaded)
-
-    def _loaded(self, task: asyncio.Task[None]) -> None:
-        self._loads.discard(task)
-        if not task.cancelled():
-            task.exception()  # it is in the log
 
     def drain(self) -> None:
         """Let batches wait for no more requests: none will come."""

@@ -91,6 +91,8 @@ class Server:
     def run(self, ready: Callable[[], None] = lambda: None) -> None:
         """Serve until SIGTERM or SIGINT comes, or `stop` is called, and answer what is there before the end.
 
+        SIGHUP loads all models anew while it serves.
+
         Args:
             ready: Called when each model has a replica that is ready.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,3 +38,20 @@ def anything(batch: Any) -> list[Any]:
         "ragged": [[1], [2, 3]],
     }
     return [odd.get(each, each) if isinstance(each, str) else each for each in batch]
+
+
+class Weights:
+    """A model whose weights are read from a file when it is imported, as others are."""
+
+    def __init__(self, path: Path) -> None:
+        while path.read_text() == "wait":
+            time.sleep(0.1)
+        self._scale = float(path.read_text())  # raises if they do not fit
+
+    def __call__(self, batch: Any) -> Any:
+        """Multiply."""
+        return batch * self._scale
+
+
+if "WEIGHTS" in os.environ:
+    weights = servable(Weights(Path(os.environ["WEIGHTS"])), dtype="float64", shape=())
