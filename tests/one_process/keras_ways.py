@@ -13,6 +13,9 @@ import hvdlite_tf as hvd
 from tests.one_process.keras_programs import PROGRAMS, ROWS, Program
 from tests.one_process.rows import Inapplicable
 
+_TOLERANCE = 1e-5 if keras.backend.backend() == "torch" else 1e-6
+"""On torch Keras' gradients of float64 are off by 5e-8, also in one process (two halves of a batch and the whole)."""
+
 
 class Run:
     """One training. This class trains in one process, on the joined batches.
@@ -24,7 +27,7 @@ class Run:
 
     words = ""
     ranks = 1
-    tolerance = 1e-6
+    tolerance = _TOLERANCE
     alone: type[Run]
 
     def __init__(self, rows: Sequence[Program], seed: int = 0) -> None:
@@ -315,7 +318,7 @@ def distance(got: dict[str, Any], wanted: dict[str, Any]) -> float:
     if any(name not in got for name in names):
         return float("inf")
     # Keras keeps what it logs in float32.
-    factors = [1e-4 if name.startswith("log ") else 1.0 for name in names]
+    factors = [_TOLERANCE * 100 if name.startswith("log ") else 1.0 for name in names]
     return max(_off(got[name], wanted[name]) * factor for name, factor in zip(names, factors, strict=True))
 
 

@@ -60,7 +60,12 @@ def _alone(kind: Any, run: Any, program: tuple[str, ...]) -> Any:
 def _outcome(kind: Any, program: tuple[str, ...], way: str) -> tuple[str, str]:
     column = kind.WAYS[way]
     try:
-        wanted = _alone(kind, column.alone, program)
+        try:
+            wanted = _alone(kind, column.alone, program)
+        except Exception as error:
+            if len(program) == 1:
+                raise
+            raise Inapplicable(f"one process cannot do both: {type(error).__name__}: {error}") from error
         off = kind.distance(kind.results(column, program), wanted)
     except Inapplicable as error:
         return "excused", str(error)
