@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from hvdlite.errors import ArgumentError
 from hvdlite.serving.replicas.devices import devices_of
@@ -193,6 +195,22 @@ def test_a_server_that_ends_says_so_first() -> None:
             assert server.wait(30) == 0
         finally:
             server.kill()
+
+
+def test_connections_that_are_over_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if nothing comes after them. The test looks for what uvicorn keeps of each request."""
+    monkeypatch.setattr("hvdlite.serving.server._TIDY_EVERY", 0.05)
+    monkeypatch.setattr("hvdlite.serving.server._TIDY_OBJECTS", 0)
+    with in_thread(list, max_wait=0.0) as server:
+        for _ in range(20):
+            with connect(server.url) as connection:
+                connection.sendall(
+                    BEGUN.replace(b"expect: 100-continue\r\n", b"").replace(b" 14", b" 100000") + b"x" * 90_000
+                )
+        while metric(server.url, 'requests_total{status="499"}') < 20:
+            time.sleep(0.001)
+        while any(isinstance(each, RequestResponseCycle) for each in gc.get_objects()):
+            time.sleep(0.01)
 
 
 VISIBLE = {"CUDA_VISIBLE_DEVICES": "3, GPU-af,5"}

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import re
+import threading
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from hvdlite.serving.http import bodies
 from hvdlite.serving.http.app import App
 from hvdlite.serving.http.bodies import BodyError, read
 from hvdlite.serving.http.negotiation import preferred
@@ -448,6 +450,29 @@ def test_a_request_that_loses_two_replicas_is_told_so() -> None:
             assert "hvdlite_serve_replicas_lost_total 2.0" in (await s.client.get("/metrics")).text
 
     asyncio.run(check())
+
+
+def test_large_bodies_are_read_and_written_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[bool] = []
+
+    def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            threads.append(threading.current_thread() is threading.main_thread())
+            return function(*arguments)
+
+        return noted
+
+    monkeypatch.setitem(bodies.READERS, JSON, note(bodies.READERS[JSON]))
+    monkeypatch.setitem(bodies.WRITERS, JSON, note(bodies.WRITERS[JSON]))
+
+    async def check() -> None:
+        async with served(spec=Spec("float32", (None,))) as s:
+            for count in (3, 20_000):
+                values = [float(number) for number in range(count)]
+                assert (await s.post(values)).json() == {"output": values}
+
+    asyncio.run(check())
+    assert threads == [True, True, False, False]
 
 
 def test_gzip_both_ways() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import gc
 import logging
@@ -28,6 +29,7 @@ from hvdlite.serving.chooser import AutoWait, ModelProcess, choosing
 from hvdlite.serving.chooser import Model as QueueModel
 from hvdlite.serving.http.app import App
 from hvdlite.serving.http.connections import Places, protocol_class
+from hvdlite.serving.http.predict_endpoint import Intake
 from hvdlite.serving.metrics import Metrics
 from hvdlite.serving.models import Model, Models
 from hvdlite.serving.options import Options
@@ -46,6 +48,8 @@ _LAST_ANSWERS = 2.0
 """Seconds in which requests that are given up get their answers."""
 _UNDER_A_LAUNCHER = 1.0
 """Under hvdliterun, the most seconds from SIGTERM until the port closes."""
+_TIDY_EVERY, _TIDY_OBJECTS, _TIDY_BYTES = 5.0, 1000, 2**25
+"""So many seconds between two looks at the memory, which is given back after so many objects or bytes of bodies."""
 _OWN_DESCRIPTORS = 256
 """How many file descriptors the server needs besides its connections: replicas, and connections that it refuses."""
 
@@ -142,7 +146,7 @@ class Server:
                 for model in models:
                     await stack.enter_async_context(model)
                 serving = loop.create_task(http.serve([self._socket]))
-                reporting = loop.create_task(self._report(models, ready))
+                others = [loop.create_task(each) for each in (self._report(models, ready), _tidy(app.intake))]
                 try:
                     any_of: set[asyncio.Future[Any]] = {serving, *(model.failed for model in models)}
                     await asyncio.wait(any_of, return_when=asyncio.FIRST_COMPLETED)
@@ -150,7 +154,8 @@ class Server:
                         http.should_exit = http.force_exit = True
                     await serving
                 finally:
-                    reporting.cancel()
+                    for task in others:
+                        task.cancel()
                     gc.unfreeze()
                     gc.set_threshold(*thresholds)
                     self._stop = None
@@ -270,6 +275,21 @@ class _Ending:
         self._models.drain()
         self._http.should_exit = True
         self._loop.call_later(self._options.drain, self._models.give_up)
+
+
+async def _tidy(intake: Intake) -> None:
+    """Give memory back, again and again.
+
+    Connections that are over are cycles of references, with what their clients have sent last. A server that has nothing to do
+    makes no objects, and would not collect them. What is freed stays with the C library in parts, behind smaller blocks.
+    """
+    trim: Callable[[int], int] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)  # glibc has it
+    while True:
+        await asyncio.sleep(_TIDY_EVERY)
+        if gc.get_count()[0] > _TIDY_OBJECTS or intake.peak > _TIDY_BYTES:
+            intake.peak = intake.memory
+            gc.collect()  # what was frozen at the start is left out
+            await asyncio.to_thread(trim, 0)
 
 
 class _Http(uvicorn.Server):

@@ -74,9 +74,8 @@ def load_json(body: bytes | bytearray, spec: Spec, expected: str) -> Any:
     Raises:
         BodyError: It is no JSON.
     """
-    if (
-        spec.dtype is not None or spec.inputs
-    ):  # else an integer of more than 64 bits must stay what it is, and orjson makes it a float
+    # orjson makes a float of an integer of more than 64 bits. It must stay what it is, unless the model has a dtype.
+    if spec.dtype is not None or spec.inputs or _LONG not in body.translate(_ANY_DIGIT):
         with contextlib.suppress(orjson.JSONDecodeError):
             return orjson.loads(body)
     # The standard library has a tenth of that speed, but reads UTF-16 and UTF-32 too, and says better what is wrong.
@@ -90,6 +89,7 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"it has {name}, which JSON does not have (send NaN as {NPY})")
 
 
+_LONG, _ANY_DIGIT = b"0" * 20, bytes.maketrans(b"123456789", b"000000000")
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
@@ -135,7 +135,7 @@ def _array_of(found: dict[Any, Any]) -> Any:
         if len(data) != _size(shape, dtype):
             raise ValueError(f"{len(data)} bytes, and shape {shape} of {dtype} has {_size(shape, dtype)}")
         return np.ndarray(shape, dtype, data)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise BodyError(f"an array in the body has wrong dtype, shape or data: {error}.") from None
 
 

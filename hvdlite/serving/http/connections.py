@@ -262,6 +262,9 @@ def protocol_class(options: Options, metrics: Metrics, places: Places) -> type[a
             self._header_is_here()
             self.reader.stop()
             places.leave(self)
+            self.pipeline.clear()
+            if self.cycle is not None:
+                self.cycle.body = bytearray()  # nobody will read it
             if not self._gone.done():
                 self._gone.set_result(None)
             super().connection_lost(exc)
@@ -383,6 +386,8 @@ def protocol_class(options: Options, metrics: Metrics, places: Places) -> type[a
 
         def hang_up(self) -> None:
             """Send no more. Drop what the client still sends, until it hangs up too or time is up."""
+            if self.transport.is_lost():  # uvicorn closes once more what is closed
+                return
             self.is_over = True
             self.connections.discard(self)  # it does not count, and nothing waits for it
             places.leave(self)
@@ -395,12 +400,13 @@ def protocol_class(options: Options, metrics: Metrics, places: Places) -> type[a
             self._linger(self._heard + _LONGEST_LINGER)
 
         def give_way(self) -> None:
-            """End at once, for another connection needs the place."""
+            """End, for another connection needs the place. What is left of its last answer still goes to the client."""
+            end = self.transport.abort if self.is_over else self.transport.close
             self.is_over = True
             self.connections.discard(self)
             places.leave(self)
             metrics.connection_ended("gave_way")
-            self.transport.abort()
+            end()
 
         def _linger(self, end: float) -> None:
             end_of_quiet = min(self._heard + _QUIET, end)
