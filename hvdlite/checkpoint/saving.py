@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -88,45 +89,22 @@ def save(
     _leave_out_copies(snapshots, ranks)
     values = {name: value for name, value in state.items() if name not in snapshots}
     with contextlib.ExitStack() as stack:
-        begun: list[Unfinished] = []  # on the first rank
-
-        def begin() -> tuple[str, str, Path, bool]:
-            begun.append(stack.enter_context(folder.saving()))
-            return begun[0].name, begun[0].token, folder.of(begun[0].number), wait
-
-        name, token, saved, waits = ranks.first_does("beginning", begin)
+        job = _FirstRank(folder, keep, stack)
+        name, token, saved, waits = ranks.first_does("beginning", lambda: (*job.begin(), wait))
         target = folder.path / name
         own = _Parts.of(snapshots, values, ranks, allow_pickle)
         contents: dict[str, Array] = {}
         # Memory that all ranks share may change when this has returned: then all have copied their parts of it.
         written = own.write(target, token) if waits else own.copy(target, token, contents, memory)
 
-        made: list[Manifest] = []  # on the first rank
-
-        def finish(files: Mapping[str, FileRecord], passing: Sequence[str] = ()) -> str:
-            (whole,) = made
-            disk.write_file(target / manifest.NAME, whole._replace(files={**whole.files, **files}).chunks())
-            for each in passing:
-                disk.remove_file(target / each)
-            begun[0].finish()
-            try:
-                folder.remove_all_but(keep)
-            except OSError as error:
-                return f"hvdlite: an old checkpoint cannot be removed: {error}"
-            return ""
-
-        def begin_to_finish() -> str:
-            made.append(_manifest_of(written, begun[0].number))
-            return finish({}) if waits else ""
-
-        if (warning := ranks.first_does("finishing", begin_to_finish)) and ranks.is_first:
+        if (warning := ranks.first_does("finishing", lambda: job.gather(written, waits))) and ranks.is_first:
             warnings.warn(warning, RuntimeWarning, stacklevel=2)
         if not waits:
             first = None
             if ranks.is_first:
                 others = [rank for rank, each in enumerate(written) if rank and each.files]
                 passing = [behind.records_of(rank) for rank in others]
-                first = behind.First(others, lambda files: finish(files, passing), stack.pop_all().close)
+                first = behind.First(others, functools.partial(job.finish, passing=passing), stack.pop_all().close)
             behind.Behind(saved, target, contents, ranks, process_set, first)
     return saved
 
@@ -178,6 +156,49 @@ class _Written(NamedTuple):
     files: dict[str, FileRecord]
     states: dict[str, Tree]
     values: dict[str, Tree]
+
+
+class _FirstRank:
+    """What the first rank does of a checkpoint beside its own part: it begins the folder, and makes it whole.
+
+    Args:
+        folder: The folder of all checkpoints.
+        keep: How many checkpoints are kept.
+        stack: Removes what was begun when it is closed, unless it is whole.
+    """
+
+    def __init__(self, folder: Folder, keep: int, stack: contextlib.ExitStack) -> None:
+        self._folder, self._keep, self._stack = folder, keep, stack
+        self._unfinished: Unfinished
+        self._whole: Manifest
+
+    def begin(self) -> tuple[str, str, Path]:
+        """Begin the checkpoint. Return the name of its folder for now, the token in it, and the folder that it gets."""
+        begun = self._unfinished = self._stack.enter_context(self._folder.saving())
+        return begun.name, begun.token, self._folder.of(begun.number)
+
+    def gather(self, written: list[_Written], finishes: bool) -> str:
+        """Make the manifest of what all ranks have written; if `finishes`, also the checkpoint whole. See `finish`."""
+        self._whole = _manifest_of(written, self._unfinished.number)
+        return self.finish({}) if finishes else ""
+
+    def finish(self, files: Mapping[str, FileRecord], passing: Sequence[str] = ()) -> str:
+        """Make the checkpoint whole, and remove older ones. Return a warning, or an empty text.
+
+        Args:
+            files: The records of files that were written after `gather`.
+            passing: The names of files that are not a part of it.
+        """
+        target, whole = self._unfinished.path, self._whole
+        disk.write_file(target / manifest.NAME, whole._replace(files={**whole.files, **files}).chunks())
+        for each in passing:
+            disk.remove_file(target / each)
+        self._unfinished.finish()
+        try:
+            self._folder.remove_all_but(self._keep)
+        except OSError as error:
+            return f"hvdlite: an old checkpoint cannot be removed: {error}"
+        return ""
 
 
 class _Parts(NamedTuple):
