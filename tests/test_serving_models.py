@@ -6,7 +6,9 @@ import asyncio
 import itertools
 import os
 import re
+import shutil
 import signal
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +191,59 @@ def test_a_server_that_ends_while_it_loads(
 
         answer = asyncio.run(ask())
         assert answer.status_code == 503 and "the server ends, and loads no more" in answer.json()["error"]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not there, which makes the certificate")
+def test_tls_and_what_is_behind_a_proxy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+    ]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert]
+    subprocess.run(command, check=True, capture_output=True)
+    settings: dict[str, Any] = {"certfile": cert, "keyfile": key, "root_path": "/models", "cors": "https://example.org"}
+    with in_thread(lambda batch: batch * 2, max_wait=0.0, **settings) as server:
+        assert server.url.startswith("https://")
+        with httpx.Client(base_url=server.url, verify=ssl.create_default_context(cafile=cert)) as client:
+            for root in ("", "/models"):  # a proxy may have taken it away
+                assert client.post(f"{root}/v1/predict", json={"input": [1.5] * 50_000}).json() == {
+                    "output": [3.0] * 50_000
+                }
+                assert client.get(f"{root}/v2/health/ready").json() == {"ready": True}
+            assert client.get("/modelsv1/predict").status_code == 404
+            page = client.get("/models").text
+            assert 'fetch("/models/v1/predict"' in page and 'href="/models/openapi.json"' in page
+            assert client.get("/openapi.json").json()["servers"] == [{"url": "/models"}]
+            asks = {"origin": "https://example.org", "access-control-request-method": "POST"}
+            allowed = client.options(
+                "/models/v1/predict", headers={**asks, "access-control-request-headers": "x-api-key"}
+            )
+            assert allowed.status_code == 200
+            assert allowed.headers["access-control-allow-origin"] == "https://example.org"
+            assert allowed.headers["access-control-allow-headers"] == "x-api-key"
+            answer = client.post("/v1/predict", json={"input": [1]}, headers={"origin": "https://example.org"})
+            assert answer.headers["access-control-allow-origin"] == "https://example.org"
+            other = client.post("/v1/predict", json={"input": [1]}, headers={"origin": "https://other.org"})
+            assert "access-control-allow-origin" not in other.headers
+        host, port = server.url.removeprefix("https://").split(":")
+        assert main(["serve", "--explain", "--host", host, "--port", port, "--certfile", cert]) == 0
+        assert "this time was given" in capsys.readouterr().out
+    for arguments, words in (
+        (["--certfile", key, "--keyfile", cert], f"--certfile {key} and --keyfile {cert}: "),
+        (["--certfile", str(tmp_path / "none.pem")], "No such file or directory. Expected a certificate and its key"),
+        (["--keyfile", key], "without a certfile: TLS needs a certificate"),
+        (["--root-path", "models/"], "root_path='models/': expected a path such as /models"),
+        (["--cors", "example.org"], "cors='example.org': expected origins such as https://example.org, or *"),
+        (["--explain", "--certfile", key], "expected a file with a certificate, as PEM"),
+    ):
+        assert main(["serve", "m:f", *arguments]) == 2
+        assert words in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ssl
 import urllib.error
 import urllib.request
 from typing import Any
@@ -56,6 +57,15 @@ def add_command(commands: Any) -> None:
     add("--keep-alive", default="5s", metavar="TIME", help="a connection without a request stays so long (5s)")
     add("--max-connections", type=int, default=default.max_connections, metavar="N", help="connections (1000)")
     add("--page", default=default.page, metavar="FILE", help="the HTML page of / (one to try the model)")
+    add("--certfile", default="", metavar="FILE", help="TLS: the certificate, as PEM (none: no TLS)")
+    add("--keyfile", default="", metavar="FILE", help="TLS: its key (none: it is in --certfile)")
+    add("--root-path", default="", metavar="PATH", help="where a proxy shows the server, such as /models")
+    add(
+        "--cors",
+        default="",
+        metavar="ORIGINS",
+        help="pages of these origins may ask, such as https://example.org (none)",
+    )
     add(
         "--explain",
         action="store_true",
@@ -66,7 +76,8 @@ def add_command(commands: Any) -> None:
 def _run(found: argparse.Namespace) -> None:
     key = _key(found.api_key_env)
     if found.explain:
-        print(_ask(f"http://{found.host}:{found.port}/explain", key), end="")
+        scheme = "https" if found.certfile else "http"
+        print(_ask(f"{scheme}://{found.host}:{found.port}/explain", key, found.certfile), end="")
         return
     predict = _models(found.predict, found.model)
     from hvdlite.serving.serve import serve
@@ -79,7 +90,10 @@ def _run(found: argparse.Namespace) -> None:
         slo_p99=None if found.slo_p99 is None else seconds(found.slo_p99),
         **{
             name: getattr(found, name)
-            for name in ("replicas", "devices", "max_batch", "host", "port", "max_queue", "max_connections", "page")
+            for name in (
+                *("replicas", "devices", "max_batch", "host", "port", "max_queue", "max_connections", "page"),
+                *("certfile", "keyfile", "root_path", "cors"),
+            )
         },
         **{
             name: seconds(getattr(found, name))
@@ -120,12 +134,24 @@ def _key(variable: str | None) -> str:
     return key
 
 
-def _ask(url: str, key: str) -> str:
+def _ask(url: str, key: str, certfile: str) -> str:
     request = urllib.request.Request(url, headers={"authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=10, context=_trusting(certfile)) as answer:
             return str(answer.read().decode())
     except urllib.error.HTTPError as error:
         raise LaunchError(f"{url} answers {error.code}: {error.read().decode(errors='replace')}") from None
     except OSError as error:
         raise LaunchError(f"no server answers at {url} ({error}): give its --host and --port.") from None
+
+
+def _trusting(certfile: str) -> ssl.SSLContext | None:
+    """Return a context that trusts the authorities of the system, and a certificate."""
+    if not certfile:
+        return None
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(certfile)
+    except OSError as error:
+        raise ArgumentError(f"--certfile {certfile}: {error}: expected a file with a certificate, as PEM.") from None
+    return context

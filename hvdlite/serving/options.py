@@ -41,6 +41,10 @@ class Options:
         keep_alive: A connection without a request is closed after so long.
         max_connections: The most connections at a time.
         page: A file with the HTML page of the path ``/``; empty for the server's own, on which one can try the model.
+        certfile: A file with the server's certificate for TLS, and those of its authorities; empty for no TLS.
+        keyfile: A file with the key of the certificate; empty if `certfile` has it too.
+        root_path: The path before all others under which a proxy shows the server, such as "/models".
+        cors: The origins whose pages may ask the server, separated by commas, or "*" for all; empty for none but its own.
 
     Raises:
         ArgumentError: A setting is out of its range.
@@ -67,6 +71,10 @@ class Options:
     keep_alive: float = 5.0
     max_connections: int = 1000
     page: str = ""
+    certfile: str = ""
+    keyfile: str = ""
+    root_path: str = ""
+    cors: str = ""
 
     def __post_init__(self) -> None:
         for name in ("replicas", "max_batch", "max_queue", "max_body", "max_memory", "max_connections"):
@@ -86,8 +94,19 @@ class Options:
             )
         if self.page and not os.access(self.page, os.R_OK):
             raise ArgumentError(f"serve: page={self.page!r}: there is no such file, or it cannot be read.")
+        if self.keyfile and not self.certfile:
+            raise ArgumentError(f"serve: keyfile={self.keyfile!r} without a certfile: TLS needs a certificate.")
+        if self.root_path and not re.fullmatch(r"(/[\w.~-]+)+", self.root_path):
+            raise ArgumentError(f"serve: root_path={self.root_path!r}: expected a path such as /models.")
+        if self.cors and not all(re.fullmatch(r"\*|https?://[^/\s]+", origin) for origin in self.origins):
+            raise ArgumentError(f"serve: cors={self.cors!r}: expected origins such as https://example.org, or *.")
         if not 0 <= self.port < 2**16:
             raise ArgumentError(f"serve: port={self.port!r}: expected a number from 0 to 65535.")
+
+    @property
+    def origins(self) -> list[str]:
+        """The origins whose pages may ask the server."""
+        return [origin.strip() for origin in self.cors.split(",")] if self.cors else []
 
     @property
     def threads(self) -> int:

@@ -13,6 +13,7 @@ import re
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 import weakref
@@ -79,12 +80,13 @@ class Server:
     def __init__(self, predict: Served | Mapping[str, Served], options: Options) -> None:
         self._options = options
         _allow_descriptors(options.max_connections + _OWN_DESCRIPTORS)
+        _check_certificate(options)
         self._predict = {name: _sendable(each) for name, each in _by_name(predict).items()}
         self._devices = devices_of(options.devices, options.replicas, environment())
         self._fleets: weakref.WeakSet[Fleet] = weakref.WeakSet()
         self._socket = _listen(options.host, options.port)
         host = f"[{options.host}]" if ":" in options.host else options.host
-        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self.url = f"{'https' if options.certfile else 'http'}://{host}:{self._socket.getsockname()[1]}"
         self._stop: Callable[[], None] | None = None
 
     @property
@@ -130,6 +132,8 @@ class Server:
         config["timeout_keep_alive"] = self._options.keep_alive
         config["timeout_graceful_shutdown"] = self._options.drain + _LAST_ANSWERS
         places = Places()
+        if self._options.certfile:
+            config |= {"ssl_certfile": self._options.certfile, "ssl_keyfile": self._options.keyfile or None}
         http = _Http(uvicorn.Config(app, http=protocol_class(self._options, models.first.metrics, places), **config))
         loop = asyncio.get_running_loop()
         ending = _Ending(self._options, models, http, places)
@@ -351,6 +355,21 @@ def _sendable(predict: Served) -> str | bytes:
             f"the function cannot be sent to the replicas: {error}. Put it into a module, and serve 'module:name'."
         ) from error
     return data
+
+
+def _check_certificate(options: Options) -> None:
+    """Raise if TLS cannot work.
+
+    Raises:
+        LaunchError: The certificate and its key are no pair, or cannot be read.
+    """
+    if not options.certfile:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(options.certfile, options.keyfile or None)
+    except OSError as error:
+        files = f"--certfile {options.certfile}" + (f" and --keyfile {options.keyfile}" if options.keyfile else "")
+        raise LaunchError(f"{files}: {error}. Expected a certificate and its key, as PEM.") from None
 
 
 def _allow_descriptors(count: int) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -24,6 +26,8 @@ _SAFE = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'",
     "x-content-type-options": "nosniff",
 }
+_EXPOSED = ["retry-after", "inference-header-content-length"]
+"""Headers of answers that pages of other origins may read."""
 
 
 class App:
@@ -39,9 +43,24 @@ class App:
         routes = [*_routes(_Pages(models, options), models, self.intake), *_routes_of_models(models, options)]
         self._all = Starlette(routes=routes, exception_handlers={RefusedError: _refused, HTTPException: _http_error})
         self._busy = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, Endpoint)}
+        self._root = options.root_path
+        self._for_pages: Any = None
+        if options.cors:
+            about: dict[str, Any] = {
+                "allow_methods": ["GET", "POST"],
+                "allow_headers": ["*"],
+                "expose_headers": _EXPOSED,
+            }
+            self._for_pages = CORSMiddleware(self._route, options.origins, **about)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
+        await (self._for_pages or self._route)(scope, receive, send)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._root and scope["type"] == "http" and f"{scope['path']}/".startswith(f"{self._root}/"):
+            # Some proxies take the root path away, and some do not.
+            scope["path"] = scope["path"][len(self._root) :] or "/"
         busy = self._busy.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         await (busy or self._all)(scope, receive, send)
 

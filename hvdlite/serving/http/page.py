@@ -72,6 +72,8 @@ def openapi(spec: Spec | None, options: Options) -> dict[str, Any]:
     about["paths"]["/readyz"]["get"]["responses"]["503"] = {
         "description": "No replica can compute, or the server ends."
     }
+    if options.root_path:
+        about["servers"] = [{"url": options.root_path}]
     if options.api_key:
         about["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
         for path in ("/v1/predict", "/metrics", "/explain"):
@@ -84,7 +86,12 @@ def page(spec: Spec | None, options: Options) -> str:
     """Return the page of a server, as HTML. The arguments are those of `openapi`."""
     example = json.dumps({"input": _example(spec)})
     key = '<p><label>Key: <input id="key" type="password"></label></p>' if options.api_key else ""
-    texts = {"EXAMPLE": html.escape(example), "KEY": key, "SPEC": html.escape(str(spec or "not known yet"))}
+    texts = {
+        "EXAMPLE": html.escape(example),
+        "ROOT": options.root_path,
+        "KEY": key,
+        "SPEC": html.escape(str(spec or "not known yet")),
+    }
     return re.sub("|".join(texts), lambda found: texts[found[0]], _PAGE)
 
 
@@ -116,9 +123,9 @@ textarea { width: 100%; height: 8em; font-family: monospace; } pre { white-space
 </style>
 <h1>hvdlite serve</h1>
 <p>An input is SPEC. Send it to <code>POST /v1/predict</code> as JSON, as <code>application/x-npy</code> or as
-<code>application/msgpack</code>; the answer has the same format. <a href="/openapi.json">/openapi.json</a> describes all paths.
-<a href="/metrics">/metrics</a> is for Prometheus, <a href="/explain">/explain</a> says how long batches wait, and why.
-<a href="/readyz">/readyz</a> says whether the server is ready.</p>
+<code>application/msgpack</code>; the answer has the same format. <a href="ROOT/openapi.json">/openapi.json</a> has the paths.
+<a href="ROOT/metrics">/metrics</a> is for Prometheus, <a href="ROOT/explain">/explain</a> says how long batches wait, and why.
+<a href="ROOT/readyz">/readyz</a> says whether the server is ready.</p>
 KEY
 <textarea id="body" aria-label="body">EXAMPLE</textarea>
 <p><button id="send">Send</button></p>
@@ -130,7 +137,7 @@ get("send").onclick = async () => {
   if (get("key")) headers["authorization"] = "Bearer " + get("key").value;
   const begin = performance.now();
   try {
-    const answer = await fetch("/v1/predict", {method: "POST", headers, body: get("body").value});
+    const answer = await fetch("ROOT/v1/predict", {method: "POST", headers, body: get("body").value});
     const text = await answer.text();
     get("answer").textContent = `${answer.status}, ${(performance.now() - begin).toFixed(1)} ms\\n${text}`;
   } catch (error) {
