@@ -23,6 +23,7 @@ from hvdlite.adapter import capabilities
 from hvdlite.adapter.arguments import num_rank_is_power_2 as check_num_rank_power_of_2
 from hvdlite.adapter.capabilities import *  # noqa: F403
 from hvdlite.adapter.few_bytes.local_steps import DiLoCo, LocalSGD
+from hvdlite.adapter.guide import advice_for
 from hvdlite.async_sgd.training.unfinished import serve_parameters
 from hvdlite.basics import *  # noqa: F403
 from hvdlite.checks import require
@@ -85,7 +86,7 @@ else:
     def __getattr__(name: str) -> Any:
         if name in _NAMES:
             raise missing(__name__, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(advice_for(__name__, name))
 
 
 __all__ = [
@@ -147,3 +148,8 @@ __all__ += basics.__all__ + capabilities.__all__
 if not TYPE_CHECKING and not is_installed():
     _NAMES = frozenset(__all__)
     __all__ = [name for name in __all__ if name in globals()]
+
+if not TYPE_CHECKING and "__getattr__" not in globals():
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(advice_for(__name__, name))

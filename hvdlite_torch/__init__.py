@@ -7,7 +7,7 @@ the blocking ones are differentiable, functions for training scripts; and the na
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdlite import basics
 from hvdlite.adapter import capabilities
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # mypy keeps the first of two imports of a name
     from hvdlite_torch.distributed.backend import init as init
     from hvdlite_torch.distributed.grid import ProcessGrid as ProcessGrid
 
+from hvdlite.adapter.guide import advice_for
 from hvdlite.basics import *  # type: ignore[assignment]  # noqa: F403
 from hvdlite.checks import require
 from hvdlite.gradients.aggregator import Aggregator, FlatBucket, Weights
@@ -140,3 +141,8 @@ __all__ = [
     "warmup",
 ]
 __all__ += basics.__all__ + capabilities.__all__
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise AttributeError(advice_for(__name__, name))

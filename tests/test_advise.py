@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -295,6 +296,15 @@ def test_models_that_cannot_be() -> None:
         Model(FOUR, parse_link("1gbit")).estimate(parse_strategy("async:4"))
     with pytest.raises(ArgumentError, match="powersgd:5 was not tried out"):
         Model(FOUR, parse_link("1gbit")).estimate(parse_strategy("powersgd:5"))
+
+
+def test_of_one_kind_what_keeps_most_is_recommended() -> None:
+    model = Model(FOUR, parse_link("1gbit"))
+    like = model.estimate(parse_strategy("powersgd:4"))
+    alike = [
+        dataclasses.replace(like, strategy=parse_strategy(name)) for name in ("powersgd:4", "powersgd:8", "powersgd:2")
+    ]
+    assert str(choose(alike).strategy) == "powersgd:8"
 
 
 # The measurement

@@ -69,6 +69,12 @@ except ModuleNotFoundError as error:
             AttributeError,
             "no 'DistributedOptimizer'.*`import hvdlite_torch",
         ),
+        ("import hvdlite; hvdlite.world_size", AttributeError, r"no attribute 'world_size': it is called size\(\)"),
+        (
+            "import hvdlite_torch; hvdlite_torch.get_rank",
+            AttributeError,
+            r"no attribute 'get_rank': it is called rank\(\)",
+        ),
         ("import hvdlite; hvdlite.__nosuch__", AttributeError, "no attribute '__nosuch__'"),
         ("import hvdlite.comm.nosuch", ModuleNotFoundError, r"No module named 'hvdlite\.comm\.nosuch'"),
         ("import nosuch", ModuleNotFoundError, "No module named 'nosuch'"),

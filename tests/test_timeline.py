@@ -220,6 +220,7 @@ def test_the_summary_says_who_was_late_and_by_how_much(tmp_path: Path, capsys: p
     for path in ("trace.json", "ranks"):
         assert main(["timeline", "summarize", str(tmp_path / path)]) == 0
         text = capsys.readouterr().out
+        assert main(["timeline", str(tmp_path / path)]) == 0 and capsys.readouterr().out == text
         rows = [" ".join(line.split()) for line in text.splitlines()]
         slow, fine = ("slow 10 300 µs 300 µs rank 1 (10 of 10)", "fine 10 90 µs 90 µs rank 2 (10 of 10)")
         assert rows.index(slow) < rows.index(fine)

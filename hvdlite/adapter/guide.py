@@ -13,15 +13,40 @@ _PACKAGES = {
     "keras": "hvdlite_tf",
 }
 
+_OTHERS_NAMES = {
+    **{
+        "world_size": "size",
+        "get_world_size": "size",
+        "num_ranks": "size",
+        "get_rank": "rank",
+        "get_local_rank": "local_rank",
+    },
+    **{
+        "all_reduce": "allreduce",
+        "all_gather": "allgather",
+        "all_to_all": "alltoall",
+        "reduce_scatter": "reducescatter",
+    },
+}
+"""What torch.distributed and others call our functions."""
+
 
 def advice_on(name: str) -> str:
     """Return the text of the error for a name that is not in `hvdlite`."""
     if name in _PACKAGES:
         return f"hvdlite has no {name!r}: write `import {_PACKAGES[name]} as hvd`."
+    if name in _OTHERS_NAMES:
+        return advice_for("hvdlite", name)
     return (
         f"hvdlite has no {name!r}. What belongs to a framework is in a package of its own: write `import hvdlite_torch as hvd` "
         "for PyTorch, `import hvdlite_tf as hvd` for TensorFlow and Keras."
     )
+
+
+def advice_for(module: str, name: str) -> str:
+    """Return the text of the error for a name that an adapter does not have."""
+    ours = f": it is called {_OTHERS_NAMES[name]}()" if name in _OTHERS_NAMES else ""
+    return f"module {module!r} has no attribute {name!r}{ours}"
 
 
 class Guide:

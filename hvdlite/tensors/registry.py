@@ -50,7 +50,8 @@ def _find_adapter(tensor: Any) -> TensorAdapter[Any]:
     raise UnsupportedTensorError(
         f"expected a NumPy array, a torch or TensorFlow tensor, or an array with DLPack and the array API "
         f"(JAX, CuPy); got {type(tensor).__module__}.{type(tensor).__qualname__}. "
-        "Wrap numbers and lists as numpy.array(x); send other objects with broadcast_object or allgather_object."
+        "Wrap numbers and lists as numpy.array(x) or torch.tensor(x); "
+        "send other objects with broadcast_object or allgather_object."
     )
 
 

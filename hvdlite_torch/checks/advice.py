@@ -77,7 +77,8 @@ class Advice:
         if self._op is hvdlite.Average and self._has_default_lr():
             say(
                 f"the learning rate is {type(self._optimizer).__name__}'s default, and a step now averages the batches of "
-                f"{len(everybody)} ranks. hvd.scale_lr(optimizer) scales it for that."
+                f"{len(everybody)} ranks. hvd.scale_lr(optimizer) scales it for that. Leave it if the program has "
+                "divided its batch size by the number of ranks."
             )
 
     def odd_passes(self, passes: int) -> None:

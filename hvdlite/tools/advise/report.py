@@ -10,7 +10,8 @@ from hvdlite.tools.advise.strategies import KINDS
 _FAST_ENOUGH = 0.5
 """Of the strategies that are at least so fast as the fastest, one that changes the training least is recommended."""
 _AS_FAST = 0.9
-"""Of those, the simplest that is at least so fast as the fastest of them. `KINDS` has the simple ones first."""
+"""Of those, the simplest that is at least so fast as the fastest of them. `KINDS` has the simple ones first. Of one
+kind it is the one that keeps most."""
 
 
 def choose(estimates: Sequence[Estimate]) -> Estimate:
@@ -22,7 +23,7 @@ def choose(estimates: Sequence[Estimate]) -> Estimate:
     found = fast(estimates, _FAST_ENOUGH)
     least = min(each.strategy.about.changes for each in found)
     found = fast([each for each in found if each.strategy.about.changes == least], _AS_FAST)
-    return min(found, key=lambda each: list(KINDS).index(each.strategy.kind))
+    return min(found, key=lambda each: (list(KINDS).index(each.strategy.kind), -each.strategy.kept))
 
 
 def text(model: Model, estimates: Sequence[Estimate]) -> str:

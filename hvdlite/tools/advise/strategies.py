@@ -63,6 +63,11 @@ class Strategy:
         return KINDS[self.kind]
 
     @property
+    def kept(self) -> float:
+        """A number that is larger if an update keeps more, among strategies of this kind."""
+        return self.number if self.kind in ("powersgd", "topk") else -self.number
+
+    @property
     def how(self) -> str:
         """How a program asks for it."""
         servers = self.kind in ("sync", "async") and not self.number

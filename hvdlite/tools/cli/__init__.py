@@ -109,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["compat"]:  # it lies above this room, and its program needs a process of its own anyway
         os.execv(sys.executable, [sys.executable, "-m", "hvdlite.compat", *given[1:]])
+    if given[:1] == ["timeline"] and given[1:] and Path(given[1]).exists():
+        given.insert(1, "summarize")
     parser = _parser()
     end = given.index("--") if "--" in given else len(given)
     options = parser.parse_args(given[:end])
