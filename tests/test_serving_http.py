@@ -555,6 +555,14 @@ def test_the_other_paths() -> None:
             start = (await get("/")).text
             assert "float32, shape (3,)" in start and "{&quot;input&quot;: [0, 0, 0]}" in start
             assert "this time was given" in (await get("/explain")).text
+            docs = (await get("/docs")).text
+            for path, methods in described["paths"].items():
+                for method in methods:
+                    assert f"<b>{method.upper()}</b> <code>{path}</code>" in docs
+                    if not path.endswith("/load"):
+                        answer = await s.client.request(method, path.replace("{name}", "model"))
+                        assert answer.status_code not in (404, 405), path
+            assert "http://" not in docs and "https://" not in docs and " src=" not in docs  # nothing from elsewhere
             assert (await get("/v1/predict")).status_code == 405
             missing = await get("/v3")
             assert missing.status_code == 404 and "/openapi.json describes all paths" in missing.json()["error"]

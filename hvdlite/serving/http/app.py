@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from hvdlite.serving.http.docs_page import docs_page
 from hvdlite.serving.http.model_pages import ModelPages
 from hvdlite.serving.http.open_inference import InferEndpoint
 from hvdlite.serving.http.page import openapi, page
@@ -73,6 +74,7 @@ def _routes(pages: _Pages, models: Models, intake: Intake) -> list[Route]:
         Route("/metrics", pages.metrics),
         Route("/explain", pages.explain),
         Route("/openapi.json", pages.openapi),
+        Route("/docs", pages.docs),
         Route("/", pages.start),
     ]
     for model in models:
@@ -135,6 +137,10 @@ class _Pages:
 
     async def openapi(self, request: Request) -> Response:
         return JSONResponse(openapi(self._models.first.service.spec, self._options))
+
+    async def docs(self, request: Request) -> Response:
+        about = openapi(self._models.first.service.spec, self._options)
+        return HTMLResponse(docs_page(about, self._options.root_path), headers=_SAFE)
 
     async def start(self, request: Request) -> Response:
         return HTMLResponse(self._page or page(self._models.first.service.spec, self._options), headers=_SAFE)

@@ -24,6 +24,29 @@ _ERRORS = {
     503: "no replica is ready, or the request lost two replicas",
     504: "no replica was free before the deadline of the request",
 }
+_NAME = {
+    "name": "name",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string"},
+    "description": "the name of a model",
+}
+_OBJECT: dict[str, Any] = {"type": "object"}
+_INFER = {"type": "object", "required": ["inputs"], "properties": {"inputs": {"type": "array", "items": _OBJECT}}}
+_TF = {"type": "object", "properties": {"instances": {"type": "array", "items": {}}, "inputs": {}}}
+_MODEL_PATHS: tuple[tuple[str, str, str, dict[str, Any] | None], ...] = (
+    ("post", "/v2/models/{name}/infer", "The Open Inference Protocol: compute a batch of named tensors.", _INFER),
+    ("get", "/v2/models/{name}", "The inputs and outputs of a model.", None),
+    ("get", "/v2/models/{name}/ready", "Whether a model can compute.", None),
+    ("get", "/v2", "What the server is.", None),
+    ("get", "/v2/health/live", "The server is running.", None),
+    ("get", "/v2/health/ready", "Whether all models can compute.", None),
+    ("post", "/v2/repository/index", "The state of all models.", None),
+    ("post", "/v2/repository/models/{name}/load", "Load new weights while the server serves.", None),
+    ("post", "/v1/models/{name}:predict", "TensorFlow Serving: compute inputs by rows or by columns.", _TF),
+    ("get", "/v1/models/{name}", "The state of a model.", None),
+    ("get", "/v1/models", "The names of the models.", None),
+)
 
 
 def openapi(spec: Spec | None, options: Options) -> dict[str, Any]:
@@ -72,13 +95,22 @@ def openapi(spec: Spec | None, options: Options) -> dict[str, Any]:
     about["paths"]["/readyz"]["get"]["responses"]["503"] = {
         "description": "No replica can compute, or the server ends."
     }
+    for method, path, what, schema in _MODEL_PATHS:
+        operation: dict[str, Any] = {"summary": what, "responses": {"200": {"description": "the answer"}}}
+        if "{name}" in path:
+            operation["parameters"] = [_NAME]
+            operation["responses"]["404"] = {"description": "there is no such model"}
+        if schema is not None:
+            operation["requestBody"] = {"required": True, "content": {JSON: {"schema": schema}}}
+        about["paths"].setdefault(path, {})[method] = operation
     if options.root_path:
         about["servers"] = [{"url": options.root_path}]
     if options.api_key:
         about["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-        for path in ("/v1/predict", "/metrics", "/explain"):
-            for operation in about["paths"][path].values():
-                operation["security"] = [{"key": []}]
+        for path in about["paths"]:
+            if path.endswith(("predict", "/metrics", "/explain", "/infer", "/load", "/index")):
+                for operation in about["paths"][path].values():
+                    operation["security"] = [{"key": []}]
     return about
 
 
@@ -123,7 +155,8 @@ textarea { width: 100%; height: 8em; font-family: monospace; } pre { white-space
 </style>
 <h1>hvdlite serve</h1>
 <p>An input is SPEC. Send it to <code>POST /v1/predict</code> as JSON, as <code>application/x-npy</code> or as
-<code>application/msgpack</code>; the answer has the same format. <a href="ROOT/openapi.json">/openapi.json</a> has the paths.
+<code>application/msgpack</code>; the answer has the same format. <a href="ROOT/openapi.json">/openapi.json</a> has the paths,
+<a href="ROOT/docs">/docs</a> shows them.
 <a href="ROOT/metrics">/metrics</a> is for Prometheus, <a href="ROOT/explain">/explain</a> says how long batches wait, and why.
 <a href="ROOT/readyz">/readyz</a> says whether the server is ready.</p>
 KEY
