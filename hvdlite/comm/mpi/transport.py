@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -142,7 +143,7 @@ class MpiTransport:
         self.size: int = comm.Get_size()
         self._posted: list[MPI.Request] = []
         self._status = MPI.Status()
-        self._dropped: list[tuple[MPI.Request, Array]] = []
+        self._dropped: deque[tuple[MPI.Request, Array]] = deque()  # any thread may add one, whenever it collects garbage
         self._awaited: list[MpiReceive] = []
         """Receives whose messages have not been found yet, in the order in which the program has asked for them."""
         self._lock = threading.Lock()  # of `_awaited`
@@ -241,8 +242,13 @@ class MpiTransport:
         self._dropped.append((request, data))
 
     def _forget_dropped(self) -> None:
-        if self._dropped:
-            self._dropped = [each for each in self._dropped if not each[0].Test()]
+        for _ in range(len(self._dropped)):
+            try:
+                request, data = self._dropped.popleft()
+            except IndexError:  # another thread looks too
+                return
+            if not request.Test():
+                self.keep(request, data)
 
     @maps_own_errors
     def post(self, content: bytes, dest: int) -> None:
