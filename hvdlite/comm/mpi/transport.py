@@ -143,7 +143,8 @@ class MpiTransport:
         self.size: int = comm.Get_size()
         self._posted: list[MPI.Request] = []
         self._status = MPI.Status()
-        self._dropped: deque[tuple[MPI.Request, Array]] = deque()  # any thread may add one, whenever it collects garbage
+        # Any thread may add one, whenever it collects garbage.
+        self._dropped: deque[tuple[MPI.Request, Array]] = deque()
         self._awaited: list[MpiReceive] = []
         """Receives whose messages have not been found yet, in the order in which the program has asked for them."""
         self._lock = threading.Lock()  # of `_awaited`
