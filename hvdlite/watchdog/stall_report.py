@@ -22,7 +22,7 @@ _STARTERS = ("<frozen runpy>", f"{os.sep}runpy.py")
 
 
 @dataclass(frozen=True)
-class Answer:
+class StallAnswer:
     """The answer of a rank to the question where it is.
 
     Attributes:
@@ -49,7 +49,7 @@ class Answer:
         return next((seconds for other, seconds in self.waits if other == what), None)
 
 
-def reporter(what: str, answers: Mapping[int, Answer], limit: float) -> int | None:
+def reporter(what: str, answers: Mapping[int, StallAnswer], limit: float) -> int | None:
     """Return the rank that reports a wait for `what`: the lowest that has waited for about `limit` seconds.
 
     One rank must report, and every waiting rank asks. It is not always rank 0, for rank 0 may be missing.
@@ -66,7 +66,7 @@ def report(
     what: str,
     seconds: float,
     ranks: Sequence[int],
-    answers: Mapping[int, Answer],
+    answers: Mapping[int, StallAnswer],
     left: Mapping[int, float],
     stacks: Mapping[int, str],
 ) -> str:
@@ -100,7 +100,7 @@ def report(
     return "\n".join(lines)
 
 
-def _absent(rank: int, answer: Answer) -> list[str]:
+def _absent(rank: int, answer: StallAnswer) -> list[str]:
     if answer.did_its_part:
         return [
             f"  rank {rank} has done its part: the message was sent, and its receive was begun, but MPI has not carried it.",
@@ -116,7 +116,7 @@ def _absent(rank: int, answer: Answer) -> list[str]:
 
 
 def last_words(last: tuple[str, float] | None) -> str:
-    """Return `Answer.last` as a sentence."""
+    """Return `StallAnswer.last` as a sentence."""
     if last is None:
         return "It has not completed any operation."
     return f"Its last completed operation, {last[1]:.0f} s ago: {last[0]}"

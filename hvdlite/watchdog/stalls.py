@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hvdlite.config import Config
 from hvdlite.launcher_link.link import report_hung, stack_by_guard
 from hvdlite.ranks.log import tell
-from hvdlite.watchdog.stall_report import Answer, report, reporter
+from hvdlite.watchdog.stall_report import StallAnswer, report, reporter
 from hvdlite.watchdog.waits import Wait
 
 _ANSWER_SECONDS = 1.0
@@ -23,7 +23,7 @@ class _Question:
 
     wait: Wait
     asked: float
-    answers: dict[int, Answer] = field(default_factory=dict)
+    answers: dict[int, StallAnswer] = field(default_factory=dict)
 
 
 class Stalls:
@@ -65,7 +65,7 @@ class Stalls:
     def _limit(self, wait: Wait) -> float:
         return self._end_after if wait.limit is None else wait.limit
 
-    def hear(self, sender: int, number: int, answer: Answer) -> None:
+    def hear(self, sender: int, number: int, answer: StallAnswer) -> None:
         """Take the answer of a rank: where it is."""
         if number in self._questions:
             self._questions[number].answers[sender] = answer

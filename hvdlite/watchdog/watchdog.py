@@ -25,7 +25,7 @@ from hvdlite.watchdog.departures import Departures, Losses
 from hvdlite.watchdog.launched import LaunchWatch
 from hvdlite.watchdog.letters import Letter
 from hvdlite.watchdog.links import Link, Links
-from hvdlite.watchdog.stall_report import Answer, is_in_messages, last_words, left_text, stack_of_program
+from hvdlite.watchdog.stall_report import StallAnswer, is_in_messages, last_words, left_text, stack_of_program
 from hvdlite.watchdog.stalls import Informer, Stalls
 from hvdlite.watchdog.threads import Threads
 from hvdlite.watchdog.waits import Wait, of_program
@@ -321,10 +321,10 @@ class Watchdog:
         lacks = self.lacks.get(need.members.id)
         return lacks is not None and lacks(need.operation, need.number)
 
-    def _where(self, letter: Letter | None) -> Answer:
+    def _where(self, letter: Letter | None) -> StallAnswer:
         now = time.monotonic()
         waits = tuple((wait.what(), now - wait.since) for wait in of_program(self._waits, self._main_thread))
-        return Answer(waits, stack_of_program(self._main_thread), self._last(), self._links.did_its_part(letter))
+        return StallAnswer(waits, stack_of_program(self._main_thread), self._last(), self._links.did_its_part(letter))
 
     def _last(self) -> tuple[str, float] | None:
         completed = self._completed

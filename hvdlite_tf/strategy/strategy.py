@@ -193,7 +193,7 @@ _MAKERS = {"make_train_function": "train", "make_test_function": "test", "make_p
 _METHODS = {"train_step": "train", "test_step": "test"}
 
 
-class Step(NamedTuple):
+class KerasStep(NamedTuple):
     """A step of Keras.
 
     Attributes:
@@ -205,7 +205,7 @@ class Step(NamedTuple):
     model: Any
 
 
-def step_of(function: Callable[..., Any]) -> Step | None:
+def step_of(function: Callable[..., Any]) -> KerasStep | None:
     """Return the step of Keras that a function is; None if the function is something else.
 
     Keras 3 passes methods of the model, and a function that `make_predict_function` defines. tf_keras passes functions that its
@@ -213,13 +213,13 @@ def step_of(function: Callable[..., Any]) -> Step | None:
     """
     model = getattr(function, "__self__", None)
     if isinstance(model, keras.Model) and function.__name__ in _METHODS:
-        return Step(_METHODS[function.__name__], model)
+        return KerasStep(_METHODS[function.__name__], model)
     function = inspect.unwrap(getattr(function, "python_function", function))
     made_in = getattr(function, "__qualname__", "").split(".")
     for maker, kind in _MAKERS.items():
         if maker in made_in and function.__module__.split(".")[0] in ("keras", "tf_keras"):
             referred = inspect.getclosurevars(function).nonlocals
-            return Step(kind, referred.get("model", referred.get("self")))
+            return KerasStep(kind, referred.get("model", referred.get("self")))
     return None
 
 

@@ -33,7 +33,7 @@ from hvdlite_torch.step.sharding import Sharding
 from hvdlite_torch.step.shards import clip_factor, squared_norm
 from hvdlite_torch.step.stepped_groups import groups_of
 from hvdlite_torch.sync.host_gradients import HostGradients
-from hvdlite_torch.sync.slot import Slot, Where, as_tensor
+from hvdlite_torch.sync.slot import GradientPlace, Slot, as_tensor
 from hvdlite_torch.tensors.gradient import gradient_dtype
 from hvdlite_torch.tensors.runs import Member, Run
 from hvdlite_torch.tensors.split import joint_squares
@@ -178,7 +178,7 @@ class HostShards:
     def give(self, there: Sequence[bool]) -> None:
         """Give each piece its combined gradient, or None if `there` says that no rank has a gradient of the parameter."""
         for piece, parameter, slot, homes in self._homes:
-            whole = self._parameters[piece.tensor].grad if slot.where is Where.OWN else None
+            whole = self._parameters[piece.tensor].grad if slot.where is GradientPlace.IN_PLACE else None
             # A new tensor object each time: an optimizer's step may give the object other memory (``p.grad.data = …``).
             combined = homes[slot.pool.number].data if whole is None else cut(whole, piece)
             parameter.grad = combined if there[piece.tensor] else None

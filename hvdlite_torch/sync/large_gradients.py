@@ -8,7 +8,7 @@ import torch
 
 from hvdlite.gradients.bucket import Bucket
 from hvdlite.gradients.overlap import Overlap
-from hvdlite_torch.sync.slot import Check, Slot, Where
+from hvdlite_torch.sync.slot import Check, GradientPlace, Slot
 from hvdlite_torch.tensors.ownership import overlapping
 
 
@@ -75,7 +75,7 @@ class LargeGradients:
         found = overlapping([gradient for _, gradient in dense], [gradient.nbytes for _, gradient in dense])
         self._met = [dense[number][0] for number in found]
         for slot, _ in self._met:
-            slot.where = Where.AWAY
+            slot.where = GradientPlace.ELSEWHERE
         return bool(found)
 
     def _collect_now(self, used: list[bool], check: Check, buffer: int) -> None:
@@ -86,8 +86,8 @@ class LargeGradients:
                 used[slot.index] = False
                 continue
             if slot.reduced_in_place and not slot.alone:
-                slot.show(gradient if slot.where is Where.OWN else None)
-            if slot.where is Where.AWAY or (slot.where is Where.HOME and buffer):
+                slot.show(gradient if slot.where is GradientPlace.IN_PLACE else None)
+            if slot.where is GradientPlace.ELSEWHERE or (slot.where is GradientPlace.IN_BUFFER and buffer):
                 dense = check(slot, gradient)
                 used[slot.index] = dense is not None
                 if dense is not None:
@@ -119,7 +119,7 @@ class LargeGradients:
         for slot, parameter in self._pairs:
             if anywhere[slot.index]:
                 where = slot.where
-                if where is Where.OWN or (where is Where.HOME and not slot.pool.number):
+                if where is GradientPlace.IN_PLACE or (where is GradientPlace.IN_BUFFER and not slot.pool.number):
                     continue  # the result lies where the gradient lay
                 slot.give(parameter)
         for slot, parameter in self._met:
@@ -129,4 +129,4 @@ class LargeGradients:
     def forget(self) -> None:
         """Forget where the gradients of this step are."""
         for slot in self.slots:
-            slot.where = Where.NOWHERE
+            slot.where = GradientPlace.NOWHERE

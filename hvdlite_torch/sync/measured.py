@@ -10,7 +10,7 @@ import torch
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
 from hvdlite.tools.advise.profile import WHOLE
-from hvdlite.tools.advise.recorder import Recorder, Request
+from hvdlite.tools.advise.recorder import MeasuringRequest, Recorder
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.gradient_sync import GradientSync
 from hvdlite_torch.sync.device import DeviceSync
@@ -36,7 +36,7 @@ def measure(sync: GradientSync, context: OptimizerContext) -> None:
         )
     recorder = Recorder(
         context.group,
-        Request.unpack(context.config.advise),
+        MeasuringRequest.unpack(context.config.advise),
         [gradient_info(parameter) for parameter in context.trained()],
         _in_words(context),
         not context.options.shard,

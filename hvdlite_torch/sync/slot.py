@@ -15,23 +15,23 @@ from hvdlite_torch.tensors.gradient import gradient_dtype
 from hvdlite_torch.tensors.ownership import Lent, is_borrowed, is_exclusive, is_plain, same_bits, write
 
 
-class Where(enum.Enum):
+class GradientPlace(enum.Enum):
     """Where a gradient is before an exchange: see `Slot`."""
 
     NOWHERE = enum.auto()
-    HOME = enum.auto()
-    OWN = enum.auto()
-    AWAY = enum.auto()
+    IN_BUFFER = enum.auto()
+    IN_PLACE = enum.auto()
+    ELSEWHERE = enum.auto()
 
 
 class Slot:
     """Where the gradient of one parameter lies.
 
-    The step combines what is in ``parameter.grad``, however it came there. The gradient is at one of these places (`Where`):
+    The step combines what is in ``parameter.grad``, however it came there. The gradient is at one of these places:
 
-    - *home*: in memory of the reducer, which the program was given. So each change that the program makes in place counts.
-    - *own*: in memory of autograd that nobody else sees, and that no other rank reads. The gradient is summed there.
-    - *away*: anywhere else. The step copies it, and writes the result back to it if the program may see that memory.
+    - *in the buffer*: in memory of the reducer, which the program was given. So each change that it makes in place counts.
+    - *in place*: in memory of autograd that nobody else sees, and that no other rank reads. The gradient is summed there.
+    - *elsewhere*: anywhere else. The step copies it, and writes the result back to it if the program may see that memory.
 
     Args:
         index: The number of the parameter.
@@ -45,7 +45,7 @@ class Slot:
         large: Whether the gradient is so large that avoiding a copy pays.
         compressed: Whether a compressed gradient travels instead.
         reduced_in_place: Whether no other rank reads anything of the gradient.
-        apart: Whether the gradient is never at home: it is compressed, or has other strides than the flat memory
+        apart: Whether the gradient is never in the buffer: it is compressed, or has other strides than the flat memory
             (``channels_last``), or results do not lie where gradients do.
         where: Where the gradient of the present step is.
     """
@@ -76,7 +76,7 @@ class Slot:
         self._home = Lent(self._memory if in_place else self._tensor(result))
         self.apart = encoded is not None or self._strides is not None or not in_place
         self.reduced_in_place = bucket.reduces_in_place(index) and encoded is None
-        self.where = Where.NOWHERE
+        self.where = GradientPlace.NOWHERE
 
     def _tensor(self, memory: Array) -> torch.Tensor:
         return as_tensor(memory, self._like)
@@ -142,22 +142,22 @@ class Slot:
         """
         gradient = parameter.grad
         if gradient is None:
-            self.where = Where.NOWHERE
+            self.where = GradientPlace.NOWHERE
         elif not self._is_like(gradient):
-            self.where = Where.AWAY
+            self.where = GradientPlace.ELSEWHERE
         elif self.alone:
-            self.where = Where.OWN
+            self.where = GradientPlace.IN_PLACE
             return False
         elif not is_plain(gradient) or gradient.requires_grad:
-            self.where = Where.AWAY
+            self.where = GradientPlace.ELSEWHERE
         elif not self.apart and gradient.data_ptr() == self._home.address:
-            self.where = Where.HOME
+            self.where = GradientPlace.IN_BUFFER
             return False
         elif self.reduced_in_place and is_exclusive(gradient):
-            self.where = Where.OWN
+            self.where = GradientPlace.IN_PLACE
             return False
         else:
-            self.where = Where.AWAY
+            self.where = GradientPlace.ELSEWHERE
         return self._home.is_held
 
     @property
@@ -195,7 +195,7 @@ class Slot:
     def give(self, parameter: torch.Tensor) -> None:
         """Set ``parameter.grad`` to the combined gradient, which lies elsewhere. Some rank has a gradient of the parameter."""
         gradient, buffer = parameter.grad, self.pool.number
-        if self.where is Where.HOME and gradient is not None:
+        if self.where is GradientPlace.IN_BUFFER and gradient is not None:
             gradient.copy_(self.result())
             return
         may_be_home = not buffer and self._encoded is None and self._strides is None

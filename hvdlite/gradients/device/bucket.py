@@ -22,7 +22,7 @@ Layout = Sequence[tuple[TensorInfo, Sequence[int]]]
 """For each gradient of a model: its dtype and shape, and its strides in elements."""
 
 
-class Flat:
+class FlatGradients:
     """The gradients of one dtype in a bucket.
 
     Args:
@@ -122,13 +122,13 @@ class DeviceBucket:
         self.flats = []
         for block in blocks:
             wire, factor = rules.wire_of(block.dtype), rules.factor(block.dtype, collectives.size)
-            self.flats.append(Flat(block, layout, device, self._share, wire, factor))
+            self.flats.append(FlatGradients(block, layout, device, self._share, wire, factor))
         self.views: dict[int, Any] = {}
         self._where: dict[int, tuple[Any, ...]] = {}
         for flat in self.flats:
             self._enter(flat)
 
-    def _enter(self, flat: Flat) -> None:
+    def _enter(self, flat: FlatGradients) -> None:
         """Expect gradients in the present memory of `flat`."""
         self.views.update(flat.views)
         self._where.update((index, self._device.where(view)) for index, view in flat.views.items())
@@ -170,7 +170,7 @@ class DeviceBucket:
         return found
 
     def pieces(self) -> list[tuple[Piece, Any]]:
-        """Return the pieces of gradients that this rank owns, each with its elements in `Flat.result`."""
+        """Return the pieces of gradients that this rank owns, each with its elements in `FlatGradients.result`."""
         assert self._share is not None
         found = []
         for flat in self.flats:
@@ -210,7 +210,7 @@ class DeviceBucket:
             self._device.clear_all(unused)
 
     def scale_before(self, weight: float) -> None:
-        """Multiply the gradients by this rank's weight, and fill `Flat.wire`, on the current stream."""
+        """Multiply the gradients by this rank's weight, and fill `FlatGradients.wire`, on the current stream."""
         for flat in self.flats:
             factor = weight * flat.factor
             if flat.wire is not flat.memory:

@@ -12,7 +12,7 @@ from hvdlite.timeline import OperationRecord
 T = TypeVar("T")
 
 
-class Driver(Protocol):
+class HandleOwner(Protocol):
     """The part of an engine that a handle uses."""
 
     def poll(self, handle: Handle[Any]) -> bool:
@@ -39,7 +39,7 @@ class Handle(Generic[T]):
 
     __slots__ = ("_engine", "_error", "_hand_over", "_result", "done", "key", "record")
 
-    def __init__(self, engine: Driver, key: Key) -> None:
+    def __init__(self, engine: HandleOwner, key: Key) -> None:
         self.key = key
         self.done = False
         """True if the operation is over, whether the caller has seen the result or not. The engine sets it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hvdlite.tools.advise.exchanges import Exchange
+from hvdlite.tools.advise.exchanges import ExchangeCost
 from hvdlite.tools.advise.link import Link
 
 
@@ -47,7 +47,7 @@ class Cluster:
         """Return the seconds of so many meetings of the ranks of a host."""
         return count * self.meeting if self.per_host > 1 else 0.0
 
-    def between(self, exchanges: Iterable[Exchange]) -> tuple[float, float]:
+    def between(self, exchanges: Iterable[ExchangeCost]) -> tuple[float, float]:
         """Return the seconds of exchanges between the hosts, one after the other, and the bytes that a rank sends in them."""
         if self.link is None:
             return 0.0, 0.0

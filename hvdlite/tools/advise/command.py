@@ -16,7 +16,7 @@ from hvdlite.tools.advise import report
 from hvdlite.tools.advise.link import Link, parse_link
 from hvdlite.tools.advise.model import Estimate, Model
 from hvdlite.tools.advise.profile import Profile
-from hvdlite.tools.advise.recorder import Request
+from hvdlite.tools.advise.recorder import MeasuringRequest
 from hvdlite.tools.advise.strategies import USUAL, Strategy, parse_strategy
 
 
@@ -132,7 +132,7 @@ def measure(
         raise ArgumentError(f"{os.fspath(program)}: there is no such file. Name the Python file of a training program.")
     with tempfile.TemporaryDirectory(prefix="hvdlite-advise.") as folder:
         path = Path(folder) / "profile.json"
-        request = Request(str(path), warm_up, steps, tuple(map(str, strategies)))
+        request = MeasuringRequest(str(path), warm_up, steps, tuple(map(str, strategies)))
         words = ["-np", str(num_proc), *launch, sys.executable, os.fspath(program), *arguments]
         # Gradients that travel during the backward pass would make it seem longer.
         settings = {"HVDLITE_ADVISE": request.pack(), "HVDLITE_OVERLAP": "off"}
@@ -154,7 +154,7 @@ def _usual(ranks: int) -> list[Strategy]:
     return [each for each in USUAL if each.about.number != 0 or each.number < ranks]
 
 
-def read(request: Request, program: str) -> Profile:
+def read(request: MeasuringRequest, program: str) -> Profile:
     """Return what the ranks have measured.
 
     Args:

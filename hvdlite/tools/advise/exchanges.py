@@ -1,4 +1,4 @@
-"""`Exchange`: what an operation of all hosts sends, and how long it takes. `EqualRanks` notes what code would send."""
+"""`ExchangeCost`: what an operation of all hosts sends, and how long it takes. `EqualRanks` notes what code would send."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdlite.tools.advise.link import Link
 KINDS = "allreduce", "reduce_scatter", "allgather", "alltoall"
 
 
-class Exchange(NamedTuple):
+class ExchangeCost(NamedTuple):
     """An operation among hosts.
 
     Attributes:
@@ -62,7 +62,7 @@ class EqualRanks:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[ExchangeCost] = []
 
     def allreduce(self, data: Array, op: ReduceOp | Reduction, algorithm: str = "auto") -> None:
         """Reduce equal values: a SUM, as everywhere where gradients are combined; or as the hosts do by a `Reduction`."""
@@ -72,7 +72,7 @@ class EqualRanks:
             reduce_between_hosts(self, op, wide, data, op.finish)
             return
         assert op is ReduceOp.SUM
-        self.exchanges.append(Exchange("allreduce", data.nbytes))
+        self.exchanges.append(ExchangeCost("allreduce", data.nbytes))
         data *= self.size
 
     def start_sum(self, data: Array) -> Callable[[], bool]:
@@ -82,7 +82,7 @@ class EqualRanks:
 
     def allgather(self, data: Array, out: Array, counts: Sequence[int]) -> None:
         """See `hvdlite.protocols.Collectives`. A rank that has fewer elements has the first ones."""
-        self.exchanges.append(Exchange("allgather", out.nbytes))
+        self.exchanges.append(ExchangeCost("allgather", out.nbytes))
         for part, count in zip(slices(counts), counts, strict=True):
             out[part][: data.size] = data[:count]
 
@@ -91,7 +91,7 @@ class EqualRanks:
 
     def alltoall(self, data: Array, send_counts: Sequence[int], out: Array, recv_counts: Sequence[int]) -> None:
         """See `hvdlite.protocols.Collectives`."""
-        self.exchanges.append(Exchange("alltoall", data.nbytes))
+        self.exchanges.append(ExchangeCost("alltoall", data.nbytes))
         own = data[: send_counts[0]]
         for part, count in zip(slices(recv_counts), recv_counts, strict=True):
             out[part] = own[:count]
@@ -99,7 +99,7 @@ class EqualRanks:
     def reduce_scatter(self, data: Array, out: Array, counts: Sequence[int], op: ReduceOp) -> None:
         """See `hvdlite.protocols.Collectives`. `op` is SUM."""
         assert op is ReduceOp.SUM
-        self.exchanges.append(Exchange("reduce_scatter", data.nbytes))
+        self.exchanges.append(ExchangeCost("reduce_scatter", data.nbytes))
         np.multiply(data[: counts[0]], self.size, out=out)
 
     def barrier(self) -> None:

@@ -13,7 +13,7 @@ from hvdlite.gradients.planner import BUCKET_SECONDS, plan_buckets
 from hvdlite.tensors.reduction import nbytes_of
 from hvdlite.tools.advise import servers
 from hvdlite.tools.advise.cluster import Cluster
-from hvdlite.tools.advise.exchanges import Exchange
+from hvdlite.tools.advise.exchanges import ExchangeCost
 from hvdlite.tools.advise.link import Link
 from hvdlite.tools.advise.profile import WHOLE, Compressed, Profile
 from hvdlite.tools.advise.strategies import Strategy
@@ -50,8 +50,8 @@ class Model:
     """Predicts the cost of strategies.
 
     In memory, time is counted in copies of all gradients: on a host of r ranks, a rank copies the part of its gradients that
-    the others sum, (r - 1)/r, adds theirs to its own part, and writes the sums to them. Between hosts, `Exchange` says what an
-    operation costs.
+    the others sum, (r - 1)/r, adds theirs to its own part, and writes the sums to them. Between hosts, `ExchangeCost` says what
+    an operation costs.
 
     Args:
         profile: What was measured.
@@ -117,9 +117,9 @@ class Model:
         """Return the seconds of so many copies of all gradients, or of some bytes."""
         return count * (self.profile.nbytes if nbytes is None else nbytes) * self.cluster.copy
 
-    def _header(self, tensors: int | None = None) -> Exchange:
+    def _header(self, tensors: int | None = None) -> ExchangeCost:
         count = len(self.profile.layout) if tensors is None else tensors
-        return Exchange("allreduce", 8 * (count + WORDS + 1))
+        return ExchangeCost("allreduce", 8 * (count + WORDS + 1))
 
     def _tried(self, name: str) -> Compressed:
         if name not in self.profile.compressed:
@@ -130,7 +130,7 @@ class Model:
         self,
         strategy: Strategy,
         local: float,
-        exchanges: Iterable[Exchange],
+        exchanges: Iterable[ExchangeCost],
         update: float | None = None,
         every: int = 1,
     ) -> Estimate:
@@ -160,7 +160,7 @@ class Model:
         copies = 3 * others if self.cluster.link is None else 1 + 2 * others
         return self._copies(copies) + self.cluster.meetings(2)
 
-    def _whole_exchanges(self) -> list[Exchange]:
+    def _whole_exchanges(self) -> list[ExchangeCost]:
         return [self._header(), *self._tried("gradients").exchanges]
 
     def _sharded(self, strategy: Strategy) -> Estimate:
@@ -183,7 +183,7 @@ class Model:
         """When the last bucket so far is there, in seconds from the step; and the bytes of a rank."""
         for number, bucket in enumerate(buckets):
             nbytes = sum(sizes[index] for index in bucket)
-            seconds, each = cluster.between([self._header(len(bucket)), Exchange("allreduce", nbytes)])
+            seconds, each = cluster.between([self._header(len(bucket)), ExchangeCost("allreduce", nbytes)])
             local = self._copies(2 * cluster.others, nbytes) + cluster.meetings(2)
             ready = 0.0 if number == len(buckets) - 1 else -min(profile.ready[index] for index in bucket)
             over = max(over, ready) + seconds + local
@@ -204,8 +204,8 @@ class Model:
         return self._together(strategy, local, [self._header(), *tried.exchanges])
 
     def _local_steps(self, strategy: Strategy) -> Estimate:
-        said = [Exchange("allreduce", 0.0)] * 2  # of a named operation: that this rank is ready, and that all are
-        mean = [*said, Exchange("allreduce", 5 * 8), *said, Exchange("allreduce", self.profile.nbytes)]
+        said = [ExchangeCost("allreduce", 0.0)] * 2  # of a named operation: that this rank is ready, and that all are
+        mean = [*said, ExchangeCost("allreduce", 5 * 8), *said, ExchangeCost("allreduce", self.profile.nbytes)]
         copies = _AVERAGE + 3 * self.cluster.others + (_OUTER if strategy.kind == "diloco" else 0)
         local = self._copies(copies) + self.cluster.meetings(4)
         return self._together(strategy, local, mean, every=int(strategy.number))

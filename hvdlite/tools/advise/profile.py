@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdlite.protocols import TensorInfo
 from hvdlite.tensors.reduction import nbytes_of
-from hvdlite.tools.advise.exchanges import Exchange
+from hvdlite.tools.advise.exchanges import ExchangeCost
 from hvdlite.tools.advise.link import Link
 
 WHOLE = "whole gradients"
@@ -20,7 +20,7 @@ WHOLE = "whole gradients"
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """The seconds of one step of one rank.
 
     Attributes:
@@ -44,7 +44,7 @@ class Compressed:
     """
 
     seconds: float
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[ExchangeCost, ...]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Profile:
     hosts: tuple[int, ...]
     strategy: str
     layout: tuple[TensorInfo, ...]
-    steps: tuple[tuple[Step, ...], ...]
+    steps: tuple[tuple[MeasuredStep, ...], ...]
     ready: tuple[float, ...]
     compressed: Mapping[str, Compressed]
     copy: float
@@ -132,14 +132,14 @@ class Profile:
         """Read a profile that `write` has written."""
         said: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         compressed = {
-            name: Compressed(each["seconds"], tuple(Exchange(*one) for one in each["exchanges"]))
+            name: Compressed(each["seconds"], tuple(ExchangeCost(*one) for one in each["exchanges"]))
             for name, each in said.pop("compressed").items()
         }
         link = said.pop("link")
         return cls(
             hosts=tuple(said.pop("hosts")),
             layout=tuple(_info(*each) for each in said.pop("layout")),
-            steps=tuple(tuple(Step(**step) for step in own) for own in said.pop("steps")),
+            steps=tuple(tuple(MeasuredStep(**step) for step in own) for own in said.pop("steps")),
             ready=tuple(said.pop("ready")),
             compressed=compressed,
             link=None if link is None else Link(**link),

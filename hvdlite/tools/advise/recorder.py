@@ -17,12 +17,12 @@ from hvdlite.operations import Agreement, AllgatherObject
 from hvdlite.protocols import TensorInfo
 from hvdlite.runtime.group import Group
 from hvdlite.tools.advise.calibrate import Measured, measure, slowest
-from hvdlite.tools.advise.profile import Profile, Step
+from hvdlite.tools.advise.profile import MeasuredStep, Profile
 from hvdlite.tools.advise.strategies import Strategy, parse_strategy
 
 
 @dataclass(frozen=True)
-class Request:
+class MeasuringRequest:
     """What the command asks the ranks to measure; the setting `advise` holds it as text.
 
     Attributes:
@@ -52,7 +52,7 @@ class Request:
         return json.dumps(asdict(self))
 
     @classmethod
-    def unpack(cls, text: str) -> Request:
+    def unpack(cls, text: str) -> MeasuringRequest:
         """Return the request that `pack` has packed."""
         said = json.loads(text)
         return cls(**{**said, "strategies": tuple(said["strategies"])})
@@ -79,7 +79,7 @@ class Recorder:
     def __init__(
         self,
         group: Group,
-        request: Request,
+        request: MeasuringRequest,
         layout: Sequence[TensorInfo],
         strategy: str,
         whole_update: bool,
@@ -92,7 +92,7 @@ class Recorder:
         self._exchange = self._update = 0.0
         self._seen: dict[int, float] = {}
         self._ready: list[dict[int, float]] = []
-        self._steps: list[Step] = []
+        self._steps: list[MeasuredStep] = []
         self._count = 0
         if group.rank == 0:
             self.note()
@@ -131,7 +131,7 @@ class Recorder:
             SystemExit: Enough steps were measured. All ranks raise it, after rank 0 has written the profile.
         """
         compute = self._clock() - self._began - self._exchange - self._update
-        self._steps.append(Step(compute, self._exchange, self._update))
+        self._steps.append(MeasuredStep(compute, self._exchange, self._update))
         self._exchange = self._update = 0.0
         self._count += 1
         if self._count <= self._request.warm_up:

@@ -25,7 +25,7 @@ from hvdlite.tools.doctor.heard import Heard
 from hvdlite.tools.doctor.install import look
 from hvdlite.tools.doctor.plot import check_plot, plot
 from hvdlite.tools.doctor.predict import Prediction, held_out, made_up, predict
-from hvdlite.tools.doctor.probe import Request
+from hvdlite.tools.doctor.probe import ProbeRequest
 
 START_SECONDS = 22.0
 """The ranks must have said something so many seconds after the beginning."""
@@ -70,7 +70,7 @@ def doctor(options: Options) -> int:
         ArgumentError: The options do not fit together.
     """
     link = _checked(options)
-    request = Request(
+    request = ProbeRequest(
         imports="imports" not in options.skip,
         links="links" not in options.skip,
         operations="operations" not in options.skip,
@@ -127,7 +127,7 @@ class Examination:
         self._size = self._most_here = 1
         self._prediction: Prediction | None = None
 
-    def run(self, request: Request) -> int:
+    def run(self, request: ProbeRequest) -> int:
         """Examine by a job that is started for it, and report; also if the user presses Ctrl-C."""
         try:
             self._examine(request)
@@ -138,7 +138,7 @@ class Examination:
             return _INTERRUPTED
         return self.finish(self._heard, self._findings)
 
-    def _examine(self, request: Request) -> None:
+    def _examine(self, request: ProbeRequest) -> None:
         where = self._options.where
         self.progress("looking what is installed")
         hosts = self._hosts()
@@ -175,7 +175,7 @@ class Examination:
         self._most_here = min(self._size, max((host.slots for host in found.hosts), default=self._size))
         return found
 
-    def _fitting(self, request: Request) -> Request:
+    def _fitting(self, request: ProbeRequest) -> ProbeRequest:
         """Return the request, without a model that does not fit into the memory of this host."""
         assert self._here is not None
         if request.parameters * 4 * _ARRAYS * self._most_here <= self._here.memory:

@@ -18,7 +18,7 @@ from hvdlite.launch.worker.rank_environment import find_rank
 from hvdlite.tools.doctor import job
 from hvdlite.tools.doctor.finding import Finding, error
 from hvdlite.tools.doctor.heard import Heard
-from hvdlite.tools.doctor.probe import Request, examine
+from hvdlite.tools.doctor.probe import ProbeRequest, examine
 
 _OTHERS = 8
 """Other ranks than rank 0 may be silent for so many times as long: they have to wait for their turns."""
@@ -30,7 +30,7 @@ def is_rank() -> bool:
 
 
 def examine_here(
-    request: Request, progress: Callable[[str], None], report: Callable[[Heard, list[Finding]], int]
+    request: ProbeRequest, progress: Callable[[str], None], report: Callable[[Heard, list[Finding]], int]
 ) -> int:
     """Examine as one rank of a job that was started already. Rank 0 reports.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from hvdlite.errors import LaunchError
-from hvdlite.launch.check_build import Library, ask_library
+from hvdlite.launch.check_build import MpiLibrary, ask_library
 from hvdlite.launch.job.hosts import Host, is_local
 from hvdlite.launch.job.mpi import find_mpi
 from hvdlite.launch.job.ssh import why_silent
@@ -44,13 +44,13 @@ def look(
         srun = pool.submit(_ask_srun, environ) if scheduler == "slurm" else None
         answers = {name: pool.submit(why_silent, name, ssh, SSH_SECONDS) for name in remote}
         found = library.result()
-        works = isinstance(found, Library)
+        works = isinstance(found, MpiLibrary)
         offers, fault = srun.result() if srun is not None else (None, "")
         install = InstallFacts(
             *launcher.result(),
-            library=found.name if isinstance(found, Library) else "",
+            library=found.name if isinstance(found, MpiLibrary) else "",
             library_fault="" if works else str(found),
-            threads=found.threads if isinstance(found, Library) else "MULTIPLE",
+            threads=found.threads if isinstance(found, MpiLibrary) else "MULTIPLE",
             scheduler=scheduler,
             srun=offers,
             srun_fault=fault,

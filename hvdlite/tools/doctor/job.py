@@ -17,7 +17,7 @@ from hvdlite.config import environment
 from hvdlite.tools.doctor.facts import InstallFacts
 from hvdlite.tools.doctor.finding import Finding, error
 from hvdlite.tools.doctor.heard import Heard, word_in
-from hvdlite.tools.doctor.probe import Request
+from hvdlite.tools.doctor.probe import ProbeRequest
 
 SILENCE_SECONDS = 15.0
 """A job that works says something more often."""
@@ -27,7 +27,7 @@ _END_SECONDS = 6.0
 def run(
     launch: Sequence[str],
     size: int,
-    request: Request,
+    request: ProbeRequest,
     heard: Heard,
     start_by: float,
     progress: Callable[[str], None],

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hvdlite.protocols import TensorInfo
-from hvdlite.tools.advise.exchanges import Exchange
+from hvdlite.tools.advise.exchanges import ExchangeCost
 from hvdlite.tools.advise.link import Link
 from hvdlite.tools.advise.model import Model
-from hvdlite.tools.advise.profile import WHOLE, Compressed, Profile, Step
+from hvdlite.tools.advise.profile import WHOLE, Compressed, MeasuredStep, Profile
 from hvdlite.tools.advise.strategies import parse_strategy
 from hvdlite.tools.doctor.probe import tensors
 
@@ -78,9 +78,9 @@ def made_up(parameters: int, step_seconds: float, hosts: Sequence[int], measured
         hosts=tuple(hosts),
         strategy=WHOLE,
         layout=tuple(TensorInfo("float32", (count,)) for count in counts),
-        steps=((Step(step_seconds, 0.0, 0.0),),) * len(hosts),
+        steps=((MeasuredStep(step_seconds, 0.0, 0.0),),) * len(hosts),
         ready=(0.0,) * len(counts),
-        compressed={"gradients": Compressed(0.0, (Exchange("allreduce", 4 * parameters),))},
+        compressed={"gradients": Compressed(0.0, (ExchangeCost("allreduce", 4 * parameters),))},
         copy=said["copy"],
         meeting=said["meeting"],
         link=None if said["link"] is None else Link(**said["link"]),
@@ -119,7 +119,7 @@ def held_out(profile: Profile) -> tuple[Profile, float]:
     median = statistics.median
     first = [own[::2] for own in profile.steps]
     compute = median(max(each.compute for each in together) for together in zip(*first, strict=True))
-    usual = tuple((Step(compute, 0.0, median(each.update for each in own)),) for own in first)
+    usual = tuple((MeasuredStep(compute, 0.0, median(each.update for each in own)),) for own in first)
     measured = max(median(each.compute + each.exchange + each.update for each in own[1::2]) for own in profile.steps)
     return replace(profile, steps=usual), measured
 

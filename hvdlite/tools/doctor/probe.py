@@ -44,7 +44,7 @@ Say = Callable[[str, Any], None]
 
 
 @dataclass(frozen=True)
-class Request(Plain):
+class ProbeRequest(Plain):
     """What the ranks are asked to do.
 
     Attributes:
@@ -64,7 +64,7 @@ class Request(Plain):
     step_seconds: float = 0.0
 
 
-def examine(say: Say, request: Request) -> None:
+def examine(say: Say, request: ProbeRequest) -> None:
     """Observe and measure. All ranks call this.
 
     Args:
@@ -169,7 +169,7 @@ def _measure_links(transport: Transport, nodes: Sequence[int], say: Say) -> None
         say("links", links)
 
 
-def _train(say: Say, request: Request) -> None:
+def _train(say: Say, request: ProbeRequest) -> None:
     from hvdlite import api
     from hvdlite.tools.doctor.operations import OPERATIONS, try_operations
 
@@ -183,7 +183,7 @@ def _train(say: Say, request: Request) -> None:
     api.shutdown()
 
 
-def _step(say: Say, request: Request) -> None:
+def _step(say: Say, request: ProbeRequest) -> None:
     """Measure the hosts, and the step of a model that is made up."""
     from hvdlite import api
     from hvdlite.operations import Agreement

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from hvdlite.tools.doctor.heard import line_of
-from hvdlite.tools.doctor.probe import Request, examine
+from hvdlite.tools.doctor.probe import ProbeRequest, examine
 
 
 def _say(kind: str, value: Any) -> None:
@@ -19,4 +19,4 @@ def _say(kind: str, value: Any) -> None:
 
 
 if __name__ == "__main__":
-    examine(_say, Request.unpack(json.loads(sys.argv[1])))
+    examine(_say, ProbeRequest.unpack(json.loads(sys.argv[1])))
