@@ -397,7 +397,7 @@ def test_keras_modules(horovod: ModuleType) -> None:
 
 def test_what_is_missing_is_explained(horovod: ModuleType) -> None:
     hvd = importlib.import_module("horovod.torch")
-    where = "from_horovod.md"
+    where = "hvdlite docs from_horovod"
     with pytest.raises(AttributeError, match=rf"horovod\.torch\.nosuch is not in hvdlite\..*{where}"):
         _ = hvd.nosuch
     assert not hasattr(hvd, "nosuch") and getattr(hvd, "nosuch", 3) == 3

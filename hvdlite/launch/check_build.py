@@ -10,6 +10,7 @@ import ctypes.util
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,8 +32,6 @@ _NO_LIBRARY = "cannot load MPI library"
 
 _ASK_MPI = """
 import ctypes, json
-from hvdlite.comm.mpi.start import start_mpi  # a process alone that imports MPI without it leaves a file in /dev/shm
-start_mpi()
 from mpi4py import MPI
 levels = {getattr(MPI, "THREAD_" + name): name for name in ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")}
 paths = {line.split()[-1] for line in open("/proc/self/maps") if "/libmpi" in line}
@@ -129,9 +128,10 @@ def ask_library(seconds: float = _MPI_SECONDS) -> MpiLibrary | str:
     if importlib.util.find_spec("mpi4py") is None:
         return "mpi4py is not installed"
     command = [sys.executable, "-c", _ASK_MPI]
+    alone = {**os.environ, "OMPI_MCA_btl": "self"}  # else Open MPI would leave a file in /dev/shm
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=True
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds, check=True, env=alone
         )
         answer = json.loads(done.stdout.splitlines()[-1])
     except subprocess.TimeoutExpired:
