@@ -3,9 +3,9 @@
     python -m benchmarks.advise
     python -m benchmarks.advise --rate 1gbit --strategies gradients powersgd:4 async
 
-The two hosts are namespaces of this machine with one rank each (`tests/hosts.py`; this needs root), and `tc` limits what each
-of them may send. First `hvdlite advise` measures `benchmarks/advised.py` with whole gradients, and predicts. Then each strategy
-runs for some steps.
+The two hosts are namespaces of this machine with one rank each (`tests/support/hosts.py`; this needs root). `tc` limits what
+each of them may send. First `hvdlite advise` measures `benchmarks/advised.py` with whole gradients, and predicts. Then each
+strategy runs for some steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.report import aligned, heading
 from hvdlite.tools.advise import Strategy, parse_strategy
 from hvdlite.tools.advise.report import ms, size
 from hvdlite.tools.advise.strategies import USUAL
-from tests.hosts import Hosts, hosts, why_not
+from tests.support.hosts import Hosts, hosts, why_not
 
 BURST = "64kb"
 """A host may send so much at once after a pause: little, or messages after a computation would travel faster than the link."""

@@ -4,8 +4,8 @@
     python -m benchmarks.doctor --rate 1gbit --repeat 3
 
 It does so for 2 and 4 ranks of this machine, and for 2 + 2 ranks on two hosts, which are namespaces of this machine
-(`tests/hosts.py`; this needs root). The program is the small GPT of `benchmarks/advised.py`; and there are models of which only
-the size and the time of a step are known, and whose gradients are exchanged as they are.
+(`tests/support/hosts.py`; this needs root). The program is the small GPT of `benchmarks/advised.py`; and there are models of
+which only the size and the time of a step are known, and whose gradients are exchanged as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from benchmarks.machine import machine
 from benchmarks.report import aligned, heading
 from hvdlite.tools.advise.report import ms
-from tests.hosts import Hosts, hosts, why_not
+from tests.support.hosts import Hosts, hosts, why_not
 
 LIMIT = 200.0
 """The longest time of one run in seconds."""

@@ -3,8 +3,8 @@
     python -m benchmarks.early_push
     python -m benchmarks.early_push --rates none 1gbit 100mbit --batch 1024
 
-Two hosts, which are namespaces of this machine (`tests/hosts.py`; this needs root), have one rank each, which trains and
-serves. `tc` limits what each host may send. One training pushes in its steps, another one early, and a third one also lets
+Two hosts, which are namespaces of this machine (`tests/support/hosts.py`; this needs root), have one rank each, which trains
+and serves. `tc` limits what each host may send. One training pushes in its steps, another one early, and a third one also lets
 values come during the next forward pass. They take turns in the same processes, three steps each. The third step of a turn
 waits for all values. Figures are of one step: medians of the turns, with the smallest and the largest.
 """
@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.machine import machine
 from benchmarks.report import aligned, heading
-from tests.hosts import Hosts, hosts, why_not
+from tests.support.hosts import Hosts, hosts, why_not
 
 LIMIT = 200.0
 """The longest time of one job in seconds."""

@@ -5,9 +5,9 @@
     python -m benchmarks.slow_link --sends gradients powersgd:16,16@1000 diloco:100,0.9,0.3@1300     # steps of its own
     python -m benchmarks.slow_link --one-host --steps 200
 
-The two hosts are namespaces of this machine with one rank each (`tests/hosts.py`; this needs root), and `tc` limits what each
-of them may send. Each way runs `examples/torch_gpt_text.py --send WAY`, one after the other. Bytes are those that the network
-interface of the first host has sent in the whole training, with everything that belongs to them: set-up, losses, evaluations.
+The two hosts are namespaces of this machine with one rank each (`tests/support/hosts.py`; this needs root). `tc` limits what
+each of them may send. Each way runs `examples/torch_gpt_text.py --send WAY`, one after the other. Bytes are those that the
+network interface of the first host has sent in the whole training, with all that belongs to them: set-up, losses, evaluations.
 The time is that of all steps, and the loss that on the held-out text at the end. A way that sends less learns less in a step,
 so it may get more steps. --one-host trains on one host, where nothing has to travel and sending less only costs.
 """
@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from benchmarks.machine import machine
 from benchmarks.report import aligned, heading
-from tests.hosts import ROOT, Hosts, hosts, why_not
+from tests.support.hosts import ROOT, Hosts, hosts, why_not
 
 SENDS = [
     *("gradients", "fp16", "powersgd:4", "powersgd:8", "topk:0.01", "localsgd:8", "localsgd:64", "diloco:64"),

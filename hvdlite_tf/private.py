@@ -1,7 +1,8 @@
 """The names of TensorFlow, Keras and tf_keras that are not theirs to promise, and that hvdlite_tf uses.
 
-A new version of these packages may drop a name. `tests/test_private_names.py` then fails and names it; it also fails for a name
-that the code uses and this list does not have. What happens in a program with such a version stands in the column `missing`.
+A new version of these packages may drop a name. `tests/tf/test_private_names.py` then fails and names it; it also fails for a
+name that the code uses and this list does not have. What happens in a program with such a version stands in
+the column `missing`.
 
 This module imports nothing, so that it can be read where a package is not installed.
 """

@@ -17,9 +17,9 @@ import pytest
 import hvdlite.config
 from hvdlite.comm.mpi.start import start_mpi
 from hvdlite.testing import on_ranks
-from tests import selection
-from tests.jobs import Start, Started
-from tests.leftovers import Leftovers
+from tests.support import selection
+from tests.support.jobs import Start, Started
+from tests.support.leftovers import Leftovers
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # With several threads for each rank, most of torch's CPU time is spent in loops that wait for threads which have no core.
@@ -33,18 +33,18 @@ with contextlib.suppress(ImportError):  # a machine with a GPU may lack it, and 
     hypothesis.settings.load_profile("same")
 
 UNDER_MPI = "HVDLITE_TEST_MPI" in os.environ
-"""Set by tests/test_under_mpirun.py, which runs tests/spmd once more with each rank a process."""
+"""Set by tests/project/test_under_mpirun.py, which runs tests/spmd once more with each rank a process."""
 
 if (
     "HVDLITE_TEST_SOCKETS" in os.environ
-):  # tests/test_two_hosts.py: everything between hosts goes by sockets, however small
+):  # tests/launch/test_two_hosts.py: everything between hosts goes by sockets, however small
     import hvdlite.comm.sockets.collectives
 
     hvdlite.comm.sockets.collectives.LARGE_BYTES = 1
 
 THREAD_RANKS = (1, 3)
-"""Two ranks are those of `mpirun -n 2` (tests/test_under_mpirun.py): each test of tests/spmd runs there too. With --everything
-threads are two ranks as well.
+"""Two ranks are those of `mpirun -n 2` (tests/project/test_under_mpirun.py): each test of tests/spmd runs there too. With
+--everything threads are two ranks as well.
 """
 OF_TENSORFLOW = (2, 3, 1)
 """On how many ranks a test of TensorFlow runs: the first of these that it is for. With --everything it runs on each."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.faults.harness import Outcome, choose, run
 from tests.faults.kinds import ANY_FAILURE, KINDS
-from tests.hosts import why_not
+from tests.support.hosts import why_not
 
 _LATE = 3.0  # seconds to the end of a job, as hvdliterun promises on an idle machine
 _WIDTH = 30

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hosts import Hosts, hosts
+from tests.support.hosts import Hosts, hosts
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _MARK = "FAULT_MARK"

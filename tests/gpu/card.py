@@ -1,4 +1,4 @@
-"""The GPU of a test or of a program: card 0 of this machine, or the stand-in of `tests.fake_device` if ``GPU_STAND_IN=1``.
+"""The GPU of a test or of a program: card 0 of this machine, or `tests.support.fake_device` if ``GPU_STAND_IN=1``.
 
 The stand-in lets the programs for a card run on any machine, so that the few minutes with a card are not spent on their slips.
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tests.fake_device import fake_gpu
+from tests.support.fake_device import fake_gpu
 
 STAND_IN = os.environ.get("GPU_STAND_IN") == "1"
 CARD = torch.device("cpu") if STAND_IN else torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""Named operations on a real GPU: `pytest -m gpu`. All else about them is tested without one, by tests/fake_device.py."""
+"""Named operations on a real GPU: `pytest -m gpu`. All else is tested without one, by tests/support/fake_device.py."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hvdlite.tensors.cupy_device import CupyDevice
 from hvdlite.tensors.reduction import reduction
 from hvdlite.testing import on_ranks
 from hvdlite_torch.tensors.device import TorchDevice
-from tests.fake_device import FakeDevice, fake_gpu
-from tests.fake_nccl import FakeNccl
 from tests.gpu.card import CARD, NO_CARD, STAND_IN
+from tests.support.fake_device import FakeDevice, fake_gpu
+from tests.support.fake_nccl import FakeNccl
 
 pytestmark = [
     pytest.mark.gpu,

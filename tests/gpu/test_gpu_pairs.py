@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.card import NO_CARD, STAND_IN
-from tests.jobs import PROGRAMS, PYTHONPATH, mpirun
+from tests.support.jobs import PROGRAMS, PYTHONPATH, mpirun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_CARD is not None, reason=str(NO_CARD))]
 

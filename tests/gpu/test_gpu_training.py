@@ -21,8 +21,8 @@ from hvdlite.config import Config
 from hvdlite.errors import HvdliteError
 from hvdlite.gradients.device import make
 from hvdlite.testing import on_ranks
-from tests.fake_device import fake_gpu
 from tests.gpu.card import CARD, NO_CARD, STAND_IN
+from tests.support.fake_device import fake_gpu
 
 pytestmark = [
     pytest.mark.gpu,

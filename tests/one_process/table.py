@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.jobs import mpirun
 from tests.one_process.excuses import EXCUSES
+from tests.support.jobs import mpirun
 
 FRAMEWORKS = ("torch", "keras", "keras_on_torch")
 GOOD = ("right", "refused", "excused")

@@ -9,7 +9,7 @@ from functools import partial
 import hvdlite
 from hvdlite.comm.gpu import nccl
 from hvdlite.errors import NcclError
-from tests.fake_device import FakeDevice
+from tests.support.fake_device import FakeDevice
 
 hvdlite.init()
 world = hvdlite.api.world()

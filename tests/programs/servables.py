@@ -1,4 +1,4 @@
-"""Functions for ``hvdlite serve`` in tests/test_serving.py."""
+"""Functions for ``hvdlite serve`` in tests/serving/test_serving.py."""
 
 from __future__ import annotations
 

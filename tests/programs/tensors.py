@@ -1,4 +1,4 @@
-"""Models for tests/test_serving_protocols.py: they return what they get, in several ways."""
+"""Models for tests/serving/test_serving_protocols.py: they return what they get, in several ways."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import hvdlite as hvd
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, MismatchError, UnsupportedTensorError
 from hvdlite.testing import on_ranks
-from tests.adasum_reference import adasum_of
+from tests.support.adasum_reference import adasum_of
 
 STEP = {"float16": 2**-11, "bfloat16": 2**-8, "float32": 1e-6, "float64": 1e-14}
 """Rounding, relative to the largest element."""

@@ -19,7 +19,7 @@ from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, CommunicationError, HvdliteError, MismatchError, PeerLeftError
 from hvdlite.protocols import ReduceOp
 from hvdlite.testing import on_ranks
-from tests.jobs import wait_for
+from tests.support.jobs import wait_for
 
 Ranks = Callable[..., list[Any]]
 SEVERAL = pytest.mark.ranks(at_least=2)

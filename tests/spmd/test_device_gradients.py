@@ -1,6 +1,6 @@
 """`hvdlite.DistributedGradient` and Keras' exchange of arrays that lie on a pretended GPU: they stay there.
 
-The arrays are torch's, which `tests.fake_device` takes for a GPU's. NumPy arrays are in host memory as ever.
+The arrays are torch's, which `tests.support.fake_device` takes for a GPU's. NumPy arrays are in host memory as ever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvdlite.api import world
 from hvdlite.errors import DeviceError, HvdliteError, MismatchError
 from hvdlite.gradients.planner import plan_buckets
 from hvdlite.tensors.compression import Compression
-from tests.fake_device import FakeDevice, fake_gpu
+from tests.support.fake_device import FakeDevice, fake_gpu
 
 SHAPES = {"w": (5, 3), "b": (3,), "scale": (), "empty": (0, 4), "deep": (2, 3, 4)}
 

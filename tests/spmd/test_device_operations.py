@@ -1,4 +1,4 @@
-"""Named operations on tensors that lie on a (pretended) GPU, by a pretended NCCL, against NumPy. See tests/fake_device.py."""
+"""Named operations on tensors that lie on a (pretended) GPU, by a pretended NCCL (tests/support/fake_device.py)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hvdlite.config import Config
 from hvdlite.errors import DeviceError, MismatchError, NcclError, PeerLeftError, UnsupportedTensorError
 from hvdlite.testing import on_ranks
 from hvdlite_torch.tensors.device import TorchDevice
-from tests.fake_device import HERE, FakeDevice, fake_gpu
-from tests.fake_nccl import FakeNccl
+from tests.support.fake_device import HERE, FakeDevice, fake_gpu
+from tests.support.fake_nccl import FakeNccl
 
 DTYPES = [
     *(

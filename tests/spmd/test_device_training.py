@@ -25,7 +25,6 @@ from hvdlite.gradients.device.bucket import DeviceBucket
 from hvdlite.gradients.planner import plan_buckets
 from hvdlite.testing import on_ranks
 from hvdlite_torch.step.fused import FusedStep
-from tests.fake_device import FakeDevice, fake_gpu
 from tests.spmd.test_torch_training import (
     MODEL,
     OPTIMIZERS,
@@ -39,6 +38,7 @@ from tests.spmd.test_torch_training import (
     train_clipped,
     train_scaled,
 )
+from tests.support.fake_device import FakeDevice, fake_gpu
 
 WAYS = {"whole": {}, "late": {"overlap": False}, "sharded": {"shard": True}}
 every_way = pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)

@@ -18,8 +18,8 @@ import hvdlite.gradients.bucket
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError, UnsupportedTensorError
 from hvdlite.tensors.array_api import _beside
-from tests import lossy_reference
 from tests.conftest import UNDER_MPI
+from tests.support import lossy_reference
 
 SHAPES = {"w": (5, 3), "b": (3,), "scale": (), "empty": (0, 4)}
 DTYPES = [np.float32, np.float64, np.float16, ml_dtypes.bfloat16]

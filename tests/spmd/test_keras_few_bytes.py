@@ -16,8 +16,8 @@ from hvdlite.api import world
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError, HvdliteError, MismatchError
 from hvdlite.testing import on_ranks
-from tests import lossy_reference
 from tests.conftest import UNDER_MPI
+from tests.support import lossy_reference
 
 if not UNDER_MPI:
     # As in test_keras_training.py: ranks that are threads share TensorFlow's pool.

@@ -18,9 +18,9 @@ from hvdlite.tensors import device_registry
 from hvdlite.tensors.compression import Compression
 from hvdlite_tf.gradients import on_device
 from hvdlite_tf.gradients.exchange import GradientExchange
-from tests import fake_device
 from tests.conftest import UNDER_MPI
 from tests.spmd.test_device_gradients import SHAPES, kinds_of_buckets, mean, on_gpu, values
+from tests.support import fake_device
 
 if not UNDER_MPI:
     # See test_keras_training.py.

@@ -15,8 +15,8 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.errors import ArgumentError
-from tests.chrome_trace import check_chrome_trace
-from tests.jobs import wait_for
+from tests.support.chrome_trace import check_chrome_trace
+from tests.support.jobs import wait_for
 
 Ranks = Callable[..., list[Any]]
 

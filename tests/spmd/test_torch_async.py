@@ -23,8 +23,8 @@ from hvdlite.errors import (
     MismatchError,
     UnsupportedTensorError,
 )
-from tests.replicas import DTYPE, MODEL, STEPS, Idiom, Job, distance, on_this_rank, truth
 from tests.spmd.test_torch_idioms import IDIOMS
+from tests.support.replicas import DTYPE, MODEL, STEPS, Idiom, Job, distance, on_this_rank, truth
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's optimizers make sparse tensors
 
@@ -83,7 +83,7 @@ def test_sync_is_the_joined_batch(ranks: Any, name: str, idiom: Idiom) -> None:
 
 
 SMALL_CHUNKS = 600
-"""In bytes: so the model of tests/replicas.py has several chunks."""
+"""In bytes: so the model of tests/support/replicas.py has several chunks."""
 
 
 @pytest.mark.ranks(3)

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
-from tests.processes import processes
+from tests.support.processes import processes
 
 pytestmark = processes
 STEPS, BATCH = 3, 24

@@ -12,7 +12,7 @@ import torch
 import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from tests.replicas import Idiom, Job, distance, on_this_rank, truth
+from tests.support.replicas import Idiom, Job, distance, on_this_rank, truth
 
 WAYS: dict[str, dict[str, Any]] = {"plain": {}, "sharded": {"shard": True}, "overlapped": {"overlap": True}}
 

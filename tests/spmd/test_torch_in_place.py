@@ -10,7 +10,7 @@ import torch
 
 import hvdlite_torch as hvd
 from hvdlite.errors import UnsupportedTensorError
-from tests.fake_device import fake_gpu
+from tests.support.fake_device import fake_gpu
 
 FORMS: dict[str, Callable[[torch.Tensor], Any]] = {
     "allreduce_": lambda x: hvd.allreduce_(x, op=hvd.Sum),

@@ -19,8 +19,6 @@ import hvdlite_torch as hvd
 from hvdlite.adapter.pipeline.bubble import theoretical
 from hvdlite.errors import ArgumentError
 from hvdlite_torch.pipeline.costs import Cost, balance, measure
-from tests.processes import process_group as process_group
-from tests.processes import processes
 from tests.spmd.test_torch_distributed import (
     BATCH,
     STEPS,
@@ -34,6 +32,8 @@ from tests.spmd.test_torch_distributed import (
     whole,
 )
 from tests.spmd.test_torch_distributed import train as train_alone
+from tests.support.processes import process_group as process_group
+from tests.support.processes import processes
 
 DTYPE = torch.float64
 

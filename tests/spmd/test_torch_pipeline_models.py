@@ -13,8 +13,8 @@ from torch import nn
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, HvdliteError
 from tests.conftest import UNDER_MPI
-from tests.processes import process_group as process_group
-from tests.processes import processes
+from tests.support.processes import process_group as process_group
+from tests.support.processes import processes
 
 TOLERANCE = 1e-12
 

@@ -27,7 +27,7 @@ from hvdlite.adapter.pipeline.schedules import (
 )
 from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite_torch.pipeline.values import TensorCodec
-from tests.processes import processes
+from tests.support.processes import processes
 
 DTYPE = torch.float64
 TOLERANCE: dict[str, Any] = {"rtol": 0, "atol": 1e-12}

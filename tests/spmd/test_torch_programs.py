@@ -13,8 +13,8 @@ import torch
 
 import hvdlite.gradients.bucket
 import hvdlite_torch as hvd
-from tests.replicas import Idiom, Job, distance, on_this_rank, truth
 from tests.spmd.test_torch_idioms import OPTIMIZERS, WAYS
+from tests.support.replicas import Idiom, Job, distance, on_this_rank, truth
 
 PROGRAMS: dict[str, Idiom] = {}
 NOT_SHARDED = {

@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations, prune
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite_torch.slicing.rules import find
-from tests.processes import process_group as process_group
-from tests.processes import processes
+from tests.support.processes import process_group as process_group
+from tests.support.processes import processes
 
 WIDTH, HEADS, BATCH, LENGTH = 24, 12, 3, 5
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import hvdlite_torch as hvd
 from hvdlite_torch.slicing.rules import find
-from tests.processes import process_group as process_group
-from tests.processes import processes
+from tests.support.processes import process_group as process_group
+from tests.support.processes import processes
 
 WIDTH, HEADS, WORDS = 96, 12, 101
 

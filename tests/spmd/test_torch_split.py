@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from tests.processes import process_group as process_group
-from tests.processes import processes
+from tests.support.processes import process_group as process_group
+from tests.support.processes import processes
 
 pytestmark = processes
 DTYPE = torch.float64

@@ -11,8 +11,8 @@ from torch import nn
 
 import hvdlite_torch as hvd
 from hvdlite.errors import ArgumentError
-from tests.processes import process_group as process_group
-from tests.processes import processes
+from tests.support.processes import process_group as process_group
+from tests.support.processes import processes
 
 TOLERANCE = 1e-12
 SAMPLES, TIME_STEPS, LETTERS, BATCHES = 3, 13, 7, 4
