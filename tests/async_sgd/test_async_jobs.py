@@ -31,6 +31,7 @@ ALL, LAST = (), ("--servers", "1")
     ],
     ids=["torch-killed", "torch-exception", "keras-exception"],
 )
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_job(
     start: Start, how: str, code: int, program: str, mode: str, servers: Sequence[str]
 ) -> None:
@@ -45,6 +46,7 @@ def test_a_rank_that_fails_ends_the_job(
 
 
 @pytest.mark.parametrize(("mode", "servers"), [("sync", ALL), pytest.param("ssp", LAST, marks=pytest.mark.weekly)])
+@pytest.mark.slow
 def test_a_rank_that_does_not_go_on_is_named(start: Start, mode: str, servers: Sequence[str]) -> None:
     limit = ("--stall-check-shutdown-time-seconds", "0.5")
     ended = start("-np", "3", *limit, *servers, "python", LEAVES, "loop", mode).end()

@@ -234,6 +234,7 @@ class Speculator:
         return self._server.push(self._rank, self._made - 1, push), True
 
 
+@pytest.mark.slow
 def test_no_update_is_lost_or_applied_twice_in_10000_interleavings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is any applied on a part only, or with a chunk that was sent early and has changed."""
     layout = two_chunks(monkeypatch)

@@ -159,6 +159,7 @@ def test_the_models() -> None:
     assert found["wide MLP, AdamW"] == 1025 * 4096 + 4097 * 4096 + 4097 * 100
 
 
+@pytest.mark.slow
 def test_memory() -> None:
     result = job.run("memory", 2, {"name": "MLP, Adam", "variant": "MPI, flat", "tiny": False})
     weights = 4 * result["parameters"]

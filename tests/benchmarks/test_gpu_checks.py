@@ -12,6 +12,7 @@ import pytest
 from tests.support.jobs import ROOT
 
 
+@pytest.mark.slow
 def test_the_checks_for_a_card_run_without_one(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     parts = ["machine", "preflight"]
     if request.config.option.everything:

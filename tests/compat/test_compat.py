@@ -150,6 +150,7 @@ def test_tf_keras_as_keras_of_tensorflow(tmp_path: Path) -> None:
 
 @pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_children_import_it_too(start: Start, way: str) -> None:
     lines = program(start, way, "horovod_children.py").out.splitlines()
     expected = [f"{method} horovod.common.exceptions True" for method in ("spawn", "fork", "forkserver")]
@@ -157,6 +158,7 @@ def test_children_import_it_too(start: Start, way: str) -> None:
         assert [line[4:] for line in lines if line.startswith(f"[{rank}]")] == [*expected, "subprocess 0.28.1"]
 
 
+@pytest.mark.slow
 def test_run_function(tmp_path: Path) -> None:
     done = compat(str(PROGRAMS / "horovod_run.py"), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "[(0, 2, 10.0), (1, 2, 10.0)]\n"), done.stderr
@@ -195,6 +197,7 @@ def test_place_of_ranks(start: Start) -> None:
 
 @pytest.mark.costly
 @pytest.mark.parametrize("where", ["node1:2,node2:2", "node1:1,node2:2"])
+@pytest.mark.slow
 def test_place_of_ranks_on_two_hosts(where: str) -> None:
     if reason := why_not():
         pytest.skip(reason)

@@ -88,6 +88,7 @@ def test_hosts_come_and_go(start: Start, tmp_path: Path) -> None:
     assert committed_by(job.process.pid) == []
 
 
+@pytest.mark.slow
 def test_a_failure_that_always_comes_again_ends_the_job(start: Start, tmp_path: Path) -> None:
     job = start("-np", "2", "--min-np", "2", "--reset-limit", "1", str(PROGRAMS / "elastic_fails.py"))
     ended = job.end()
@@ -115,6 +116,7 @@ def test_nothing_stays_whatever_ends_hvdliterun(start: Start, tmp_path: Path, nu
     job.wait_until_gone(10.0)
 
 
+@pytest.mark.slow
 def test_each_training_of_a_program_has_commits_of_its_own(start: Start, tmp_path: Path) -> None:
     ended = start("--min-np", "2", str(PROGRAMS / "elastic_phases.py"), str(tmp_path / "mark")).end()
     assert ended.code == 0, ended.err
@@ -149,6 +151,7 @@ def test_the_page_is_a_program(start: Start, tmp_path: Path) -> None:
     np.testing.assert_allclose(*weights, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_training_that_hvdliterun_does_not_restart(start: Start, tmp_path: Path) -> None:
     ended = start("-np", "2", COUNTER, env={"COUNTER_FOLDER": str(tmp_path), "COUNTER_STEPS": "3"}).end()
     assert ended.code == 0, ended.err

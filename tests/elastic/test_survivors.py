@@ -269,6 +269,7 @@ def test_torch(start: Start, tmp_path: Path) -> None:
         (["--verbose"], "cannot go on in their processes: rank 0: it has process sets."),
     ],
 )
+@pytest.mark.slow
 def test_why_they_start_again(start: Start, tmp_path: Path, options: list[str], why: str) -> None:
     env = {"COUNTER_FOLDER": str(tmp_path), "COUNTER_STEPS": "9", "COUNTER_FAULTS": "0.kill.1.5.step.0"}
     env["COUNTER_SETS"] = "0" if "--always-restart" in options else "1"

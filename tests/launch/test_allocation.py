@@ -209,12 +209,14 @@ def test_ranks_on_the_hosts_of_slurm(two_hosts: lab.Hosts) -> None:
     assert [line.partition(" ")[0] for line in two_hosts.started_by_srun] == ["node2:", "node2:"]
 
 
+@pytest.mark.slow
 def test_ranks_on_the_hosts_of_pbs(two_hosts: lab.Hosts, tmp_path: Path) -> None:
     (tmp_path / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
     pbs = {"PBS_JOBID": "1", "PBS_ENVIRONMENT": "PBS_BATCH", "PBS_NODEFILE": str(tmp_path / "nodes")}
     assert places(two_hosts, **pbs) == EVERYWHERE
 
 
+@pytest.mark.slow
 def test_ranks_on_the_hosts_of_an_mpijob(two_hosts: lab.Hosts) -> None:
     """The operator gives pods long names, which a pod's own host name is not, and sets variables of older Open MPIs."""
     folder = two_hosts.directory

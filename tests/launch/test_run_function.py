@@ -135,6 +135,7 @@ def test_arguments_in_the_wrong_place(arguments: tuple[object, ...], words: str)
 
 @pytest.mark.costly
 @pytest.mark.parametrize("horovod", [False, True])
+@pytest.mark.slow
 def test_an_elastic_function_goes_on_after_a_failure(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], horovod: bool
 ) -> None:

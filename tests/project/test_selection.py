@@ -53,6 +53,7 @@ def run(folder: Path, *options: str, leaves: bool = False) -> tuple[int, list[st
     return done.returncode, passed, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_parts_and_what_is_left(tmp_path: Path) -> None:
     code, quick, out = run(tmp_path)
     assert (code, quick) == (0, ["test_quick", "test_costly[1]", "test_leaves"]), out

@@ -244,6 +244,7 @@ def test_wrong_options(options: str, words: str, capsys: pytest.CaptureFixture[s
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_ours_and_says_which_peers_are_missing(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "benchmarks.serving", "gpu", "--turns", "1", "--seconds", "0.3", "--clients", "8"]

@@ -34,6 +34,7 @@ from tests.support.jobs import PYTHONPATH
 from tests.support.servers import HEAD, exchange, in_thread
 
 
+@pytest.mark.slow
 def test_a_job_with_replicas_that_die(tmp_path: Path) -> None:
     """300 numbers from 50 clients; meanwhile one replica dies once, another again and again, one never answers, one raises."""
     command = [sys.executable, "-m", "hvdlite", "serve", "tests.programs.servables:counted", "--replicas", "2"]

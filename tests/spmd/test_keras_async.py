@@ -343,6 +343,7 @@ def test_weights_that_a_meeting_replaces(ranks: Any) -> None:
 
 
 @pytest.mark.ranks(at_least=2)
+@pytest.mark.slow
 def test_servers_that_only_serve(ranks: Any) -> None:
     """Two ranks of which one serves are one rank that trains; its averages come back at the end of `fit`."""
     expected = alone("AdamW")

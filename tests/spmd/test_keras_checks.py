@@ -318,6 +318,7 @@ def test_a_fit_without_steps_and_callbacks_that_are_used_again(ranks: Any) -> No
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 @pytest.mark.parametrize("eagerly", [True, False])
+@pytest.mark.slow
 def test_a_rank_without_data_and_metrics(ranks: Any, eagerly: bool) -> None:
     def check() -> None:
         model = linear(

@@ -107,6 +107,7 @@ def fitted(classes: bool, rows: slice, wrap: Callable[[Any], Any], **options: An
 @pytest.mark.filterwarnings("ignore:.*lower than 2", "ignore:You are passing weight")
 @pytest.mark.parametrize("classes", [False, True])
 @pytest.mark.parametrize("way", ["callback", "strategy"])
+@pytest.mark.slow
 def test_metrics(ranks: Any, way: str, classes: bool) -> None:
     expected = fitted(classes, slice(None), lambda optimizer: optimizer)
     assert len(expected) > (60 if not classes else 12)

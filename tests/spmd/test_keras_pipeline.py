@@ -400,6 +400,7 @@ def test_global_clipnorm_is_over_all_stages(ranks: Any) -> None:
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options", [{"shard": True}, {}], ids=str)
 @pytest.mark.parametrize("optimizer", [clipping, optimizer])
+@pytest.mark.slow
 def test_pipelines_side_by_side(ranks: Any, optimizer: Callable[[], Any], options: dict[str, Any]) -> None:
     def check() -> None:
         grid = hvd.ProcessGrid(dp=2, pp=2)

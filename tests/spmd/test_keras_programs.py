@@ -167,6 +167,7 @@ class Training:
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
+@pytest.mark.slow
 def test_loops(ranks: Any, capsys: pytest.CaptureFixture[str]) -> None:
     cases = draw(SEED, CASES)
     truths = [Training(case, lambda optimizer: optimizer).run(0, 1) for case in cases]

@@ -169,6 +169,7 @@ def test_steps_equal_those_of_a_plain_optimizer(ranks: Any, kind: str) -> None:
 
 @pytest.mark.costly
 @pytest.mark.parametrize("kind", ["all settings", "accumulating", "scaled"])
+@pytest.mark.slow
 def test_functions_and_variables_without_gradients(ranks: Any, kind: str) -> None:
     """In a tf.function, with an optimizer that is built there, and a variable that has no gradient on any rank."""
 
@@ -490,6 +491,7 @@ def test_what_cannot_be_sharded(ranks: Any) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_what_compile_has_replaced_holds_no_shared_memory(ranks: Any) -> None:
     """Though Keras keeps the graphs of each `compile`, which call it."""
 

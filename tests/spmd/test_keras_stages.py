@@ -121,6 +121,7 @@ def test_other_cuts_and_one_process_train_on(ranks: Any) -> None:
 @pytest.mark.costly
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("options", [{}, {"shard": True}], ids=str)
+@pytest.mark.slow
 def test_a_grid(ranks: Any, options: dict[str, Any]) -> None:
     """Two pipelines side by side: what each has added up for itself is put together by its places."""
 
@@ -230,6 +231,7 @@ def test_optimizers_that_look_across_variables(ranks: Any) -> None:
 
 
 @pytest.mark.ranks(at_least=2)
+@pytest.mark.slow
 def test_an_elastic_state_has_all_stages(ranks: Any) -> None:
     def check() -> None:
         alone, pipeline = whole(make()), staged(make(), 1)

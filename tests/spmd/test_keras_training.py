@@ -114,6 +114,7 @@ def test_fit_equals_one_process_on_the_joined_batch(ranks: Any, kind: str) -> No
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_fit_with_other_settings(ranks: Any, kind: str, options: dict[str, Any]) -> None:
     def check() -> None:
         model = make_model(hvd.DistributedOptimizer(OPTIMIZERS[kind]()), **options)

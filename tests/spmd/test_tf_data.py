@@ -137,6 +137,7 @@ def test_what_a_rank_looks_at_alone_changes_nothing(ranks: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.slow
 def test_a_pass_whose_last_rows_are_dropped_counts(ranks: Any) -> None:
     """The program knows the number of batches and does not ask for one more, so it never reads the rows that remain."""
 

@@ -177,6 +177,7 @@ def test_metrics_are_those_of_all_rows(ranks: Any, labels: str) -> None:
     ranks(check)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own(ranks: Any) -> None:
     """Losses divided by the size of the global batch; gradients clipped together, in one loop over the dataset in a graph."""
 
@@ -231,6 +232,7 @@ def test_a_loop_of_ones_own(ranks: Any) -> None:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.slow
 def test_what_is_built_in_the_first_step(ranks: Any) -> None:
     """A program in the manner of TensorFlow's tutorials: the chief by its task, a model and an optimizer built by `run`."""
 

@@ -41,6 +41,7 @@ RESTARTED += ["traced tape", "tf_keras", "tf_keras, two passes"]
 WITHOUT_TENSORFLOW = {"PYTHONPATH": os.pathsep.join([str(PROGRAMS / "without_tensorflow"), str(ROOT)])}
 
 
+@pytest.mark.slow
 def test_training_on_torch_equals_one_process(start: Start) -> None:
     """Where TensorFlow is not installed. (The job of `test_training_goes_on_after_a_restart` runs where it is.)"""
     ended = start("-np", "2", "python", str(PROGRAMS / "keras_on_torch.py"), env=WITHOUT_TENSORFLOW).end(2 * LIMIT)
@@ -68,6 +69,7 @@ def test_training_goes_on_after_a_restart(start: Start, backend: str) -> None:
     assert traced == ("True" if backend == "tensorflow" else None)
 
 
+@pytest.mark.slow
 def test_names_that_need_tensorflow_say_so() -> None:
     code = """
 import sys, hvdlite_tf as hvd, hvdlite_tf.keras

@@ -425,6 +425,7 @@ def advise(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, st
     return code, out, err
 
 
+@pytest.mark.slow
 def test_the_command(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = [str(PROGRAMS / "advised.py"), "-np", "2", "--link", "100mbit", "--plot", str(tmp_path / "link.png")]
     code, out, err = advise(capfd, *words, "--json", str(tmp_path / "advice.json"), "--", "1000")

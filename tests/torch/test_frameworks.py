@@ -30,6 +30,7 @@ def python(code: str) -> str:
 
 
 @pytest.mark.parametrize("package", ["lightning", "accelerate"])
+@pytest.mark.slow
 def test_a_missing_package_names_the_command_that_installs_it(package: str) -> None:
     out = python(f"""
 import importlib.util
@@ -54,6 +55,7 @@ def test_the_adapter_imports_none_of_them() -> None:
 
 @needs("lightning")
 @pytest.mark.filterwarnings("ignore")  # Lightning's own, at import
+@pytest.mark.slow
 def test_lightning_learns_who_is_where() -> None:
     from hvdlite_torch import lightning
 

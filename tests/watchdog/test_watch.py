@@ -148,6 +148,7 @@ def test_hvdliterun_shows_where_a_missing_rank_is_and_what_it_did_last(start: St
         assert "rank 2 has left the job, and this rank still waits for 'second'" in ended.err
 
 
+@pytest.mark.slow
 def test_a_rank_that_diverges_is_named_with_its_line_and_the_job_ends(start: Start, tmp_path: Path) -> None:
     # Ranks that all wait for different operations are told so sooner, unless that takes longer than the report.
     patient = {"HVDLITE_DEADLOCK_TIME_SECONDS": "50"}
