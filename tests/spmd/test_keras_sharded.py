@@ -508,7 +508,7 @@ def test_what_compile_has_replaced_holds_no_shared_memory(ranks: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_that_has_joined_is_an_error(ranks: Any) -> None:
+def test_a_rank_that_has_joined_is_an_error(fresh_world: None, ranks: Any) -> None:
     def check() -> None:
         optimizer, variables = hvd.DistributedOptimizer(from_keras.SGD(0.1), shard=True), variables_of()
         optimizer.apply(tensors(gradients_of(0, hvd.rank())), variables)
