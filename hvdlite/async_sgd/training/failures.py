@@ -97,14 +97,8 @@ class Failing:
         trains: bool,
         lock: threading.Lock,
     ) -> None:
-        self._checkpoint, self._replica, self._ranks, self._losses, self._service = (
-            checkpoint,
-            replica,
-            ranks,
-            losses,
-            lose,
-        )
-        self._lock = lock
+        self._checkpoint, self._replica, self._lock = checkpoint, replica, lock
+        self._ranks, self._losses, self._service = ranks, losses, lose
         saves = checkpoint is not None and trains
         self._wish = Wish(goes_on and trains, self._lose, self._save if saves else None)
         self._wants = goes_on or checkpoint is not None

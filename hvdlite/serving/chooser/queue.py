@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from hvdlite.serving.chooser.arrivals import Arrivals
 from hvdlite.serving.chooser.closed_queue import predict_closed
-from hvdlite.serving.chooser.mixture import predict_mixture
+from hvdlite.serving.chooser.mixture import RATIOS, WARM_UP, predict_mixture
 from hvdlite.serving.chooser.predictions import Predictions
 from hvdlite.serving.chooser.service_time import ServiceTime
 
@@ -19,8 +19,6 @@ BATCHES = 1000  # in each stream, for the wait that makes the smallest batches
 MOST_REQUESTS = 32000  # in each stream
 MOST_REQUESTS_OF_KINDS = 4000  # which takes longer
 LOOKED_AT = 12000  # requests of all streams together whose latency is computed
-RATIOS = 256  # service times that are drawn at once
-WARM_UP = 0.1  # the part of each stream that is left out, because the queue starts empty
 
 
 def predict(
