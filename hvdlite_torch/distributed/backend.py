@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ def _create(options: Any, backend_options: Any) -> HvdliteProcessGroup:
     name = f"the torch group {options.group_id}"
     if not ranks:
         ranks, name = tuple(range(api.size())), "the default group of torch.distributed"
+        _forget_meshes()
     if options.group_size != len(ranks) or ranks[options.group_rank] != api.rank():
         raise ArgumentError(
             f"torch.distributed counts this process as rank {options.group_rank} of {options.group_size}, and MPI as rank "
@@ -46,6 +48,15 @@ def _create(options: Any, backend_options: Any) -> HvdliteProcessGroup:
     keep_freed_memory(api.world().config)  # DDP and FSDP free their gradients in each step, as everybody does
     limit = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
     return HvdliteProcessGroup(options.store, options.group_id, api.world().communicators.new(ranks, name, limit))
+
+
+def _forget_meshes() -> None:
+    """Let DTensor forget the meshes of an earlier default group. It takes them for equal meshes of the new one, whose
+    groups have other names."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 def group_of(process_set: ProcessSet) -> dist.ProcessGroup:

@@ -142,6 +142,23 @@ def test_a_sliced_model_trains_as_a_whole_one_does(name: str) -> None:
 
 
 @processes
+def test_slices_in_a_second_default_group_forget_those_of_the_first() -> None:
+    """Torch names a group by how many there are, and DTensor keeps what it knows of a mesh for all equal meshes."""
+    x, found = numbers(BATCH, WIDTH), []
+    for others in (0, 2):
+        for _ in range(others):
+            torch.distributed.new_group(list(range(hvd.size())))
+        torch.manual_seed(0)
+        model = perceptron().double()
+        hvd.slice_layers(model, everybody(), {"0": "columns", "3": "rows"}, verbose=False)
+        found.append(train(model, x))
+        torch.distributed.destroy_process_group()
+        hvd.init(torch_distributed=True)
+    for first, second in zip(*found, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
+
+
+@processes
 def test_torch_clips_slices_and_plain_parameters_together() -> None:
     torch.manual_seed(0)
     plain = perceptron().double()
