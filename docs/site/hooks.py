@@ -15,6 +15,7 @@ import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("hvdlite", "hvdlite_torch", "hvdlite_tf")
@@ -65,19 +66,24 @@ def _examples() -> str:
         parts.append(
             f'## {path.name}\n\n{first}\n\n{rest}\n\n??? example "{path.name}"\n    ```python\n{source}\n    ```\n'
         )
-    for folder in sorted(path for path in (ROOT / "examples").iterdir() if path.is_dir() and path.name[0] not in "._"):
-        parts.append(f"## {folder.name}\n")
-        for path in sorted(path for path in folder.iterdir() if path.is_file()):
-            source = "\n".join(f"    {line}" for line in path.read_text().splitlines())
-            kind = {".yaml": "yaml", ".py": "python"}.get(path.suffix, "text")
-            parts.append(f'??? example "{path.name}"\n    ```{kind}\n{source}\n    ```\n')
+    parts.append("## kubernetes\n")
+    for path in sorted(path for path in (ROOT / "examples/kubernetes").iterdir() if path.is_file()):
+        source = "\n".join(f"    {line}" for line in path.read_text().splitlines())
+        kind = {".yaml": "yaml", ".py": "python"}.get(path.suffix, "text")
+        parts.append(f'??? example "{path.name}"\n    ```{kind}\n{source}\n    ```\n')
     return "\n".join(parts)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Let links to examples lead to their page."""
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Let links to examples lead to their page, and put the short programs onto the page that lists them."""
+    if page.file.src_uri == "cookbook.md":
+        for name in dict.fromkeys(re.findall(r"examples/cookbook/([\w.]+)\)", markdown)):
+            kind = "python" if name.endswith(".py") else "bash"
+            markdown += f"\n## {name}\n\n```{kind}\n{(ROOT / 'examples/cookbook' / name).read_text()}```\n"
     return re.sub(
-        r"\]\(\.\./examples/([\w.]+)/?\)", lambda link: f"](examples.md#{link[1].replace('.', '').lower()})", markdown
+        r"\]\(\.\./examples/(cookbook/)?([\w.]+)/?\)",
+        lambda link: f"]({'cookbook' if link[1] else 'examples'}.md#{link[2].replace('.', '').lower()})",
+        markdown,
     )
 
 

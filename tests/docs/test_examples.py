@@ -26,6 +26,8 @@ SMALL_GPT = "--steps 200 --batch 8 --context 32 --layers 2 --width 64 --sample 2
 FEW = "--batch-size 2 --num-warmup-batches 1 --num-batches-per-iter 2 --num-iters 3 --no-cuda"
 FIRST_AND_REST = ("--epochs 3", "--epochs 6 --plot FOLDER/curve.png")
 """Training that stops, and the same training that goes on."""
+RECIPES = [f"cookbook/{name}.py" for name in ("vision", "text", "lora", "tabular", "gan", "rl", "kfold")]
+RESUMED = "cookbook/resume.py"
 WRONG = {
     "torch_gpt_text.py --width 100": "--width 100 is no multiple of 32",
     "torch_gpt_text.py --context 999999": "--context 999999: the held-out text has only",
@@ -41,12 +43,14 @@ JOBS = {
         *("torch_digits.py", f"torch_synthetic_benchmark.py {FEW}"),
         f"torch_gpt_text.py {SMALL_GPT} --plot FOLDER/loss.png",
         "serve_digits.py train --epochs 10 --weights FOLDER/digits.pt",
+        *(*RECIPES[:3], f"{RESUMED} FOLDER/checkpoints 4"),
         "algorithms.py --ranks 4,6 --sizes 1K,1M --plot FOLDER/algorithms.png",
         *WRONG,
     ],
     "digits on 2": ["torch_digits.py", "numpy_digits.py"],
-    "Keras on 2": ["keras_digits.py", "tf_custom_loop.py"],
+    "Keras on 2": ["keras_digits.py", "tf_custom_loop.py", "cookbook/vision_keras.py"],
     "torch on 2": [
+        *(*RECIPES, f"{RESUMED} SHARED/checkpoints 2"),
         "torch_large_batch.py",
         *(f"torch_training.py --folder FOLDER/torch {more}" for more in FIRST_AND_REST),
         *(f"torch_synthetic_benchmark.py {FEW} {option}" for option in ("--fp16-allreduce", "--shard", "--use-adasum")),
@@ -66,13 +70,16 @@ JOBS = {
         "keras_pipeline.py --check --epochs 2 --batch-size 32 --plot FOLDER/keras.png",
     ],
     "3": [
+        f"{RESUMED} SHARED/checkpoints 4",
         f"torch_gpt_text.py {SMALL_GPT} --shard --plot FOLDER/loss.png",
         "torch_async_digits.py --mode all --seconds 3 --intervals 3 --slow-rank 3 --plot FOLDER/modes.png",
         "torch_async_digits.py --mode ssp --staleness 0 --seconds 1 --intervals 1 --servers 1",
         "torch_a3c.py --goal 60 --seconds 20 --plot FOLDER/a3c.png",
     ],
 }
-"""The commands whose programs run in one job, one after the other. FOLDER stands for a folder of the job's own."""
+"""The commands whose programs run in one job, one after the other. FOLDER stands for a folder of the job's own, SHARED for
+one of all jobs.
+"""
 
 
 @dataclass
@@ -103,12 +110,17 @@ Run = Callable[[str], Job]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """``run(name)`` runs a job of `JOBS`, once for all tests."""
+    shared = str(tmp_path_factory.mktemp("shared"))
 
     @functools.cache
     def run(name: str) -> Job:
+        if name == "3":
+            run("torch on 2")  # whose checkpoint it goes on from
         folder, size = tmp_path_factory.mktemp("job"), int(name.split()[-1]) if name != "alone" else 1
         launch = () if name == "alone" else ("-m", "hvdlite.launch", "-np", str(size), "python")
-        commands = [f"examples/{command}".replace("FOLDER", str(folder)) for command in JOBS[name]]
+        commands = [
+            f"examples/{command}".replace("FOLDER", str(folder)).replace("SHARED", shared) for command in JOBS[name]
+        ]
         found = run_each(commands, folder, launch)
         assert len(found) == size
         short = {command: given for command, given in zip(commands, JOBS[name], strict=True)}
@@ -131,6 +143,79 @@ def test_digits(run: Run, name: str, job: str) -> None:
     assert accuracy, out
     assert float(accuracy[1]) >= 97
     assert f"weights: identical on {run(job).size} rank" in out
+
+
+FOUND = {
+    "vision": r"(\d+) of 360 test images are right",
+    "vision_keras": r"(\d+) of 360 test images are right",
+    "text": r"loss on held-out text: ([\d.]+) nats",
+    "lora": r"small letters: (\d+) parameters, .*\n.* capitals: (\d+) parameters, loss ([\d.]+) to ([\d.]+)",
+    "tabular": r"569 rows on 2 ranks; (\d+) of 11\d held-out rows are right",
+    "gan": r"points that are drawn: ([\d.]+) ± ([\d.]+);",
+    "rl": r"moves to the goal: ([\d.]+) on average; the shortest way has 8",
+    "kfold": r"width 8: ([\d.]+) .*\nwidth 64: ([\d.]+) ",
+    "resume": r"loss ([\d.]+)$",
+}
+
+
+def recipe(job: Job, name: str) -> list[float]:
+    """The numbers that a program of the cookbook has printed."""
+    found = re.search(FOUND[name], out := job.out(f"cookbook/{name}.py"), re.MULTILINE)
+    assert found, out
+    return [float(number) for number in found.groups()]
+
+
+@pytest.mark.slow
+def test_cookbook(run: Run) -> None:
+    together, alone = run("torch on 2"), run("alone")
+    for name, nearly in (("vision", 2), ("text", 0.01), ("lora", 0.05)):  # on one rank they learn the same
+        assert recipe(together, name) == pytest.approx(recipe(alone, name), abs=nearly)
+    assert recipe(together, "vision")[0] > 335
+    assert recipe(together, "text")[0] < 2.9  # 3.1 would be the entropy of single letters
+    all_parameters, trained, before, after = recipe(together, "lora")
+    assert trained < all_parameters / 8 and after < before / 2
+    assert recipe(together, "tabular")[0] > 105
+    radius, deviation = recipe(together, "gan")
+    assert abs(radius - 2) < 0.4 and deviation < 0.5
+    assert recipe(together, "rl")[0] < 9  # 15.9 by chance
+    narrow, wide = recipe(together, "kfold")
+    assert 70 < narrow < wide and wide > 93
+
+
+@pytest.mark.slow
+def test_cookbook_goes_on_with_other_ranks(run: Run) -> None:
+    """Two epochs on 2 ranks and two on 3 are four in one process."""
+    more = run("3")
+    assert more.out("cookbook/resume").startswith("epochs 3 to 4 on 3 ranks: ")
+    assert recipe(more, "resume") == pytest.approx(recipe(run("alone"), "resume"), abs=2e-5)
+
+
+@pytest.mark.slow
+def test_cookbook_with_keras(run: Run) -> None:
+    assert recipe(run("Keras on 2"), "vision_keras")[0] > 335
+
+
+@pytest.mark.weekly
+def test_cookbook_array() -> None:
+    """A task of the array, without Slurm."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, "PYTHONPATH": PYTHONPATH, "SLURM_ARRAY_TASK_ID": "2", "PATH": path}
+    command = ["bash", "examples/cookbook/array.sbatch"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"learning rate 1e-2\n3\d\d of 360 test images are right\n", done.stdout)
+
+
+def test_cookbook_is_short() -> None:
+    """Each program is on the page, runs in a job above, and has at most 60 lines of text."""
+    page, run_here = (
+        (ROOT / "docs/cookbook.md").read_text(),
+        " ".join(command for job in JOBS.values() for command in job),
+    )
+    for path in (ROOT / "examples/cookbook").iterdir():
+        assert f"(../examples/cookbook/{path.name})" in page
+        assert path.suffix == ".sbatch" or f"cookbook/{path.name}" in run_here
+        assert sum(line.strip() != "" for line in path.read_text().splitlines()) <= 60, path
 
 
 @pytest.mark.slow
