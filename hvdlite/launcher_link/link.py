@@ -10,7 +10,10 @@ This file imports only the standard library and session.py, by a relative import
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
+import struct
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -19,6 +22,9 @@ from .session import Message, ProtocolError, Session, clip
 CONNECT_SECONDS = 20.0
 SILENT_SECONDS = 5
 """After about so many seconds without an answer of the other host a connection ends."""
+UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
+"""The numbers of the errors of such a connection."""
+_LAST_ACK = struct.Struct("@56xI")  # tcpi_last_ack_recv in Linux's struct tcp_info
 _AGAIN_SECONDS = 0.1
 _ACKNOWLEDGE_SECONDS = 5.0
 
@@ -177,6 +183,26 @@ def keep_alive(connection: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def end_if_unanswered(connection: socket.socket) -> None:
+    """End a connection within `SILENT_SECONDS` also if the other host is lost while bytes are on their way there.
+
+    The kernel asks the other host (see `keep_alive`) only if it waits for no answer of it. Call this only where the other end
+    always reads: the kernel would also end a connection whose other end has no room for what is sent.
+    """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
+
+
+def seconds_of_silence(connection: socket.socket) -> float:
+    """Return how long ago the other host has last answered; 0.0 if the kernel does not say that. `keep_alive` asks each 2 s."""
+    if not sys.platform.startswith("linux"):
+        return 0.0
+    with contextlib.suppress(OSError, struct.error):
+        milliseconds = _LAST_ACK.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK.size))[0]
+        return float(milliseconds) / 1000
+    return 0.0
 
 
 def request(address: Address, message: Message, timeout: float | None = None) -> Message:

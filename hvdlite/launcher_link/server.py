@@ -8,7 +8,6 @@ strangers may be connected at a time, and each for 10 s at most.
 from __future__ import annotations
 
 import contextlib
-import errno
 import secrets
 import selectors
 import socket
@@ -16,14 +15,14 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from .link import Address, keep_alive
+from .link import UNREACHABLE, Address, end_if_unanswered, keep_alive, seconds_of_silence
 from .session import Message, ProtocolError, Session
 
 STRANGERS = 128
 """The largest number of strangers that may be connected. When there are more, the oldest is dropped."""
 STRANGER_SECONDS = 10.0
 _ACCEPTED_AT_ONCE = 64
-_UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
+_DOUBTFUL_SECONDS = 3.0
 
 
 class Connection:
@@ -58,6 +57,16 @@ class Connection:
             sent = self.stream.send(self.session.outgoing)
             del self.session.outgoing[:sent]
         self._server.expect(self, writable=bool(self.session.outgoing))
+
+    def belongs_to(self, rank: int) -> None:
+        """Note that the guard of a rank has said hello. It always reads what is sent to it, unless its host is lost."""
+        self.rank = rank
+        end_if_unanswered(self.stream)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the other host has not answered for longer than it takes if it is there: the connection may end soon."""
+        return seconds_of_silence(self.stream) > _DOUBTFUL_SECONDS
 
     def refuse(self) -> None:
         """Close the connection, because its message makes no sense."""
@@ -201,7 +210,7 @@ class Server:
         except BlockingIOError:
             return []
         except (OSError, ProtocolError) as error:  # it was reset, its host cannot be reached, or it is a stranger
-            data, closed = b"", error.errno not in _UNREACHABLE
+            data, closed = b"", error.errno not in UNREACHABLE
         if not data:
             self.drop(connection)
             return [Message("gone", {"closed": closed})] if was_trusted else []

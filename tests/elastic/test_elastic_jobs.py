@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 from hvdlite.launch import cli
+from hvdlite.launch.elastic.janitor import Janitor
+from hvdlite.launch.job.hosts import Host
 from tests.support.elastic_faults import IN_A_JOB, Training, choose
 from tests.support.elastic_faults import LIMIT as FAULTS_LIMIT
 from tests.support.jobs import PROGRAMS, ROOT, Start, wait_for
@@ -114,6 +116,21 @@ def test_nothing_stays_whatever_ends_hvdliterun(start: Start, tmp_path: Path, nu
     assert job.end().code == code
     wait_for(lambda: committed_by(job.process.pid) == [], 10.0)
     job.wait_until_gone(10.0)
+
+
+def test_hosts_that_the_end_of_the_job_does_not_reach_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f'#!/bin/sh\ncase "$*" in *" away "*) exit 255 ;; esac\necho "$*" >> {tmp_path}/called\n')
+    ssh.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (committed := tmp_path / "hvdlite.commits.1").mkdir()
+    janitor = Janitor(str(committed), ["-p", "2222"])
+    janitor.add([Host("there", 2), Host("away", 2)])
+    assert janitor.finish() == ["away"]
+    assert f"-p 2222 there rm -rf {committed}\n" in (tmp_path / "called").read_text()
+    assert not committed.exists()
 
 
 @pytest.mark.slow

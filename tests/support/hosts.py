@@ -53,6 +53,11 @@ while :; do
 done
 host=$1
 shift
+# A host that is cut off cannot be reached, although its namespaces can: one that is there refuses a connection.
+case $(timeout 2 bash -c ": <> /dev/tcp/$host/9" 2>&1) in
+    *refused*) ;;
+    *) echo "ssh: connect to host $host port 22: No route to host" >&2; exit 255 ;;
+esac
 exec "{directory}/enter" "$host" env -i HOME="$HOME" TMPDIR="{directory}" PATH=/usr/local/bin:/usr/bin:/bin sh -c "$*"
 """
 _SRUN = """\
@@ -144,6 +149,11 @@ class Hosts:
     def shared_memory(self, host: str) -> list[str]:
         """Return the names in a host's /dev/shm."""
         return os.listdir(self._shared_memory(host))
+
+    def temporary(self) -> list[str]:
+        """Return the names of the files that processes on the hosts have in their folder for temporary files, which is one."""
+        own = {"bin", "enter", "hosts", "srun.log", *self.names}
+        return sorted({*os.listdir(self.directory)} - own)
 
     def _shared_memory(self, host: str) -> Path:
         return Path(f"/proc/{self._holder(host)}/root/dev/shm")

@@ -29,10 +29,14 @@ class Janitor:
     def __init__(self, directory: str, ssh: Sequence[str] | None, state: StateFolder | None = None) -> None:
         self._known: set[str] = set()
         read, self._write = os.pipe()
+        self._left, left = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            _serve(read, self._write, directory, ssh, state)
+            os.close(self._write)
+            os.close(self._left)
+            _serve(read, left, directory, ssh, state)
         os.close(read)
+        os.close(left)
 
     def add(self, hosts: Iterable[Host]) -> None:
         """Note hosts on which the directory may be."""
@@ -40,16 +44,18 @@ class Janitor:
             self._known.add(name)
             os.write(self._write, f"{name}\n".encode())
 
-    def finish(self) -> None:
-        """Let the process remove the directory now, and wait for it."""
+    def finish(self) -> list[str]:
+        """Let the process remove the directory now, and wait for it. Return the hosts on which the directory may be left."""
         os.close(self._write)
+        with open(self._left) as left:
+            names = left.read().split()
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._pid, 0)
+        return names
 
 
-def _serve(read: int, write: int, directory: str, ssh: Sequence[str] | None, state: StateFolder | None) -> NoReturn:
+def _serve(read: int, left: int, directory: str, ssh: Sequence[str] | None, state: StateFolder | None) -> NoReturn:
     try:
-        os.close(write)
         if state is not None:
             state.let_go()
         outlive_terminal()
@@ -60,7 +66,9 @@ def _serve(read: int, write: int, directory: str, ssh: Sequence[str] | None, sta
             state.wait_for_writer()
         _remove(directory)
         if ssh is not None:
-            remove_elsewhere([Host(name, 1) for name in names.decode().split()], ssh, directory)
+            kept = remove_elsewhere([Host(name, 1) for name in names.decode().split()], ssh, directory)
+            with contextlib.suppress(BrokenPipeError):  # hvdliterun was killed
+                os.write(left, " ".join(kept).encode())
     finally:
         os._exit(0)
 

@@ -138,13 +138,21 @@ class ElasticOptions:
             if state is not None:
                 state.start(directory)
             janitor = Janitor(directory, options, state)
-            at_end.callback(janitor.finish)  # after what is called back next
+            at_end.callback(self._clean_up, janitor, directory, output)  # after what is called back next
             if state is not None:
                 at_end.callback(lambda: state.finish(is_over))
             supervisor = Supervisor(spec, self.limits, hosts, directory, output, janitor, self.always_restart, state)
             failure = supervisor.run()
             is_over = failure is None
         return supervisor.last, failure
+
+    @staticmethod
+    def _clean_up(janitor: Janitor, directory: str, output: Output) -> None:
+        for name in janitor.finish():
+            output.say(
+                f"hvdliterun: host {name} does not answer, so what the job has committed may be left in its memory: "
+                f"{directory}. Once the host is back: ssh {name} rm -r {directory}\n"
+            )
 
 
 def elastic_options(options: argparse.Namespace, environ: Mapping[str, str]) -> ElasticOptions:

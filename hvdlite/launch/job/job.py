@@ -303,6 +303,8 @@ class Job:
     def _settled(self) -> bool:
         known = not all(failure.consequence for failure in self._failures)
         since = time.time() - min(failure.at for failure in self._failures)
+        if not known and self._ranks.may_have_lost_a_host:  # a moment later its connections say so
+            return since > SILENT_SECONDS
         return since > (_SETTLE_SECONDS if known else _CAUSE_SECONDS)
 
     def _begin_end(self, grace: float) -> None:

@@ -116,7 +116,7 @@ class Ranks:
         number = hello["rank"]
         if not 0 <= number < self._size or number in self._known or connection.rank is not None:
             raise ProtocolError(f"a hello of rank {number}, of {self._size}")
-        connection.rank = number
+        connection.belongs_to(number)
         rank = Rank(number, connection, hello["host"], hello["pid"], hello["guard"], connection.is_local)
         self._known[rank.number] = rank
         if self._grace is not None:
@@ -161,6 +161,11 @@ class Ranks:
     def have_lost(self) -> bool:
         """Whether the job has gone on without some ranks."""
         return any(rank.lost for rank in self)
+
+    @property
+    def may_have_lost_a_host(self) -> bool:
+        """Whether another host has not answered for some seconds."""
+        return any(not rank.local and not rank.gone and rank.connection.is_doubtful for rank in self)
 
     def lose(self, number: int) -> None:
         """Let the job go on without a rank that has failed.

@@ -181,13 +181,15 @@ def try_port(port: int | None, address: str) -> str:
     return f"{what}, which answers: so it is up now"
 
 
-def remove_elsewhere(hosts: Sequence[Host], ssh: Sequence[str], directory: str) -> None:
-    """Remove a directory on all other hosts by ssh. Hosts that do not answer within 4 s are left alone."""
+def remove_elsewhere(hosts: Sequence[Host], ssh: Sequence[str], directory: str) -> list[str]:
+    """Remove a directory on all other hosts by ssh. Return those that have not done so within 4 s."""
     remote = sorted({host.name for host in hosts if not is_local(host.name)})
     if not directory or not remote:
-        return
+        return []
+    command = f"rm -rf {shlex.quote(directory)}"
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        list(pool.map(lambda name: _run(name, ssh, f"rm -rf {shlex.quote(directory)}", _REMOVE_SECONDS), remote))
+        answers = list(pool.map(lambda name: _run(name, ssh, command, _REMOVE_SECONDS), remote))
+    return [name for name, done in zip(remote, answers, strict=True) if isinstance(done, str) or done.returncode]
 
 
 def _run(name: str, ssh: Sequence[str], command: str, seconds: int) -> subprocess.CompletedProcess[str] | str:

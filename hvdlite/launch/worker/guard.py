@@ -16,7 +16,7 @@ import signal
 import time
 from typing import Any
 
-from ...launcher_link.link import Channel
+from ...launcher_link.link import UNREACHABLE, Channel
 from ...launcher_link.session import clip
 from . import orphans, shared_memory
 from .program import STACK_SIGNAL, without_own_frames
@@ -77,8 +77,10 @@ class Guard:
             self._reap()
             while self._status is None or self._waits_for_end():
                 self._step()
-        except OSError:  # hvdliterun is gone
+        except OSError as error:  # hvdliterun is gone
             self._end(_KILL_AT_ONCE)
+            if error.errno in UNREACHABLE:
+                orphans.end_daemon()
         return self._leave()
 
     def _waits_for_end(self) -> bool:

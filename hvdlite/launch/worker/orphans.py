@@ -1,5 +1,8 @@
 """Orphans are processes that a rank started and left behind. This file ends them, even those in sessions of their own.
 
+A daemon of the MPI launcher is one too, if its host is cut off: it asks the launcher for permission to end, and waits for an
+answer for a quarter of an hour.
+
 Linux makes them children of the rank's guard, and they end with the guard. If somebody killed the guard, they become children
 of hvdliterun, if it runs on the same host. The processes that an orphan started come along, so nobody has to search for them.
 On other systems than Linux nothing adopts them.
@@ -11,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -53,6 +57,18 @@ def end(grace: float, but: Collection[int] = ()) -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(_PAUSE_SECONDS)
+
+
+def end_daemon() -> None:
+    """End the daemon of Open MPI 5 that has started this guard, and remove its folder.
+
+    mpirun, which starts the guards of its own host, is no such daemon: its folder has another name.
+    """
+    parent, folder = os.getppid(), os.environ.get("PMIX_SERVER_TMPDIR", "")
+    if os.path.basename(folder) == f"prted.{parent}":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(parent, signal.SIGKILL)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def children(pid: int) -> list[int]:
