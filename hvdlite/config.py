@@ -55,6 +55,7 @@ class Config:
         servers: The last so many ranks only serve the parameters of `AsyncDistributedOptimizer`; 0 if the ranks are alike.
         advise: What to measure of the training; ``hvdlite advise`` sets it (see `hvdlite.tools.advise.recorder.Request`).
         generation: Which generation of an elastic job this process is of; hvdliterun sets it; empty if the job is not elastic.
+        pulse: Tell hvdliterun once a second what this rank does; ``hvdliterun --dashboard`` sets it.
         control: ``host:port:secret`` of the launcher that started this process; hvdliterun sets it.
 
     Raises:
@@ -87,6 +88,7 @@ class Config:
     servers: int = 0
     advise: str = ""
     generation: str = ""
+    pulse: bool = False
     control: str = ""
 
     def __post_init__(self) -> None:

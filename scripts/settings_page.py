@@ -25,7 +25,7 @@ OPTIONS = {
     "timeline_mark_cycles": "--timeline-mark-cycles",
 }
 """The options of hvdliterun that set the same."""
-INTERNAL = {"advise", "control"}
+INTERNAL = {"advise", "control", "pulse"}
 """Settings that one process of hvdlite makes for another."""
 
 HEAD = """# Settings

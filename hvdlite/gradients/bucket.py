@@ -33,7 +33,7 @@ from hvdlite.gradients.segments import Memory
 from hvdlite.gradients.weighted_sum import WeightedSum
 from hvdlite.protocols import Array, TensorInfo
 from hvdlite.tensors.reduction import nbytes_of
-from hvdlite.timeline import BucketRecord
+from hvdlite.timeline import BucketRecord, Counts
 
 LARGE_BYTES = 2**15
 """A smaller tensor is always copied. Small tensors lie side by side and are summed together. To copy 16 KiB takes less time
@@ -66,6 +66,7 @@ class Bucket:
         large: The numbers of the tensors of at least `LARGE_BYTES`.
         ownership: Which elements this rank sums.
         pool: Where gradients and results lie.
+        payload: The bytes of the gradients.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Bucket:
         self.large, self.tensors = in_order(infos, tensors)
         self.collectives = collectives
         self.host = collectives.host
+        self.payload = sum(nbytes_of(infos[index]) for index in self.tensors)
         self._is_apart = rules.are_apart
         self._weight_at = len(self.tensors)
         header = self.host.allocate(8 * (len(self.tensors) + WORDS + 1 + rules.plan.lend))
@@ -126,13 +128,13 @@ class Bucket:
         else:
             self._placed[index] = gradient
 
-    def exchange(self, used: Sequence[bool], said: Header, record: BucketRecord | None = None) -> HeaderSum:
+    def exchange(self, used: Sequence[bool], said: Header, record: BucketRecord | Counts | None = None) -> HeaderSum:
         """Combine the gradients over the ranks.
 
         Args:
             used: For each tensor of the model, whether this rank has a gradient of it.
             said: What else this rank says.
-            record: Notes in the timeline when all ranks are ready; None if there is no timeline.
+            record: Notes when all ranks are ready; None if nobody wants to know.
 
         Returns:
             The sum of the headers of all ranks. If it is `stopped`, gradients are as before.

@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from hvdlite.comm.host import PATIENT
 from hvdlite.gradients.header import Header, HeaderSum
 from hvdlite.gradients.reducer import Reducer
-from hvdlite.timeline import Row
 
 _JOIN_SECONDS = 1.0
 
@@ -105,7 +104,7 @@ class Overlap:
         Raises:
             Postponed, HvdliteError: See `Reducer.exchange`.
         """
-        with self._reducer.timeline.span(Row.PROGRAM, "WAIT", "gradients"):
+        with self._reducer.timeline.wait("gradients"):
             return self._finish(used, said, changed)
 
     def _finish(self, used: Sequence[bool], said: Header, changed: bool) -> list[bool]:

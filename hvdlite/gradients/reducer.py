@@ -18,7 +18,7 @@ from hvdlite.gradients.header import Header, HeaderSum, check_divisor
 from hvdlite.gradients.result_buffers import BucketRules
 from hvdlite.protocols import Array, Plan, ReduceOp, TensorInfo
 from hvdlite.ranks.topology import Members
-from hvdlite.timeline import BucketRecord, Row, Timeline
+from hvdlite.timeline import BucketRecord, Counts, Timeline
 from hvdlite.watchdog.watchdog import Watchdog
 
 _CLOSE_SECONDS = 1.0
@@ -202,7 +202,7 @@ class Reducer:
                 for bucket in self.buckets:
                     bucket.alone(used)
         else:
-            with self.timeline.span(Row.PROGRAM, "WAIT", "gradients"):
+            with self.timeline.wait("gradients"):
                 told = self.exchange_buckets(used, said)
         self.next_step()
         return self.outcome(told)
@@ -251,18 +251,20 @@ class Reducer:
 
     def next_step(self) -> None:
         """Count a step: the exchanges from now on belong to the next one."""
-        self.timeline.step()
         self._steps += 1
 
     def exchange_bucket(self, number: int, used: Sequence[bool], said: Header) -> HeaderSum:
         """Exchange one bucket. All ranks exchange the buckets in order."""
-        bucket, record = self.buckets[number], None
+        bucket, counts = self.buckets[number], self.timeline.counts
+        record: BucketRecord | Counts | None = counts
         if self.timeline.on:
             record = BucketRecord(self.timeline, f"bucket {number}", self._steps, bucket.nbytes, self._members.ranks)
         with self._busy, self._watching, np.errstate(all="ignore"):
             told = bucket.exchange(used, said, record)
-        if record is not None:
+        if isinstance(record, BucketRecord):
             record.done()
+        elif counts is not None:
+            counts.done(0 if told.stopped else bucket.payload)
         return told
 
     def exchange_buckets(self, used: Sequence[bool], said: Header) -> list[HeaderSum]:
@@ -278,6 +280,7 @@ class Reducer:
         for each in told:
             if each.stopped:
                 raise Postponed(each)
+        self.timeline.step()
         anywhere = [False] * self._count
         for bucket, (there, divisor, *_) in zip(self.buckets, told, strict=True):
             if divisor <= 0:

@@ -204,12 +204,14 @@ class ShardedReducer(Reducer):
 
     def meet(self) -> None:
         """Wait until all ranks of the host are here. Then what they wrote to parameters can be read."""
-        with self._watch.guarded(lambda: f"the end of step {self._steps - 1}", self._members, link=self._link):
+        what = f"the end of step {self._steps - 1}"
+        with self.timeline.wait("parameters"), self._watch.guarded(lambda: what, self._members, link=self._link):
             self._bucket.host.meet()
 
     def publish(self) -> None:
         """Send this rank's shard of the parameters, which it has changed, to all hosts. Then all ranks may read all."""
-        with self._watch.guarded(lambda: f"the parameters of step {self._steps - 1}", self._members, link=self._link):
+        what = f"the parameters of step {self._steps - 1}"
+        with self.timeline.wait("parameters"), self._watch.guarded(lambda: what, self._members, link=self._link):
             memories, rank = self._bucket.memories, self._bucket.host.rank
             lent = [memory.results[rank] for memory in memories]
             for memory, parameters in zip(memories, lent if self._lends else self._parameters, strict=True):

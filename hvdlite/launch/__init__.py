@@ -5,6 +5,7 @@ cli.py                 makes a job of the options of hvdliterun, and runs it
  |- parser.py          has these options
  |- arguments.py       reads the arguments of all commands, says what is wrong with them, and makes a shell complete them
  |- elastic/           runs jobs that go on when ranks fail and hosts come or go
+ |- dashboard/         shows a running job: a page, and ``hvdlite top``
  |- horovod_flags.py   lists the flags that only horovodrun has
  |- horovod.py         makes ``import horovod`` mean hvdlite in a job
  |- where.py           has the options that name ranks and hosts, which other commands have too

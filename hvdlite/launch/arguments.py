@@ -69,6 +69,13 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Read the number of a port; 0 is any that is free."""
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a port, a number from 0 to 65535")
+    return int(text)
+
+
 def not_negative(text: str) -> float:
     """Read a number from 0 on."""
     try:

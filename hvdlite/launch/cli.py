@@ -6,11 +6,12 @@ import argparse
 import dataclasses
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hvdlite.errors import LaunchError
 from hvdlite.launch.allocation import Hosts, choose_hosts
@@ -23,10 +24,13 @@ from hvdlite.launch.job.hosts import check_ranks_here, is_local
 from hvdlite.launch.job.job import Job, JobSpec
 from hvdlite.launch.job.mpi import Placement, find_mpi, worker_command
 from hvdlite.launch.job.output import Output, Sink
-from hvdlite.launch.parser import make_parser, tell_of_foreign, without_bare_mpi
+from hvdlite.launch.parser import make_parser, tell_of_foreign, with_values
 from hvdlite.launch.where import Where, count_ranks
 from hvdlite.launch.worker import orphans
 from hvdlite.launch.worker.shared_memory import new_directory
+
+if TYPE_CHECKING:
+    from hvdlite.launch.dashboard.server import Dashboard
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     parser = make_parser()
     words = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(without_bare_mpi(words, parser))
+    options = parser.parse_args(with_values(words, parser))
     tell_of_foreign(getattr(options, "foreign", None) or [])
     if options.version:
         print(own_version())
@@ -49,7 +53,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run the job that the options describe, and return the exit code."""
+    """Run the job that the options describe, print how it has failed, and return the exit code."""
+    dashboards: list[Dashboard] = []
+    try:
+        code, words = _run_job(options, dashboards)
+        sys.stderr.write(words)
+        for dashboard in dashboards:
+            dashboard.show_end(words, failed=code != 0)
+    finally:
+        for dashboard in dashboards:
+            dashboard.close()
+    return code
+
+
+def _run_job(options: argparse.Namespace, dashboards: list[Dashboard]) -> tuple[int, str]:
+    """Run the job that the options describe. Return the exit code, and what is to be printed last.
+
+    Args:
+        options: The options.
+        dashboards: Gets the page of the job, if the options ask for one.
+    """
     output: Output | None = None
     words_at_end = ""
     try:
@@ -59,27 +82,29 @@ def _run(options: argparse.Namespace) -> int:
         _check_output(options, elastic)
         tagged = (elastic is not None or options.num_proc > 1) and not options.no_tag_output
         folder = make_folder(options.output_filename)
+        if options.dashboard is not None:
+            from hvdlite.launch.dashboard.server import Dashboard  # few jobs need what it imports
+
+            dashboards.append(Dashboard(shlex.join(options.command), options.dashboard))
+            spec = dataclasses.replace(spec, look=dashboards[0].board.look)
         orphans.adopt()
         output = Output(Sink(1), Sink(2), tagged, folder, timed=options.prefix_timestamp, only=options.console_rank)
+        if dashboards:
+            output.say(f"hvdliterun: the page of this job: {dashboards[0].url} (in a terminal: hvdlite top)\n")
+            output.hears = dashboards[0].board.hear
         if elastic is not None:
             _, failure = elastic.run(spec, output)
         else:
             failure, words_at_end = _run_again(spec, output, options.max_restarts)
     except LaunchError as error:
-        print(f"hvdliterun: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return USAGE_ERROR, f"hvdliterun: {error}\n"
     except KeyboardInterrupt:  # while hosts are checked, or between two starts; else the job takes the signal
-        print("hvdliterun: ended by SIGINT, while no rank was running.", file=sys.stderr)
-        return 128 + signal.SIGINT
+        return 128 + signal.SIGINT, "hvdliterun: ended by SIGINT, while no rank was running.\n"
     finally:
         if output is not None:
             orphans.end(0.0)
             output.close()
-    sys.stderr.write(words_at_end)
-    if failure is None:
-        return 0
-    sys.stderr.write(failure.describe())
-    return failure.code
+    return (0, words_at_end) if failure is None else (failure.code, words_at_end + failure.describe())
 
 
 def _run_again(spec: JobSpec, output: Output, restarts: int) -> tuple[Failure | None, str]:
@@ -179,6 +204,7 @@ def job_spec(options: argparse.Namespace, environ: Mapping[str, str], elastic: E
         "HVDLITE_FUSION_THRESHOLD": _bytes(options.fusion_threshold_mb),
         "HVDLITE_AUTOTUNE": "1" if options.autotune or options.autotune_log_file else None,
         "HVDLITE_AUTOTUNE_LOG": options.autotune_log_file,
+        "HVDLITE_PULSE": None if options.dashboard is None else 1,
         "HVDLITE_TIMELINE": options.timeline_filename,
         "HVDLITE_TIMELINE_MARK_CYCLES": options.timeline_mark_cycles,
         **_stall_settings(options),

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hvdlite.launch.arguments import Parser, add_completion, not_negative, positive, positive_int, whole
+from hvdlite.launch.arguments import Parser, add_completion, not_negative, port, positive, positive_int, whole
 from hvdlite.launch.elastic.options import add_options
 from hvdlite.launch.horovod_flags import FLAGS
 from hvdlite.launch.job.mpi import PROGRAMS
@@ -97,6 +97,14 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add(*stamp, dest="prefix_timestamp", action="store_true", help="the time before each line")
     add("--console-rank", metavar="N", type=whole, help="show the output of rank N only")
     add("--output-filename", metavar="DIR", help="also keep each rank's output in DIR/rank.N/stdout and stderr")
+    add(
+        "--dashboard",
+        metavar="PORT",
+        nargs="?",
+        const=0,
+        type=port,
+        help="show what the job does, on a page of 127.0.0.1 and by hvdlite top (hvdlite docs running)",
+    )
     add("--verbose", action="store_true", help="show the mpirun command, and all that mpirun prints")
 
 
@@ -149,14 +157,20 @@ class _Foreign(argparse.Action):
         namespace.foreign = [*(getattr(namespace, "foreign", None) or []), str(option_string)]
 
 
-def without_bare_mpi(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """Leave out ``--mpi`` if no MPI's name follows, as in horovodrun: else it would take the program's name for one."""
+def with_values(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """Settle the options whose values may be missing: argparse would take the program's name for one.
+
+    ``--mpi`` is left out if no MPI's name follows, as in horovodrun, and ``--dashboard`` takes any port if no number follows.
+    """
     rest = list(words)
     index = 0
     while index < len(rest) and rest[index].startswith("-") and rest[index] != "--":
         if rest[index] == "--mpi" and (index + 1 == len(rest) or rest[index + 1] not in PROGRAMS):
             del rest[index]
             continue
+        if rest[index] == "--dashboard":
+            has_value = rest[index + 1 : index + 2] and rest[index + 1].isdecimal()
+            rest[index : index + 1 + bool(has_value)] = [f"--dashboard={rest[index + 1] if has_value else 0}"]
         action = parser._option_string_actions.get(rest[index].partition("=")[0])
         values = 0 if action is None or "=" in rest[index] else 1 if action.nargs is None else int(action.nargs)
         index += 1 + values

@@ -1,7 +1,7 @@
 """The rank's end of the connection to its launcher. These control messages travel over it, see `hvdlite.launcher_link.session`:
 
     rank -> launcher   hello, output, done, failed, stopped, continued, stack, asked, exit, report, hung, where, fetch, result,
-                       training, saved, elastic, committed, leaving, outlives, again, cannot, together, over
+                       training, saved, elastic, committed, leaving, outlives, again, cannot, together, over, pulse
     launcher -> rank   end, taken, ok, function, stay, drop, lost, save, hosts, show, stack, generation
 
 This file imports only the standard library and session.py, by a relative import: `worker.py` of the guards loads it on its own.

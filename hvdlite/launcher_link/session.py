@@ -62,6 +62,11 @@ _FIELDS: Mapping[str, Mapping[str, type | tuple[type, ...]]] = {
     "cannot": {"why": str},
     "together": {},
     "over": {},
+    "pulse": {
+        **dict.fromkeys(("rank", "step", "bytes", "memory"), int),
+        **dict.fromkeys(("time", "stepped", "waited", "exchanged", "lasts"), _NUMBER),
+        "what": str,
+    },
     # rank -> rank
     "pair": {"to": str, "group": str, "rank": int},
     # launcher -> rank

@@ -2,6 +2,7 @@
 
 world.py  the job as this rank knows it, from `init` to `shutdown`
 group.py  the ranks of one process set: their engine, and the exchanges of their gradients
+pulse.py  what this rank tells its launcher once a second, if somebody looks at the job
 
 A `Group` is what one rank has of a set of ranks: an `Engine` for named operations, the `Reducers` for gradients, and what
 adapters have made to exchange gradients there. Its `Members` are a number and the world ranks. All ranks of the job count

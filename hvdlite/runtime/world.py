@@ -24,7 +24,8 @@ from hvdlite.ranks.log import set_level, tell
 from hvdlite.ranks.process_set import ProcessSet
 from hvdlite.ranks.topology import Members, Topology
 from hvdlite.runtime.group import Group, RebindableExchange, Runtime
-from hvdlite.timeline import Timeline
+from hvdlite.runtime.pulse import Pulse
+from hvdlite.timeline import Counts, Timeline
 from hvdlite.watchdog.watchdog import Watchdog
 
 
@@ -267,6 +268,10 @@ class World:
         self._control = transport.duplicate()
         self.watch = Watchdog(self._control, config, end_job, self.job_ranks)
         self.timeline = Timeline(transport.rank, transport.size)
+        self._pulse: Pulse | None = None
+        if config.pulse and config.control:
+            self.timeline.counts = Counts()
+            self._pulse = Pulse(config.control, self.job_ranks[transport.rank], self.timeline.counts, self.watch)
         self.devices = Devices(config, hosts, self.watch.launches_on)
         self.groups = Groups(transport, Runtime(config, hosts, make_flat, self.watch, self.timeline, self.devices))
         self.communicators = Communicators(transport, hosts, make_flat, config, self.watch, self.timeline)
@@ -362,10 +367,15 @@ class World:
         self.groups.close()
         self._control.close()
         self._close_endpoint()
+        self._end_pulse()
         self._transport.close()
         if not for_good:
             for exchange in self.groups.left():
                 exchange.leave()
+
+    def _end_pulse(self) -> None:
+        if self._pulse is not None:
+            self._pulse.stop()
 
     def _close_endpoint(self) -> None:
         if self._endpoint is not None:
@@ -408,6 +418,7 @@ class World:
     def abandon(self) -> None:
         """Stop this rank's threads and tell nobody, because the job is over already."""
         self._close_endpoint()
+        self._end_pulse()
         self.watch.abandon()
         self.timeline.abandon()
         for group in self.groups:

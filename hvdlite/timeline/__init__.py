@@ -3,6 +3,7 @@
 While a job runs, each rank writes a file of its own (training imports no more of this folder than these modules):
 
 - `recorder`: the `Timeline` of a rank, a queue of events, and the thread that writes them; the record of an operation.
+- `counts`: what the rank has done, in a few numbers, for those who look at a running job (`hvdlite.runtime.pulse`).
 - `records`: the records of a run and of a bucket.
 - `writer`: the writer of the rank's file. `clocks`: how far the clocks of the ranks are apart.
 
@@ -15,8 +16,9 @@ When the recording ends, or in ``hvdlite timeline``, the files become one trace:
 
 from __future__ import annotations
 
+from hvdlite.timeline.counts import Counts
 from hvdlite.timeline.rank_file import Row
 from hvdlite.timeline.recorder import OperationRecord, Timeline
 from hvdlite.timeline.records import BucketRecord, RunRecord
 
-__all__ = ["BucketRecord", "OperationRecord", "Row", "RunRecord", "Timeline"]
+__all__ = ["BucketRecord", "Counts", "OperationRecord", "Row", "RunRecord", "Timeline"]

@@ -21,6 +21,7 @@ from hvdlite.errors import ArgumentError, HvdliteError
 from hvdlite.protocols import Transport
 from hvdlite.timeline import rank_file
 from hvdlite.timeline.clocks import Clock, measure, share_texts
+from hvdlite.timeline.counts import Counts
 from hvdlite.timeline.rank_file import Row
 from hvdlite.timeline.writer import Event, RankFileWriter
 
@@ -43,7 +44,7 @@ class Timeline:
     Callers look at `on` before they record an event, so while no timeline is kept an event costs one look. The controller
     of a group records named operations. A gradient exchange is recorded like this::
 
-        with timeline.span(Row.PROGRAM, "WAIT", "gradients"):              # where the program waits for the exchange
+        with timeline.wait("gradients"):                                   # where the program waits for the exchange
             record = BucketRecord(timeline, "bucket 3", step, nbytes, ranks) if timeline.on else None
             self._host.meet()
             if record is not None:
@@ -64,6 +65,7 @@ class Timeline:
         on: Whether this rank records events now.
         started: Whether the ranks keep a timeline; equal on all ranks.
         mark_cycles: Whether each plan of the controller is marked.
+        counts: What this rank has done, also while no timeline is kept; None if nobody looks at that.
         clock: The clock of the events, in nanoseconds. Tests set another one before `start`.
     """
 
@@ -71,6 +73,7 @@ class Timeline:
         self.rank, self.size = rank, size
         self.on = self.started = False
         self.mark_cycles = False
+        self.counts: Counts | None = None
         self.clock: Clock = time.perf_counter_ns
         self._events: deque[Event] = deque()
         self._submitted = 0
@@ -97,8 +100,18 @@ class Timeline:
         """Record how long the body of a with statement lasts. Nothing is recorded while no timeline is kept."""
         return _Span(self, row, category, name, args) if self.on else _NOTHING
 
+    def wait(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager for code in which the program waits for an exchange.
+
+        Args:
+            name: The name of the event; empty if it is counted and not recorded.
+        """
+        return _NOTHING if self.counts is None and not self.on else _Wait(self, name)
+
     def step(self) -> None:
-        """Record that a training step ends and the next one begins. Nothing is recorded while no timeline is kept."""
+        """Count a training step that ends, and record that the next one begins."""
+        if self.counts is not None:
+            self.counts.step()
         if not self.on:
             return
         self._steps += 1
@@ -229,6 +242,26 @@ class _Span:
 
     def __exit__(self, *_: object) -> None:
         self._timeline.add(self._row, self._category, self._name, self._begin, None, self._args or None)
+
+
+class _Wait:
+    """The context manager of `Timeline.wait`: it counts how long the body lasts, and records it if a timeline is kept."""
+
+    __slots__ = ("_counts", "_span")
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self._counts = timeline.counts
+        self._span = timeline.span(Row.PROGRAM, "WAIT", name) if name and timeline.on else _NOTHING
+
+    def __enter__(self) -> None:
+        self._span.__enter__()
+        if self._counts is not None:
+            self._counts.begin_wait()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._counts is not None:
+            self._counts.end_wait()
+        self._span.__exit__(*error)
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

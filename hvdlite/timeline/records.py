@@ -119,8 +119,12 @@ class BucketRecord:
     def ready(self) -> None:
         """Record that all ranks are ready."""
         self._ready = self._timeline.clock()
+        if self._timeline.counts is not None:
+            self._timeline.counts.ready()
 
     def done(self) -> None:
         """Record that the exchange is over."""
+        if self._timeline.counts is not None:
+            self._timeline.counts.done(self._args["bytes"])
         self._timeline.add(Row.NEGOTIATION, "NEGOTIATE_GRADIENTS", self._name, self._begin, self._ready, self._args)
         self._timeline.add(Row.EXCHANGE, "GRADIENTS", self._name, self._ready, None, self._args)

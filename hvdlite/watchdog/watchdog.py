@@ -201,6 +201,14 @@ class Watchdog:
         """Stop to watch the wait with this number: it is over."""
         del self._waits[number]
 
+    def longest_wait(self, least: float) -> tuple[str, float]:
+        """Return what this rank has waited for the longest, and for how many seconds: "" and 0.0 if for less than `least`."""
+        waits = of_program(self._waits, self._main_thread)
+        since = min((wait.since for wait in waits), default=float("inf"))
+        if (lasts := time.monotonic() - since) < least:
+            return "", 0.0
+        return next(wait.what() for wait in waits if wait.since == since), lasts
+
     def leave(self, how: str) -> None:
         """Tell the other ranks that this rank leaves the job, and answer their questions until all of them leave.
 

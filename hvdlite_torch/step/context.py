@@ -15,6 +15,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
 from hvdlite.gradients.header import Header, HeaderSum
 from hvdlite.runtime.group import Group
+from hvdlite.timeline import Counts
 from hvdlite_torch.checks.advice import Advice
 from hvdlite_torch.checks.in_step import InStep
 from hvdlite_torch.checks.same_parameters import check_agreement
@@ -111,6 +112,11 @@ class OptimizerContext:
     def name(self) -> str:
         """A name for what this optimizer makes with the other ranks. Threads may step different optimizers at the same time."""
         return f"optimizer {self._number}"
+
+    @property
+    def counts(self) -> Counts | None:
+        """What this rank has done; None if nobody looks at that."""
+        return self._world.timeline.counts
 
     def waiting_for(self, what: str) -> contextlib.AbstractContextManager[object]:
         """Return a reusable context manager in which this rank waits for the other ranks. Messages call the wait `what`."""

@@ -70,6 +70,8 @@ class DeviceSync(GradientSync):
         """The present buckets; None if this rank is alone, or if the world has ended."""
         self._parameters: list[torch.Tensor] = []
         """The parameters whose gradients are dense on all ranks."""
+        self._payload = 0
+        """The bytes of their gradients."""
         self._sent = SentBefore()
 
     def begin(self) -> None:
@@ -119,6 +121,7 @@ class DeviceSync(GradientSync):
         if self._shards is not None:
             self._shards.deal(parameters, self._reducer, self._collectives)
         self._parameters, self._gradients = parameters, DeviceGradients(parameters, self._reducer)
+        self._payload = sum([parameter.numel() * parameter.element_size() for parameter in parameters])
         self._backward.follow(self._gradients)
         self.make_hooks()
 
@@ -161,6 +164,9 @@ class DeviceSync(GradientSync):
 
     @torch.no_grad()
     def combine(self) -> None:
+        if (counts := self._context.counts) is not None:
+            counts.step()
+            counts.nbytes += self._payload
         if self._alone:
             self._combine_alone()
             return

@@ -32,6 +32,11 @@ class Browser:
         """Open a page, and wait until it is loaded."""
         self._post("url", url=url)
 
+    def resize(self, width: int, height: int) -> None:
+        """Give pages a window of so many pixels: a window itself is not as narrow as that of a phone."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": True}
+        self._post("goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=size)
+
     def run(self, script: str, *arguments: Any) -> Any:
         """Run the body of a function in the page, and return what it returns."""
         return self._post("execute/sync", script=script, args=arguments)

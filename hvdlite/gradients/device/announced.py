@@ -53,6 +53,7 @@ class AnnouncedReducer(Reducer):
         nothing = [TensorInfo(info.dtype, (0,)) for info in infos]
         super().__init__(nothing, collectives, op, Plan(), context)
         self._infos, self._bucket_bytes = infos, plan.message_bytes
+        self.buckets[0].payload = sum(map(nbytes_of, infos))  # on the device
         self._kind, self._devices = kind, devices
         self._about = f"{len(infos)} tensors on {kind}"
         self._on_device: tuple[DeviceReducer, DeviceCollectives] | None = None

@@ -7,6 +7,7 @@ job.py              runs one job from start to end
  |- mpi_process.py  runs that MPI launcher
  |- reports.py      acts on each message of the ranks     <--TCP-->  `hvdlite.launch.worker` on each rank
  |- ranks.py        keeps the state of each rank
+ |- pulses.py       has what each rank says of itself once a second, if somebody looks at the job
  |- departure.py    says what keeps ranks that do not end
  |- survival/       lets the job go on when it loses ranks, or gets others
  |- failures.py     finds the rank that failed first, and describes the failure

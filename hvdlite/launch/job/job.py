@@ -61,6 +61,7 @@ class JobSpec:
         verbose: Show the command line of the MPI launcher, and everything that the launcher prints.
         function: The pickled function of `hvdlite.run`, which ranks fetch from the launcher; empty for programs.
         generation: Which generation of an elastic job this is; None if the job is not elastic.
+        look: Is called with the job several times a second while it runs, for people who look at it; None if nobody does.
     """
 
     mpi: Mpi
@@ -71,6 +72,7 @@ class JobSpec:
     verbose: bool = False
     function: bytes = b""
     generation: Generation | None = None
+    look: Callable[[Job], None] | None = None
 
 
 @dataclass
@@ -132,7 +134,10 @@ class Job:
                 MPI launcher's arguments cannot be split into words.
         """
         placement = self._spec.placement
-        _allow_files(placement.num_proc + STRANGERS + _OWN_FILES)
+        connections = placement.num_proc * (
+            1 if self._spec.look is None else 2
+        )  # of the guards; and of ranks, for pulses
+        _allow_files(connections + STRANGERS + _OWN_FILES)
         self._server = Server(_checked_address(self._spec, self._output.say))
         try:
             with signals.handled_by(self._on_signal):
@@ -189,6 +194,8 @@ class Job:
                 self._ranks.acknowledge(stream)
             self._look()
             self._look_elsewhere()
+            if self._spec.look is not None:
+                self._spec.look(self)
             self._advance()
 
     def _is_over(self) -> bool:

@@ -13,6 +13,7 @@ import io
 import os
 import select
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -111,6 +112,9 @@ class Output:
         directory: A folder that keeps each stream unchanged too, in ``rank.N/stdout`` and ``rank.N/stderr``.
         timed: Start each line with the time.
         only: The rank whose output is shown; None for all. The folder has the output of all.
+
+    Attributes:
+        hears: Gets what the ranks write to stderr, in whole lines with the rank, and what hvdliterun itself says, with None.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class Output:
         self._directory = directory
         self._sources: dict[tuple[int, str], _Source] = {}
         self._told: set[str] = set()
+        self.hears: Callable[[int | None, str], None] | None = None
         self._full_at = 0.0
         # The source of the incomplete line that is shown. Two streams on one terminal share its cursor.
         self._open: dict[str, tuple[_Source, str]] = {}
@@ -156,6 +161,8 @@ class Output:
         source = self._source(rank, name)
         now = time.monotonic() + (_BULK_SECONDS if len(data) >= _BULK else 0.0)
         self._keep(source, data)
+        if self.hears is not None and name == "stderr" and b"\n" in data:
+            self.hears(rank, (source.line + data[: data.rindex(b"\n")]).decode(errors="replace"))
         if self._only not in (None, rank):
             return
         ended, newline, rest = data.rpartition(b"\n")
@@ -199,6 +206,8 @@ class Output:
 
     def say(self, text: str) -> None:
         """Write lines of hvdliterun itself to stderr, without a tag."""
+        if self.hears is not None:
+            self.hears(None, text)
         self._aside("stderr", text.encode())
 
     def end_lines(self) -> None:

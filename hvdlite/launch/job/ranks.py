@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hvdlite.launch.job.pulses import Pulses
 from hvdlite.launcher_link.server import Connection
 from hvdlite.launcher_link.session import ProtocolError
 
@@ -45,6 +46,7 @@ class Rank:
         stack_until: Until then the rank's guard may show where the stopped program is; None if it was not asked.
         stack: Where the program was when its guard was asked last; None if the guard has not shown it.
         askers: The connections that wait for the stack.
+        pulses: What the rank says of itself once a second, if somebody looks at the job.
         unacknowledged: For each stream, the bytes that hvdliterun has received and not acknowledged to the guard yet.
     """
 
@@ -67,6 +69,7 @@ class Rank:
     stack_until: float | None = None
     stack: str | None = None
     askers: list[Connection] = field(default_factory=list)
+    pulses: Pulses = field(default_factory=Pulses)
     unacknowledged: Counter[str] = field(default_factory=Counter)
 
     def __str__(self) -> str:

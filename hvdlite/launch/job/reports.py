@@ -103,6 +103,9 @@ class Reports:
                 self._ranks.check(message.fields["rank"])
                 self.results[message.fields["rank"]] = (message.fields["ok"], message.payload)
                 connection.send("ok")
+            case "pulse":
+                self._ranks.check_group(message.fields["rank"], self._ranks.present)
+                self._ranks[message.fields["rank"]].pulses.add(message.fields, time.monotonic())
             case "training":
                 self.trainings.hear(connection, message)
             case "saved":

@@ -331,7 +331,7 @@ class Execution:
         entries = [in_flight.entries[key] for key in decision.keys]
         operations = [operation for operation, _ in entries]
         self._runs += 1
-        collectives, run = self._collectives, None
+        collectives, run, counts = self._collectives, None, self._timeline.counts
         if self._timeline.on:
             records = [handle.record for _, handle in entries]
             run = RunRecord(self._timeline, records, self._decided, self._runs, self._members.ranks)
@@ -339,6 +339,8 @@ class Execution:
                 collectives = run.timed(collectives)
         try:
             self._running = decision.keys[0]
+            if counts is not None:
+                counts.ready()
             with self._watching:
                 results = type(operations[0]).run_together(operations, collectives)
         except BaseException as error:  # the watchdog has told the other ranks if they must know
@@ -348,6 +350,8 @@ class Execution:
             raise
         if run is not None:
             run.done()
+        if counts is not None:
+            counts.done()
         for key, (operation, handle), result in zip(decision.keys, entries, results, strict=True):
             del in_flight.entries[key]
             handle.finish(operation.outcome(result), None, operation.hand_over)

@@ -26,7 +26,7 @@ from hvdlite.operations.negotiation.messages import JOIN, Key
 from hvdlite.protocols import Transport
 from hvdlite.ranks.own_core import yield_core
 from hvdlite.ranks.topology import Members
-from hvdlite.timeline import Row, Timeline
+from hvdlite.timeline import Timeline
 from hvdlite.watchdog.threads import Threads
 from hvdlite.watchdog.waits import Wait
 from hvdlite.watchdog.watchdog import Watchdog
@@ -207,8 +207,16 @@ class Engine:
     def run(self, operation: Operation, name: str | None = None) -> Any:
         """Submit an operation and wait for its result."""
         if operation.at_once and self._express is not None and not (self._in_flight.entries or self._timeline.on):
+            counts = self._timeline.counts
             try:
-                return self._run_at_once(self._express, operation, name)
+                if counts is None:
+                    return self._run_at_once(self._express, operation, name)
+                with self._timeline.wait(""):
+                    result = self._run_at_once(self._express, operation, name)
+                counts.nbytes += (
+                    operation.nbytes if operation.is_small else 0
+                )  # others are in flight, and counted there
+                return result
             except Undecided:
                 pass
         return self.submit(operation, name, background=False).wait()
@@ -293,12 +301,8 @@ class Engine:
     def wait(self, handle: Handle[Any]) -> None:
         """Drive the engine until `handle` is done."""
         if not handle.done:
-            begin = self._timeline.clock() if self._timeline.on else 0
-            try:
+            with self._timeline.wait("" if handle.record is None else handle.record.name):
                 self._waiters.wait(handle)
-            finally:
-                if begin and handle.record is not None:
-                    self._timeline.add(Row.PROGRAM, "WAIT", handle.record.name, begin)
         self.release_name(handle)
 
     def abandon(self, error: HvdliteError) -> None:

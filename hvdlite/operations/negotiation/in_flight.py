@@ -78,6 +78,8 @@ class InFlight:
         """Add an operation that the ranks have agreed on already, so that it has nothing to be told of."""
         kind = operation.signature[0]
         self.kinds.add(kind)
+        if self._timeline.counts is not None:
+            self._timeline.counts.nbytes += operation.nbytes
         if self._timeline.on:
             handle.record = self._timeline.submitted(kind, key, operation.nbytes)
         self.entries[key] = (operation, handle)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hvdlite.config import environment
 from hvdlite.errors import HvdliteError
-from hvdlite.launch.arguments import USAGE_ERROR, Parser, add_completion
+from hvdlite.launch.arguments import USAGE_ERROR, Parser, add_completion, positive_int
 from hvdlite.launch.where import Where, count_ranks
 from hvdlite.serving import command as serving
 from hvdlite.serving.bench import command as bench
@@ -62,6 +62,15 @@ def _parser() -> argparse.ArgumentParser:
     summarize.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a merged trace, or what merge takes")
     summarize.add_argument("--top", type=int, default=20, metavar="N", help="operations to name (20)")
     summarize.set_defaults(action=_summarize)
+    top = commands.add_parser(
+        "top",
+        help="what a running job of hvdliterun --dashboard does, in a terminal",
+        description="Show a running job that was begun with hvdliterun --dashboard, until it ends or Ctrl-C.",
+        allow_abbrev=False,
+    )
+    top.add_argument("process", nargs="?", type=positive_int, help="the process id of its hvdliterun (the last begun)")
+    top.add_argument("--once", action="store_true", help="show it once, as without a terminal")
+    top.set_defaults(action=_top)
     add_advise(commands)
     add_doctor(commands)
     env = commands.add_parser(
@@ -96,6 +105,12 @@ def _summarize(options: argparse.Namespace) -> None:
     from hvdlite.timeline.summary import summarize
 
     print(summarize(load(options.paths), options.top), end="")
+
+
+def _top(options: argparse.Namespace) -> None:
+    from hvdlite.launch.dashboard.top import top
+
+    top(options.process, options.once)
 
 
 def _env(_: argparse.Namespace) -> None:
