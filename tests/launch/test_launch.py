@@ -13,7 +13,7 @@ import sys
 import time
 import types
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -398,13 +398,18 @@ def test_pause_of_a_rank_alone_counts(start: Start, tmp_path: Path) -> None:
     assert job.end().code == 0
 
 
+def connection_of(**fields: Any) -> Connection:
+    """A connection to a guard that is nowhere."""
+    made = types.SimpleNamespace(rank=None, is_local=False, **fields)
+    made.belongs_to = lambda rank: setattr(made, "rank", rank)
+    return cast(Connection, made)
+
+
 @pytest.mark.parametrize("last", ["exit", "failed"])
 def test_rank_that_ends_while_it_shows_its_stack_was_stopped(last: str) -> None:
     """A stopped rank runs for a moment to write its stack. If it ends in that moment, it was stopped all the same."""
     sent: list[str] = []
-    connection = cast(
-        Connection, types.SimpleNamespace(rank=None, is_local=False, send=lambda kind, **_: sent.append(kind))
-    )
+    connection = connection_of(send=lambda kind, **_: sent.append(kind))
     known, told = ranks.Ranks(1), list[str]()
     output = cast(Output, None)  # nobody prints
     take = Reports(
@@ -434,7 +439,7 @@ def test_a_host_that_does_not_answer_is_told_from_a_guard_that_was_killed(closed
     take = Reports(known, cast(Output, None), fail, function=b"", verbose=False, try_host=tried).take
     connections = []
     for rank in range(2):
-        connection = cast(Connection, types.SimpleNamespace(rank=None, is_local=False, peer="10.0.0.7", send=print))
+        connection = connection_of(peer="10.0.0.7", send=print)
         take(connection, Message("hello", {"rank": rank, "host": "n7", "pid": 7, "guard": 6, "threads": None}, b""))
         connections.append(connection)
     take(connections[1], Message("gone", {"closed": closed}, b""))
