@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -12,7 +13,7 @@ import torch
 
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
-from hvdlite.serving.servable import Servable, by_input
+from hvdlite.serving.servable import Inputs, Servable, by_input
 
 _NO_NUMPY = {torch.bfloat16: torch.float32}
 """The dtypes that NumPy does not have, and what they become there."""
@@ -30,6 +31,7 @@ def servable(
     pad: Callable[[list[Array]], Any] | None = None,
     device: Any = None,
     allow_nan: bool = False,
+    inputs: Inputs | None = None,
 ) -> Servable:
     """Make a module ready for ``hvdlite serve``: it runs in `eval` mode, within `torch.inference_mode`.
 
@@ -49,6 +51,8 @@ def servable(
             array for the model, a tuple of its arguments, or a dictionary of its keyword arguments.
         device: Where the model computes; if it is not given, the model stays where it is.
         allow_nan: Whether NaN and infinities in inputs are allowed.
+        inputs: If an input has several tensors: the names of the arguments of `forward`, each with the dtype and the shape of
+            one input. The tensors have these dtypes, which may be torch's. Then `pad` gets a list of dictionaries.
 
     Returns:
         What a module gives a name for ``hvdlite serve module:name``.
@@ -75,20 +79,27 @@ def servable(
     model.eval()
     if isinstance(example, torch.Tensor):
         example = _to_numpy(example)
-    if dtype is None and example is None:
+    dtypes: dict[str, torch.dtype] = {}
+    if inputs is not None:
+        inputs, dtypes = _named(model, inputs, pad is not None)
+    if dtype is None and example is None and inputs is None:
         dtype = _dtype_of_inputs(model)
-    if shape is None and example is None and pad is None:
+    if shape is None and example is None and inputs is None and pad is None:
         shape = _shape_of_inputs(model)
-    if isinstance(dtype, torch.dtype):
-        dtype = str(_NO_NUMPY.get(dtype, dtype)).removeprefix("torch.")
-    return Servable(_Predict(model), dtype=dtype, shape=shape, pad=pad, example=example, allow_nan=allow_nan)
+    about: dict[str, Any] = {"dtype": _of_numpy(dtype), "shape": shape, "example": example, "inputs": inputs}
+    return Servable(_Predict(model, {} if pad else dtypes), pad=pad, allow_nan=allow_nan, **about)
 
 
 class _Predict:
-    """Calls a module on a batch. Floating-point inputs get the dtype of its parameters."""
+    """Calls a module on a batch.
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
+    Args:
+        model: The module.
+        dtypes: What its arguments get, by their names. Other floating-point inputs get the dtype of its parameters.
+    """
+
+    def __init__(self, model: torch.nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._model, self._dtypes = model, dtypes
         first = next(iter(model.parameters()), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._dtype = first.dtype if first is not None and first.is_floating_point() else None
@@ -98,12 +109,14 @@ class _Predict:
         if isinstance(batch, tuple):
             outputs = self._model(*map(self._tensor, batch))
         elif isinstance(batch, Mapping):
-            outputs = self._model(**{name: self._tensor(value) for name, value in batch.items()})
+            outputs = self._model(
+                **{name: self._tensor(value, self._dtypes.get(name)) for name, value in batch.items()}
+            )
         else:
             outputs = self._model(self._tensor(batch))
         return by_input(outputs, _to_numpy)
 
-    def _tensor(self, value: Any) -> Any:
+    def _tensor(self, value: Any, dtype: torch.dtype | None = None) -> Any:
         if isinstance(value, list):
             raise ArgumentError(
                 "the inputs of a batch are no arrays of one shape: give hvd.servable a dtype=, or pad=."
@@ -112,7 +125,35 @@ class _Predict:
             value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
             return value
-        return value.to(self._device, self._dtype if value.is_floating_point() else None)
+        return value.to(self._device, dtype or (self._dtype if value.is_floating_point() else None))
+
+
+def _of_numpy(dtype: Any) -> Any:
+    """Return a dtype as NumPy names it."""
+    return str(_NO_NUMPY.get(dtype, dtype)).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def _named(model: torch.nn.Module, inputs: Inputs, is_padded: bool) -> tuple[Inputs, dict[str, torch.dtype]]:
+    """Return named inputs with dtypes of NumPy, and the dtypes that the tensors get.
+
+    Raises:
+        ArgumentError: They are none, or the module does not take arguments of their names.
+    """
+    if not isinstance(inputs, Mapping):
+        return inputs, {}  # Servable says what is wrong with it
+    pairs = {name: each for name, each in inputs.items() if isinstance(each, tuple | list) and len(each) == 2}
+    plain = {**inputs, **{name: (_of_numpy(dtype), shape) for name, (dtype, shape) in pairs.items()}}
+    found = Servable(model, inputs=plain).spec.inputs
+    if not is_padded:
+        try:
+            inspect.signature(model.forward).bind(**inputs)
+        except TypeError as error:
+            names = ", ".join(map(repr, inputs))
+            raise ArgumentError(
+                f"servable: inputs= has {names}, which forward of {type(model).__name__} does not take: {error}."
+            ) from None
+    dtypes = {name: getattr(torch, spec.dtype) for name, spec in found if spec.dtype}
+    return plain, dtypes | {name: dtype for name, (dtype, _) in pairs.items() if isinstance(dtype, torch.dtype)}
 
 
 def _to_numpy(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,44 @@ def test_outputs_in_dictionaries_and_tuples_and_inputs_that_are_padded() -> None
     assert [each["parts"] for each in outputs] == [(3, 1), (4, 0)]
 
 
+class Match(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.image = nn.Embedding(10, 4), nn.Linear(3, 4).double()
+
+    def forward(self, image: torch.Tensor, *, words: torch.Tensor) -> torch.Tensor:
+        return (self.image(image) * self.embedding(words).sum(1)).sum(1).double()
+
+
+def test_a_module_with_several_inputs() -> None:
+    model = Match()
+    served = hvdlite_torch.servable(model, inputs={"words": (torch.int64, (2,)), "image": (torch.float64, (3,))})
+    assert served.spec == Spec(inputs=(("words", Spec("int64", (2,))), ("image", Spec("float64", (3,)))))
+    rows = [{"words": np.array([place, 9]), "image": np.arange(3.0) + place} for place in range(4)]
+    with torch.no_grad():
+        expected = [model(torch.tensor(row["image"])[None], words=torch.tensor(row["words"])[None]) for row in rows]
+    np.testing.assert_allclose(compute(served, rows), torch.cat(expected).numpy())
+    (output,) = compute(served, [served.example])
+    assert np.isfinite(output)
+    half = hvdlite_torch.servable(model.bfloat16(), inputs={"words": ("int64", (2,)), "image": (torch.bfloat16, (3,))})
+    assert dict(half.spec.inputs)["image"] == Spec("float32", (3,))
+    assert len(compute(half, rows)) == len(rows)
+    with pytest.raises(RuntimeError, match="same dtype"):  # a float32 is one, as it was said
+        compute(hvdlite_torch.servable(model, inputs={"words": ("int64", (2,)), "image": ("float32", (3,))}), rows)
+    for inputs, words in (
+        (
+            {"image": ("float64", (3,)), "word": ("int64", (2,))},
+            "'image', 'word', which forward.* does not take: missing",
+        ),
+        ({"image": ("bfloat16", (3,)), "words": ("int64", (2,))}, "dtype='?bfloat16'?: expected"),
+        ({"image": torch.float64, "words": ("int64", (2,))}, "inputs has 'image': .*: expected a pair of a dtype"),
+    ):
+        with pytest.raises(ArgumentError, match=words):
+            hvdlite_torch.servable(model, inputs=inputs)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="inputs= has a dtype and a shape for each"):
+        hvdlite_torch.servable(model, torch.zeros(3), inputs={"image": ("float64", (3,)), "words": ("int64", (2,))})
+
+
 def test_dtypes_that_numpy_does_not_have() -> None:
     model = nn.Linear(3, 2).to(torch.bfloat16)
     served = hvdlite_torch.servable(model, shape=(3,))
@@ -158,10 +197,7 @@ def test_keras_models(tmp_path: Path) -> None:
         np.testing.assert_allclose(compute(served, ROWS), expected, atol=1e-6)
     served = hvdlite_tf.servable(late, ROWS[0])
     np.testing.assert_allclose(compute(served, ROWS), late(ROWS).numpy(), atol=1e-6)
-    one, two = keras.Input((3,)), keras.Input((2,))
-    both = keras.Model([one, two], [keras.layers.Concatenate()([one, two]), one])
-    with pytest.raises(ArgumentError, match="the model has 2 inputs: expected one"):
-        hvdlite_tf.servable(both)
+    one = keras.Input((3,))
     several = keras.Model(one, {"same": one, "double": one * 2})
     outputs = compute(hvdlite_tf.servable(several), ROWS)
     np.testing.assert_array_equal([each["double"] for each in outputs], 2 * ROWS)
@@ -169,10 +205,66 @@ def test_keras_models(tmp_path: Path) -> None:
         hvdlite_tf.servable(len)
 
 
+class TwoNamed:
+    """Models of Keras 3 or tf_keras with the inputs "one" (3 float32) and "two" (2 int32), whose output is `one`, and ones."""
+
+    def __init__(self, keras: Any) -> None:
+        self._layers, self._model = keras.layers, keras.Model
+        self.one, self.two = keras.Input((3,), name="one"), keras.Input((2,), name="two", dtype="int32")
+
+    def of(self, inputs: Any) -> Any:
+        same = self._layers.Dense(3, use_bias=False, kernel_initializer="identity")
+        two = self._layers.Embedding(9, 1, embeddings_initializer="ones")(self.two)
+        return self._model(inputs, self._layers.Concatenate()([same(self.one), self._layers.Flatten()(two)]))
+
+    def check(self, served: Any) -> None:
+        assert dict(served.spec.inputs) == {"one": Spec("float32", (3,)), "two": Spec("int32", (2,))}
+        rows = [{"two": np.array([1, place], "i4"), "one": np.full(3, place, "f4")} for place in range(4)]
+        expected = [[place] * 3 + [1, 1] for place in range(4)]
+        np.testing.assert_array_equal(compute(served, rows), expected)
+
+
+def check_models_with_several_inputs(keras: Any) -> None:
+    import hvdlite_tf
+
+    named = TwoNamed(keras)
+    for inputs in ([named.two, named.one], {"two": named.two, "one": named.one}):
+        named.check(hvdlite_tf.servable(named.of(inputs)))
+    with pytest.raises(ArgumentError, match="example=: the model has the inputs 'two', 'one'"):
+        hvdlite_tf.servable(named.of([named.two, named.one]), np.zeros(3))
+    with pytest.raises(ArgumentError, match="inputs= has 'one': expected those of the model, 'two', 'one'"):
+        hvdlite_tf.servable(named.of([named.two, named.one]), inputs={"one": ("float32", (3,))})
+
+    class Own(keras.Model):  # type: ignore[misc]  # any
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(2)
+
+        def call(self, batch: Any) -> Any:
+            return self.dense(batch["one"]) + batch["two"]
+
+    trained = Own()
+    row = {"one": np.ones(3, "f4"), "two": np.ones(2, "f4")}
+    (expected,) = trained.predict_on_batch({name: each[np.newaxis] for name, each in row.items()})
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/own.weights.h5"
+        trained.save_weights(path)
+        inputs = {"one": ("float32", (3,)), "two": ("float32", (2,))}
+        (found,) = compute(hvdlite_tf.servable(Own(), inputs=inputs, weights=path), [row])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_keras_models_with_several_inputs() -> None:
+    keras = pytest.importorskip("keras", reason="Keras is not installed, whose models are served here")
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed, on which Keras runs here")
+    check_models_with_several_inputs(keras)
+
+
 def test_tf_keras_models() -> None:
     tf_keras = pytest.importorskip("tf_keras", reason="tf_keras is not installed, whose models are served here")
     import hvdlite_tf
 
+    check_models_with_several_inputs(tf_keras)
     model = tf_keras.Sequential([tf_keras.Input((3,)), tf_keras.layers.Dense(2)])
     served = hvdlite_tf.servable(model)
     assert served.spec == Spec("float32", (3,))
