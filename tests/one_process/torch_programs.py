@@ -173,6 +173,7 @@ class Scales(Program):
     def step(self, run: Run, step: int) -> bool:
         if self.scaler._scale is None:  # torch makes the scale with the first loss, which only the last stage has
             self.scaler.scale(torch.zeros(()))
+        run.clip_as_asked(self.scaler)
         self.scaler.step(run.optimizer)
         self.scaler.update()
         return True
@@ -188,7 +189,9 @@ class ScalesAndClips(Scales):
             self.scaler.scale(torch.zeros(()))
         self.scaler.unscale_(run.optimizer)
         run.clip_norm(0.05)
-        return super().step(run, step)
+        self.scaler.step(run.optimizer)
+        self.scaler.update()
+        return True
 
 
 @program("freezes and thaws a layer", "requires_grad|frozen|freez")

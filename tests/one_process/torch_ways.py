@@ -72,10 +72,15 @@ class Run:
         self.synchronize()
 
     def step(self) -> None:
-        norm = self.max_grad_norm
-        if norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), norm)
+        self.clip_as_asked()
         self.optimizer.step()
+
+    def clip_as_asked(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Clip by what distributed optimizers are given as ``max_grad_norm``."""
+        if self.max_grad_norm is not None:
+            if scaler is not None:
+                scaler.unscale_(self.optimizer)
+            self.clip_norm(self.max_grad_norm)
 
     def predict(self, x: torch.Tensor) -> torch.Tensor:
         self.model.eval()
@@ -144,7 +149,8 @@ class Run:
         )
 
     def clip_norm(self, norm: float) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters(), norm)
+        """Clip the gradients of the optimizer's parameters. Those that it does not have are each rank's own."""
+        torch.nn.utils.clip_grad_norm_([p for group in self.optimizer.param_groups for p in group["params"]], norm)
 
     def another(self) -> Run:
         return type(self)(self.rows, self.seed + 1, is_other=True)
@@ -163,6 +169,7 @@ class Run:
         def closure() -> float:
             self.zero_grad()
             self.backward_all(step)
+            self.clip_as_asked()
             return 0.0
 
         self.optimizer.step(closure)
@@ -243,8 +250,7 @@ class DataParallel(Run):
         if not self.options.get("shard"):
             self.synchronize()
 
-    def step(self) -> None:
-        self.optimizer.step()
+    def clip_as_asked(self, scaler: torch.amp.GradScaler | None = None) -> None: ...
 
     def has_joined(self, step: int) -> bool:
         place, size = self.place
@@ -474,7 +480,7 @@ class GridSliced(Sliced):
 
 
 class GridSlicedSharded(GridSliced):
-    words = "slice|DTensor|shard"
+    words = "slice|DTensor|shard|process_set"
     options = {"shard": True}
 
 
@@ -550,9 +556,12 @@ def go_together(one: str, other: str) -> bool:
     both = [
         name for name in changes if all(getattr(row, name) is not getattr(Program, name) for row in (first, second))
     ]
+    closures = {row for row in (PROGRAMS[one], PROGRAMS[other]) if row.takes_closures}
+    steps = {row for row in (PROGRAMS[one], PROGRAMS[other]) if row.step is not Program.step}  # these give no closure
     begins_anew = "hvd.checkpoint in between" in (one, other)  # then what a row has kept belongs to the old optimizer
     return (
         one != other
         and not both
+        and not (closures and steps)
         and not (begins_anew and any(row.begin is not Program.begin for row in (first, second)))
     )

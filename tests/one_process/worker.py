@@ -32,15 +32,19 @@ def main(framework: str, results: str, seconds: str, pairs: str) -> None:
     warnings.simplefilter("ignore")  # advice
     tempfile.tempdir = str(Path(results).parent)  # whose owner removes it
     hvdlite.init()
+    from mpi4py import MPI
+
     end = time.monotonic() + float(seconds)
     with Path(results).open("a") as file:
         for program, way in json.loads(pairs):
-            if hvdlite.broadcast_object(time.monotonic() > end):
+            if MPI.COMM_WORLD.bcast(time.monotonic() > end):
                 break
             _say(file, program, way, "hangs, or ends the job", "")
             faulthandler.dump_traceback_later(LIMIT, exit=True)
             outcome, detail = _outcome(kind, tuple(program), way)
-            everybody = hvdlite.allgather_object((outcome, detail))
+            if outcome != "right":  # another rank may wait for this one, in a join
+                hvdlite.shutdown()
+            everybody = MPI.COMM_WORLD.allgather((outcome, detail))  # the job's own way may be broken
             if any(each[0] != "right" for each in everybody):
                 kind.clean_up()
             faulthandler.cancel_dump_traceback_later()
@@ -71,7 +75,7 @@ def _outcome(kind: Any, program: tuple[str, ...], way: str) -> tuple[str, str]:
         return "excused", str(error)
     except HvdliteError as error:
         text = str(error)
-        words = [kind.PROGRAMS[name].words for name in program] + [column.words]
+        words = ["|".join(kind.PROGRAMS[name].words for name in program), column.words]  # of one row, and of the way
         lacking = [pattern for pattern in words if pattern and not re.search(pattern, text)]
         if lacking:
             return "refused in other words", f"{type(error).__name__}: {text} (no word of {', '.join(lacking)})"
