@@ -120,6 +120,20 @@ class Advice:
                 "you clip."
             )
 
+    def clipped_with_others(self, called: str, others: Sequence[torch.Tensor]) -> None:
+        """Warn that the norm by which the program clips has gradients in it that no optimizer combines.
+
+        Args:
+            called: The name of the function that clips.
+            others: The parameters whose gradients these are.
+        """
+        if hvdlite.rank() == 0:
+            say(
+                f"{called}() counts {len(others)} gradients that no DistributedOptimizer combines, such as one of shape "
+                f"{tuple(others[0].shape)}: each rank clips by another norm, and the ranks' weights drift apart. Clip the "
+                "parameters of the optimizer only, or give it the others too, or call requires_grad_(False) on them."
+            )
+
     def _check_order(self, parameters: Sequence[torch.Tensor], everybody: Sequence[tuple[int, ...]]) -> None:
         """Raise MismatchError if a rank has the same parameters in another order.
 

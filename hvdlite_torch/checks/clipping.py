@@ -1,6 +1,6 @@
-"""A warning for programs that clip gradients before they are combined: each rank then clips by its own gradients alone.
+"""Warnings for programs that clip gradients before they are combined, or by a norm in which others are that nobody combines.
 
-Where the optimizer is sharded, they never can, so that is an error.
+Each rank then clips by a norm of its own. Where the optimizer is sharded, clipping by a function is an error.
 
 torch has no hook for clipping, so its functions are wrapped here. The wrapped functions clip as before.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
@@ -21,8 +21,8 @@ from torch.nn.utils import clip_grad
 class Advised(Protocol):
     """An object that exchanges gradients and warns its program."""
 
-    def trains_any_of(self, parameters: AbstractSet[int]) -> bool:
-        """Return whether it trains some of these parameters, which are given by their ``id``."""
+    def has(self) -> AbstractSet[int]:
+        """Return the ``id`` of each of its parameters."""
 
     def advise_on_clipping(self, called: str, how: str) -> bool:
         """Warn that the function `called` is clipping gradients, if they are not combined yet. Return whether it warned.
@@ -31,9 +31,13 @@ class Advised(Protocol):
             ArgumentError: Gradients cannot be clipped by a function: the text says how else.
         """
 
+    def advise_on_others(self, called: str, others: Sequence[torch.Tensor]) -> None:
+        """Warn that the function `called` clips by a norm in which the gradients of others are, which nobody combines."""
+
 
 _watched: weakref.WeakSet[Advised] = weakref.WeakSet()
-"""The objects whose program has not been warned yet."""
+_warned: weakref.WeakSet[Advised] = weakref.WeakSet()
+"""Those of the watched objects whose program has been warned."""
 _lock = threading.Lock()
 
 # A function within the one that programs import is wrapped, so that it does not matter when and by which name they import it.
@@ -41,7 +45,7 @@ _INNERMOST = "_clip_grads_with_norm_" if hasattr(clip_grad, "_clip_grads_with_no
 
 
 def watch(exchange: Advised) -> None:
-    """Warn the program of this exchange, once, if it clips gradients that are not combined yet."""
+    """Warn the program of this exchange, once, if it clips gradients that are not combined."""
     with _lock:
         _watched.add(exchange)
     _teach(_INNERMOST, "clip_grad_norm_", "by the norm of this rank's gradients alone")
@@ -67,11 +71,18 @@ def _teach(name: str, called: str, how: str) -> None:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _tell(parameters: Iterable[Any], called: str, how: str) -> None:
+def _tell(parameters: Sequence[Any], called: str, how: str) -> None:
     clipped = set(map(id, parameters))
     with _lock:
-        watched = list(_watched)
-    for exchange in watched:
-        if exchange.trains_any_of(clipped) and exchange.advise_on_clipping(called, how):
+        concerned = {exchange: has for exchange in _watched if (has := exchange.has()) & clipped}
+        unwarned = [exchange for exchange in concerned if exchange not in _warned]
+    combined = set().union(*concerned.values())
+    others = [each for each in parameters if id(each) not in combined and each.grad is not None]
+    for exchange in unwarned:
+        warned = exchange.advise_on_clipping(called, how)
+        if not warned and others and called == "clip_grad_norm_":
+            exchange.advise_on_others(called, others)
+            warned = True
+        if warned:
             with _lock:
-                _watched.discard(exchange)
+                _warned.add(exchange)

@@ -8,7 +8,7 @@ combines the gradients of all ranks: `hvdlite_torch.sync.host` in host memory, `
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -144,9 +144,9 @@ class StepDriver:
 
     # Mistakes that raise no error
 
-    def trains_any_of(self, parameters: AbstractSet[int]) -> bool:
-        """Return whether this optimizer trains some of these parameters, given by their ``id``."""
-        return any(id(parameter) in parameters for parameter in self._context.given())
+    def has(self) -> AbstractSet[int]:
+        """Return the ``id`` of each parameter of the optimizer."""
+        return {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
 
     def advise_on_clipping(self, called: str, how: str) -> bool:
         """Warn if the program clips gradients that are not combined yet, and return whether it does.
@@ -164,6 +164,10 @@ class StepDriver:
         if local:
             self._context.advice.clipped_alone(called, how)
         return local
+
+    def advise_on_others(self, called: str, others: Sequence[torch.Tensor]) -> None:
+        """Warn that the norm by which the program clips has gradients in it that no optimizer combines."""
+        self._context.advice.clipped_with_others(called, others)
 
     def before_unscale(self) -> None:
         """Combine the gradients before a GradScaler looks for infinities, so that all ranks find the same ones."""

@@ -46,11 +46,26 @@ def gather(
 
     Args:
         process_set: The ranks that share the parameters.
+
+    Raises:
+        ArgumentError: A rank has joined. It keeps its shard, which nobody else has.
     """
     mine = own_shard(optimizer, pieces, parameters, dealt, origin)
     # Messages show this name if a rank waits and the other ranks train on.
     name = "state_dict() of a sharded optimizer, which every rank calls"
-    return hvdlite.allgather_object(mine, name=name, process_set=process_set)
+    everybody = hvdlite.allgather_object(mine, name=name, process_set=process_set)
+    check_all_there(everybody, process_set.members)
+    return everybody
+
+
+def check_all_there(everybody: Sequence[Any], ranks: Sequence[int]) -> None:
+    """Raise ArgumentError if a rank has joined: it has said nothing, and nobody else has its shard."""
+    joined = [rank for rank, said in zip(ranks, everybody, strict=True) if said is None]
+    if joined:
+        raise ArgumentError(
+            f"The whole state of a sharded optimizer cannot be had, because {ranks_text(joined)} has joined, which has its "
+            "part: call state_dict(), and freeze or thaw parameters, before any rank calls join(), or after it has returned."
+        )
 
 
 def own_shard(

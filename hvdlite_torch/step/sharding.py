@@ -16,7 +16,7 @@ from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import digest
 from hvdlite.operations.negotiation.mismatch import variants_text
 from hvdlite_torch.step.context import OptimizerContext
-from hvdlite_torch.step.shard_state import StateShard
+from hvdlite_torch.step.shard_state import StateShard, check_all_there
 from hvdlite_torch.step.shardable import check_shardable
 from hvdlite_torch.step.shards import ParameterShards
 
@@ -127,7 +127,9 @@ class Sharding:
 
     def _gather_origins(self) -> list[tuple[str, bool]]:
         """Return for each rank the origin of its state, and whether it has loaded one since the last step."""
-        return self._context.gather((self._in_step.origin, self.shards.loaded is not None))
+        everybody = self._context.gather((self._in_step.origin, self.shards.loaded is not None))
+        check_all_there(everybody, self._context.ranks)
+        return everybody
 
     def _check_origins(self, loaded: Sequence[tuple[str, bool]]) -> None:
         """Raise ArgumentError on all ranks unless their states have the same origin."""

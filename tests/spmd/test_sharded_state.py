@@ -346,3 +346,22 @@ def test_shard_is_true_false_or_a_word(ranks: Any) -> None:
             hvd.DistributedOptimizer(torch.optim.SGD(MODEL.parameters()), shard="elements")  # type: ignore[arg-type]
 
     ranks(check)
+
+
+def test_a_rank_that_has_joined_keeps_its_shard(ranks: Any) -> None:
+    """Nobody can have the whole state then."""
+
+    def check() -> None:
+        model = copy.deepcopy(MODEL)
+        optimizer = hvd.DistributedOptimizer(MAKE["adam"](model.parameters()), shard=True)
+        train(model, optimizer, split(len(X), "equal"), steps=1)
+        last = hvd.size() - 1
+        if hvd.rank() != last:
+            with pytest.raises(
+                ArgumentError, match=f"cannot be had, because rank {last} has joined, which has its part"
+            ):
+                optimizer.state_dict()
+        hvd.join()
+        optimizer.state_dict()
+
+    ranks(check)

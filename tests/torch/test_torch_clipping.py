@@ -81,6 +81,40 @@ def test_clipping_of_combined_gradients() -> None:
     assert not said(2, program)
 
 
+def test_a_norm_with_gradients_that_nobody_combines() -> None:
+    """One process clips by the norm of all. Here each rank would clip by another one."""
+    other = torch.nn.Parameter(torch.ones(3))
+
+    def program(parameters: Any, optimizer: Any) -> None:
+        optimizer.synchronize()
+        clip_grad_norm_([*parameters, other], 1.0)
+        optimizer.step()
+
+    assert not said(2, program)  # it has no gradient
+    other.grad = torch.ones(3)
+    (text,) = said(2, program)
+    assert (
+        "clip_grad_norm_() counts 1 gradients that no DistributedOptimizer combines, such as one of shape (3,)" in text
+    )
+
+
+def test_a_norm_over_two_optimizers() -> None:
+    def run() -> None:
+        parameters = [torch.nn.Parameter(torch.full((3,), 1.0)) for _ in range(3)]
+        parameters[2].requires_grad_(False).grad = torch.ones(3)  # frozen, with its last combined gradient
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(own, lr=1.0)) for own in (parameters[:1], parameters[1:])
+        ]
+        (sum(parameter.sum() for parameter in parameters) * (hvd.rank() + 1.0)).backward()
+        for optimizer in optimizers:
+            optimizer.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            clip_grad_norm_(parameters, 1.0)
+
+    on_ranks(2, run, config=Config(advice=True))
+
+
 def test_clipping_by_a_hook_of_the_step() -> None:
     def program(parameters: Any, optimizer: Any) -> None:
         handle = optimizer.register_step_pre_hook(lambda *_: clip_grad_norm_(parameters, 1.0) and None)
