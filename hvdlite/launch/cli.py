@@ -24,7 +24,7 @@ from hvdlite.launch.job.hosts import check_ranks_here, is_local
 from hvdlite.launch.job.job import Job, JobSpec
 from hvdlite.launch.job.mpi import Placement, find_mpi, worker_command
 from hvdlite.launch.job.output import Output, Sink
-from hvdlite.launch.parser import make_parser, tell_of_foreign, with_values
+from hvdlite.launch.parser import make_parser, tell_of_foreign
 from hvdlite.launch.where import Where, count_ranks
 from hvdlite.launch.worker import orphans
 from hvdlite.launch.worker.shared_memory import new_directory
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hvdliterun`` with these arguments, by default those of the process, and return its exit code."""
     _open_standard_streams()
-    parser = make_parser()
-    words = sys.argv[1:] if arguments is None else arguments
-    options = parser.parse_args(with_values(words, parser))
+    options = make_parser().parse_args(arguments)
     tell_of_foreign(getattr(options, "foreign", None) or [])
     if options.version:
         print(own_version())

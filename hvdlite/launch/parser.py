@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from hvdlite.launch.arguments import Parser, add_completion, not_negative, port, positive, positive_int, whole
 from hvdlite.launch.elastic.options import add_options
@@ -46,7 +47,7 @@ All hosts need the same Python environment and program under the same paths.
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of hvdliterun's arguments."""
-    parser = Parser(
+    parser = _Parser(
         prog="hvdliterun",
         description=_DESCRIPTION,
         epilog=_EPILOG,
@@ -157,7 +158,12 @@ class _Foreign(argparse.Action):
         namespace.foreign = [*(getattr(namespace, "foreign", None) or []), str(option_string)]
 
 
-def with_values(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+class _Parser(Parser):
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        return super().parse_args(_with_values(sys.argv[1:] if args is None else args, self), namespace)
+
+
+def _with_values(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Settle the options whose values may be missing: argparse would take the program's name for one.
 
     ``--mpi`` is left out if no MPI's name follows, as in horovodrun, and ``--dashboard`` takes any port if no number follows.

@@ -25,7 +25,7 @@ from hvdlite.launch.dashboard.server import Dashboard
 from hvdlite.launch.dashboard.top import top
 from hvdlite.launch.job.pulses import Pulses
 from hvdlite.launch.job.ranks import Rank
-from hvdlite.launch.parser import make_parser, with_values
+from hvdlite.launch.parser import make_parser
 from hvdlite.testing import on_ranks
 from hvdlite.timeline import Counts
 from hvdlite.tools import cli
@@ -319,16 +319,14 @@ def test_the_page_in_a_browser(dashboard: Dashboard, tmp_path_factory: pytest.Te
     ],
 )
 def test_the_port_may_be_left_out(words: str, port: int | None, command: list[str]) -> None:
-    parser = make_parser()
-    options = parser.parse_args(with_values(words.split(), parser))
+    options = make_parser().parse_args(words.split())
     assert (options.dashboard, options.command) == (port, command)
 
 
-@pytest.mark.parametrize("given", ["65536", "123456", "=x"])
+@pytest.mark.parametrize("given", ["=65536", "=123456", "=x", "=-1"])
 def test_what_is_no_port(given: str, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = make_parser()
     with pytest.raises(SystemExit):
-        parser.parse_args(with_values(["--dashboard", given] if given != "=x" else ["--dashboard=x"], parser))
+        make_parser().parse_args([f"--dashboard{given}"])
     assert "is not a port, a number from 0 to 65535. See hvdliterun --help" in capsys.readouterr().err
 
 
