@@ -11,7 +11,7 @@
   `buckets`: the exchange in host memory and on a device; `gradient_memory`: keeps the buckets of each layout.
 - `sharded`: each rank steps its shard of the parameters, in frameworks whose tensors never change.
 - `few_bytes`: what sends fewer bytes, in a folder of its own.
-- `identity`: matches the optimizers of different ranks; `agreement`: checks that the ranks are given the same.
+- `identity`: matches the optimizers of different ranks; `agreement`: the ranks of a process set that agree.
 - `joining/`: what the ranks find out about each other's optimizers when all have joined.
 - `advice`: warns of silent mistakes in the first steps.
 - `guide`: the error for names that are not in `hvdlite`, but in an adapter's package.

@@ -16,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from hvdlite.adapter.advice import Advice
-from hvdlite.adapter.agreement import check_same, gather_from_all
+from hvdlite.adapter.agreement import all_together
 from hvdlite.adapter.buckets import Buckets, DeviceBuckets, HostBuckets
 from hvdlite.adapter.few_bytes.aggregating import Aggregating
 from hvdlite.adapter.identity import Identity, members
@@ -105,8 +105,7 @@ class Registry:
 
     def _enter(self, new: Aggregating) -> Aggregating:
         lines = [f"aggregator={name_of(new.aggregator)}", f"aggregators that were made before it: {self._entered}"]
-        ranks, gather = self._here.ranks(self._process_set), gather_from_all("aggregator=", self._process_set)
-        check_same(lines, "what combines their gradients", ranks, gather)
+        all_together("aggregator=", self._process_set).check_same(lines, "what combines their gradients")
         self._entered += 1
         new.number = self._entered
         return _remember(self._aggregating, new.number, new, AGGREGATORS)

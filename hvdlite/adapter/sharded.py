@@ -27,9 +27,9 @@ from hvdlite.gradients.layout import Piece
 from hvdlite.gradients.reducers import Reducers
 from hvdlite.gradients.sharded_reducer import Place, ShardedReducer
 from hvdlite.gradients.shared_reducers import Layout
-from hvdlite.operations.negotiation.mismatch import variants_text
 from hvdlite.protocols import Array, Device, ReduceOp, TensorInfo
 from hvdlite.ranks.process_set import ProcessSet
+from hvdlite.ranks.together import Together
 from hvdlite.runtime.world import World
 
 
@@ -149,11 +149,10 @@ class ShardedSync(ArraySync):
         return total
 
     def _refuse(self) -> None:
-        here = world("the exchange of gradients")
-        everybody = self.gather(self.origin)
+        everybody = Together(world("the exchange of gradients").ranks(self._process_set), self.gather)
         raise MismatchError(
             "the ranks have not loaded the same state into this sharded optimizer, so nobody has all of it:\n"
-            f"{variants_text(here.ranks(self._process_set), [[origin] for origin in everybody])}\n"
+            f"{everybody.variants([self.origin])}\n"
             "Load it on every rank; or on one, before fit() with hvd.callbacks.BroadcastGlobalVariablesCallback(that rank)."
         )
 

@@ -1,4 +1,4 @@
-"""An allgather of bytes, of any length on each rank."""
+"""An allgather of bytes, or of a text, of any length on each rank."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def allgather_bytes(collectives: Collectives, data: Array) -> list[Array]:
     out = np.empty(int(lengths.sum()), np.uint8)
     collectives.allgather(data, out, lengths.tolist())
     return np.split(out, np.cumsum(lengths)[:-1])
+
+
+def allgather_text(collectives: Collectives, text: str) -> list[str]:
+    """Return the `text` of every rank, in the order of the ranks. All ranks of the group call this together."""
+    return [each.tobytes().decode() for each in allgather_bytes(collectives, np.frombuffer(text.encode(), np.uint8))]

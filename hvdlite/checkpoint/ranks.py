@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -9,9 +10,10 @@ import numpy as np
 
 from hvdlite.api import allgather_object, broadcast, broadcast_object, world
 from hvdlite.checkpoint.disk import CHUNK
-from hvdlite.errors import ArgumentError, CheckpointError, MismatchError, ranks_text
+from hvdlite.errors import ArgumentError, CheckpointError, HvdliteError, MismatchError, ranks_text
 from hvdlite.protocols import Array
 from hvdlite.ranks.process_set import ProcessSet
+from hvdlite.ranks.together import Failure, Together, ranks_by
 
 T = TypeVar("T")
 
@@ -51,29 +53,21 @@ class Ranks:
             ArgumentError: The function raised it on some rank, and nothing else on any.
             CheckpointError: It raised something else on some rank. Then every rank raises, with the texts of all that failed.
         """
-        mine: tuple[Any, str, bool]
-        own: Exception | None = None
-        try:
-            mine = (do(), "", False)
-        except Exception as error:
-            own = error
-            mine = (None, _text_of(error), isinstance(error, ArgumentError))
-        told: list[Any] = allgather_object(mine, f"{self._call} {what}", process_set=self._process_set)
-        failed: dict[str, list[int]] = {}
-        by_argument = True
-        for rank, each in zip(self.world_ranks, told, strict=True):
-            _, text, is_argument = each or (None, "it has called join()", False)
-            if text:
-                failed.setdefault(text, []).append(rank)
-                by_argument = by_argument and is_argument
-        if not failed:
-            return [each[0] for each in told]
-        texts = [
-            text if len(ranks) == len(self.world_ranks) else f"{ranks_text(ranks)}: {text}"
-            for text, ranks in failed.items()
-        ]
-        kind = ArgumentError if by_argument else CheckpointError
-        raise kind(f"{self._call}, {what}: " + "\n".join(texts)) from own
+
+        def in_words(failure: Failure) -> str:
+            is_ours = failure.is_argument or failure.kind == CheckpointError.__name__
+            return failure.text if is_ours else str(failure)
+
+        def error(failures: dict[int, Failure]) -> HvdliteError:
+            texts = [
+                text if len(ranks) == len(self.world_ranks) else f"{ranks_text(ranks)}: {text}"
+                for text, ranks in ranks_by((rank, in_words(each)) for rank, each in failures.items()).items()
+            ]
+            kind = ArgumentError if all(each.is_argument for each in failures.values()) else CheckpointError
+            return kind(f"{self._call}, {what}: " + "\n".join(texts))
+
+        gather = functools.partial(allgather_object, name=f"{self._call} {what}", process_set=self._process_set)
+        return Together(self.world_ranks, gather).all_do(do, error)
 
     def first_does(self, what: str, do: Callable[[], T]) -> T:
         """Call a function on the first rank, and return its result on every rank. See `all_do` for the errors."""
@@ -124,10 +118,3 @@ class Ranks:
                 return
             own = None if chunk is None else np.array(np.frombuffer(chunk, np.uint8))
             yield self.send(own, length, sender).data
-
-
-def _text_of(error: Exception) -> str:
-    """Return what went wrong, in words for all ranks."""
-    if isinstance(error, ArgumentError | CheckpointError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"

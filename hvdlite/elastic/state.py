@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +21,7 @@ import numpy as np
 from hvdlite import api
 from hvdlite.errors import ArgumentError, CommitError, HvdliteError
 from hvdlite.launcher_link.generation import ADDED, REMOVED
+from hvdlite.ranks.together import Failure, Together
 
 
 class HostUpdateResult(enum.IntFlag):
@@ -173,9 +175,10 @@ class State:
         told = np.array([bool(updates & REMOVED), bool(updates & ADDED), problem is not None], np.uint8)
         removed, added, failed = api.allreduce(told, op=api.Max, name="hvdlite.elastic.commit").tolist()
         if failed:
-            texts = api.allgather_object(None if problem is None else str(problem), "hvdlite.elastic.problem")
-            whole = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
-            raise CommitError(f"the state has not been committed.\n{whole}") from None
+            gather = functools.partial(api.allgather_object, name="hvdlite.elastic.problem")
+            Together(range(api.size()), gather).raise_if(
+                None if problem is None else Failure.of(problem), _not_committed
+            )
         if was_committed and self._keeper is not None:
             self._keeper.kept()
         if removed or added:
@@ -302,3 +305,8 @@ def _copied(name: str, value: Any) -> Any:
             f"the attribute {name!r} of the state, of type {type(value).__name__}, cannot be copied: "
             f"{type(error).__name__}: {error}. Keep in the state what can be copied and pickled, and make the rest anew."
         ) from error
+
+
+def _not_committed(problems: dict[int, Failure]) -> CommitError:
+    whole = "\n".join(f"rank {rank}: {each.text}" for rank, each in problems.items())
+    return CommitError(f"the state has not been committed.\n{whole}")

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.algorithms.gather_bytes import allgather_bytes
+from hvdlite.algorithms.gather_bytes import allgather_text
 from hvdlite.comm.gpu.groups import GroupCollectives
 from hvdlite.errors import DeviceError
 from hvdlite.protocols import Collectives, Device, ReduceOp
+from hvdlite.ranks.together import Together
 
 
 class DeviceInputs:
@@ -126,7 +127,10 @@ def agree(collectives: Collectives, problem: Exception | None) -> None:
     collectives.allreduce(state, ReduceOp.MAX)
     if not state[0]:
         return
+
+    def error(problems: dict[int, str]) -> DeviceError:
+        lines = [f"  rank {rank}: {text}" for rank, text in problems.items()]
+        return DeviceError("a rank cannot take part in an operation on GPU tensors:\n" + "\n".join(lines))
+
     text = "" if problem is None else f"{type(problem).__name__}: {str(problem) or 'no reason given'}"
-    texts = allgather_bytes(collectives, np.frombuffer(text.encode(), np.uint8))
-    lines = [f"  rank {rank}: {data.tobytes().decode()}" for rank, data in enumerate(texts) if data.size]
-    raise DeviceError("a rank cannot take part in an operation on GPU tensors:\n" + "\n".join(lines))
+    Together(range(collectives.size), functools.partial(allgather_text, collectives)).raise_if(text, error)

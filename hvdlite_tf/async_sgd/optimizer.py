@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from typing import Any
 
@@ -10,9 +9,8 @@ import keras
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.adapter.agreement import check_same
+from hvdlite.adapter.agreement import together
 from hvdlite.adapter.arguments import size_of
-from hvdlite.api import world
 from hvdlite.async_sgd.compensation import DelayCompensation
 from hvdlite.async_sgd.training.options import Options, Servers, make_options
 from hvdlite.errors import ArgumentError
@@ -168,8 +166,7 @@ def _agree(optimizer: Any, weights: list[Any], options: Options) -> None:
         )
     lines.append(f"variables: {len(optimizer._trainable_variables)}, weights: {len(weights)}")
     process_set = options.process_set
-    gather = functools.partial(hvdlite.allgather_object, process_set=process_set)
-    check_same(lines, "what AsyncDistributedOptimizer is given", world().ranks(process_set), gather)
+    together(process_set).check_same(lines, "what AsyncDistributedOptimizer is given")
     hvdlite.broadcast(
         [plain_variable(variable) for variable in [*weights, *optimizer.variables]],
         0,

@@ -8,10 +8,11 @@ from typing import Any
 
 import keras
 
-import hvdlite
 from hvdlite import ProcessSet
+from hvdlite.adapter.agreement import together
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError
+from hvdlite.ranks.together import ranks_by
 
 
 class ForBothKerases:
@@ -65,17 +66,16 @@ def refuse_together(problem: str, process_set: ProcessSet | None) -> None:
     Raises:
         ArgumentError: A rank has a problem; the text has all problems, with their ranks.
     """
-    problems = hvdlite.allgather_object(problem, process_set=process_set)
-    texts: dict[str, list[int]] = {}
-    for rank, text in zip(ranks_of(process_set), problems, strict=True):
-        if text:
-            texts.setdefault(text, []).append(rank)
-    if texts:
-        raise ArgumentError(
+    everybody = together(process_set)
+
+    def error(problems: dict[int, str]) -> ArgumentError:
+        return ArgumentError(
             " ".join(
                 text
-                if len(ranks) == len(problems)
+                if len(ranks) == len(everybody.ranks)
                 else f"On rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
-                for text, ranks in texts.items()
+                for text, ranks in ranks_by(problems.items()).items()
             )
         )
+
+    everybody.raise_if(problem, error)

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 
 import hvdlite
-from hvdlite.adapter.agreement import check_same, gather_from_all
+from hvdlite.adapter.agreement import all_together
 from hvdlite.adapter.few_bytes.local_steps import Rounds
 from hvdlite.adapter.gradient_memory import Registry
 from hvdlite.adapter.identity import Identity
@@ -59,11 +59,8 @@ def distribute_keras(
     if backward_passes_per_step != 1:
         accumulate(inner, backward_passes_per_step)
     if options.local_steps is not None:
-        ranks, gather = (
-            world("DistributedOptimizer").ranks(options.process_set),
-            gather_from_all("local_steps=", options.process_set),
-        )
-        check_same([f"local_steps={options.local_steps.name}"], "what DistributedOptimizer is given", ranks, gather)
+        everybody = all_together("local_steps=", options.process_set)
+        everybody.check_same([f"local_steps={options.local_steps.name}"], "what DistributedOptimizer is given")
         passes = getattr(inner, "gradient_accumulation_steps", None) or 1
         state.steps = LocalSteps(options, passes, state.local)
         if optimizer.built:

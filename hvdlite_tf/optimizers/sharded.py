@@ -23,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvdlite.adapter.agreement import check_same, gather_from_all
+from hvdlite.adapter.agreement import all_together
 from hvdlite.adapter.options import Options
 from hvdlite.api import allgather_object, broadcast_object, world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError, ranks_text
@@ -84,12 +84,9 @@ class ShardedState(State):
         self, options: Options, passes: int, average_passes: bool, scale_local: bool, whole: bool, name: str
     ) -> None:
         super().__init__(options, passes, average_passes, scale_local)
-        here = world("DistributedOptimizer")
-        gather = gather_from_all("shard=True", options.process_set)
-        check_same(
-            [f"{name}, shard=True"], "what DistributedOptimizer is given", here.ranks(options.process_set), gather
-        )
-        self._place = here.group(options.process_set).reducers.place()
+        everybody = all_together("shard=True", options.process_set)
+        everybody.check_same([f"{name}, shard=True"], "what DistributedOptimizer is given")
+        self._place = world("DistributedOptimizer").group(options.process_set).reducers.place()
         self._whole = whole
         self.shards: Shards | None = None
         self.stepping: list[int] = []

@@ -11,7 +11,7 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.adapter.agreement import check_same
+from hvdlite.adapter.agreement import together
 from hvdlite.adapter.arguments import size_of
 from hvdlite.api import world
 from hvdlite.async_sgd.compensation import DelayCompensation
@@ -168,8 +168,7 @@ def _agree(optimizer: torch.optim.Optimizer, names: dict[int, str], options: Opt
     lines.append(f"parameters: {len(parameters)}")
     process_set = options.process_set
     ranks = world().ranks(process_set)
-    gather = functools.partial(hvdlite.allgather_object, process_set=process_set)
-    check_same(lines, "what AsyncDistributedOptimizer is given", ranks, gather)
+    together(process_set).check_same(lines, "what AsyncDistributedOptimizer is given")
     if len(ranks) > 1:
         broadcast_parameters(parameters, ranks[0], process_set=process_set)
         broadcast_optimizer_state(optimizer, ranks[0], process_set=process_set)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import inspect
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
@@ -18,7 +17,7 @@ import hvdlite
 from hvdlite import ReduceOp
 from hvdlite.api import world
 from hvdlite.errors import MismatchError
-from hvdlite.operations.negotiation.mismatch import variants_text
+from hvdlite.ranks.together import Together
 from hvdlite.tensors.registry import adapter_for
 
 _NOT_THE_USERS = ("hvdlite", "hvdlite_torch", "torch")
@@ -31,21 +30,13 @@ class Advice:
     Args:
         optimizer: The optimizer, whose learning rate is checked.
         op: The reduction of the gradients.
-        ranks: The world ranks that take part, for messages.
-        gather: A function that returns the objects of all ranks as a list, in the order of `ranks`.
+        together: The ranks that take part.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        op: ReduceOp,
-        ranks: Sequence[int],
-        gather: Callable[[Any], list[Any]],
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, op: ReduceOp, together: Together) -> None:
         self._optimizer = optimizer
         self._op = op
-        self._gather = gather
-        self._ranks = ranks
+        self._together = together
         self._given = self._odd_passes_given = self._late_weight_given = not world().config.advice
 
     def before_exchange(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -58,7 +49,7 @@ class Advice:
             return
         gradients = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
         own = tuple(_checksum([parameter]) for parameter in parameters)
-        everybody = self._gather((own, _checksum(gradients) if gradients else None))
+        everybody = self._together.gather((own, _checksum(gradients) if gradients else None))
         self._check_order(parameters, [weights for weights, _ in everybody])
         self._given = True
         if len(everybody) == 1 or hvdlite.rank() != 0:
@@ -86,11 +77,11 @@ class Advice:
         if self._odd_passes_given:
             return
         self._odd_passes_given = True
-        everybody = [[f"{each}"] for each in self._gather(passes)]
+        variants = self._together.variants([f"{passes}"])
         if hvdlite.rank() == 0:
             say(
                 "the ranks have made different numbers of backward passes for this step:\n"
-                f"{variants_text(self._ranks, everybody)}\n"
+                f"{variants}\n"
                 "Has a rank left out a step? From there on its batches are combined with those of another step of the others, "
                 "and at the end it is one behind. A rank without samples calls step() too, after optimizer.set_batch_weight(0)."
             )
@@ -140,13 +131,13 @@ class Advice:
         No exchange would notice that if the parameters' shapes are equal.
         """
         first = everybody[0]
-        for rank, other in zip(self._ranks, everybody, strict=True):
+        for rank, other in zip(self._together.ranks, everybody, strict=True):
             if other == first or sorted(other) != sorted(first):
                 continue
             place = next(number for number, pair in enumerate(zip(first, other, strict=True)) if pair[0] != pair[1])
             info = adapter_for(parameters[place]).info(parameters[place])
             raise MismatchError(
-                f"the ranks have the same parameters in another order: parameter {place} of rank {self._ranks[0]} "
+                f"the ranks have the same parameters in another order: parameter {place} of rank {self._together.ranks[0]} "
                 f"({info.dtype} of shape {info.shape}) is parameter {other.index(first[place])} of rank {rank}. Gradients of "
                 "different layers would be added up. Make the layers in the same order on every rank; with "
                 "DistributedOptimizer(optimizer, model.named_parameters()) the error says their names."

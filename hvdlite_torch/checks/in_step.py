@@ -6,7 +6,6 @@ scheduler differs, is found in the same step, before its parameters differ. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +14,7 @@ import hvdlite
 from hvdlite.api import world
 from hvdlite.errors import MismatchError
 from hvdlite.gradients.header import digest
-from hvdlite.operations.negotiation.mismatch import variants_text
+from hvdlite.ranks.together import Together, variants_text
 from hvdlite_torch.checks.advice import say
 
 
@@ -24,28 +23,19 @@ class InStep:
 
     Args:
         optimizer: The optimizer.
-        ranks: The world ranks that take part, for messages.
-        gather: A function that returns the objects of all ranks as a list, in the order of `ranks`.
         owns_state: Whether each rank has the state of parameters of its own, which cannot be compared (a sharded optimizer).
 
     Attributes:
-        ranks: The world ranks that take part; they change with a restart.
+        together: The ranks that take part; they change with a restart.
         steps: The number of steps since the ranks were last given the same state.
         origin: A text that says where this rank's state comes from, if `owns_state`.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        ranks: Sequence[int],
-        gather: Callable[[Any], list[Any]],
-        owns_state: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, owns_state: bool = False) -> None:
+        self.together: Together
         self.steps = 0
         self.origin = ""
         self._optimizer = optimizer
-        self.ranks = ranks
-        self._gather = gather
         self._owns_state = owns_state
         self._compares = True
         self._has_looked = False
@@ -95,10 +85,9 @@ class InStep:
         lines = self._lines()
         if changed is not None:
             lines.append(f"the program has {'' if changed else 'not '}changed parameters in place since the last step")
-        text = variants_text(self.ranks, self._gather(lines))
         raise MismatchError(
             "the optimizers of the ranks are not in the same state, so this step would let their parameters come apart:\n"
-            f"{text}\n"
+            f"{self.together.variants(lines)}\n"
             "If a checkpoint was loaded on one rank: hvd.broadcast_optimizer_state(optimizer, root_rank=0) after it. If a "
             "scheduler follows a loss: give it the same number everywhere, such as hvd.allreduce(loss). If a rank leaves out a "
             "step: let all do."
@@ -120,8 +109,8 @@ class InStep:
         if self._has_looked:
             return
         self._has_looked = True
-        there = [(rank, lines) for rank, lines in zip(self.ranks, self._gather(self._lines()), strict=True) if lines]
-        ranks, everybody = zip(*there, strict=True)
+        told = zip(self.together.ranks, self.together.gather(self._lines()), strict=True)
+        ranks, everybody = zip(*((rank, lines) for rank, lines in told if lines), strict=True)
         self._compares = all(lines == everybody[0] for lines in everybody)
         if not self._compares and hvdlite.rank() == 0 and world().config.advice:
             say(
@@ -154,7 +143,7 @@ class InStep:
         said = "no set_batch_weight() before this step" if weight is None else f"set_batch_weight({weight:g})"
         raise MismatchError(
             "set_batch_weight() was called on some ranks only, so that the others' samples would count for next to nothing:\n"
-            f"{variants_text(self.ranks, self._gather([said]))}\n"
+            f"{self.together.variants([said])}\n"
             "Call it on every rank before each step, with the number of samples of the batch, 0 included; or on none."
         )
 

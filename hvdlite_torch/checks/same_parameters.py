@@ -6,12 +6,11 @@ gradients of different parameters, and no exchange would notice. The error shows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from hvdlite.adapter.agreement import check_same
+from hvdlite.ranks.together import Together
 from hvdlite.tensors.registry import adapter_for
 
 
@@ -19,8 +18,7 @@ def check_agreement(
     parameters: Sequence[torch.Tensor],
     names: Mapping[int, str],
     arguments: Mapping[str, object],
-    ranks: Sequence[int],
-    gather: Callable[[Any], list[Any]],
+    together: Together,
 ) -> None:
     """Raise on all ranks if their parameters or arguments differ. Every rank calls this.
 
@@ -28,8 +26,7 @@ def check_agreement(
         parameters: The parameters that are trained, in the optimizer's order.
         names: The names of some or all parameters, by ``id(parameter)``.
         arguments: The arguments that must be equal, by name.
-        ranks: The world ranks that take part.
-        gather: A function that returns the objects of all ranks as a list, in the order of `ranks`.
+        together: The ranks that take part.
 
     Raises:
         MismatchError: The ranks differ; the text shows the first difference.
@@ -41,4 +38,4 @@ def check_agreement(
         name = f" {names[id(parameter)]!r}" if id(parameter) in names else ""
         lines.append(f"parameter {number}{name} is {info.dtype} of shape {info.shape}")
     lines.append(f"trained parameters: {len(parameters)}")
-    check_same(lines, "what DistributedOptimizer is given", ranks, gather)
+    together.check_same(lines, "what DistributedOptimizer is given")

@@ -14,6 +14,7 @@ from hvdlite.api import world
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import name_of
 from hvdlite.gradients.header import Header, HeaderSum
+from hvdlite.ranks.together import Together
 from hvdlite.runtime.group import Group
 from hvdlite.timeline import Counts
 from hvdlite_torch.checks.advice import Advice
@@ -48,7 +49,7 @@ class OptimizerContext:
         self.lease = lease
         self.process_set = options.process_set
         self.step = PendingStep(options.passes)
-        self.in_step = InStep(optimizer, (), self.gather, owns_state=bool(options.shard))
+        self.in_step = InStep(optimizer, owns_state=bool(options.shard))
         self.advice: Advice
         self.sparse: list[torch.Tensor] = []
         self._world = world("DistributedOptimizer()")
@@ -64,8 +65,8 @@ class OptimizerContext:
         self._world = world("DistributedOptimizer()")
         self.sparse = []
         options = self.options
-        self.advice = Advice(self.optimizer, options.op, self.ranks, self.gather)
-        self.in_step.ranks = self.ranks
+        self.advice = Advice(self.optimizer, options.op, self.together)
+        self.in_step.together = self.together
         check_apart(self.given(), self.ranks, hvdlite.rank())
         trained = self.trained()
         if not trained:
@@ -80,7 +81,7 @@ class OptimizerContext:
         }
         arguments["made in"] = self.group.maker()
         self._number = self.group.optimizers + 1
-        check_agreement(trained, options.names, arguments, self.ranks, self.gather)
+        check_agreement(trained, options.names, arguments, self.together)
         self.group.optimizers = self._number  # it counts only if all ranks make it
         self.group.release_dropped()
 
@@ -95,6 +96,11 @@ class OptimizerContext:
     def ranks(self) -> Sequence[int]:
         """The world ranks that take part."""
         return self._world.ranks(self.process_set)
+
+    @property
+    def together(self) -> Together:
+        """The ranks that take part in the present world."""
+        return Together(self.ranks, self.gather)
 
     @property
     def config(self) -> hvdlite.config.Config:

@@ -14,7 +14,7 @@ import torch
 
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.header import digest
-from hvdlite.operations.negotiation.mismatch import variants_text
+from hvdlite.ranks.together import variants_text
 from hvdlite_torch.step.context import OptimizerContext
 from hvdlite_torch.step.shard_state import StateShard, check_all_there
 from hvdlite_torch.step.shardable import check_shardable

@@ -19,7 +19,7 @@ from hvdlite.errors import UnsupportedTensorError
 from hvdlite.gradients import header
 from hvdlite.gradients.device.bucket import DeviceBucket, ParameterBucket
 from hvdlite.gradients.device.late_changes import lost_gradients
-from hvdlite.gradients.device.make import Together, make_reducer
+from hvdlite.gradients.device.make import make_reducer
 from hvdlite.gradients.device.reducer import DeviceReducer
 from hvdlite.gradients.device.rules import Rules, cast_of
 from hvdlite.gradients.planner import longest
@@ -88,7 +88,7 @@ class DeviceSync(GradientSync):
         context.lease.close = self._collectives.close
         self._alone = self._collectives.size == 1 and SPARE_ONE_RANK
         waiting = context.waiting_for("what the other ranks say with their gradients")
-        self._group = Together(group.engine.run, context.gather, group.ranks, waiting)
+        self._group = context.together, group.engine.run, waiting
         wanted = context.options.overlap
         self._launches = context.config.overlap != "off" if wanted is None else wanted
         self._prepare(parameters)
@@ -116,7 +116,7 @@ class DeviceSync(GradientSync):
             self._shards.collect()
         if not self._alone:
             kind = DeviceBucket if self._shards is None else ParameterBucket
-            how = self._rules(), self._context.config.bucket_bytes, self._group, kind
+            how = self._rules(), self._context.config.bucket_bytes, *self._group, kind
             self._reducer = make_reducer(layout_of(parameters), order, self._collectives, *how)
         if self._shards is not None:
             self._shards.deal(parameters, self._reducer, self._collectives)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hvdlite.errors import ArgumentError, MismatchError
-from hvdlite.operations.negotiation.mismatch import variants_text
 from hvdlite.protocols import TensorInfo
+from hvdlite.ranks.together import Together, variants_text
 from hvdlite.tensors.codec import Codec
 from hvdlite_torch.tensors.adapter import ADAPTER
 from hvdlite_torch.tensors.device import TORCH
@@ -132,17 +132,13 @@ class Encodings:
 
     Args:
         codec: Compresses gradients.
-        ranks: The world ranks that take part, for messages.
-        gather: Returns the objects of all ranks, in the order of `ranks`; None for a rank that has joined.
+        together: The ranks that take part.
         sparse_as_dense: Whether sparse gradients are made dense.
     """
 
-    def __init__(
-        self, codec: Codec, ranks: Sequence[int], gather: Callable[[Any], list[Any]], sparse_as_dense: bool
-    ) -> None:
+    def __init__(self, codec: Codec, together: Together, sparse_as_dense: bool) -> None:
         self._codec = codec
-        self._ranks = ranks
-        self._gather = gather
+        self._together = together
         self._sparse_as_dense = sparse_as_dense
         self._of: dict[torch.Tensor, EncodedGradient] = {}
         self._sparse: set[torch.Tensor] = set()
@@ -192,7 +188,7 @@ class Encodings:
         unknown = self._unknown(parameters)
         if not unknown:
             return []
-        everybody = self._gather([p in self._sparse or self.of(p).tell() for p in unknown])
+        everybody = self._together.gather([p in self._sparse or self.of(p).tell() for p in unknown])
         sparse = []
         for number, parameter in enumerate(unknown):
             said = [None if each is None else each[number] for each in everybody]
@@ -203,7 +199,7 @@ class Encodings:
                 lines = [[each.text if isinstance(each, _Found) else "no gradient"] for each in said]
                 raise MismatchError(
                     f"the compressor {self._codec.name} does not make the same of a parameter's gradients on all ranks:\n"
-                    f"{variants_text(self._ranks, lines)}"
+                    f"{variants_text(self._together.ranks, lines)}"
                 )
             elif found and None in everybody:
                 raise ArgumentError(

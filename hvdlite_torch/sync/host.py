@@ -66,11 +66,8 @@ class HostSync(GradientSync):
         self.missed = False
         keep_freed_memory(context.config)
         options = context.options
-        self._encodings = (
-            None
-            if options.codec is None
-            else Encodings(options.codec, context.ranks, context.gather, options.sparse_as_dense)
-        )
+        codec = options.codec
+        self._encodings = None if codec is None else Encodings(codec, context.together, options.sparse_as_dense)
         self._prepare(self._with_known_layout(context.trained()))
 
     def _with_known_layout(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:

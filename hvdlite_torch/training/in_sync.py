@@ -14,6 +14,7 @@ import hvdlite
 from hvdlite import ProcessSet
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, OutOfSyncError
+from hvdlite.ranks.together import ranks_by
 from hvdlite_torch.tensors.adapter import ADAPTER
 from hvdlite_torch.tensors.sliced import local_of
 
@@ -130,10 +131,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 def _groups(values: Sequence[H], ranks: Sequence[int]) -> list[tuple[H, str]]:
     """Return the distinct values, each with the ranks that have it in words; the most frequent value comes first."""
-    found: dict[H, list[int]] = {}
-    for value, rank in zip(values, ranks, strict=True):
-        found.setdefault(value, []).append(rank)
-    ordered = sorted(found.items(), key=lambda item: -len(item[1]))
+    ordered = sorted(ranks_by(zip(ranks, values, strict=True)).items(), key=lambda item: -len(item[1]))
     return [(value, f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}") for value, who in ordered]
 
 

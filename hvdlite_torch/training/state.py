@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import pickle
 import zlib
@@ -14,7 +13,7 @@ import torch
 
 import hvdlite
 from hvdlite import ProcessSet
-from hvdlite.adapter.agreement import check_same, gather_from_all
+from hvdlite.adapter.agreement import all_together, together
 from hvdlite.adapter.arguments import rank_in, root_within
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.lossy.names import LOSSY
@@ -75,11 +74,9 @@ def broadcast_parameters(
                 f"expected tensors by name, as model.state_dict() has them; {name!r} is a {type(value).__name__}."
             )
         tensors.append(value)
-    check_same(
+    together(process_set).check_same(
         [*(repr(name) for name, _ in [*items, *extra]), f"no more than these {len(items) + len(extra)}"],
         "the tensors that broadcast_parameters is given",
-        _ranks_of(process_set),
-        functools.partial(hvdlite.allgather_object, process_set=process_set),
     )
     _broadcast(tensors, root_rank, process_set)
     if extra and model is not None:
@@ -103,11 +100,9 @@ def _check_extra_states(extra: Sequence[tuple[str, Any]], process_set: ProcessSe
 
     A state dict has only copies of the extra states, so they cannot be overwritten in it.
     """
-    check_same(
+    together(process_set).check_same(
         [f"{name!r} with checksum {zlib.crc32(pickle.dumps(value)):08x}" for name, value in extra],
         "extra states, which can be set in a model only: use hvd.broadcast_parameters(model), for it",
-        _ranks_of(process_set),
-        functools.partial(hvdlite.allgather_object, process_set=process_set),
     )
 
 
@@ -152,11 +147,8 @@ def broadcast_optimizer_state(
             "broadcast_optimizer_state: the servers of AsyncDistributedOptimizer have the state, which is one for all ranks. "
             "Leave out this call, or make it with the plain optimizer, before."
         )
-    check_same(
-        [f"the optimizer is a {type(optimizer).__name__}"],
-        "what broadcast_optimizer_state is given",
-        _ranks_of(process_set),
-        gather_from_all("broadcast_optimizer_state", process_set),
+    all_together("broadcast_optimizer_state", process_set).check_same(
+        [f"the optimizer is a {type(optimizer).__name__}"], "what broadcast_optimizer_state is given"
     )
     _broadcast_state(optimizer, root_rank, process_set)
 

@@ -664,7 +664,7 @@ def test_loss_scaling_equals_one_process(ranks: Any, options: Any) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "sharded"])
-def test_ranks_that_run_out_of_data(ranks: Any, options: Any) -> None:
+def test_ranks_that_run_out_of_data(fresh_world: None, ranks: Any, options: Any) -> None:
     """Rank r has 4 + r steps, so each one has its last one alone with those after it."""
 
     @on_gpu

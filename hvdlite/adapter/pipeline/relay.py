@@ -9,12 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdlite import api
+from hvdlite.adapter.agreement import together
 from hvdlite.adapter.pipeline.messages import Codec, Messages, Received
 from hvdlite.adapter.pipeline.schedules import Pass, Schedule, forward_only
 from hvdlite.api import world
 from hvdlite.errors import ArgumentError, HvdliteError, ranks_text
 from hvdlite.protocols import Array, ReduceOp
 from hvdlite.ranks.process_set import ProcessSet
+from hvdlite.ranks.together import Failure
 
 _FORWARD, _BACKWARD = 0, 1
 
@@ -175,19 +177,19 @@ class Relay:
         """
         own = np.array([error is not None, *numbers], np.float64)
         total = own if self._places == 1 else api.allreduce(own, ReduceOp.SUM, process_set=self._process_set)
-        if not total[0]:
-            return total[1:]
-        if self._places == 1:
+        if total[0] and self._places == 1:
             assert error is not None
             raise error
-        failed = error is not None and not isinstance(error, _LetGo)
-        own_text = (f"{type(error).__name__}: {error}", isinstance(error, ArgumentError)) if failed else None
-        texts = api.allgather_object(own_text, process_set=self._process_set)
-        if failed:
-            assert error is not None
-            raise error
-        text, is_argument = next(text for text in texts if text is not None)
-        ranks = [rank for rank, text in zip(self._process_set.members, texts, strict=True) if text is not None]
-        raise (ArgumentError if is_argument else HvdliteError)(
-            f"{ranks_text(ranks)} could not make this step of the {self._kind}: {text}. {left}"
-        )
+        if total[0]:
+            own_failure = None if error is None or isinstance(error, _LetGo) else Failure.of(error)
+
+            def whole(failures: dict[int, Failure]) -> Exception:
+                if own_failure is not None and error is not None:
+                    return error
+                first = next(iter(failures.values()))
+                return (ArgumentError if first.is_argument else HvdliteError)(
+                    f"{ranks_text(list(failures))} could not make this step of the {self._kind}: {first}. {left}"
+                )
+
+            together(self._process_set).raise_if(own_failure, whole)
+        return total[1:]

@@ -29,6 +29,7 @@ from hvdlite.config import Config
 from hvdlite.errors import DeviceError, HvdliteError, NcclError
 from hvdlite.protocols import Device, ReduceOp
 from hvdlite.protocols.device import SLICE
+from hvdlite.ranks.together import ranks_by
 
 T = TypeVar("T")
 
@@ -190,9 +191,7 @@ def _check(reports: Sequence[DeviceReport], hosts: Sequence[int]) -> None:
 
 def _by_text(texts: dict[int, str]) -> str:
     """Return a line for each different text, with the ranks that have this text."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in texts.items():
-        ranks.setdefault(text, []).append(rank)
+    ranks = ranks_by(texts.items())
     return "\n".join(
         f"  rank{'s' if len(each) > 1 else ''} {', '.join(map(str, each))}: {text}" for text, each in ranks.items()
     )

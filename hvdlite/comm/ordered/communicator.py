@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdlite.algorithms.gather_bytes import allgather_bytes
+from hvdlite.algorithms.gather_bytes import allgather_text
 from hvdlite.comm.hierarchical import HierarchicalCollectives
 from hvdlite.comm.hierarchy import MakeCollectives
 from hvdlite.comm.host import PATIENT
@@ -224,10 +224,8 @@ class Communicator:
             return call.run(collectives)
 
     def _mismatch(self, call: Call) -> MismatchError:
-        texts = allgather_bytes(self._collectives, np.frombuffer(call.text.encode(), np.uint8))
-        called = "\n".join(
-            f"  rank {rank}: {text.tobytes().decode()}" for rank, text in zip(self.members.ranks, texts, strict=True)
-        )
+        texts = allgather_text(self._collectives, call.text)
+        called = "\n".join(f"  rank {rank}: {text}" for rank, text in zip(self.members.ranks, texts, strict=True))
         return MismatchError(
             f"the ranks of {self._name} call different things:\n{called}\nAll ranks of a group make the same calls in the same "
             "order, with tensors of equal dtypes and sizes."

@@ -42,11 +42,11 @@ class Card:
     port: int
     problem: str = ""
 
-    def encode(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
 
     @classmethod
-    def decode(cls, data: bytes) -> Card:
+    def decode(cls, data: str) -> Card:
         return cls(**json.loads(data))
 
 

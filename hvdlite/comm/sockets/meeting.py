@@ -10,9 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from hvdlite.algorithms.gather_bytes import allgather_bytes
+from hvdlite.algorithms.gather_bytes import allgather_text
 from hvdlite.comm.sockets.endpoint import Card, Endpoint
 from hvdlite.config import Config
 from hvdlite.errors import ArgumentError
@@ -36,7 +34,7 @@ def start(flat: Collectives, config: Config, only: Sequence[str] = ()) -> Endpoi
         ArgumentError: The ranks have different settings. All ranks raise it.
     """
     mine = {"way": config.between_hosts, "fabric": has_fabric(), "key": secrets.token_hex(32)}
-    said = [json.loads(each) for each in _gather(flat, json.dumps(mine).encode())]
+    said = [json.loads(each) for each in allgather_text(flat, json.dumps(mine))]
     ways = [each["way"] for each in said]
     if len(set(ways)) > 1:
         other = next(rank for rank, way in enumerate(ways) if way != ways[0])
@@ -65,8 +63,8 @@ def meet(flat: Collectives, endpoint: Endpoint, check: Callable[[], object]) -> 
         The connection to each other rank; or, on all ranks, why there are none.
     """
     rank, size = flat.rank, flat.size
-    said = _gather(flat, secrets.token_hex(16).encode() + endpoint.card.encode())
-    group = said[0][:32].decode()
+    said = allgather_text(flat, secrets.token_hex(16) + endpoint.card.encode())
+    group = said[0][:32]
     cards = [Card.decode(each[32:]) for each in said]
     if problems := [card.problem for card in cards if card.problem]:
         return problems[0]
@@ -82,14 +80,10 @@ def meet(flat: Collectives, endpoint: Endpoint, check: Callable[[], object]) -> 
         problem = f"from {socket.gethostname()} to {'/'.join(cards[other].addresses)}: {error}"
         if isinstance(error, TimeoutError) and other > rank:
             problem = f"from {'/'.join(cards[other].addresses)} to {socket.gethostname()}: {error}"
-    problems = [each.decode() for each in _gather(flat, problem.encode()) if each]
+    problems = [each for each in allgather_text(flat, problem) if each]
     if not problems:
         return streams
     for stream in streams.values():
         with contextlib.suppress(OSError):
             stream.close()
     return problems[-1]  # a rank that dials knows more than one that waits
-
-
-def _gather(flat: Collectives, data: bytes) -> list[bytes]:
-    return [each.tobytes() for each in allgather_bytes(flat, np.frombuffer(data, np.uint8))]

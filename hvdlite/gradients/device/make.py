@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvdlite.comm.gpu.collectives import DeviceCollectives
 from hvdlite.errors import HvdliteError
@@ -14,26 +14,11 @@ from hvdlite.gradients.device.rules import Rules
 from hvdlite.gradients.layout import digest_of
 from hvdlite.gradients.planner import plan_buckets
 from hvdlite.operations import Agreement, Operation
+from hvdlite.ranks.together import Together
 from hvdlite.tensors.reduction import nbytes_of
 
 FIRST_BYTES = 2**20
 """The bytes of the first bucket: few, so that it is sent early, as in torch's DistributedDataParallel."""
-
-
-class Together(NamedTuple):
-    """What the ranks of a group need to do something together.
-
-    Attributes:
-        run: Runs an operation with the other ranks.
-        gather: Returns the values of all ranks, in the order of `ranks`; None for a rank that has joined.
-        ranks: The world ranks of the group.
-        waiting: A context manager for code in which the host waits for other ranks.
-    """
-
-    run: Callable[[Operation], Any]
-    gather: Callable[[Any], list[Any]]
-    ranks: Sequence[int]
-    waiting: AbstractContextManager[Any]
 
 
 def make_reducer(
@@ -43,6 +28,8 @@ def make_reducer(
     rules: Rules,
     bucket_bytes: int,
     together: Together,
+    run: Callable[[Operation], Any],
+    waiting: AbstractContextManager[Any],
     kind: type[DeviceBucket] = DeviceBucket,
 ) -> DeviceReducer:
     """Make flat memory for the gradients of a layout. All ranks of the group call this, with equal arguments.
@@ -53,7 +40,9 @@ def make_reducer(
         collectives: The collectives for this reducer, and for other reducers of the same caller that are used in turn.
         rules: How gradients are scaled, cast and cut into shares.
         bucket_bytes: The bytes of a bucket, about.
-        together: The functions of the group.
+        together: The ranks of the group.
+        run: Runs an operation with the other ranks.
+        waiting: A context manager for code in which the host waits for other ranks.
         kind: The class of the buckets.
 
     Raises:
@@ -70,28 +59,14 @@ def make_reducer(
         ("bucket_bytes", bucket_bytes),
         ("layout", digest_of(([(tuple(info), tuple(strides)) for info, strides in layout], groups, tuple(rules)))),
     ]
-    together.run(Agreement("gradient buckets on a GPU", arguments, lambda _: None))
+    run(Agreement("gradient buckets on a GPU", arguments, lambda _: None))
     device = collectives.device
     problem, buckets = "", []
     try:
         buckets = [kind(layout, group, collectives, rules) for group in groups]
     except device.no_memory as error:
         problem = f"no room for {sum(nbytes)} bytes of gradients on {device.place}: {error}"
-    raise_together(problem, together)
-    return DeviceReducer(buckets, len(layout), collectives, together.waiting)
-
-
-def raise_together(problem: str, together: Together) -> None:
-    """Raise an error on all ranks if any rank has a problem. Every rank calls this.
-
-    Args:
-        problem: This rank's problem in words; empty if there is none.
-        together: The functions of the group.
-
-    Raises:
-        HvdliteError: Some rank has a problem. All ranks raise the same text.
-    """
-    answers = zip(together.ranks, together.gather(problem), strict=True)
-    problems = [f"rank {rank}: {text}" for rank, text in answers if text]
-    if problems:
-        raise HvdliteError("; ".join(problems))
+    together.raise_if(
+        problem, lambda problems: HvdliteError("; ".join(f"rank {rank}: {text}" for rank, text in problems.items()))
+    )
+    return DeviceReducer(buckets, len(layout), collectives, waiting)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from hvdlite.errors import MismatchError, ranks_text
 from hvdlite.operations import Signature, describe, why_absent_refused
 from hvdlite.operations.negotiation.messages import JOIN, Key
+from hvdlite.ranks.together import variants_text
 
 
 def name_of(key: Key) -> str:
@@ -71,20 +72,6 @@ def deadlock_text(pending: Mapping[int, Sequence[tuple[Key, Signature]]]) -> str
     return "every rank waits for an operation that another rank has not submitted, so none can go on:\n" + "\n".join(
         lines
     )
-
-
-def variants_text(ranks: Sequence[int], everybody: Sequence[Sequence[str]]) -> str:
-    """Return the first line in which the ranks differ, with each rank's version.
-
-    Args:
-        ranks: The numbers of the ranks in the job.
-        everybody: For each of these ranks its lines.
-    """
-    first = next(number for number, said in enumerate(zip(*everybody, strict=False)) if len(set(said)) > 1)
-    variants: dict[str, list[int]] = {}
-    for rank, said in zip(ranks, everybody, strict=True):
-        variants.setdefault(said[first], []).append(rank)
-    return "\n".join(f"  {ranks_text(who)}: {what}" for what, who in variants.items())
 
 
 def compare_settings(ranks: Sequence[int], settings: Sequence[list[str]]) -> None:
