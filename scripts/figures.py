@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/strategies.md", "docs/how_it_works.md")
+PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 PLACE = re.compile(r"(<!-- figure (\w+) -->).*?(<!-- end -->)", re.DOTALL)
 IN_README = ("wide MLP, AdamW", "ResNet-18, SGD momentum", "LSTM, Adam", "300 small layers, Adam", "BERT size, AdamW")
 
@@ -57,6 +57,21 @@ def texts(figures: dict[str, Any]) -> dict[str, str]:
         "keras": _range(keras["hvdlite"]),
         "keras_sharded": _range(keras["hvdlite shard"]),
         "multiworker": _range(keras["MultiWorkerMirroredStrategy"]),
+        "keras_fit": _table(
+            ["ratio of medians to no exchange, 2026-11-25", "SGD momentum", "Adam"],
+            [
+                ["no exchange", *(f"{value} ms" for value in keras["no exchange, ms"])],
+                *(
+                    [way, *(f"{value:.2f}" for value in keras[name])]
+                    for way, name in (
+                        ("hvdlite: `fit` with `DistributedOptimizer`", "hvdlite"),
+                        ("hvdlite: the same with `shard=True`", "hvdlite shard"),
+                        ("tf_keras, no exchange", "tf_keras, no exchange"),
+                        ("tf_keras, MultiWorkerMirroredStrategy", "MultiWorkerMirroredStrategy"),
+                    )
+                ),
+            ],
+        ),
         "call": _range(figures["call_us"], "{}") + " µs",
         "negotiation": f"{figures['negotiation_us']} µs",
         "gloo": _range(figures["gloo_us"], "{}") + " µs",
@@ -89,4 +104,5 @@ def placed(page: str) -> str:
 
 if __name__ == "__main__":
     for page in PAGES:
-        (ROOT / page).write_text(placed(page))
+        if (text := placed(page)) != (ROOT / page).read_text():
+            (ROOT / page).write_text(text)

@@ -75,11 +75,12 @@ def _examples() -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Let links to examples lead to their page, and put the short programs onto the page that lists them."""
+    """Let links to examples and README.md lead to their pages, and put the short programs onto the page that lists them."""
     if page.file.src_uri == "cookbook.md":
         for name in dict.fromkeys(re.findall(r"examples/cookbook/([\w.]+)\)", markdown)):
             kind = "python" if name.endswith(".py") else "bash"
             markdown += f"\n## {name}\n\n```{kind}\n{(ROOT / 'examples/cookbook' / name).read_text()}```\n"
+    markdown = markdown.replace("](../README.md", "](index.md")
     return re.sub(
         r"\]\(\.\./examples/(cookbook/)?([\w.]+)/?\)",
         lambda link: f"]({'cookbook' if link[1] else 'examples'}.md#{link[2].replace('.', '').lower()})",

@@ -221,6 +221,35 @@ PARTS: dict[tuple[str, str], tuple[str, str, str]] = {
         "",
         "",
     ),
+    ("docs/integrations.md", "accelerate.Accelerator()"): (
+        "accelerate",
+        "import torch\ntorch.set_default_dtype(torch.float64)",
+        "import os\nimport hvdlite_torch as hvd\n"
+        "torch.manual_seed(0)\nx, y = torch.randn(48, 5), torch.randn(48, 2)\n"
+        "alone = torch.nn.Linear(5, 2)\nadam = torch.optim.Adam(alone.parameters(), lr=0.1)\n"
+        "for inputs, wanted in zip(x.split(4 * hvd.size()), y.split(4 * hvd.size())):\n"
+        "    adam.zero_grad()\n    F.mse_loss(alone(inputs), wanted).backward()\n    adam.step()\n"
+        "away = max((a - b).abs().max().item() for a, b in zip(model.parameters(), alone.parameters()))\n"
+        "assert away < 1e-12, away\n"
+        "numbers = (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index)\n"
+        "assert numbers == (hvd.size(), hvd.rank(), hvd.local_rank()), numbers\n"
+        "assert accelerator.gather(torch.tensor([hvd.rank()])).tolist() == list(range(hvd.size()))\n"
+        "assert torch.distributed.get_backend() == 'hvdlite' and os.environ['WORLD_SIZE'] == str(hvd.size())\n"
+        "assert type(model).__name__ == 'DistributedDataParallel'\n"
+        "hvdlite_torch.accelerate.prepare()  # once more does nothing",
+    ),
+    ("docs/integrations.md", "optuna"): (
+        "optuna",
+        "",
+        "assert lr == hvd.broadcast_object(lr, 0)\n"
+        "assert study is None or len(study.trials) == 12 and study.best_value < 0.01, study.best_value",
+    ),
+    ("docs/integrations.md", "wandb"): (
+        "wandb",
+        "import os, tempfile\nfolder = tempfile.mkdtemp()\nos.environ['WANDB_DIR'] = folder",
+        "import pathlib\nrecords = list(pathlib.Path(folder).rglob('*.wandb'))\n"
+        "assert mean < 0.2 and len(records) == (hvd.rank() == 0), records",
+    ),
     ("docs/gpu.md", "torch.cuda.set_device"): ("sketch: needs a GPU; tests/gpu makes the same calls", "", ""),
     ("docs/gpu.md", "the model is on the GPU already"): ("sketch: needs a GPU; tests/gpu makes the same calls", "", ""),
     ("docs/keras.md", "EarlyStopping"): ("tf", _KERAS + "import tempfile\nos.chdir(tempfile.mkdtemp())", ""),

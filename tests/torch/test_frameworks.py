@@ -1,4 +1,7 @@
-"""Lightning, Accelerate and transformers over hvdlite. Each is tested where it is installed."""
+"""Lightning, Accelerate and transformers over hvdlite. Each is tested where it is installed.
+
+A loop with Accelerate is on docs/integrations.md, and tests/docs/test_pages.py compares it with one process.
+"""
 
 from __future__ import annotations
 
@@ -82,15 +85,6 @@ def test_lightning_refuses_trains_and_fails(start: Start) -> None:
     assert ended.code == 1
     assert ended.err.count("Traceback") == 1
     assert ended.err.endswith("ValueError: the reason of rank 1\n")
-
-
-@pytest.mark.slow
-@needs("accelerate")
-@pytest.mark.timeout(LIMIT + 20)
-def test_accelerate(start: Start) -> None:
-    ended = start("-np", "2", "python", str(PROGRAMS / "accelerate_loop.py")).end(LIMIT)
-    assert ended.code == 0, ended.out + ended.err
-    assert re.search(r"2 ranks, on cpu:0: weights differ by \S+ at most\n", ended.out), ended.out
 
 
 @pytest.mark.weekly
