@@ -49,7 +49,7 @@ EXTRAS = {
         *("starlette>=1", "uvicorn>=0.40", "uvloop>=0.21", "httptools>=0.6"),
         *("orjson>=3.10", "msgpack>=1", "prometheus_client>=0.20"),
     ],
-    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings-python>=2"],
+    "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6", "mkdocstrings-python>=2", "ruff"],
     "completion": ["shtab>=1.7"],
     "frameworks": ["lightning>=2.6", "accelerate>=1.15", "transformers>=5"],
 }

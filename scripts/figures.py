@@ -33,11 +33,9 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _steps(steps: dict[str, dict[str, Any]], head: str) -> str:
-    columns = ("small pages", "hvdlite", "hvdlite shard", "DDP, tuned")
-    shown = {"hvdlite shard": "**{:.2f}**"}
+    columns = [name for name in next(iter(steps.values())) if name != "tuned_ms"]
     rows = [
-        [model, f"{row['tuned_ms']} ms"]
-        + ["–" if row[name] is None else shown.get(name, "{:.2f}").format(row[name]) for name in columns]
+        [model, f"{row['tuned_ms']} ms"] + ["–" if row[name] is None else f"{row[name]:.2f}" for name in columns]
         for model, row in steps.items()
     ]
     return _table([head, "tuned", *columns], rows)
@@ -77,6 +75,7 @@ def texts(figures: dict[str, Any]) -> dict[str, str]:
         "gloo": _range(figures["gloo_us"], "{}") + " µs",
         "steps": _steps(steps, "÷ the tuned step"),
         "steps_again": _steps(figures["steps_again"], "÷ the tuned step, another run"),
+        "steps_small": _steps(figures["steps_small"], "÷ tuned, small pages"),
         "to_ddp": _table(
             ["÷ DDP, tuned", *to_ddp["hvdlite"]],
             [

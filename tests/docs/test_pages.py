@@ -45,7 +45,7 @@ def test_torch_training(start: Start, tmp_path: Path) -> None:
     text = program_of(ROOT / "docs/torch_training.md")
     program, sharded = tmp_path / "train.py", tmp_path / "train_sharded.py"
     program.write_text(text)
-    sharded.write_text(text.replace("max_grad_norm=1.0)", "max_grad_norm=1.0, shard=True)"))
+    sharded.write_text(text.replace("max_grad_norm=1.0", "max_grad_norm=1.0, shard=True"))
     assert "shard=True" in sharded.read_text()
     seen = {}
     for name, size, epochs in (("alone", 1, 4), ("stopped", 2, 2), ("resumed", 1, 4)):
@@ -266,7 +266,7 @@ def test_the_site_without_its_extra(tmp_path: Path) -> None:
     done = subprocess.run([ROOT / "scripts/docs"], env=environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == (
-        "scripts/docs: mkdocs, mkdocs-material, mkdocstrings-python: not installed here. "
+        "scripts/docs: mkdocs, mkdocs-material, mkdocstrings-python, ruff: not installed here. "
         "Run: pip install -c constraints.txt -e '.[docs]'\n"
     )
 
