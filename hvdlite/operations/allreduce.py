@@ -168,8 +168,8 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
     if scales:
         how = how.widened  # else float16 and bfloat16 would be rounded twice
     arrays = [part.adapter.to_array(part.tensor, wide=scales) for part in parts]
-    if len(parts) == 1:
-        flat = arrays[0].reshape(-1)
+    if len(parts) == 1:  # a small blocking call is counted in microseconds: it makes no view that it does not need
+        flat = arrays[0] if arrays[0].ndim == 1 else arrays[0].reshape(-1)
         own = parts[0].inplace and flat.dtype == how.storage and flat.flags.writeable
         if not own:
             flat = flat.astype(how.storage)
@@ -177,7 +177,7 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
         flat = np.concatenate([array.reshape(-1) for array in arrays], dtype=how.storage, casting="unsafe")
     if scales:
         how.scale(flat)
-    if any([part.is_absent for part in parts]):
+    if parts[0].is_absent or (len(parts) > 1 and any([part.is_absent for part in parts])):
         for where in _where_nothing_is(parts, arrays):
             how.neutralize(flat[where])
     collectives.allreduce(flat, how, algorithm)
@@ -186,7 +186,7 @@ def _reduce_parts(parts: list[Part], how: Reduction, algorithm: str, collectives
     if flat.dtype != arrays[0].dtype:
         flat = flat.astype(arrays[0].dtype)
     if len(parts) == 1:
-        return [parts[0].deliver(flat.reshape(arrays[0].shape))]
+        return [parts[0].deliver(flat if arrays[0].ndim == 1 else flat.reshape(arrays[0].shape))]
     results, start = [], 0
     for part, array in zip(parts, arrays, strict=True):
         piece = flat[start : start + array.size].reshape(array.shape)
