@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import random
-import re
 import subprocess
 import sys
 import threading
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,11 @@ import numpy as np
 import pytest
 
 import hvdlite as hvd
-from hvdlite.checkpoint import disk
+from hvdlite.checkpoint import disk, loading, saving
 from hvdlite.errors import CheckpointError
 from hvdlite.testing import on_ranks
+from tests.support import counted_state
+from tests.support.checkpoint_kills import Kills
 from tests.support.jobs import ROOT
 
 
@@ -123,51 +122,14 @@ def test_a_rank_that_does_not_see_the_folder(tmp_path: Path) -> None:
     assert names_in(tmp_path / "here") == ["checkpoint-00000001"]
 
 
-_PROGRAM = """
-import sys
-import numpy as np
-import hvdlite as hvd
-from hvdlite.testing import on_ranks
-folder, ranks = sys.argv[1], int(sys.argv[2])
-
-def work():
-    found = hvd.checkpoint.load(folder)
-    step = found["step"] if found else 0
-    while True:
-        step += 1
-        hvd.checkpoint.save(folder, weights=np.full(200_000, float(step)), step=step, keep=2, wait=False)
-        if hvd.rank() == 0:
-            print("saved", step - 1, flush=True)
-
-on_ranks(ranks, work)
-"""
-
-
-def test_kills_at_random_moments(tmp_path: Path) -> None:
-    """What was said to be saved is there, whole, whenever the process is killed. The next process goes on from it."""
-    chance, last = random.Random(5), 0
-    folder = tmp_path / "checkpoints"
-    for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, str(folder), "2"],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert process.stdout is not None
-        for _ in range(chance.randrange(2, 9)):
-            line = process.stdout.readline()
-        threading.Event().wait(chance.random() * 0.02)  # anywhere
-        process.kill()
-        said = re.findall(r"saved (\d+)\n", line + process.stdout.read())
-        process.wait()
-        process.stdout.close()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # a checkpoint that has its name is whole
-            (found,) = on_ranks(1, hvd.checkpoint.load, folder)
-        assert found["step"] >= int(said[-1]) >= last
-        assert set(found["weights"]) == {float(found["step"])}
-        last = found["step"]
+def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said to be saved is there, whole, whenever a process is killed. `scripts/faults --checkpoints` kills many."""
+    for module in (saving, loading):
+        monkeypatch.setattr(module, "stateful", module.stateful)  # it is as before after the test
+    counted_state.register()
+    kills = Kills(tmp_path / "checkpoints", seed=5)
+    for number in range(5):
+        kills.kill(in_a_job=number == 3)
 
 
 def test_the_end_of_the_program_waits(tmp_path: Path) -> None:
