@@ -215,6 +215,14 @@ def test_a_script_that_does_not_end_is_given_up_and_the_hosts_stay() -> None:
     discovery.close()
 
 
+def test_a_script_that_prints_for_ever_is_ended_before_it_fills_the_disk() -> None:
+    said: list[str] = []
+    discovery = Discovery(words_of("yes localhost:2"), 1, said.append)
+    wait_for(lambda: bool(discovery.poll(0.0)) or bool(discovery.problem), 60)
+    assert discovery.problem == "it printed more than 1 MiB; expected lines host:slots"
+    discovery.close()
+
+
 def test_new_hosts_are_tried_before_they_are_used() -> None:
     gates = {name: threading.Event() for name in "abc"}
     asked = []

@@ -21,6 +21,7 @@ PERIOD = 1.0
 LIMIT = 30.0
 """Seconds after which a call of the script is given up."""
 _MOST_BYTES = 1 << 20
+_TOO_MUCH = "it printed more than 1 MiB; expected lines host:slots"
 
 
 class Discovery:
@@ -61,11 +62,14 @@ class Discovery:
             self._take(status)
             self._since = now
         elif now - self._since > LIMIT:
-            self._kill()
-            self._process.wait()
-            self._close()
-            self._since = now
-            self._note(f"it does not end: it was given up after {LIMIT:g} s")
+            self._give_up(now, f"it does not end: it was given up after {LIMIT:g} s")
+        elif any(os.fstat(file.fileno()).st_size > _MOST_BYTES for file in self._files or ()):  # it would fill the disk
+            self._give_up(now, _TOO_MUCH)
+
+    def _give_up(self, now: float, why: str) -> None:
+        self.close()
+        self._since = now
+        self._note(why)
 
     def close(self) -> None:
         """End a call that is not over."""
@@ -106,7 +110,7 @@ class Discovery:
         try:
             found = parse(out, self._slots)
         except LaunchError as error:
-            self._note(str(error))
+            self._note(str(error).rstrip("."))
             return
         if self.hosts and not found:  # a script that fails often ends well and prints nothing
             self._note("it printed no host")
@@ -131,7 +135,7 @@ def parse(data: bytes, slots: int) -> tuple[Host, ...]:
         LaunchError: There is a line of another form, a host that comes twice, or more than 1 MiB.
     """
     if len(data) > _MOST_BYTES:
-        raise LaunchError("it printed more than 1 MiB; expected lines host:slots")
+        raise LaunchError(_TOO_MUCH)
     try:
         lines = [line.strip() for line in data.decode().splitlines()]
     except UnicodeDecodeError as error:

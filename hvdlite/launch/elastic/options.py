@@ -20,6 +20,7 @@ from hvdlite.launch.job import ssh
 from hvdlite.launch.job.failures import Failure
 from hvdlite.launch.job.hosts import Host, check_ranks_here, is_local
 from hvdlite.launch.job.job import Job, JobSpec
+from hvdlite.launch.job.mpi import without_worker
 from hvdlite.launch.job.output import Output
 from hvdlite.launch.worker.shared_memory import name_in_memory
 
@@ -134,7 +135,11 @@ class ElasticOptions:
         options = ssh.options(placement.ssh_port, placement.ssh_identity_file) if placement.by_ssh else None
         with contextlib.ExitStack() as at_end:
             is_over = False
-            state = StateFolder(self.state, spec.program, self.state_every, output.say) if self.state else None
+            state = (
+                StateFolder(self.state, without_worker(spec.program), self.state_every, output.say)
+                if self.state
+                else None
+            )
             if state is not None:
                 state.start(directory)
             janitor = Janitor(directory, options, state)

@@ -300,6 +300,15 @@ def worker_command(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, WORKER, "--exec", *arguments]
 
 
+def without_worker(command: Sequence[str]) -> list[str]:
+    """Return a command that `worker_command` has made, as the user knows it: ``python x.py``, wherever Python and we are."""
+    place = command.index(WORKER)
+    rest = list(command[place + 1 :])
+    if rest[:1] == ["--exec"]:
+        return rest[1:]
+    return [os.path.basename(command[0]), *command[1:place], *rest]
+
+
 def _check_script(path: str) -> None:
     if not os.path.exists(path):
         raise LaunchError(f"there is no script {path!r} in {os.getcwd()}.")
