@@ -44,6 +44,7 @@ class Config:
         stall_check_disable: Do not look for ranks that wait for each other.
         stall_check_time_seconds: After so many seconds in one wait, print which ranks are missing, and where they are.
         stall_shutdown_time_seconds: After so many seconds in one wait, end the job; 0 means never.
+        stopped_seconds: A rank that is stopped (SIGSTOP) for so many seconds has failed: hvdliterun ends the job.
         deadlock_time_seconds: If all ranks wait for so many seconds, each for an operation that another rank has not
             submitted, raise an error on them.
         nccl: Exchange GPU tensors by NCCL (or RCCL) if it is installed; if false, exchange them through host memory.
@@ -79,6 +80,7 @@ class Config:
     stall_check_disable: bool = False
     stall_check_time_seconds: float = 60.0
     stall_shutdown_time_seconds: float = 1800.0
+    stopped_seconds: float = 10.0
     deadlock_time_seconds: float = 2.0
     nccl: bool = True
     nccl_library: str = ""

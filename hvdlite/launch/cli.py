@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hvdlite.errors import LaunchError
+from hvdlite.errors import ArgumentError, LaunchError
 from hvdlite.launch.allocation import Hosts, choose_hosts
 from hvdlite.launch.arguments import USAGE_ERROR
 from hvdlite.launch.check_build import check_build, own_version
@@ -94,7 +94,7 @@ def _run_job(options: argparse.Namespace, dashboards: list[Dashboard]) -> tuple[
             _, failure = elastic.run(spec, output)
         else:
             failure, words_at_end = _run_again(spec, output, options.max_restarts)
-    except LaunchError as error:
+    except (ArgumentError, LaunchError) as error:
         return USAGE_ERROR, f"hvdliterun: {error}\n"
     except KeyboardInterrupt:  # while hosts are checked, or between two starts; else the job takes the signal
         return 128 + signal.SIGINT, "hvdliterun: ended by SIGINT, while no rank was running.\n"

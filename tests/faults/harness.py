@@ -21,7 +21,11 @@ HOSTS = "node1:2,node2:1"
 READY_SECONDS = 120.0  # until the training runs: importing torch takes long on a busy machine
 END_SECONDS = 60.0  # only a hang takes that long
 GONE_SECONDS = 5.0  # for processes that end after hvdliterun, if that was killed
-_STALL = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "2", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+_STALL = {
+    "HVDLITE_STALL_CHECK_TIME_SECONDS": "2",
+    "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "4",
+    "HVDLITE_STOPPED_SECONDS": "1.5",
+}
 
 
 @dataclass(frozen=True)

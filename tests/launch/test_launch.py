@@ -12,12 +12,14 @@ import subprocess
 import sys
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from hvdlite.errors import LaunchError
+from hvdlite.launch import cli
 from hvdlite.launch.job import departure, failures, ranks, ssh
 from hvdlite.launch.job.departure import Departure
 from hvdlite.launch.job.failures import Failure
@@ -29,6 +31,7 @@ from hvdlite.launch.job.mpi import (
     find_mpi,
     parse_version,
     split_interpreter_options,
+    without_worker,
     worker_command,
 )
 from hvdlite.launch.job.mpi_process import MpiProcess
@@ -38,6 +41,7 @@ from hvdlite.launch.job.reports import Reports
 from hvdlite.launch.worker import shared_memory, worker
 from hvdlite.launcher_link.server import Connection, Server
 from hvdlite.launcher_link.session import Message
+from tests.support import innocent
 from tests.support.jobs import LIMIT, PROGRAMS, PROMPT, Start, Started, seconds_since_failure, wait_for
 
 
@@ -226,7 +230,7 @@ FAILURES = {
 @pytest.mark.parametrize("how", FAILURES)
 def test_rank_fails(start: Start, how: str) -> None:
     before = set(os.listdir("/dev/shm"))
-    job = start("-np", "2", str(PROGRAMS / "fail.py"), how)
+    job = start("-np", "2", str(PROGRAMS / "fail.py"), how, env={"HVDLITE_STOPPED_SECONDS": "1.5"})
     ended = job.end()
     code, words = FAILURES[how]
     assert seconds_since_failure(ended.out, ended.at) < PROMPT
@@ -403,6 +407,32 @@ def connection_of(**fields: Any) -> Connection:
     made = types.SimpleNamespace(rank=None, is_local=False, **fields)
     made.belongs_to = lambda rank: setattr(made, "rank", rank)
     return cast(Connection, made)
+
+
+def test_a_pause_of_five_seconds_is_no_failure() -> None:
+    known = ranks.Ranks(1)
+    sent: list[str] = []
+    known.add(connection_of(send=lambda kind, **_: sent.append(kind)), {"rank": 0, "host": "h", "pid": 7, "guard": 6})
+    known[0].stopped_at = now = time.monotonic()
+    assert known.stopped(now + 5.0, suspended=False) == [] and sent == []
+    assert known.stopped(now + 10.1, suspended=False) == [] and sent == ["show"]
+
+
+def test_a_setting_that_cannot_be_read_is_said_before_the_job_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HVDLITE_STOPPED_SECONDS", "soon")
+    assert cli.main(["-np", "1", str(PROGRAMS / "show.py")]) == cli.USAGE_ERROR
+    assert capsys.readouterr().err == "hvdliterun: HVDLITE_STOPPED_SECONDS='soon': expected float.\n"
+
+
+@pytest.mark.weekly
+@pytest.mark.timeout(300)
+def test_false_alarms() -> None:
+    """One job of each kind; all at once, as they wait most of the time."""
+    jobs = innocent.choose(1, len(innocent.KINDS))
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        assert dict(zip(jobs, pool.map(innocent.Innocent.run, jobs), strict=True)) == {job: [] for job in jobs}
 
 
 @pytest.mark.parametrize("last", ["exit", "failed"])
@@ -665,6 +695,8 @@ def test_interpreter_options(words: list[str], options: list[str], rest: list[st
 def test_python_means_this_one() -> None:
     assert worker_command(["python", "-m", "json"])[0] == sys.executable
     assert worker_command(["true"])[2:] == ["--exec", "true"]
+    assert without_worker(worker_command(["true", "x"])) == ["true", "x"]
+    assert without_worker(worker_command(["python", "-um", "json", "-h"]))[1:] == ["-u", "-m", "json", "-h"]
 
 
 def test_first_failure() -> None:

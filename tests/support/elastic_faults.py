@@ -85,7 +85,7 @@ def _of_a_job(rng: random.Random, kinds: list[str], ranks: int) -> list[Fault]:
     while True:
         steps = rng.sample(range(1, steps_of(len(kinds))), len(kinds))
         faults = [_draw(rng, kind, step, ranks, steps_of(len(kinds))) for kind, step in zip(kinds, steps, strict=True)]
-        before = Counter((fault.step - (fault.place == "commit")) // 2 for fault in faults)
+        before = Counter((fault.step - (fault.place == "commit")) // 2 for fault in faults if fault.kind != "slow")
         if max(before.values()) < FRUITLESS:
             return faults
 
@@ -169,6 +169,7 @@ class Training:
             "COUNTER_FAULTS": words,
             "COUNTER_EVERY": str(every),
             "COUNTER_TELL": "starts too",
+            "HVDLITE_STOPPED_SECONDS": "1.5",
         }
         kinds = {fault.kind for fault in faults}
         options = ["-np", str(RANKS), "--min-np", str(fewest), "--blacklist-cooldown-range", "0.05", "0.1"]

@@ -106,7 +106,8 @@ class Job:
         self._output = output
         self._look_elsewhere = look
         self.num_proc = spec.placement.num_proc
-        self.ranks = self._ranks = Ranks(spec.placement.num_proc)
+        self._settings = Config.from_env(spec.environ)
+        self.ranks = self._ranks = Ranks(spec.placement.num_proc, self._settings.stopped_seconds)
         self._reports = Reports(
             self._ranks,
             output,
@@ -274,8 +275,7 @@ class Job:
         if self._failures or self._ending is not None or not self._ranks.are_finished:
             return
         if self._slow_exit is None:
-            settings = Config.from_env(self._spec.environ)
-            self._slow_exit = SlowExit(self._ranks, settings, self._output.say, now)
+            self._slow_exit = SlowExit(self._ranks, self._settings, self._output.say, now)
         if (failure := self._slow_exit.look(now)) is not None:
             self._fail(failure.text, failure.code, failure.rank)
         elif self._slow_exit.only_launcher_is_left:

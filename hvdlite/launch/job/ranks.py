@@ -16,7 +16,6 @@ from hvdlite.launch.job.pulses import Pulses
 from hvdlite.launcher_link.server import Connection
 from hvdlite.launcher_link.session import ProtocolError
 
-_STOPPED_SECONDS = 1.5
 STACK_SECONDS = 1.0
 """So long may a guard take to show where its program is."""
 _AT_THE_END = r"watchdog.py\", line \d+ in leave$"  # `hvdlite.watchdog.watchdog.Watchdog.leave`
@@ -100,12 +99,14 @@ class Ranks:
 
     Args:
         size: The number of ranks that the job will have.
+        stopped_seconds: A rank that is stopped for so long has failed.
 
     Attributes:
         present: The number of ranks that form the present group: fewer if the job has gone on without some.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, stopped_seconds: float = 10.0) -> None:
+        self._stopped_seconds = stopped_seconds
         self._size = self.present = size
         self._known: dict[int, Rank] = {}
         self._grace: float | None = None
@@ -182,7 +183,7 @@ class Ranks:
                 rank.connection.send("drop" if rank.number == number else "stay")
 
     def stopped(self, now: float, suspended: bool) -> list[Rank]:
-        """Return the ranks that have been stopped (by SIGSTOP, for example) for more than 1.5 s, once their stacks are known.
+        """Return the ranks that have been stopped (by SIGSTOP, for example) for too long, once their stacks are known.
 
         Args:
             now: The time, as of `time.monotonic`.
@@ -196,7 +197,7 @@ class Ranks:
         found = [
             rank
             for rank in self
-            if rank.stopped_at is not None and now - rank.stopped_at > _STOPPED_SECONDS and not rank.lost
+            if rank.stopped_at is not None and now - rank.stopped_at > self._stopped_seconds and not rank.lost
         ]
         for rank in found:
             if rank.stack_until is None:
