@@ -30,13 +30,12 @@ from hvdlite.gradients.lossy.topk import TopK
 from hvdlite.operations import Agreement
 from hvdlite.protocols import ReduceOp, TensorInfo, numpy_combine
 from hvdlite.testing import on_ranks
-from hvdlite.tools.advise import Link, Model, parse_link, parse_strategy
+from hvdlite.tools.advise import Link, Model, parse_link, parse_strategy, report
 from hvdlite.tools.advise.command import read
 from hvdlite.tools.advise.exchanges import KINDS, EqualRanks, ExchangeCost
 from hvdlite.tools.advise.plot import crossings
 from hvdlite.tools.advise.profile import MeasuredStep, Profile
 from hvdlite.tools.advise.recorder import MeasuringRequest, Recorder
-from hvdlite.tools.advise.report import choose
 from hvdlite.tools.advise.strategies import USUAL
 from hvdlite.tools.advise.trial import try_aggregator, try_halves, try_sharded, try_whole
 from hvdlite.tools.cli import main
@@ -242,7 +241,7 @@ def test_memory_counts_on_one_host() -> None:
 def test_the_recommendation_changes_least_among_the_fast() -> None:
     def chosen(link: Link) -> str:
         model = Model(FOUR, link)
-        return choose([model.estimate(each) for each in USUAL]).strategy.kind
+        return report.choose([model.estimate(each) for each in USUAL]).strategy.kind
 
     assert chosen(parse_link("100gbit,1us")) in ("gradients", "sharded", "overlapped", "sync")
     assert chosen(parse_link("1mbit,1us")) not in ("gradients", "sharded", "overlapped", "sync", "fp16")
@@ -308,7 +307,21 @@ def test_of_one_kind_what_keeps_most_is_recommended() -> None:
     alike = [
         dataclasses.replace(like, strategy=parse_strategy(name)) for name in ("powersgd:4", "powersgd:8", "powersgd:2")
     ]
-    assert str(choose(alike).strategy) == "powersgd:8"
+    assert str(report.choose(alike).strategy) == "powersgd:8"
+
+
+def test_a_program_that_waits_more_than_predicted() -> None:
+    """The report says what its table leaves out of the program's own step."""
+    model = Model(FOUR)
+    estimates = [model.estimate(parse_strategy(name)) for name in ("gradients", "sharded")]
+    said = report.text(model, estimates)
+    assert "The program as it is (whole gradients) takes 22.0 ms" in said
+    assert "Of the same, gradients, the table says 12.0 ms: it leaves out the 10.0 ms in which ranks waited" in said
+    quiet = Model(profile((0.01,) * 4, steps=((MeasuredStep(0.01, 0.001, UPDATE),) * 3,) * 4))
+    assert "leaves out" not in report.text(quiet, estimates)
+    assert "leaves out" not in report.text(
+        Model(FOUR, Link(1e-3, 1e-8)), estimates
+    )  # another link than the program had
 
 
 # The measurement

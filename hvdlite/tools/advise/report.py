@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hvdlite.tools.advise.model import Estimate, Model
+from hvdlite.tools.advise.profile import WHOLE
 from hvdlite.tools.advise.strategies import KINDS
 
 _FAST_ENOUGH = 0.5
@@ -12,6 +13,8 @@ _FAST_ENOUGH = 0.5
 _AS_FAST = 0.9
 """Of those, the simplest that is at least so fast as the fastest of them. `KINDS` has the simple ones first. Of one
 kind it is the one that keeps most."""
+_FAR_OFF = 1.3
+"""If the program as it is takes so many times as long as the table says of the same, the report says why."""
 
 
 def choose(estimates: Sequence[Estimate]) -> Estimate:
@@ -33,7 +36,8 @@ def text(model: Model, estimates: Sequence[Estimate]) -> str:
         model: The model that has made the estimates.
         estimates: The estimates, in any order.
     """
-    return f"{_heading(model)}\n\n{_table(model, estimates)}\n\n{_recommendation(model, estimates)}\n"
+    heading = _heading(model) + _left_out(model, estimates)
+    return f"{heading}\n\n{_table(model, estimates)}\n\n{_recommendation(model, estimates)}\n"
 
 
 def _heading(model: Model) -> str:
@@ -48,6 +52,18 @@ def _heading(model: Model) -> str:
         f"The program as it is ({profile.strategy}) takes {ms(profile.measured)} for a step, as the mean of "
         f"{len(profile.steps[0])}.\nOf this, the slowest rank computes for {ms(profile.compute_together)}. An optimizer's step "
         f"with all parameters takes {ms(profile.update)}."
+    )
+
+
+def _left_out(model: Model, estimates: Sequence[Estimate]) -> str:
+    """What the program's own step has more than the table's row of the same strategy, for the link that was measured."""
+    measured = model.profile.measured
+    same = next((each.seconds for each in estimates if each.strategy.kind == "gradients"), measured)
+    if not model.is_measured or model.profile.strategy != WHOLE or measured <= _FAR_OFF * same:
+        return ""
+    return (
+        f"\nOf the same, gradients, the table says {ms(same)}: it leaves out the {ms(measured - same)} in which ranks waited "
+        "for a core, or for other programs. Compare its rows with each other, and not with the program."
     )
 
 
