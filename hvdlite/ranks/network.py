@@ -67,20 +67,28 @@ def _is_among(name: str, address: IPv4Interface | IPv6Interface, only: Sequence[
 
 
 def _ipv4() -> Iterator[tuple[str, IPv4Interface]]:
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(OSError):  # it has no address
+            flags = struct.unpack("H", _ask(_GET_FLAGS, name)[:2])[0]
+            if flags & _UP and not flags & _LOOPBACK:
+                yield name, IPv4Interface(f"{ipv4_of(name)}/{socket.inet_ntoa(_ask(_GET_MASK, name)[4:8])}")
+
+
+def ipv4_of(interface: str) -> str:
+    """Return the IPv4 address of an interface, on Linux.
+
+    Raises:
+        OSError: It has none, or is not there.
+    """
+    return socket.inet_ntoa(_ask(_GET_ADDRESS, interface)[4:8])
+
+
+def _ask(number: int, interface: str) -> bytes:
+    """Return what the kernel knows of an interface, after its name."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            asked = struct.pack("256s", name.encode())
-            try:
-                flags = struct.unpack_from("H", fcntl.ioctl(probe, _GET_FLAGS, asked), 16)[0]
-                address, mask = (
-                    socket.inet_ntoa(fcntl.ioctl(probe, number, asked)[20:24]) for number in (_GET_ADDRESS, _GET_MASK)
-                )
-            except OSError:  # it has no address
-                continue
-            if flags & _UP and not flags & _LOOPBACK:
-                yield name, IPv4Interface(f"{address}/{mask}")
+        return fcntl.ioctl(probe, number, struct.pack("256s", interface.encode()))[16:]
 
 
 def _ipv6() -> Iterator[tuple[str, IPv6Interface]]:

@@ -61,7 +61,7 @@ FRAMEWORKS = {
 }
 LAUNCH_MAY_IMPORT = {  # hvdliterun does without MPI and NumPy's threads; a guard, without `hvdlite` itself
     "launch": {"errors", "ranks", "checks", "config", "launcher_link", "launch.worker", "launch.job"},
-    "launch.job": {"errors", "checks", "config", "launcher_link", "launch.worker"},
+    "launch.job": {"errors", "ranks", "checks", "config", "launcher_link", "launch.worker"},
     "launch.worker": {"launcher_link"},
 }
 

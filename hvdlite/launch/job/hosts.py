@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hvdlite.errors import LaunchError
+from hvdlite.ranks.network import ipv4_of
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _RANK_BYTES = 32 << 20
@@ -188,11 +188,7 @@ def _interface_address(interface: str) -> str:
         raise LaunchError(f"--network-interface {interface}: this machine has {', '.join(names)}.")
     if sys.platform != "linux":
         raise LaunchError("--network-interface is known on Linux only.")
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            packed = fcntl.ioctl(probe, 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR
-        except OSError as error:
-            raise LaunchError(f"--network-interface {interface} has no IPv4 address: {error}.") from error
-    return socket.inet_ntoa(packed[20:24])
+    try:
+        return ipv4_of(interface)
+    except OSError as error:
+        raise LaunchError(f"--network-interface {interface} has no IPv4 address: {error}.") from error
