@@ -25,17 +25,18 @@ from hvdlite_torch.tensors.runs import Run
 from hvdlite_torch.tensors.sliced import State, local_state, program_state
 
 
-def refuse_sparse(which: str) -> None:
+def refuse_sparse(which: str | Sequence[int]) -> None:
     """Raise an error for a sharded parameter that has a sparse gradient.
 
     Args:
-        which: The parameter, in words.
+        which: The parameter in words, or its shape.
 
     Raises:
         UnsupportedTensorError: Always.
     """
+    name = which if isinstance(which, str) else f"a parameter of shape {tuple(which)}"
     raise UnsupportedTensorError(
-        f"{which} has sparse gradients, which cannot be sharded: pass "
+        f"{name} has sparse gradients, which cannot be sharded: pass "
         "sparse_as_dense=True, use sparse=False in the embedding, or leave out shard=True."
     )
 

@@ -242,7 +242,7 @@ class DeviceSync(GradientSync):
         """Do as `DeviceGradients.make_dense`, and raise if sparse gradients remain and parameters are sharded."""
         news = self._gradients.make_dense(gradients, self._context.options.sparse_as_dense)
         if news and self._shards is not None:
-            refuse_sparse(f"a parameter of shape {tuple(self._gradients.like[news[0]][0])}")
+            refuse_sparse(self._gradients.like[news[0]][0])
         return news
 
     def _finish(self, gradients: Sequence[torch.Tensor | None], weight: float, problem: str = "") -> None:

@@ -114,7 +114,7 @@ class HostGradients:
         dense = as_dense(gradient, slot.shape, slot.dtype, self._sparse_as_dense)
         if dense is None:
             if self._sharded:
-                refuse_sparse(f"a parameter of shape {tuple(slot.shape)}")
+                refuse_sparse(slot.shape)
             self.news.append(slot.index)
         return dense
 
