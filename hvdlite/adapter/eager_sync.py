@@ -25,7 +25,6 @@ from hvdlite.api import Adasum, world
 from hvdlite.errors import ArgumentError, UnsupportedTensorError
 from hvdlite.operations.on_device import DeviceInputs
 from hvdlite.protocols import Device, DeviceAdapter, TensorInfo
-from hvdlite.tensors.compression import Compression
 from hvdlite.tensors.numpy_adapter import dtype_of
 from hvdlite.tensors.registry import adapter_for, device_kind_of
 
@@ -41,7 +40,7 @@ class EagerSync:
     def __init__(self, options: Options, identity: Identity | None = None) -> None:
         self.options = options
         self._identity = identity
-        self._is_plain = options.compression is Compression.none and options.divisor == 1.0
+        self._codec = options.codec
         self._in_host_memory = options.op is Adasum or options.aggregator is not None
         enter_aggregator(options)
 
@@ -109,7 +108,7 @@ class EagerSync:
             _zeros(info, like) if gradient is None else gradient
             for info, gradient in zip(infos, gradients, strict=True)
         ]
-        if self._is_plain:  # a program may have thousands of small gradients
+        if self._codec is None:  # a program may have thousands of small gradients
             sent = [_Sent(_bare(source), None, info) for source, info in zip(sources, infos, strict=True)]
         else:
             sent = [self._encode(source, gradient) for source, gradient in zip(sources, gradients, strict=True)]
@@ -206,11 +205,8 @@ class EagerSync:
 
     def _encode(self, source: Any, gradient: Any) -> _Sent:
         # Without a gradient, the source is encoded in its place, which shows the dtype and shape of the encoded gradient.
-        tensor = source if gradient is None else gradient
-        tensor = _bare(tensor)
-        if self.options.divisor != 1.0:
-            tensor = tensor / self.options.divisor
-        encoded, context = self.options.compression.compress(tensor)
+        tensor = _bare(source if gradient is None else gradient)
+        encoded, context = (tensor, None) if self._codec is None else self._codec.encode(tensor)
         info = adapter_for(encoded).info(encoded)
         check_floating(info)
         return _Sent(encoded, context, info)
@@ -225,10 +221,7 @@ class EagerSync:
             array = result.copy() if device is None else device.to_host(device.flat(result)).reshape(sent.info.shape)
             bits = array.view(np.uint16) if sent.info.dtype == "bfloat16" else array
             tensor = adapter.from_array(bits, sent.info.dtype, sent.encoded)
-        if self._is_plain:
-            return tensor
-        tensor = self.options.compression.decompress(tensor, sent.context)
-        return tensor if self.options.divisor == 1.0 else tensor * self.options.divisor
+        return tensor if self._codec is None else self._codec.decode(tensor, sent.context)
 
 
 class _Sent(NamedTuple):

@@ -11,9 +11,9 @@ from hvdlite.api import Adasum, Average, Sum
 from hvdlite.checks import check_count
 from hvdlite.errors import ArgumentError
 from hvdlite.gradients.aggregator import Aggregator, name_of
+from hvdlite.gradients.codec import Codec
 from hvdlite.protocols import ReduceOp
 from hvdlite.ranks.process_set import ProcessSet
-from hvdlite.tensors.codec import Codec
 from hvdlite.tensors.compression import Compression, Compressor
 
 
@@ -95,7 +95,7 @@ class Options:
     @cached_property
     def codec(self) -> Codec | None:
         """The codec that compresses single gradients; None if they are not compressed."""
-        return None if self.compression is Compression.none else Codec(self.compression, self.divisor)
+        return None if self.compression is Compression.none else Codec(self.compression, self.gradient_predivide_factor)
 
     def refuse(self, what: str, why: str, **others: Any) -> None:
         """Raise ArgumentError if an option does not go together with others.
@@ -113,11 +113,6 @@ class Options:
     def compressor_name(self) -> str | None:
         """The name of what compresses single gradients; None without compression."""
         return None if self.codec is None else self.codec.name
-
-    @property
-    def divisor(self) -> float:
-        """The number by which gradients are divided before the compression, and multiplied in the end."""
-        return 1.0 if self.compression is Compression.none else self.gradient_predivide_factor
 
     def check_weighted(self) -> None:
         """Raise ArgumentError unless `op` is Average: a batch weight has no meaning for other reductions."""

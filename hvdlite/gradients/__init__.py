@@ -2,6 +2,7 @@
 
 - `layout`: where each gradient lies in flat memory; `header`: what each rank says with its gradients, summed over the ranks;
   `same_number`: how a sum shows that a number is the same on all ranks.
+- `codec`: compresses and divides single gradients before they travel, and the reverse.
 - `bucket`: one flat buffer on all ranks of a host, and its exchange.
 - `ownership`: which elements a rank sums; `segments`: these elements in the memory of all ranks; `weighted_sum`: the sum.
 - `result_buffers`: where gradients and results lie.

@@ -12,8 +12,8 @@ import tensorflow as tf
 from hvdlite.adapter.array_sync import UNKNOWN, Gradient
 from hvdlite.adapter.tables import Rows
 from hvdlite.errors import UnsupportedTensorError
+from hvdlite.gradients.codec import Codec
 from hvdlite.protocols import Array, TensorInfo
-from hvdlite.tensors.compression import Compression, Compressor
 from hvdlite.tensors.numpy_adapter import check_dtype
 
 T = TypeVar("T")
@@ -28,8 +28,7 @@ class Wire:
     Args:
         source: The variable or tensor whose gradient it is.
         gradient: This rank's gradient: a dense tensor, a tf.IndexedSlices, or None.
-        compression: The compression of the values.
-        divisor: The values are divided by this number before the compression, and multiplied by it after the exchange.
+        codec: Compresses the values; None if they travel as they are.
 
     Attributes:
         source: The variable or tensor.
@@ -40,10 +39,9 @@ class Wire:
         UnsupportedTensorError: The source is not of a floating-point or complex dtype.
     """
 
-    def __init__(self, source: Any, gradient: Any, compression: Compressor, divisor: float) -> None:
+    def __init__(self, source: Any, gradient: Any, codec: Codec | None) -> None:
         self.source = source
-        self._compression = compression
-        self._divisor = divisor
+        self._codec = codec
         self.kind = NONE if gradient is None else SPARSE if isinstance(gradient, tf.IndexedSlices) else DENSE
         self._tensors: list[tf.Tensor] = []
         self._context = None
@@ -53,9 +51,9 @@ class Wire:
             self._tensors = [tf.cast(gradient.indices, tf.int64), self._compress(gradient.values)]
         # Variables of TensorFlow 1 have dtypes of references, so this takes their base dtypes.
         self._dtype, self._shape = source.dtype.base_dtype, source.shape
-        if compression is not Compression.none:
+        if codec is not None:
             with tf.Graph().as_default():  # this takes no memory, and shows the compressed dtype and shape
-                encoded, context = compression.compress(tf.compat.v1.placeholder(self._dtype, self._shape))
+                encoded, context = codec.encode(tf.compat.v1.placeholder(self._dtype, self._shape))
             self._dtype, self._shape = encoded.dtype, encoded.shape
             if self.kind == NONE:
                 self._context = context
@@ -68,10 +66,9 @@ class Wire:
         self.info = TensorInfo(name, tuple(UNKNOWN if length is None else length for length in dimensions))
 
     def _compress(self, values: tf.Tensor) -> tf.Tensor:
-        if self._divisor != 1.0:
-            values = values / tf.cast(self._divisor, values.dtype)
-        encoded, self._context = self._compression.compress(values)
-        return encoded
+        if self._codec is not None:
+            values, self._context = self._codec.encode(values)
+        return values
 
     def tensors(self) -> list[tf.Tensor]:
         """Return the tensors that this rank sends, as many as its kind has."""
@@ -85,9 +82,7 @@ class Wire:
 
     def decode(self, tensors: Sequence[tf.Tensor]) -> Any:
         """Return the gradient for tensors that the exchange returned: one for a dense tensor, two for a tf.IndexedSlices."""
-        decoded = self._compression.decompress(tensors[-1], self._context)
-        if self._divisor != 1.0:
-            decoded = decoded * tf.cast(self._divisor, decoded.dtype)
+        decoded = tensors[-1] if self._codec is None else self._codec.decode(tensors[-1], self._context)
         return decoded if len(tensors) == 1 else tf.IndexedSlices(decoded, tensors[0], shape_of(self.source))
 
 

@@ -130,8 +130,7 @@ class _Call:
         self._gradients = gradients
         self._weight = weight
         self._wires = [
-            Wire(source, gradient, options.compression, options.divisor)
-            for source, gradient in zip(sources, gradients, strict=True)
+            Wire(source, gradient, options.codec) for source, gradient in zip(sources, gradients, strict=True)
         ]
         self._kinds = "".join(wire.kind for wire in self._wires)
         in_session = not tf.executing_eagerly() and is_built_for_a_session()

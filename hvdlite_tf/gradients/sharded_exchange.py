@@ -79,7 +79,7 @@ class ShardedExchange:
     ) -> None:
         self._options, self._copies, self._stepped = options, copies, stepped
         self._variables = [plain_variable(variable) for variable in variables]
-        wires = [Wire(variable, None, options.compression, 1.0) for variable in self._variables]
+        wires = [Wire(variable, None, options.codec) for variable in self._variables]
         self._infos = [wire.info for wire in wires]
         self.pieces = place.pieces(self._infos, whole)
         self.sync = ShardedSync(self._infos, options.op, options.process_set, identity, whole, place)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hvdlite.errors import ArgumentError, MismatchError
+from hvdlite.gradients.codec import Codec
 from hvdlite.protocols import TensorInfo
 from hvdlite.ranks.together import Together, variants_text
-from hvdlite.tensors.codec import Codec
 from hvdlite_torch.tensors.adapter import ADAPTER
 from hvdlite_torch.tensors.device import TORCH
 from hvdlite_torch.tensors.gradient import as_dense, gradient_dtype, gradient_info

@@ -20,9 +20,9 @@ import numpy as np
 from hvdlite.api import Sum, allreduce
 from hvdlite.checks import check_count
 from hvdlite.errors import HvdliteError, MismatchError
+from hvdlite.gradients.codec import Codec
 from hvdlite.gradients.same_number import are_equal, checksum, with_square
 from hvdlite.ranks.process_set import ProcessSet
-from hvdlite.tensors.codec import Codec
 from hvdlite.tensors.registry import adapter_for
 
 _MARK_BITS = 20
