@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvdlite.config import environment
@@ -17,7 +17,11 @@ _THREADS = (
 
 
 def start(
-    module: str, threads: int, variables: Mapping[str, str] | None = None, insist: bool = False
+    module: str,
+    threads: int,
+    variables: Mapping[str, str] | None = None,
+    insist: bool = False,
+    descriptors: Sequence[int] = (),
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Start a process that calls ``main()`` of one of hvdlite's modules.
 
@@ -26,6 +30,7 @@ def start(
         threads: How many threads its libraries may use, unless the environment says it.
         variables: Environment variables that it gets.
         insist: Whether the number of threads holds in spite of the environment.
+        descriptors: Further file descriptors that it gets. Their numbers are the next arguments.
 
     Returns:
         The process, and the server's end of a pair of sockets. The number of the other end is ``sys.argv[1]`` there.
@@ -40,9 +45,9 @@ def start(
         code = f"import sys; sys.path.append({root!r}); from {module} import main; main()"
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
+                [sys.executable, "-c", code, *map(str, (theirs.fileno(), *descriptors))],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *descriptors],
                 env=environment({**(counts if insist else {}), **(variables or {})}, **counts),
                 start_new_session=True,  # Ctrl-C is for the server, which lets its processes finish what they do
             )

@@ -115,6 +115,15 @@ class Servable:
             return self.predict({name: np.stack([each[name] for each in inputs]) for name, _ in self.spec.inputs})
         return self.predict(inputs)
 
+    def share(self, descriptor: int) -> None:
+        """Let what all replicas have alike lie in a file in memory, if `predict` has a method ``share`` that does so.
+
+        Args:
+            descriptor: The file, which is empty at first. Each replica has it open.
+        """
+        if callable(share := getattr(self.predict, "share", None)):
+            share(descriptor)
+
     def _example(self, given: Array | None) -> Array | None:
         if given is not None:
             return given.astype(self.spec.dtype or given.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import hvdlite_torch
 from hvdlite.errors import ArgumentError
 from hvdlite.serving.replicas.computing import compute
 from hvdlite.serving.servable import Spec
+from hvdlite_torch.servable.shared_weights import share
 
 ROWS = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
 
@@ -154,6 +156,40 @@ def test_a_module_with_several_inputs() -> None:
             hvdlite_torch.servable(model, inputs=inputs)  # type: ignore[arg-type]
     with pytest.raises(ArgumentError, match="inputs= has a dtype and a shape for each"):
         hvdlite_torch.servable(model, torch.zeros(3), inputs={"image": ("float64", (3,)), "words": ("int64", (2,))})
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has files in memory that can be sealed")
+def test_replicas_share_their_weights() -> None:
+    def model(*, changed: bool) -> nn.Module:
+        torch.manual_seed(0)
+        found = nn.Sequential(
+            nn.Linear(3, 256), nn.Linear(256, 256, bias=False), nn.Linear(256, 300), nn.Linear(300, 2)
+        )
+        found.append(nn.Linear(2, 2**15))
+        found[2].register_buffer("view", found[2].weight.detach()[:1])  # it shares memory with the weight
+        with torch.no_grad():
+            found[4].weight[7] += changed
+        return found
+
+    descriptor = os.memfd_create("weights", os.MFD_ALLOW_SEALING)
+    try:
+        models = [model(changed=False), model(changed=False), model(changed=True)]
+        expected = [truth(each) for each in models]
+        size = 4 * 256 * 256, 4 * (2**16 + 2**15)
+        assert [share(each, descriptor) for each in models] == [sum(size), sum(size), sum(size) - 4 * 2**16]
+        assert share(nn.Linear(300, 300), descriptor) == 0  # another module
+        first, second, third = models
+        for each, output in zip(models, expected, strict=True):
+            np.testing.assert_array_equal(compute(hvdlite_torch.servable(each), ROWS), output)
+        with torch.no_grad():
+            first[1].weight.zero_()  # it is the first one's own now
+        np.testing.assert_array_equal(truth(second), expected[1])
+        np.testing.assert_array_equal(truth(third), expected[2])
+        assert not np.array_equal(truth(first), expected[0])
+        with pytest.raises(PermissionError):
+            os.pwrite(descriptor, b"x", 0)
+    finally:
+        os.close(descriptor)
 
 
 def test_dtypes_that_numpy_does_not_have() -> None:

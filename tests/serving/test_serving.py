@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,30 @@ def test_a_server_answers_what_is_there_before_it_ends() -> None:
                 return await waits
 
         assert asyncio.run(ask()).json() == {"output": os.environ.get("OMP_NUM_THREADS", threads)}
+
+
+class Sharing:
+    """Answers with the numbers of the processes that share a file with this one."""
+
+    def share(self, descriptor: int) -> None:
+        self._file = os.dup(descriptor)
+        os.write(
+            self._file, b"%d " % os.getpid()
+        )  # behind what others have written, for they have the same place in it
+
+    def __call__(self, batch: Any) -> Any:
+        return [os.pread(self._file, 99, 0).decode()] * len(batch)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has files in memory")
+def test_replicas_have_a_file_in_memory_in_common() -> None:
+    with in_thread(Sharing(), replicas=2, max_wait=0.0) as server, httpx.Client(base_url=server.url) as client:
+        while client.get("/readyz").json()["replicas"] < 2:
+            time.sleep(0.01)
+        found = client.post("/v1/predict", json={"input": 5}).json()["output"]
+        assert sorted(map(int, found.split())) == sorted(server.pids)
+        count = len(os.listdir("/proc/self/fd"))
+    assert len(os.listdir("/proc/self/fd")) < count
 
 
 def test_a_server_does_not_wait_for_ever() -> None:

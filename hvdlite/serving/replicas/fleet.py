@@ -38,11 +38,15 @@ class Fleet:
         self._options, self._devices = options, devices
         self._processes: dict[int, Process] = {}
         self._slots: list[asyncio.Task[None]] = []
+        self._shared: list[int] = []
+        """A file in memory for what the replicas have alike (`hvdlite.serving.servable.Servable.share`)."""
         self._numbers = itertools.count()
 
     def start(self, owner: Owner) -> None:
         """Start the replicas, and return at once. The owner is told when they are ready."""
         loop = asyncio.get_running_loop()
+        if hasattr(os, "memfd_create"):  # Linux has it
+            self._shared.append(os.memfd_create("hvdlite weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         self._stopping = asyncio.Event()
         self._slots = [loop.create_task(self._keep(place, owner)) for place in range(self._options.replicas)]
 
@@ -60,6 +64,8 @@ class Fleet:
             for process in self._processes.values():
                 process.kill("the server ends")
             await asyncio.wait(late)
+        while self._shared:
+            os.close(self._shared.pop())
         for slot in self._slots:
             slot.result()
 
@@ -87,7 +93,7 @@ class Fleet:
         process = self._processes[number] = Process(number, place, self._devices[place], owner, self._options)
         was_ready = None
         try:
-            await process.start(self._begin)
+            await process.start(self._begin, self._shared)
             was_ready = await process.ready
             if was_ready is not None and not self._stopping.is_set():
                 owner.ready(number, was_ready)

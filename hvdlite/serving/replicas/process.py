@@ -65,13 +65,19 @@ class Process:
     def _where(self) -> str:
         return f"pid {self.pid}, GPU {self._device}" if self._device else f"pid {self.pid}"
 
-    async def start(self, begin: Begin) -> None:
-        """Start the process, and tell it what to serve."""
+    async def start(self, begin: Begin, shared: Sequence[int] = ()) -> None:
+        """Start the process, and tell it what to serve.
+
+        Args:
+            begin: What to serve.
+            shared: The file for weights that it shares with others, if there is one.
+        """
         self._process, ours = child.start(
             "hvdlite.serving.replicas.replica",
             self._options.threads,
             {"HVDLITE_REPLICA": str(self._place), **({"CUDA_VISIBLE_DEVICES": self._device} if self._device else {})},
             insist=self._options.threads_per_replica is not None,
+            descriptors=shared,
         )
         self._predict = begin.predict if isinstance(begin.predict, str) else "the function"
         ours.setblocking(False)

@@ -1,7 +1,7 @@
 """The process of a replica: it imports the program's function, warms up, and computes one batch after the other.
 
-Its argument is the number of a socket, which is its only line to the server. When the server is gone, it ends at once, also
-in the middle of a batch.
+Its first argument is the number of a socket, which is its only line to the server; the second, if there is one, that of a file
+in memory for the weights that all replicas have alike. When the server is gone, it ends at once, also in the middle of a batch.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def main() -> None:
         begin, _ = receive(connection)
         try:
             servable = load(begin)
+            for descriptor in sys.argv[2:]:
+                servable.share(int(descriptor))
             ready = Ready(servable.spec, *warm_up(servable, begin.max_batch))
         except BaseException as error:
             send(connection, frame(NotReady(str(error) if isinstance(error, HvdliteError) else _traceback(error))))

@@ -1,4 +1,4 @@
-"""A torch module for ``hvdlite serve``."""
+"""A torch module for ``hvdlite serve``. `shared_weights`: the weights that all replicas have in memory once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from hvdlite.errors import ArgumentError
 from hvdlite.protocols import Array
 from hvdlite.serving.servable import Inputs, Servable, by_input
+from hvdlite_torch.servable.shared_weights import share
 
 _NO_NUMPY = {torch.bfloat16: torch.float32}
 """The dtypes that NumPy does not have, and what they become there."""
@@ -103,6 +104,10 @@ class _Predict:
         first = next(iter(model.parameters()), None)
         self._device = torch.device("cpu") if first is None else first.device
         self._dtype = first.dtype if first is not None and first.is_floating_point() else None
+
+    def share(self, descriptor: int) -> None:
+        """Share the weights with other replicas (`hvdlite.serving.servable.Servable.share`)."""
+        share(self._model, descriptor)
 
     @torch.inference_mode()
     def __call__(self, batch: Any) -> Any:
