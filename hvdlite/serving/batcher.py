@@ -7,7 +7,8 @@ that the `WaitChooser` gives, or at once where it gives none. What fails is trie
 - A batch on which `predict` raised is computed in parts, until each request that makes it raise is alone. The others are
   answered (`hvdlite.serving.isolation`).
 - A batch whose replica was lost is tried once more, each request alone: so a request that kills its replica takes no other
-  request with it. Those that lose a second replica are given up.
+  request with it. Those that lose a second replica are given up, and so is one that was alone in its batch and is to blame.
+- The rows of one client's request are answered together. If `predict` raised on a batch of nothing else, no row is tried again.
 
 While requests wait that are computed for the first time, they have every second batch at least.
 """
@@ -40,8 +41,11 @@ class Outcome(enum.Enum):
     """Its deadline passed before a replica could begin with it."""
     FAILED = "failed"
     """`predict` raised because of it, or returned something that is no answer."""
+    SPOILED = "spoiled"
+    """`predict` failed on its batch, and it is not known whether because of it: no row of its request is of use any more, or no
+    single request can be the cause."""
     LOST = "lost"
-    """It lost two replicas."""
+    """It lost two replicas, or one that it had for itself and ended."""
 
 
 class Reason(enum.Enum):
@@ -60,6 +64,7 @@ class Request:
         arrived: When it came, in seconds.
         deadline: When its answer is of no use any more, in seconds; infinite if never.
         payload: What the caller needs to compute and to answer it. The batcher does not look at it.
+        group: The client's request of which it is a row, if that has several: either all of them are answered, or none.
         has_lost: Whether it has lost a replica.
         is_gone: Whether nobody waits for its answer any more.
         serial: Its place in the order of all requests; the batcher gives it.
@@ -69,6 +74,7 @@ class Request:
     arrived: float
     deadline: float
     payload: Any
+    group: object = None
     has_lost: bool = False
     is_gone: bool = False
     serial: int = -1
@@ -80,7 +86,7 @@ class Answer(NamedTuple):
     Attributes:
         request: The request.
         outcome: How it ended.
-        output: Of `Outcome.DONE`, its output; of `Outcome.FAILED`, the text of the error.
+        output: Of `Outcome.DONE`, its output; of `Outcome.FAILED` and `Outcome.SPOILED`, the text of the error.
     """
 
     request: Request
@@ -232,16 +238,22 @@ class Batcher:
         """Learn that a replica is there, and idle."""
         self._idle.append(replica)
 
-    def lost(self, replica: int) -> list[Answer]:
-        """Learn that a replica is gone. Return the requests that are over with that."""
+    def lost(self, replica: int, blame: bool = False) -> list[Answer]:
+        """Learn that a replica is gone. Return the requests that are over with that.
+
+        Args:
+            replica: The replica.
+            blame: Whether what it computed is the cause, so that a request which was alone is not tried again.
+        """
         if replica in self._idle:
             self._idle.remove(replica)
             return []
         batch = self._end(replica)
         if batch.part is not None:
             batch.part.lost()
-        given_up = [request for request in batch.requests if request.has_lost]
-        for request in self._put_again([request for request in batch.requests if not request.has_lost]):
+        is_known = blame and len(batch.requests) == 1
+        given_up = [request for request in batch.requests if request.has_lost or is_known]
+        for request in self._put_again([request for request in batch.requests if request not in given_up]):
             request.has_lost = True
             self._lost.append(request)
         return [Answer(request, Outcome.LOST) for request in given_up]
@@ -264,11 +276,14 @@ class Batcher:
             blame: Whether single requests may have caused it, so that it helps to compute the others without them.
         """
         batch = self._release(replica)
-        is_over = len(batch.requests) == 1 or not blame
+        first = batch.requests[0]
+        is_one = first.group is not None and all(request.group is first.group for request in batch.requests)
+        is_over = len(batch.requests) == 1 or is_one or not blame
         if batch.part is not None:
             (batch.part.lost if is_over else batch.part.raised)()
         if is_over:
-            return [Answer(request, Outcome.FAILED, error) for request in batch.requests]
+            outcome = Outcome.FAILED if blame and len(batch.requests) == 1 else Outcome.SPOILED
+            return [Answer(request, outcome, error) for request in batch.requests]
         waiting = self._put_again(batch.requests)
         if batch.part is None and waiting:
             self._isolations.append(Isolation(waiting, lambda request: request.serial in self._again))

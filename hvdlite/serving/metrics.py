@@ -84,9 +84,6 @@ class Metrics:
         self._service = self._histogram("service_seconds", "From a batch to its outputs.", _SECONDS)
         self._again = Counter("recomputed", "Requests that were computed again, and why.", ["reason"], **about)
         self._lost = Counter("replicas_lost", "Replicas that have ended and were replaced.", **about)
-        self._ended = Counter(
-            "connections_ended", "Connections that the server has ended, and why.", ["reason"], **about
-        )
         self._queue = Gauge("queue_length", "Requests that wait for a replica.", **about)
         self._computing = Gauge("computing", "Requests that replicas compute.", **about)
         self._replicas = Gauge("replicas", "Replicas that can compute.", **about)
@@ -136,10 +133,6 @@ class Metrics:
         """Count a batch that a replica has computed."""
         self._service.observe(seconds)
 
-    def connection_ended(self, reason: str) -> None:
-        """Count a connection that the server has ended because of its client."""
-        self._ended.labels(reason).inc()
-
     def replica_lost(self) -> None:
         """Count a replica that has ended."""
         self._lost.inc()
@@ -162,6 +155,20 @@ class Metrics:
         return ", ".join([*words, f"waits up to {self._chooser.wait_seconds * 1000:.1f} ms for a batch"])
 
 
+class ConnectionMetrics:
+    """The metrics of a server's connections, which are of no single model."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        about: Any = {"namespace": _NAMESPACE, "registry": self.registry}
+        words = "Connections that the server has ended because of their clients, and why."
+        self._ended = Counter("connections_ended", words, ["reason"], **about)
+
+    def ended(self, reason: str) -> None:
+        """Count a connection that the server has ended because of its client."""
+        self._ended.labels(reason).inc()
+
+
 class _Together(Collector):
     """The metrics of several models, in which each metric has the samples of all of them."""
 
@@ -177,8 +184,8 @@ class _Together(Collector):
             yield same[0]
 
 
-def metrics_text(models: Mapping[str, Metrics]) -> bytes:
-    """Return the metrics of all models as Prometheus reads them. If there are several, the label "model" has its name."""
+def metrics_text(models: Mapping[str, Metrics], connections: ConnectionMetrics) -> bytes:
+    """Return all metrics as Prometheus reads them. If there are several models, the label "model" has the name of each."""
     registry = CollectorRegistry()
     registry.register(_Together(models))
-    return generate_latest(registry)
+    return generate_latest(registry) + generate_latest(connections.registry)

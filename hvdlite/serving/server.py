@@ -134,7 +134,7 @@ class Server:
         places = Places()
         if self._options.certfile:
             config |= {"ssl_certfile": self._options.certfile, "ssl_keyfile": self._options.keyfile or None}
-        http = _Http(uvicorn.Config(app, http=protocol_class(self._options, models.first.metrics, places), **config))
+        http = _Http(uvicorn.Config(app, http=protocol_class(self._options, app.connections, places), **config))
         loop = asyncio.get_running_loop()
         ending = _Ending(self._options, models, http, places)
 

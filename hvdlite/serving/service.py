@@ -153,13 +153,16 @@ class Service:
         if self.batcher.waiting + count > self._options.max_queue:
             raise self._too_many()
 
-    async def submit(self, value: Any, deadline: float, gone: asyncio.Future[None] | None = None) -> Any:
+    async def submit(
+        self, value: Any, deadline: float, gone: asyncio.Future[None] | None = None, group: object = None
+    ) -> Any:
         """Let an input be computed, and return its output.
 
         Args:
             value: An array, or any other value.
             deadline: When the output is of no use any more, on the clock `time.monotonic`.
             gone: Done when the client is gone. The input is not computed then, unless a replica has begun.
+            group: The client's request, if the input is one of several rows that are answered together.
 
         Raises:
             RefusedError: There is no output.
@@ -167,7 +170,7 @@ class Service:
         """
         future: asyncio.Future[Result | None] = self._loop.create_future()
         begin = time.monotonic()
-        request = Request(self._key(value, begin), begin, deadline, _Job(value, future))
+        request = Request(self._key(value, begin), begin, deadline, _Job(value, future), group)
         try:
             self.batcher.add(request)
         except QueueFullError:
@@ -203,9 +206,14 @@ class Service:
         if outcome is Outcome.LOST:
             self._suspects.remember(value, Harm.LOST, time.monotonic())
             raise RefusedError(
-                "the replica that computed this request has ended, and so has the second one.", 503, retry_after=1
+                "the replica that computed this request has ended, and so has the second one."
+                if request.has_lost
+                else "the replica that computed this request alone has crashed, or took too long (--timeout).",
+                503,
+                retry_after=1,
             )
-        self._suspects.remember(value, Harm.RAISED, time.monotonic())
+        if outcome is Outcome.FAILED:
+            self._suspects.remember(value, Harm.RAISED, time.monotonic())
         raise RefusedError(str(output), 500)
 
     def ready(self, replica: int, ready: Ready) -> None:
@@ -240,12 +248,12 @@ class Service:
         self._answer(self.batcher.raised(replica, text, blame))
         self._step_soon()
 
-    def lost(self, replica: int) -> None:
-        """A replica is gone."""
+    def lost(self, replica: int, blame: bool = False) -> None:
+        """A replica is gone; `blame` says whether what it computed is the cause."""
         self.there.discard(replica)
         self._busy.pop(replica, None)
         self._metrics.replica_lost()
-        self._answer(self.batcher.lost(replica))
+        self._answer(self.batcher.lost(replica, blame))
         self._step_soon()
 
     def not_ready(self, text: str) -> None:

@@ -324,7 +324,40 @@ def test_an_error_that_no_request_caused_ends_them_all() -> None:
         batcher.add(request())
     batcher.joined(0)
     batcher.step(0.0)
-    assert [answer.outcome for answer in batcher.raised(0, "2 outputs", blame=False)] == [Outcome.FAILED] * 3
+    assert [answer.outcome for answer in batcher.raised(0, "2 outputs", blame=False)] == [Outcome.SPOILED] * 3
+
+
+def test_rows_of_one_request_are_not_computed_in_vain() -> None:
+    """If a batch of nothing else raises, none is; in a batch with others, the other rows wait until the bad one is found."""
+    batcher = Batcher(8, 20, FixedWait(0.0))
+    for number in range(4):
+        batcher.add(Request("a", 0.0, math.inf, number, group="rows"))
+    batcher.joined(0)
+    batcher.step(0.0)
+    assert [answer.outcome for answer in batcher.raised(0, "no")] == [Outcome.SPOILED] * 4
+    rows = [Request("a", 0.0, math.inf, number, group="rows") for number in range(4)]
+    for each in (*rows, *(request(payload=number) for number in range(4, 8))):
+        batcher.add(each)
+    answers: list[Answer] = []
+    batches = 0
+    while send := batcher.step(0.0).send:
+        batches += 1
+        numbers = [each.payload for each in send[0][1].requests]
+        answers += batcher.raised(0, "no") if 1 in numbers else batcher.done(0, numbers, 0.0)
+    found = {answer.request.payload: answer.outcome for answer in answers}
+    assert found == dict.fromkeys(range(4), Outcome.SPOILED) | dict.fromkeys(range(4, 8), Outcome.DONE)
+    assert batches == 3 and batcher.waiting == 0  # all, the rows, the others
+
+
+@pytest.mark.parametrize("blame", [False, True])
+def test_a_request_that_was_alone_and_is_to_blame_costs_one_replica(blame: bool) -> None:
+    batcher = Batcher(4, 10, FixedWait(0.0))
+    batcher.add(request(payload=1))
+    batcher.joined(0)
+    batcher.step(0.0)
+    answers = batcher.lost(0, blame=blame)
+    assert [answer.outcome for answer in answers] == [Outcome.LOST] * blame
+    assert batcher.waiting == (not blame)
 
 
 def test_a_request_that_kills_replicas_takes_no_other_with_it() -> None:

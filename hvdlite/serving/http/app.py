@@ -13,12 +13,12 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 
 from hvdlite.serving.http.docs_page import docs_page
-from hvdlite.serving.http.model_pages import ModelPages
+from hvdlite.serving.http.model_pages import ModelPages, check_key_of
 from hvdlite.serving.http.open_inference import InferEndpoint
 from hvdlite.serving.http.page import openapi, page
-from hvdlite.serving.http.predict_endpoint import Endpoint, Intake, PredictEndpoint, Receive, Scope, Send, check_key
+from hvdlite.serving.http.predict_endpoint import Endpoint, Intake, PredictEndpoint, Receive, Scope, Send
 from hvdlite.serving.http.tf_serving import TfPredictEndpoint
-from hvdlite.serving.metrics import metrics_text
+from hvdlite.serving.metrics import ConnectionMetrics, metrics_text
 from hvdlite.serving.models import Models
 from hvdlite.serving.options import Options
 from hvdlite.serving.service import RefusedError
@@ -40,8 +40,11 @@ class App:
     """
 
     def __init__(self, models: Models, options: Options) -> None:
-        self.intake = Intake(options)
-        routes = [*_routes(_Pages(models, options), models, self.intake), *_routes_of_models(models, options)]
+        self.intake, self.connections = Intake(options), ConnectionMetrics()
+        routes = [
+            *_routes(_Pages(models, options, self.connections), models, self.intake),
+            *_routes_of_models(models, options),
+        ]
         self._all = Starlette(routes=routes, exception_handlers={RefusedError: _refused, HTTPException: _http_error})
         self._busy = {route.path: route.endpoint for route in routes if isinstance(route.endpoint, Endpoint)}
         self._root = options.root_path
@@ -112,8 +115,8 @@ def _routes_of_models(models: Models, options: Options) -> list[Route]:
 class _Pages:
     """The paths that are not busy. Those that tell of the load need the key."""
 
-    def __init__(self, models: Models, options: Options) -> None:
-        self._models, self._options = models, options
+    def __init__(self, models: Models, options: Options, connections: ConnectionMetrics) -> None:
+        self._models, self._options, self._connections = models, options, connections
         self._page = Path(options.page).read_text() if options.page else None
 
     async def healthz(self, request: Request) -> Response:
@@ -127,12 +130,12 @@ class _Pages:
         return JSONResponse(state, 200 if models.are_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        self._check_key(request)
-        text = metrics_text({model.name: model.metrics for model in self._models})
+        check_key_of(request, self._options)
+        text = metrics_text({model.name: model.metrics for model in self._models}, self._connections)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def explain(self, request: Request) -> Response:
-        self._check_key(request)
+        check_key_of(request, self._options)
         return PlainTextResponse(self._models.text(lambda model: model.service.explanation.rstrip(), "\n\n") + "\n")
 
     async def openapi(self, request: Request) -> Response:
@@ -144,9 +147,6 @@ class _Pages:
 
     async def start(self, request: Request) -> Response:
         return HTMLResponse(self._page or page(self._models.first.service.spec, self._options), headers=_SAFE)
-
-    def _check_key(self, request: Request) -> None:
-        check_key(dict(request.headers.raw), self._options.api_key)
 
 
 async def _refused(request: Request, error: Exception) -> Response:

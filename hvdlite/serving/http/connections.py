@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from hvdlite.serving.metrics import Metrics
+from hvdlite.serving.metrics import ConnectionMetrics
 from hvdlite.serving.options import Options
 
 _MOST_HEADER_BYTES = 2**16
@@ -168,7 +168,7 @@ class _Reader:
         metrics: Counts who is ended.
     """
 
-    def __init__(self, transport: _Transport, seconds: float, metrics: Metrics) -> None:
+    def __init__(self, transport: _Transport, seconds: float, metrics: ConnectionMetrics) -> None:
         self._transport, self._seconds, self._metrics = transport, seconds, metrics
         self._timer: asyncio.TimerHandle | None = None
 
@@ -187,7 +187,7 @@ class _Reader:
     def _look(self) -> None:
         self._timer = None
         if self._transport.get_write_buffer_size() and self._transport.taken() - self._taken < _SLOWEST * self._seconds:
-            self._metrics.connection_ended("slow_reader")
+            self._metrics.ended("slow_reader")
             self._transport.abort()
         else:
             self.watch()
@@ -202,7 +202,7 @@ def _sent_and_not_taken(connection: Any) -> int:
     return found
 
 
-def protocol_class(options: Options, metrics: Metrics, places: Places) -> type[asyncio.Protocol]:
+def protocol_class(options: Options, metrics: ConnectionMetrics, places: Places) -> type[asyncio.Protocol]:
     """Return uvicorn's class for a connection with the limits of a server.
 
     Args:
@@ -405,7 +405,7 @@ def protocol_class(options: Options, metrics: Metrics, places: Places) -> type[a
             self.is_over = True
             self.connections.discard(self)
             places.leave(self)
-            metrics.connection_ended("gave_way")
+            metrics.ended("gave_way")
             end()
 
         def _linger(self, end: float) -> None:

@@ -60,12 +60,12 @@ class ModelPages:
 
     async def index(self, request: Request) -> Response:
         """``/v2/repository/index``: the state of all models."""
-        self._check_key(request)
+        check_key_of(request, self._options)
         return JSONResponse(repository_index(self._models))
 
     async def load(self, request: Request) -> Response:
         """``/v2/repository/models/NAME/load``: loads a model anew, and answers when the new version answers requests."""
-        self._check_key(request)
+        check_key_of(request, self._options)
         model = self._models.named(request.path_params["name"])
         try:
             body = await asyncio.wait_for(_small(request), self._options.read_timeout)
@@ -92,8 +92,14 @@ class ModelPages:
         model = self._models.named(request.path_params["name"])
         return model, model.version(request.path_params.get("version"))
 
-    def _check_key(self, request: Request) -> None:
-        check_key(dict(request.headers.raw), self._options.api_key)
+
+def check_key_of(request: Request, options: Options) -> None:
+    """Raise unless a request shows the key of the server, if it has one.
+
+    Raises:
+        RefusedError: It shows no key, or another one.
+    """
+    check_key(dict(request.headers.raw), options.api_key)
 
 
 async def _small(request: Request) -> bytes:

@@ -73,12 +73,13 @@ async def submit_all(
 
     Raises:
         ClientGoneError: The client is gone.
-        RefusedError: One of them has no output. The others are not waited for.
+        RefusedError: One of them has no output. The others are not computed any more.
     """
     service.check_room(len(values))
     if len(values) == 1:
         return [await service.submit(values[0], until, gone)]
-    tasks = [asyncio.ensure_future(service.submit(value, until, gone)) for value in values]
+    group = object()
+    tasks = [asyncio.ensure_future(service.submit(value, until, gone, group)) for value in values]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

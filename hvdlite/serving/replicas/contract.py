@@ -21,8 +21,8 @@ class Owner(Protocol):
     def raised(self, replica: int, text: str, blame: bool) -> None:
         """`predict` failed on a replica's batch."""
 
-    def lost(self, replica: int) -> None:
-        """A replica that was ready is gone."""
+    def lost(self, replica: int, blame: bool = False) -> None:
+        """A replica that was ready is gone; `blame` says whether what it computed is the cause."""
 
     def not_ready(self, text: str) -> None:
         """A replica cannot start. If none was ever ready, there is no use in trying again."""

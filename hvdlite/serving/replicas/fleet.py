@@ -103,9 +103,11 @@ class Fleet:
             return False
         finally:
             del self._processes[number]
+            # One that computes gets no other batch, so there is time to see how it has ended.
+            why = await process.end() if process.is_computing else ""
             if was_ready is not None and not self._stopping.is_set():
-                owner.lost(number)
-            why = await process.end()
+                owner.lost(number, process.has_crashed)
+            why = why or await process.end()
         if self._stopping.is_set():
             return True
         if was_ready is None:

@@ -22,6 +22,8 @@ _DUMP = signal.SIGURG
 has not come so far ignores it."""
 _DUMP_SECONDS = 1.0
 """What it gets for that."""
+_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals by which a process is ended by somebody else: a person, or the kernel when memory is short."""
 _LAST_WORDS = 1.0
 """Seconds that a process gets to end by itself after its line to the server was cut."""
 
@@ -42,6 +44,8 @@ class Process:
     Attributes:
         ready: What it said when it was ready; None if it ended before.
         gone: Done when its line to the server is cut.
+        is_computing: Whether it has a batch.
+        has_crashed: Whether it has ended by itself, or was ended because a batch took too long. Known after `end`.
     """
 
     def __init__(self, number: int, place: int, device: str, owner: Owner, options: Options) -> None:
@@ -50,6 +54,7 @@ class Process:
         self.gone: asyncio.Future[None] = loop.create_future()
         self._number, self._owner, self._options = number, owner, options
         self._place, self._device = place, device
+        self.is_computing = self.has_crashed = False
         self._why, self._is_refused = "", False
         self._timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.WriteTransport | None = None
@@ -94,6 +99,7 @@ class Process:
 
     def send(self, inputs: Sequence[Any]) -> None:
         """Let the replica compute a batch."""
+        self.is_computing = True
         how, buffers = pack(inputs)
         assert self._transport is not None
         self._transport.writelines(frame(Compute(how), buffers))
@@ -126,6 +132,7 @@ class Process:
         said = self._why
         self.kill("did not end when its line to the server was cut")
         code = await asyncio.to_thread(self._process.wait)
+        self.has_crashed = bool(said) or -code not in _BY_OTHERS
         if self.ready.done() and self.ready.result() is not None:
             return f"Replica {self._place} ({self._where}) {said or _how_it_ended(code)}."
         if self._is_refused:
@@ -156,6 +163,7 @@ class Process:
         if self._timer is not None:
             self._timer.cancel()
         self._why = ""  # it may have been late, but not too late
+        self.is_computing = False
         if isinstance(message, Computed):
             self._owner.computed(self._number, unpack(message.how, data))
         elif isinstance(message, Raised):
