@@ -5,6 +5,7 @@ No Kubernetes runs here: that the cluster takes the files is not tested.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shutil
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 
 from hvdlite.launch.parser import make_parser
+from hvdlite.serving import command as serve_command
+from hvdlite.serving.options import seconds
 from tests.support import hosts as lab
 from tests.support.jobs import LIMIT, ROOT
 
 yaml = pytest.importorskip("yaml", reason="there is no pyyaml, which reads the files")
+HEALTH = pytest.importorskip("hvdlite.serving.http.connections", reason="the extra serve is not installed").HEALTH
 
 FOLDER = ROOT / "examples" / "kubernetes"
 DOCKERFILE = (FOLDER / "Dockerfile").read_text()
@@ -78,6 +82,33 @@ def test_a_job_fits_hvdliterun_and_the_image(name: str) -> None:
     assert worker["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
     for pod in (job["worker"], job["launcher"]):
         assert pod["securityContext"]["runAsNonRoot"] and f"--uid {pod['securityContext']['runAsUser']} " in DOCKERFILE
+
+
+def test_a_server_fits_its_probes_and_its_service() -> None:
+    deployment, service = yaml.safe_load_all((FOLDER / "serve.yaml").read_text())
+    assert (deployment["apiVersion"], deployment["kind"], service["kind"]) == ("apps/v1", "Deployment", "Service")
+    template, labels = deployment["spec"]["template"], deployment["spec"]["selector"]["matchLabels"]
+    assert template["metadata"]["labels"] == labels == service["spec"]["selector"]
+    pod, (container,) = template["spec"], template["spec"]["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] and f"--uid {pod['securityContext']['runAsUser']} " in DOCKERFILE
+    parser = argparse.ArgumentParser()
+    serve_command.add_command(parser.add_subparsers())
+    program, *words = container["command"]
+    options = parser.parse_args(words)
+    assert program == "hvdlite" and options.predict == "my_model:predict" and options.host == "0.0.0.0"
+    (port,), (shown,) = container["ports"], service["spec"]["ports"]
+    assert port["containerPort"] == options.port and shown["targetPort"] == port["name"]
+    ready, live = (container[probe] for probe in ("readinessProbe", "livenessProbe"))
+    probes = (ready["httpGet"], live["httpGet"])
+    assert probes == ({"path": "/readyz", "port": port["name"]}, {"path": "/healthz", "port": port["name"]})
+    assert {probe["path"].encode() for probe in probes} <= set(
+        HEALTH
+    )  # they are answered with too many connections too
+    # No request comes any more when the port closes, and the server ends before it is killed.
+    lame_duck, drain = seconds(options.lame_duck), seconds(options.drain)
+    assert ready["periodSeconds"] * ready["failureThreshold"] < lame_duck
+    assert lame_duck + drain + 2 < pod["terminationGracePeriodSeconds"]
+    assert options.api_key_env == container["env"][0]["name"]
 
 
 def test_what_the_image_copies_is_there_and_no_secret() -> None:
