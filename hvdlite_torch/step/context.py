@@ -107,12 +107,12 @@ class OptimizerContext:
         """The settings of the present world."""
         return self._world.config
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "optimizer.plan") -> list[Any]:
         """Return the objects of all ranks that take part, in the order of `ranks`; None for a rank that has joined.
 
-        Every rank calls this.
+        Every rank calls this. Reports of a wait call it `what`, so a call of the program's should be named.
         """
-        return hvdlite.allgather_object(value, f"optimizer.plan {self._number}", process_set=self.process_set)
+        return hvdlite.allgather_object(value, f"{what} {self._number}", process_set=self.process_set)
 
     @property
     def name(self) -> str:

@@ -127,7 +127,8 @@ class Sharding:
 
     def _gather_origins(self) -> list[tuple[str, bool]]:
         """Return for each rank the origin of its state, and whether it has loaded one since the last step."""
-        everybody = self._context.gather((self._in_step.origin, self.shards.loaded is not None))
+        mine = (self._in_step.origin, self.shards.loaded is not None)
+        everybody = self._context.gather(mine, "state_dict() of a sharded optimizer, which every rank calls,")
         check_all_there(everybody, self._context.ranks)
         return everybody
 

@@ -95,6 +95,19 @@ def test_a_wrap_that_is_refused(ranks: Any, what: str, options: Any) -> None:
     ranks(check)
 
 
+@pytest.mark.ranks(2)
+def test_a_sharded_state_on_one_rank(ranks: Callable[..., list[Any]]) -> None:
+    """The report names what the program has called."""
+
+    def check() -> None:
+        optimizer = hvd.DistributedOptimizer(sgd([ones(8)]), shard=True)
+        said = r"(?s)rank 0 waits for 'state_dict\(\) of a sharded optimizer, which every rank calls, \d+'.*barrier"
+        with pytest.raises(MismatchError, match=said):
+            optimizer.state_dict() if hvd.rank() == 0 else hvd.barrier()
+
+    ranks(check)
+
+
 @every_way
 def test_an_optimizer_is_wrapped_once(ranks: Any, options: Any) -> None:
     def check() -> None:
