@@ -52,12 +52,13 @@ def _hint(text: str) -> str:
     if _STARTS_TORCH.search(last) and _HUGGING_FACE.search(text):
         return (
             "hvdliterun: Accelerate and transformers.Trainer need hvdlite_torch.accelerate.prepare() before the program makes "
-            "an Accelerator or TrainingArguments (hvdlite docs model_parallel).\n"
+            "an Accelerator or TrainingArguments (hvdlite docs model_parallel): hvdlite migrate PROGRAM shows where.\n"
         )
     if _STARTS_TORCH.search(last) or _NEEDS_TORCH.search(last):
         return (
             'hvdliterun: import hvdlite_torch, and call torch.distributed.init_process_group("hvdlite") before; or leave the '
-            "wrapper DistributedDataParallel out and wrap the optimizer (hvdlite docs from_ddp).\n"
+            "wrapper DistributedDataParallel out and wrap the optimizer (hvdlite docs from_ddp). hvdlite migrate PROGRAM "
+            "prints what to change.\n"
         )
     return ""
 

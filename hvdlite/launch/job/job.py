@@ -355,7 +355,8 @@ def _tell_of_ranks_alone(spec: JobSpec, ranks: Ranks, output: Output) -> None:
         output.say(
             f"hvdliterun: each of the {count} ranks has run the whole program alone: none has called hvdlite.init(), nor "
             "used MPI otherwise. See hvdlite docs torch_training or hvdlite docs keras for what a program needs; "
-            "HVDLITE_ADVICE=0 if this is as it should be.\n"
+            "hvdlite migrate PROGRAM changes one for DDP, Horovod, tf.distribute or Accelerate; HVDLITE_ADVICE=0 if this is "
+            "as it should be.\n"
         )
 
 

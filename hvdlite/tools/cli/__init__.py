@@ -21,6 +21,7 @@ from hvdlite.serving import command as serving
 from hvdlite.serving.bench import command as bench
 from hvdlite.tools.cli.measuring import add_advise, add_doctor, run_advise, run_doctor
 from hvdlite.tools.cli.pages import add_docs
+from hvdlite.tools.migrate.command import add_migrate
 
 _DESCRIPTION = (
     "Serve models, read timelines of jobs, say what is wrong here, and which strategy a program should train with. "
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     env.set_defaults(action=_env)
     add_docs(commands)
+    add_migrate(commands)
     compat = commands.add_parser(
         "compat",
         help="run a program written for Horovod, or say what of Horovod it uses, and whether it is here",
@@ -122,7 +124,7 @@ def _env(_: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``hvdlite`` with these arguments, by default those of the process, and return its exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] == ["compat"]:  # it lies above this room, and its program needs a process of its own anyway
+    if given[:1] == ["compat"]:  # its program needs a process of its own
         os.execv(sys.executable, [sys.executable, "-m", "hvdlite.compat", *given[1:]])
     if given[:1] == ["timeline"] and given[1:] and Path(given[1]).exists():
         given.insert(1, "summarize")
