@@ -131,6 +131,9 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
             kind = "python" if name.endswith(".py") else "bash"
             markdown += f"\n## {name}\n\n```{kind}\n{(ROOT / 'examples/cookbook' / name).read_text()}```\n"
     markdown = markdown.replace("](../README.md", "](index.md")
+    markdown = re.sub(
+        r"\]\(\.\./examples/kubernetes[^)]*\)", "](examples.md#kubernetes)", markdown
+    )
     return re.sub(
         r"\]\(\.\./examples/(cookbook/)?([\w.]+)/?\)",
         lambda link: (
